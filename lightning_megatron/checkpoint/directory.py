@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -241,6 +243,27 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
         f"{inside.name.rstrip('/')}/{name}" for name in sorted(names) if not _HIDDEN.fullmatch(name)
     )
     return [path for path in paths if is_sharded_checkpoint(path)]
+
+
+def next_save_number(folders: Iterable[str | os.PathLike[str]]) -> int:
+    """Return a number for the next save, larger than those of all checkpoints in some folders.
+
+    Args:
+        folders: Folders or fsspec URLs; damaged checkpoints inside do not count.
+    """
+    largest = 0
+    for folder in folders:
+        for path in list_checkpoints(folder):
+            with suppress(CheckpointMismatchError, CorruptDataError, UnsupportedError):
+                largest = max(largest, find_checkpoint(path).header.save_number)
+    return largest + 1
+
+
+def folder_of(path: str | os.PathLike[str]) -> str:
+    """Return the folder or URL that holds a checkpoint."""
+    if is_url(path):
+        return os.fspath(path).rstrip("/").rpartition("/")[0]
+    return os.path.dirname(os.path.abspath(path))
 
 
 def clean_unfinished(folder: str | os.PathLike[str]) -> None:

@@ -17,7 +17,9 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strict_json import parse_object
 
-FORMAT = 2
+FORMAT = 3
+#: Formats that can be read; headers of format 2 have no number of the save.
+_READABLE = (2, FORMAT)
 HEADER = "checkpoint.json"
 METADATA = "meta.pt"
 #: Index of tensors and their positions in files, written by torch.distributed.checkpoint.
@@ -39,9 +41,11 @@ class Header:
         layout: Layout of the job that saved the checkpoint.
         torch: Version of torch that saved the checkpoint.
         files: Size and checksum of every other file, by name.
-        global_step: Number of optimizer steps taken; checkpoints are ordered by it.
+        global_step: Number of optimizer steps taken.
         epoch: Epoch in which the checkpoint was saved.
         saved_at: Time of the save (seconds since 1970).
+        save_number: Number of the save, larger than those of all checkpoints beside it at that
+            time; 0 if a version without these numbers saved it.
         folder: Folder of the files, relative to the header; "." is the header's own folder.
         format: Version of the directory's format.
     """
@@ -52,13 +56,17 @@ class Header:
     global_step: int = 0
     epoch: int = 0
     saved_at: float = 0.0
+    save_number: int = 0
     folder: str = "."
     format: int = FORMAT
 
     @property
-    def age(self) -> tuple[int, int, float]:
-        """Return the sort key of checkpoints: the newest checkpoint has the largest key."""
-        return self.global_step, self.epoch, self.saved_at
+    def age(self) -> tuple[int, float]:
+        """Return the sort key of checkpoints: the one that was saved last has the largest key.
+
+        Clocks of hosts may differ, so their times order only checkpoints without numbers.
+        """
+        return self.save_number, self.saved_at
 
     def write(self, folder: Folder, name: str = HEADER) -> None:
         """Write the header into a folder and flush it to disk."""
@@ -87,7 +95,7 @@ class Header:
             raise _damaged(folder, f"{type(error).__name__}: {error}") from error
         if type(written) is not int:
             raise _damaged(folder, f"its format is {written!r}")
-        if written != FORMAT:
+        if written not in _READABLE:
             raise UnsupportedError(
                 f"the checkpoint's format ({written}) must be this version's ({FORMAT}): "
                 f"{folder.name}. Its tensors may have another meaning. "
@@ -102,6 +110,7 @@ class Header:
             if checksum != _sum_of(fields):
                 raise ValueError("its checksum does not match its content")
             files = {name: _record(name, record) for name, record in fields.pop("files").items()}
+            fields["format"] = FORMAT
             header = cls(ParallelLayout(**fields.pop("layout")), files=files, **fields)
             header._check_values()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -109,7 +118,7 @@ class Header:
         return header
 
     def _check_values(self) -> None:
-        for name in ("global_step", "epoch"):
+        for name in ("global_step", "epoch", "save_number"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be a whole number: it is {getattr(self, name)!r}")
         if type(self.saved_at) not in (int, float) or not abs(self.saved_at) <= _MAX_SECONDS:

@@ -19,7 +19,12 @@ from lightning_megatron.checkpoint.collective_steps import (
     failure,
     run_collectively,
 )
-from lightning_megatron.checkpoint.directory import CheckpointPath, checkpoint_path_of
+from lightning_megatron.checkpoint.directory import (
+    CheckpointPath,
+    checkpoint_path_of,
+    folder_of,
+    next_save_number,
+)
 from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.planners import BoxToWrite, ShardSavePlanner
@@ -40,6 +45,7 @@ class RankSnapshot:
         metadata: Pickled values of the job; only those of the first rank are written.
         global_step: Number of optimizer steps taken.
         epoch: Epoch of the job.
+        save_number: Number of the save; 0 on all ranks but the first.
         ready: Function that blocks until the pieces can be read.
     """
 
@@ -48,6 +54,7 @@ class RankSnapshot:
     metadata: bytes
     global_step: int
     epoch: int
+    save_number: int
     ready: Callable[[], None]
 
 
@@ -56,6 +63,7 @@ def gather_content(
     metadata: Mapping[str, Any],
     rank_state: Mapping[str, Any],
     mesh: ParallelMesh,
+    number: Callable[[], int],
     copy: Callable[[Sequence[BoxToWrite]], list[BoxToWrite]] | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> RankSnapshot:
@@ -63,21 +71,26 @@ def gather_content(
 
     Args:
         tensors: Entries of this rank.
-        metadata: Picklable values of the job; ``global_step`` and ``epoch`` order checkpoints.
+        metadata: Picklable values of the job, with ``global_step`` and ``epoch``.
         rank_state: Picklable values of this rank.
         mesh: Mesh of this rank.
+        number: Function that returns the number of the save, called on the first rank.
         copy: Function that copies pieces; None uses the original tensors.
         ready: Function that blocks until the copies can be read.
     """
     pieces = boxes_to_write(tensors, mesh)
     if copy is not None:
         pieces = copy(pieces)
+    is_first = mesh.world.rank == 0
+    saved = to_bytes(dict(metadata)) if is_first else b""
+    save_number = number() if is_first else 0
     return RankSnapshot(
         pieces,
         to_bytes(dict(rank_state)),
-        to_bytes(dict(metadata)) if mesh.world.rank == 0 else b"",
+        saved,
         _number(metadata.get("global_step")),
         _number(metadata.get("epoch")),
+        save_number,
         ready,
     )
 
@@ -187,6 +200,7 @@ class CollectiveSave:
             content.global_step,
             content.epoch,
             round(time.time(), 3),
+            content.save_number,
         )
 
     def _first(self, action: Callable[[], None]) -> None:
@@ -230,7 +244,9 @@ def save_checkpoint(
 
     Communication: gathers plans and results over the world; call it on all ranks.
     """
-    CollectiveSave(path, mesh, partial(gather_content, tensors, metadata, rank_state, mesh)).run()
+    number = partial(next_save_number, [folder_of(path)])
+    content = partial(gather_content, tensors, metadata, rank_state, mesh, number)
+    CollectiveSave(path, mesh, content).run()
 
 
 def _number(value: Any) -> int:

@@ -69,8 +69,8 @@ def find_newest(
 ) -> str | None:
     """Return the path of the newest intact checkpoint directly in a folder.
 
-    Checkpoints are ordered by global step, then epoch, then time. A damaged checkpoint is skipped
-    with a warning.
+    The newest checkpoint is the one that was saved last, whatever its step. A damaged checkpoint is
+    skipped with a warning.
 
     Args:
         folder: Directory or fsspec URL.

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_megatron.checkpoint.collective_steps import CaughtError, describe
-from lightning_megatron.checkpoint.directory import checkpoint_path_of, link_checkpoint
+from lightning_megatron.checkpoint.directory import (
+    checkpoint_path_of,
+    folder_of,
+    link_checkpoint,
+    next_save_number,
+)
 from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
 from lightning_megatron.checkpoint.save import CollectiveSave, RankSnapshot, gather_content
 from lightning_megatron.checkpoint.staging import HostCopies
@@ -43,6 +49,7 @@ class CheckpointWriter:
         self._copies = HostCopies(mesh.device)
         self._running: _Background | None = None
         self._warned_keys: set[str] = set()
+        self._last_number: int | None = None
         # For each path that the background save changes: whether it will exist after the save.
         self._will_exist: dict[str, bool] = {}
 
@@ -58,6 +65,7 @@ class CheckpointWriter:
         metadata: Mapping[str, Any],
         rank_state: Mapping[str, Any],
         background: bool = False,
+        folders: Iterable[str] = (),
     ) -> None:
         """Write a checkpoint as :func:`save_checkpoint` does, after the previous save has ended.
 
@@ -68,6 +76,8 @@ class CheckpointWriter:
             rank_state: Picklable values of this rank.
             background: Whether to copy all data to host memory and return, while a thread writes
                 them. Later changes of the original tensors do not affect the checkpoint.
+            folders: Folders of older checkpoints of the run, apart from that of ``path``; the first
+                save reads their headers on the first rank.
 
         Raises:
             CheckpointSaveError: On all ranks, for a failure of this save or of a previous save in
@@ -81,7 +91,10 @@ class CheckpointWriter:
         # raises it inside the save, whose first collective reports it to all ranks.
         with CaughtError(BaseException) as caught:
             copies = (self._copies.copy, self._copies.wait) if background else ()
-            content.append(gather_content(tensors, metadata, rank_state, self._mesh, *copies))
+            number = partial(self._next_number, {folder_of(path), *folders})
+            content.append(
+                gather_content(tensors, metadata, rank_state, self._mesh, number, *copies)
+            )
             if self._mesh.world.rank == 0:
                 self._warn_of_unsafe(metadata, content[0].metadata)
                 self._warn_of_unsafe(rank_state, content[0].rank_state)
@@ -109,6 +122,12 @@ class CheckpointWriter:
         # training now, instead of at the next `poll`.
         if caught.error is not None and not isinstance(caught.error, Exception):
             raise caught.error
+
+    def _next_number(self, folders: Iterable[str]) -> int:
+        if self._last_number is None:
+            self._last_number = next_save_number(folders) - 1
+        self._last_number += 1
+        return self._last_number
 
     def reserve(self, tensors: Mapping[str, Entry]) -> None:
         """Allocate the host memory for a background save of these tensors before the first save.

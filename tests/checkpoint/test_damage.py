@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +17,11 @@ from lightning_megatron.checkpoint import (
     load_metadata,
     read_full,
     read_header,
+    save,
     save_checkpoint,
     verify_checkpoint,
 )
+from lightning_megatron.checkpoint.header import _sum_of
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
 from tests.checkpoint.pieces import entries, value_in
@@ -73,19 +78,21 @@ def test_loading_refuses_small_files_that_are_damaged_and_tensor_files_that_are_
                 load(path)
 
 
-def test_the_newest_undamaged_checkpoint_is_found_by_step_epoch_and_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_the_newest_undamaged_checkpoint_is_the_one_that_was_saved_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert find_newest(tmp_path) is None
     assert find_newest(tmp_path / "absent") is None
     (tmp_path / "logs").mkdir()
-    for name, step, epoch in (("z", 5, 0), ("a", 7, 1), ("m", 7, 2), ("k", 9, 2)):
-        save_checkpoint(
-            tmp_path / name, entries(float(step)), {"global_step": step, "epoch": epoch}, {}, MESH
-        )
+    # The clock runs backwards, and the job returns to an earlier step.
+    clock = SimpleNamespace(time=iter((9.0, 8.0, 7.0, 6.0, 5.0)).__next__)
+    monkeypatch.setattr(save, "time", clock)
+    for name, step in (("z", 5), ("a", 7), ("m", 12), ("k", 9)):
+        save_checkpoint(tmp_path / name, entries(float(step)), {"global_step": step}, {}, MESH)
     assert list_checkpoints(tmp_path) == [str(tmp_path / name) for name in "akmz"]
     assert find_newest(tmp_path) == str(tmp_path / "k")
-    assert (read_header(tmp_path / "k").global_step, read_header(tmp_path / "k").epoch) == (9, 2)
+    header = read_header(tmp_path / "k")
+    assert (header.global_step, header.save_number, header.saved_at) == (9, 4, 6.0)
     flip(tmp_path / "k" / "__0_0.distcp")
     assert find_newest(tmp_path, whole=False) == str(tmp_path / "k")
     with caplog.at_level(logging.WARNING):
@@ -95,5 +102,22 @@ def test_the_newest_undamaged_checkpoint_is_found_by_step_epoch_and_time(
     cut(tmp_path / "m" / "checkpoint.json")
     (tmp_path / "a" / "meta.pt").unlink()
     assert find_newest(tmp_path) == str(tmp_path / "z")
-    save_checkpoint(tmp_path / "z2", entries(5.5), {"global_step": 5}, {}, MESH)
+    save_checkpoint(tmp_path / "z", entries(5.5), {"global_step": 5}, {}, MESH)
     assert value_in(find_newest(tmp_path)) == 5.5
+
+
+def test_checkpoints_of_the_older_format_are_ordered_by_time_before_all_others(
+    tmp_path: Path,
+) -> None:
+    for name in "abc":
+        save_checkpoint(tmp_path / name, entries(), {}, {}, MESH)
+    for name, time in (("b", 2e9), ("c", 1e9)):
+        header = tmp_path / name / "checkpoint.json"
+        fields = json.loads(header.read_text()) | {"format": 2, "saved_at": time}
+        fields = {key: fields[key] for key in fields if key not in ("checksum", "save_number")}
+        header.write_text(json.dumps({**fields, "checksum": _sum_of(fields)}))
+    order = []
+    while (newest := find_newest(tmp_path)) is not None:
+        order.append(Path(newest).name)
+        shutil.rmtree(newest)
+    assert order == ["a", "b", "c"]

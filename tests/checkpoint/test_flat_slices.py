@@ -83,7 +83,7 @@ def test_a_tensor_saved_in_one_cut_loads_into_any_other_cut(
             # One process writes the pieces of several ranks.
             pieces += boxes_to_write({str(number): Entry(local, placement, True)}, MESH)
     with tempfile.TemporaryDirectory() as folder:
-        content = RankSnapshot(pieces, to_bytes({}), to_bytes({}), 0, 0, lambda: None)
+        content = RankSnapshot(pieces, to_bytes({}), to_bytes({}), 0, 0, 1, lambda: None)
         CollectiveSave(f"{folder}/c", MESH, lambda: content).run()
         for name, full in read_full(f"{folder}/c").items():
             assert torch.equal(full, fulls[name])

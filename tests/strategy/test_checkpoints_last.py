@@ -7,7 +7,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +21,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_megatron import CausalLM, GPTConfig
-from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, verify_checkpoint
+from lightning_megatron.checkpoint import (
+    is_sharded_checkpoint,
+    load_metadata,
+    save,
+    verify_checkpoint,
+)
 from lightning_megatron.checkpoint.save import CollectiveSave
 from lightning_megatron.errors import (
     CheckpointMismatchError,
@@ -165,10 +173,21 @@ def test_last_resumes_from_the_newest_undamaged_checkpoint_of_any_name(
     assert resumed.losses == uninterrupted.losses[4:]
 
 
-def test_last_goes_by_the_time_of_saving_and_ignores_broken_links(
-    tmp_path: Path,
+@contextmanager
+def clock_ahead(days: float) -> Iterator[None]:
+    """Let the clock of saves be wrong."""
+    with pytest.MonkeyPatch.context() as patch:
+        now = time.time
+        patch.setattr(save, "time", SimpleNamespace(time=lambda: now() + days * 86400))
+        yield
+
+
+@pytest.mark.parametrize("days", [-1, 0, 1])
+def test_last_goes_by_the_order_of_saving_and_ignores_clocks_and_broken_links(
+    tmp_path: Path, days: int
 ) -> None:
-    fit({}, 4, every_step(tmp_path))
+    with clock_ahead(days):
+        fit({}, 4, every_step(tmp_path))
     # This run continues from the second step, so step 3 is saved after step 4.
     fit({}, 3, every_step(tmp_path), resume=tmp_path / "step=2.ckpt")
     (tmp_path / "last.ckpt").symlink_to("step=99.ckpt")
@@ -206,13 +225,14 @@ def test_last_resumes_from_lightning_files_and_skips_weights_only_checkpoints(
 
 
 def test_last_finds_checkpoints_of_an_earlier_logger_version(tmp_path: Path) -> None:
-    for steps, resume in ((2, None), (3, "last")):
+    for steps, resume, days in ((2, None, 1), (3, "last", 0), (4, "last", 0)):
         saver = ModelCheckpoint(every_n_train_steps=1)
-        trainer, _ = fit({}, steps, saver, resume=resume, logger=CSVLogger(tmp_path))
-    assert trainer.ckpt_path == str(
-        tmp_path / "lightning_logs/version_0/checkpoints/epoch=0-step=2.ckpt"
-    )
-    assert "version_1" in saver.best_model_path
+        with clock_ahead(days):
+            trainer, _ = fit({}, steps, saver, resume=resume, logger=CSVLogger(tmp_path))
+        if resume is not None:
+            version = f"version_{steps - 3}/checkpoints/epoch=0-step={steps - 1}.ckpt"
+            assert trainer.ckpt_path == str(tmp_path / "lightning_logs" / version)
+    assert "version_2" in saver.best_model_path
 
 
 class UserObject:

@@ -30,6 +30,7 @@ def find_last(
     Checkpoints of any name count. Lightning considers only names that begin with "last", so that a
     run without ``save_last`` would start again after a crash. The newest checkpoint is the one that
     was saved last, even if another one has more steps: a run may have returned to an earlier step.
+    Numbers in the headers give the order, because clocks of hosts may differ.
     ``fit`` skips checkpoints that contain only weights.
 
     Args:
@@ -118,34 +119,40 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
 def _newest_first(trainer: Trainer) -> Iterator[CheckpointSource]:
     """Yield the checkpoints of a run, newest first, without duplicates.
 
-    Of a link and its target with the same time, only the target is yielded.
+    A checkpoint without a number follows all numbered ones whose times are not later. Of a link and
+    its target, only the target is yielded.
     """
+    found = list(_checkpoints_in(checkpoint_folders(trainer)))
+    checkpoints = []
+    for number, time, source in found:
+        before = (known for known, at, _ in found if at <= time)
+        place = number or max(before)
+        checkpoints.append((place, time, not os.path.islink(source.path), source.path, source))
     yielded = set()
-    checkpoints = [
-        (time, not os.path.islink(source.path), source.path, source)
-        for time, source in _checkpoints_in(checkpoint_folders(trainer))
-    ]
-    for _, _, path, source in sorted(checkpoints, key=lambda entry: entry[:3], reverse=True):
+    for *_, path, source in sorted(checkpoints, key=lambda entry: entry[:4], reverse=True):
         real = path if "://" in path else os.path.realpath(path)
         if real not in yielded:
             yielded.add(real)
             yield source
 
 
-def _checkpoints_in(folders: Iterable[str]) -> Iterator[tuple[float, CheckpointSource]]:
-    """Yield the time of saving of every checkpoint, and the checkpoint."""
+def _checkpoints_in(folders: Iterable[str]) -> Iterator[tuple[int, float, CheckpointSource]]:
+    """Yield the number and time of saving of every checkpoint, and the checkpoint.
+
+    The number of a file, of a damaged checkpoint and of one without a number is 0.
+    """
     for folder in folders:
         for path in list_checkpoints(folder):
             source = CheckpointSource(path, is_single_file=False)
             try:
-                yield read_header(path).saved_at, source
+                yield *read_header(path).age, source
             except (CorruptDataError, UnsupportedError):
                 # The time of saving cannot be read from a damaged header. The directory's time of
                 # modification is close to it.
-                yield os.path.getmtime(path) if os.path.exists(path) else 0.0, source
+                yield 0, os.path.getmtime(path) if os.path.exists(path) else 0.0, source
         if "://" not in folder:
             files = (str(file) for file in Path(folder).glob("*.ckpt") if file.is_file())
             yield from (
-                (os.path.getmtime(file), CheckpointSource(file, is_single_file=True))
+                (0, os.path.getmtime(file), CheckpointSource(file, is_single_file=True))
                 for file in files
             )

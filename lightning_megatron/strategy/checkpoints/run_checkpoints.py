@@ -28,7 +28,7 @@ from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, describe_mo
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.checkpoints.delayed_scales import load_scales, scale_tensors
-from lightning_megatron.strategy.checkpoints.last_checkpoint import find_last
+from lightning_megatron.strategy.checkpoints.last_checkpoint import checkpoint_folders, find_last
 from lightning_megatron.strategy.checkpoints.rank_state_checks import (
     check_rank_state,
     name_damaged_states,
@@ -139,7 +139,8 @@ class RunCheckpoints:
             "generators": random_states(mesh.device),
             "dataloaders": dataloaders,
         }
-        self._writer_on(mesh).save(path, tensors, checkpoint, rank_state, background=background)
+        folders = checkpoint_folders(module.trainer)
+        self._writer_on(mesh).save(path, tensors, checkpoint, rank_state, background, folders)
 
     def reserve(
         self,
