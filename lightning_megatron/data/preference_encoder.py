@@ -11,6 +11,7 @@ from lightning_megatron.data.conversation_encoder import ConversationEncoder
 from lightning_megatron.data.preference_pairs import pair_of
 from lightning_megatron.data.row_files import FileRow
 from lightning_megatron.data.row_tokens import EncodedText
+from lightning_megatron.errors import CorruptDataError
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,13 @@ class PairEncoder(ConversationEncoder):
         rejected = self.encode(pair.rejected)
         if chosen is None or rejected is None:
             return None
-        was_cut = chosen.was_cut or rejected.was_cut
-        if was_cut and np.array_equal(chosen.tokens, rejected.tokens):
+        if not np.array_equal(chosen.tokens, rejected.tokens):
+            return chosen, rejected
+        if chosen.was_cut or rejected.was_cut:
             return None
-        return chosen, rejected
+        raise CorruptDataError(
+            f"{row.place}: chosen and rejected must have different tokens, because equal ones "
+            f"express no preference: the chat template of {self.tokenizer.folder} makes the same "
+            f"{len(chosen.tokens)} tokens of both. Let the template write the content of each "
+            "message, or remove the row."
+        )

@@ -162,6 +162,14 @@ def test_settings_and_templates_are_checked(tmp_path: Path, folder: str) -> None
         PreferenceDataModule(path, folder, chat_template=str(tmp_path / "bad.jinja")).setup("fit")
 
 
+def test_pairs_whose_tokens_are_equal_are_refused(tmp_path: Path, folder: str) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", preferences(2))
+    template = tmp_path / "constant.jinja"
+    template.write_text(PLAIN.replace("message['content']", "'x'"))
+    with pytest.raises(CorruptDataError, match=r"rows\.jsonl:1: .* makes the same \d+ tokens"):
+        PreferenceDataModule(path, folder, chat_template=str(template)).setup("fit")
+
+
 def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, folder: str) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

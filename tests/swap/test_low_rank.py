@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.layout import ParallelLayout
@@ -281,6 +283,40 @@ def test_adapters_of_models_without_values_start_with_the_values_of_peft(tmp_pat
             assert torch.equal(update.a.weight, drawn[f"{name}.lora_A.default.weight"])
             assert 0.9 * bound < update.a.weight.abs().max() <= bound
             assert not update.b.weight.any()
+
+
+def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("layers.", "blocks."): tensor for name, tensor in tensors.items()}
+
+
+def drop(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(list(tensors.items())[1:])
+
+
+def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    next(iter(tensors.values()))[0] = float("nan")
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (dict, None, ""),
+        (rename, CheckpointMismatchError, r"has '.*blocks\.0.* and lacks '.*layers\.0"),
+        (drop, CheckpointMismatchError, r"and lacks '.*layers\.0\.mlp\.down_proj\.lora_A"),
+        (spoil, CorruptDataError, r"must have finite values: .*layers\.0\.mlp\.down_proj\.lora_A"),
+    ],
+)
+def test_saved_adapters_are_loaded_whole_or_refused(
+    damage: Any, error: type[Exception] | None, message: str, tmp_path: Path
+) -> None:
+    twin_of("llama").save_pretrained(tmp_path)
+    adapted(twin_of("llama")).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(damage(load_file(file)), file)
+    with build_on_meta(), pytest.raises(error, match=message) if error else nullcontext():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
 
 
 def test_models_that_a_plan_replicates_keep_the_layers_of_peft(tmp_path: Path) -> None:

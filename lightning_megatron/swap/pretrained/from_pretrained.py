@@ -27,6 +27,7 @@ from lightning_megatron.swap.pretrained.late_import import call_on_import
 from lightning_megatron.swap.pretrained.unchanged_models import describe_modules
 from lightning_megatron.swap.pretrained.without_weights import without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
+from lightning_megatron.swap.tensors.mapping import named
 from lightning_megatron.swap.weights.safetensors_folder import QUANTIZATION, SafetensorsFolder
 from lightning_megatron.swap.weights.scaled_blocks import is_read_as_numbers
 
@@ -120,8 +121,9 @@ def _give_adapters_values() -> Iterator[None]:
 
     load = wrapper.load_adapter
 
-    def loaded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(self, *args, **kwargs)
+    def loaded(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, model_id, adapter_name, *args, **kwargs)
+        _check_adapter(self, model_id, adapter_name, result)
         if any(
             parameter.is_meta
             for name, parameter in self.named_parameters()
@@ -150,6 +152,26 @@ def _draw_adapters(model: nn.Module, name: str, first: bool | str) -> None:
             for factor in (layer.lora_A[name], layer.lora_B[name]):
                 factor.to_empty(device="cpu").reset_parameters()
             layer.reset_lora_parameters(name, first)
+
+
+def _check_adapter(model: Any, folder: Any, name: str, result: Any) -> None:
+    """Refuse a saved adapter that peft has loaded in part, or whose values no training survives."""
+    if model.peft_config[name].peft_type != "LORA":
+        return
+    if result.missing_keys or result.unexpected_keys:
+        raise CheckpointMismatchError(
+            "a saved adapter must have the tensors of the model's adapter, because peft would "
+            f"continue without the missing ones: {folder} has {named(result.unexpected_keys)} and "
+            f"lacks {named(result.missing_keys)}. Load an adapter of this model, with the names "
+            "that peft writes."
+        )
+    for key, parameter in model.named_parameters():
+        is_loaded = f".{name}." in key and not parameter.is_meta
+        if is_loaded and not parameter.isfinite().all():
+            raise CorruptDataError(
+                f"a saved adapter must have finite values: {key} in {folder} has infinite values "
+                "or NaN, and so would every loss. Load another adapter."
+            )
 
 
 def folder_of(model: nn.Module) -> str | None:
