@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,15 @@ import numpy.typing as npt
 
 from lightning_megatron.data.conversations import Conversation, Message
 from lightning_megatron.data.pretrained_tokenizer import read_pretrained_tokenizer
+from lightning_megatron.data.tokenizer import vocab_size_of
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.strict_json import read_regular_file
 
+#: Length of rendered text that is always accepted, and the factor by which a template may lengthen
+#: its messages and tools beyond it (characters).
+_MOST_CHARACTERS = 1 << 20
+_GROWTH = 16
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -67,7 +72,7 @@ class ChatTokenizer:
     @property
     def vocab_size(self) -> int:
         """Largest token id plus 1."""
-        return max(self._tokenizer.get_vocab().values()) + 1
+        return vocab_size_of(self._tokenizer.get_vocab().values(), self.folder)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -100,7 +105,7 @@ class ChatTokenizer:
         messages = conversation.messages
         prompt = messages[: conversation.num_prompt_messages]
         if _MARK.search(self.template):
-            rendered = self._render(messages, conversation, return_assistant_tokens_mask=True)
+            rendered = self._render(messages, conversation, mask=True)
             tokens = rendered["input_ids"]
             is_answer = np.array(rendered["assistant_masks"], bool)
             if prompt:
@@ -142,9 +147,7 @@ class ChatTokenizer:
                 "not mark answers with {% generation %}: an answer is then found by the tokens of "
                 "the messages before it. Repair the row."
             )
-        first_tokens = self._render(messages, conversation, add_generation_prompt=header)[
-            "input_ids"
-        ]
+        first_tokens = self._render(messages, conversation, header)["input_ids"]
         if tokens[: len(first_tokens)] != first_tokens:
             differ = [
                 token != token_of_all
@@ -161,16 +164,29 @@ class ChatTokenizer:
         return len(first_tokens)
 
     def _render(
-        self, messages: Sequence[Message], conversation: Conversation, **options: Any
+        self,
+        messages: Sequence[Message],
+        conversation: Conversation,
+        header: bool = False,
+        mask: bool = False,
     ) -> Any:
+        given = [dict(message) for message in messages]
+        apply = partial(
+            self._tokenizer.apply_chat_template,
+            given,
+            tools=conversation.tools,
+            add_generation_prompt=header,
+        )
+        limit = _MOST_CHARACTERS + _GROWTH * len(repr((given, conversation.tools)))
         try:
-            return self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=conversation.tools,
-                tokenize=True,
-                return_dict=True,
-                **options,
-            )
+            # To render takes a small part of the time, but tokens of an endless text take hours.
+            num_written = len(apply(tokenize=False))
+            if num_written > limit:
+                raise ValueError(
+                    f"it writes {num_written} characters, and at most {limit} are expected of "
+                    "messages of this length"
+                )
+            return apply(tokenize=True, return_dict=True, return_assistant_tokens_mask=mask)
         # A template can raise any exception: those of Jinja, and those of the expressions in it.
         except Exception as error:
             raise CorruptDataError(

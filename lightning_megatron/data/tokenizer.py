@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -26,6 +26,8 @@ SPEECHES_VOCABULARY = Path(__file__).with_name("wordpiece_speeches.txt")
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Largest size of a tokenizer file; the largest vocabularies take some tens of megabytes (bytes).
 MAX_BYTES = 1 << 28
+# Number of ids without a token that every vocabulary may have (tokens).
+_MOST_UNUSED = 1 << 17
 REMEDY = "Copy the files of the tokenizer again."
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 
@@ -80,17 +82,13 @@ class FileTokenizer:
 
     Raises:
         UnsupportedError: If ``eod`` is not in the vocabulary.
-        CorruptDataError: If the vocabulary is empty.
+        CorruptDataError: If the vocabulary is empty, or an id is much larger than the others.
     """
 
     def __init__(self, name: str, backend: Any, fingerprint: str, eod: str | None = None) -> None:
         self.name = name
         self.fingerprint = fingerprint
-        # Ids may have gaps, so the vocabulary size follows from the largest id.
-        ids = backend.get_vocab(with_added_tokens=True).values()
-        if not ids:
-            raise CorruptDataError(f"the tokenizer {name} has no tokens. {REMEDY}")
-        self.vocab_size = max(ids) + 1
+        self.vocab_size = vocab_size_of(backend.get_vocab(with_added_tokens=True).values(), name)
         self._backend = backend
         ids_of_eod = (backend.token_to_id(text) for text in ([eod] if eod else END_OF_DOCUMENT))
         self.eod: int | None = next((token for token in ids_of_eod if token is not None), None)
@@ -119,6 +117,29 @@ class FileTokenizer:
     def texts(self) -> list[str | None]:
         """Return the text of each id; None for an id without a token."""
         return [self._backend.id_to_token(token) for token in range(self.vocab_size)]
+
+
+def vocab_size_of(ids: Collection[int], name: str) -> int:
+    """Return the number of rows that an embedding needs: the largest id plus 1, as ids have gaps.
+
+    Args:
+        ids: Ids of all tokens.
+        name: Name or path of the tokenizer, for errors.
+
+    Raises:
+        CorruptDataError: If there are no tokens, or most rows would belong to no token.
+    """
+    if not ids:
+        raise CorruptDataError(f"the tokenizer {name} has no tokens. {REMEDY}")
+    largest = max(ids)
+    limit = _MOST_UNUSED + 2 * len(ids)
+    if largest >= limit:
+        raise CorruptDataError(
+            f"the ids of a tokenizer must be about as many as its tokens, because each id is a row "
+            f"of the embedding: {name} has {len(ids)} tokens and the id {largest}, and ids of "
+            f"{limit} or more are a mistake. {REMEDY}"
+        )
+    return largest + 1
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_megatron.data.pretrained_tokenizer import read_pretrained_tokenizer
+from lightning_megatron.data.tokenizer import vocab_size_of
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.strict_json import read_json
@@ -59,7 +60,7 @@ class PairTokenizer:
     @property
     def vocab_size(self) -> int:
         """Largest token id plus 1."""
-        return max(self._tokenizer.get_vocab().values()) + 1
+        return vocab_size_of(self._tokenizer.get_vocab().values(), self.folder)
 
     @property
     def num_separators(self) -> int:

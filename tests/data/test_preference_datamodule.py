@@ -162,6 +162,14 @@ def test_settings_and_templates_are_checked(tmp_path: Path, folder: str) -> None
         PreferenceDataModule(path, folder, chat_template=str(tmp_path / "bad.jinja")).setup("fit")
 
 
+def test_templates_that_write_endless_text_are_refused(tmp_path: Path, folder: str) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", preferences(2))
+    template = tmp_path / "long.jinja"
+    template.write_text(PLAIN + "{{ 'a' * 99999999 }}")
+    with pytest.raises(CorruptDataError, match=r"rows\.jsonl:1 is rejected .* at most \d+ are"):
+        PreferenceDataModule(path, folder, chat_template=str(template)).setup("fit")
+
+
 def test_pairs_whose_tokens_are_equal_are_refused(tmp_path: Path, folder: str) -> None:
     path = write_lines(tmp_path / "rows.jsonl", preferences(2))
     template = tmp_path / "constant.jinja"

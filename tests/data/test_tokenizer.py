@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.data import installed
-from lightning_megatron.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lightning_megatron.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    vocab_size_of,
+)
 from lightning_megatron.errors import CorruptDataError, MissingExtraError, UnsupportedError
 from tests.corpora import GPT2_BPE, MINILM, need
 
@@ -107,6 +112,14 @@ def test_the_error_for_an_unknown_tokenizer_lists_the_known_names(tmp_path: Path
 def test_a_missing_package_is_named_with_its_extra() -> None:
     with pytest.raises(MissingExtraError, match=r'pip install "lightning-megatron\[text\]"'):
         installed.locate_installed("no-such-distribution", "x", extra="text")
+
+
+def test_ids_may_have_gaps_but_none_is_far_beyond_the_number_of_tokens() -> None:
+    assert vocab_size_of([0, 7], "x") == 8
+    assert vocab_size_of(range(10, 300_000), "x") == 300_000
+    for ids in ([], [0, 10**9], [*range(1000), 200_000]):
+        with pytest.raises(CorruptDataError, match=r"x has (no|\d+) tokens"):
+            vocab_size_of(ids, "x")
 
 
 def test_damaged_tokenizer_files_are_refused_by_name(tmp_path: Path) -> None:
