@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,47 @@ def test_error_of_an_unknown_recipe_names_the_known_recipes(
     assert "Traceback" not in message
     with pytest.raises(UnsupportedError, match="is not a recipe"):
         recipe_path("../pyproject")
+
+
+LAUGHS = "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
+    for before, name in pairwise("abcdefghi")
+)
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "bytes": (b"# \xff", r"x\.yaml: byte 2 is not UTF-8"),
+    "unknown key": (b"trainer: {max_steps: '${nope}'}", r"trainer\.max_steps: .*'fit\.nope'"),
+    "no end": (b"trainer: {max_steps: '${trainer'}", r"trainer\.max_steps: no viable alternative"),
+    "resolver": (b"trainer: {max_steps: '${foo:3}'}", "Unsupported interpolation type foo"),
+    "cycle": (
+        b"trainer: {max_steps: '${trainer.max_epochs}', max_epochs: '${trainer.max_steps}'}",
+        "Recursive interpolation",
+    ),
+    "alias of itself": (b"trainer: &a [*a]", r"x\.yaml:1: .* holds itself by an alias"),
+    "aliases of aliases": (f"a: &a [1]\n{LAUGHS}".encode(), r"x\.yaml:\d: .* counting aliases"),
+    "nested": (b"trainer: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+    "binary": (b"trainer: !!binary aGVsbG8=", r"x\.yaml:1: .* has the type 'binary'"),
+    "object": (b"trainer: !!python/object/apply:os.getpid []", "has the type 'python/object"),
+    "digits": (b"trainer: {max_steps: " + b"9" * 5000 + b"}", "integer of too many digits"),
+    "large": (b"a" * (1 << 19), "has more than 262144 bytes"),
+    "syntax": (b"trainer: [1", "Problems parsing config"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_recipes_end_with_one_error_and_no_traceback(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    content, message = DAMAGED[name]
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron", "fit", f"--config={path}"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert re.search(f"error: .*{message}", capsys.readouterr().err)
 
 
 def test_recipe_names_are_replaced_only_in_the_config_option() -> None:

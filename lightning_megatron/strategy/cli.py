@@ -8,10 +8,11 @@ from typing import Any
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
+from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.recipe_files import with_recipe_paths
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.recipe_files import check_recipes, with_recipe_paths
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.named_classes import named_class
 from lightning_megatron.strategy.private.checkpoint_search import RecipeCLI
@@ -80,7 +81,8 @@ class MegatronCLI(RecipeCLI):
         arguments = list(sys.argv[1:] if args is None else args)
         try:
             resolved = with_recipe_paths(arguments)
-        except UnsupportedError as error:
+            check_recipes(resolved)
+        except (CorruptDataError, UnsupportedError) as error:
             parser.error(str(error))
         # Otherwise the chosen class would inherit the default values of the default class, such as
         # its seq_length, for every argument that both classes have.
@@ -93,10 +95,14 @@ class MegatronCLI(RecipeCLI):
             if has_default and chosen is not None:
                 for known_parser in self._parsers:
                     known_parser.set_defaults({key: {"class_path": chosen}})
-        if resolved == arguments:
-            super().parse_arguments(parser, args)
-        else:
-            self.config = parser.parse_args(resolved)
+        try:
+            if resolved == arguments:
+                super().parse_arguments(parser, args)
+            else:
+                self.config = parser.parse_args(resolved)
+        except OmegaConfBaseException as error:
+            key = str(error.full_key).partition(".")[2]
+            parser.error(f"{key}: {str(error).splitlines()[0]}. Correct the ${{...}} in its value.")
 
     @override
     def before_instantiate_classes(self) -> None:
