@@ -15,6 +15,9 @@ from lightning_megatron.errors import CorruptDataError
 MAX_BYTES = 1 << 20
 #: Limit of nested objects and arrays; real files have a handful of levels.
 MAX_DEPTH = 32
+#: Default limit of commas and colons, which bounds the time of parsing; the largest tokenizers have
+#: 1.5 million.
+MAX_SIGNS = 1 << 22
 
 
 def read_first_bytes(path: Path, num_bytes: int, remedy: str = "") -> bytes:
@@ -69,13 +72,15 @@ def read_json(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> Any:
     return parse_json(read_regular_file(path, remedy, max_bytes), str(path), remedy)
 
 
-def parse_object(content: bytes, source: str, remedy: str) -> dict[str, Any]:
+def parse_object(
+    content: bytes, source: str, remedy: str, max_signs: int = MAX_SIGNS
+) -> dict[str, Any]:
     """Return the object of a JSON text that obeys the rules of ``parse_json``.
 
     Raises:
         CorruptDataError: If the text breaks one of the rules, or is not an object.
     """
-    value = parse_json(content, source, remedy)
+    value = parse_json(content, source, remedy, max_signs)
     if not isinstance(value, dict):
         raise CorruptDataError(
             f"{source} must hold a JSON object: it holds a {type(value).__name__}. {remedy}"
@@ -83,21 +88,24 @@ def parse_object(content: bytes, source: str, remedy: str) -> dict[str, Any]:
     return value
 
 
-def parse_json(content: bytes, source: str, remedy: str) -> Any:
+def parse_json(content: bytes, source: str, remedy: str, max_signs: int = MAX_SIGNS) -> Any:
     """Return the value of a strict JSON text.
 
-    The text must be UTF-8. Numbers must be finite, keys unique within an object, and nesting at
-    most ``MAX_DEPTH`` levels deep.
+    The text must be UTF-8 and must not have too many values. Numbers must be finite, keys unique
+    within an object, and nesting at most ``MAX_DEPTH`` levels deep.
 
     Args:
         content: Text in UTF-8.
         source: Name of the file in errors.
         remedy: Last sentence of an error.
+        max_signs: Largest accepted number of commas and colons.
 
     Raises:
         CorruptDataError: If the text breaks one of the rules.
     """
     try:
+        if content.count(b",") + content.count(b":") > max_signs:
+            raise ValueError("it has too many values")
         value = json.loads(
             content.decode("utf-8"),
             object_pairs_hook=_object_of,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.strict_json import MAX_DEPTH, parse_json, parse_object, read_json
+from lightning_megatron.strict_json import MAX_DEPTH, MAX_SIGNS, parse_json, parse_object, read_json
 
 
 def test_json_is_read_as_the_standard_library_reads_it(tmp_path: Path) -> None:
@@ -35,6 +35,8 @@ def test_json_is_read_as_the_standard_library_reads_it(tmp_path: Path) -> None:
         (b"[" * 200_000 + b"]" * 200_000, "nested too deeply"),
         (b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "nested too deeply"),
         (b"[" * 34 + b"]" * 34, "nested too deeply"),
+        (b"[0" + b",0" * (MAX_SIGNS + 1) + b"]", "it has too many values"),
+        (b"{" + b",".join(b'"%x":0' % key for key in range(MAX_SIGNS)) + b"}", "too many values"),
         (b"9" * 5000, "an integer has too many digits"),
     ],
 )

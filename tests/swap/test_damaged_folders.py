@@ -195,6 +195,9 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "other half": (lambda h: h["half"].update(dtype="F16") or h["layers.3.weight"].update(dtype="BF16", shape=[8, 3]),
                    "must not mix types of the same width"),
     "metadata": (lambda h: h.update(__metadata__={"a": 1}), "expected a string"),
+    "many": (lambda h: h.update({f"{n:x}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+                                 for n in range(1 << 17)}),
+             "too many values"),
 }  # fmt: skip
 
 

@@ -35,6 +35,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 #: Size of the field before the header, which contains the header's length (bytes).
 LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
+#: Limit of commas and colons in a header, which suffices for 100,000 tensors.
+_MAX_SIGNS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 "again."
             )
         content = file.read(length)
-    entries = parse_object(content, str(path), "Copy it again.")
+    entries = parse_object(content, str(path), "Copy it again.", _MAX_SIGNS)
     entries.pop("__metadata__", None)
     begin = LENGTH_BYTES + length
     tensors = {name: _stored(name, entry, path, begin, size) for name, entry in entries.items()}
