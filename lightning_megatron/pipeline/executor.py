@@ -242,6 +242,11 @@ class PipelineExecutor:
         return not self.model.cursor.probe and self.model.is_last_stage(self.model.cursor.chunk)
 
     @property
+    def is_probe(self) -> bool:
+        """Return whether the running call is a probe, which has no values."""
+        return self.model is not None and self.model.cursor is not None and self.model.cursor.probe
+
+    @property
     def is_repeated(self) -> bool:
         """Return whether the side effects of the running call must be discarded.
 

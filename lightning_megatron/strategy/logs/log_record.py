@@ -21,6 +21,12 @@ from lightning_megatron.strategy.logs.merge import (
     total_weight,
     weighted_mean,
 )
+from lightning_megatron.strategy.logs.output_calls import (
+    OutputCall,
+    OutputCalls,
+    Target,
+    with_values_of_stages,
+)
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
@@ -112,6 +118,7 @@ class Recorder:
         metrics: Logged metrics with the arguments of their log calls, by name.
         metric_values: Values of metrics in this step, by name.
         numbers: Names of values that were logged as numbers and not as tensors.
+        outputs: Calls of loggers and of ``self.print``; None drops them, because this is a trial.
     """
 
     microbatch_size: int = 1
@@ -122,6 +129,12 @@ class Recorder:
     metrics: dict[str, tuple[Metric, dict[str, Any]]] = field(default_factory=dict)
     metric_values: dict[str, list[_LoggedValue]] = field(default_factory=dict)
     numbers: set[str] = field(default_factory=set)
+    outputs: OutputCalls | None = field(default_factory=OutputCalls)
+
+    @property
+    def is_trial(self) -> bool:
+        """Return whether calls of loggers are dropped, because this is a trial."""
+        return self.outputs is None
 
     def begin(self, microbatch_size: int, *, is_muted: bool) -> None:
         """Start recording the next microbatch.
@@ -168,8 +181,20 @@ class Recorder:
         self.calls.setdefault(name, call)
         self.values.setdefault(name, []).append(_LoggedValue(tensor, weight, self.run))
 
+    def keep_call(self, module: LightningModule, target: Target, args: Any, kwargs: Any) -> None:
+        """Record one call of a logger or of ``self.print``.
+
+        Raises:
+            UnsupportedError: If an argument cannot be pickled.
+        """
+        arguments = with_values_of_stages((args, kwargs))
+        if not self.is_muted and self.outputs is not None:
+            self.outputs.keep(target, arguments, module, self.run, self.microbatch_size)
+
     def adopt(self, recorder: Recorder) -> None:
         """Add the log calls of another recorder after those of this one."""
+        if self.outputs is not None and recorder.outputs is not None:
+            self.outputs.entries.update(recorder.outputs.entries)
         for name, call in recorder.calls.items():
             self.calls.setdefault(name, call)
             self.values.setdefault(name, []).extend(recorder.values[name])
@@ -208,6 +233,14 @@ class Recorder:
             else:
                 calls.append(replace(call, batch_size=total))
         return calls, values, totals
+
+    def merged_outputs(self, counts: Sequence[Weight] | None = None) -> list[OutputCall]:
+        """Return one call of a logger or of ``self.print`` for those of all microbatches.
+
+        Args:
+            counts: Token count of each microbatch; None means weights in samples (tokens).
+        """
+        return [] if self.outputs is None else self.outputs.merged(counts)
 
     def merged_metrics(
         self, path_of: Callable[[Metric], str | None]

@@ -17,6 +17,8 @@ from lightning_megatron.groups.collectives import all_reduce_, broadcast_, broad
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.logs.log_record import LogCall, MetricCall, Recorder
 from lightning_megatron.strategy.logs.merge import Weight, scalar_on
+from lightning_megatron.strategy.logs.output_calls import OutputCall
+from lightning_megatron.strategy.modules.serialization import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -128,15 +130,19 @@ class LogReplay:
         Returns:
             The additional scalars and flags of the last stage.
 
-        Communication: one broadcast over pp; one broadcast of a flag over pp on the CPU, and one of
-        the calls' arguments if they changed; one all-reduce over the data axis for each kind of
+        Communication: one broadcast over pp; one broadcast of flags over pp on the CPU, one of
+        the calls' arguments if they changed, and one of the calls of loggers if there are any; one
+        all-reduce over the data axis for each kind of
         reduction of the values that are logged by step with ``sync_dist``.
         """
         calls, values, weights = recorder.merged(counts)
         metrics, steps = recorder.merged_metrics(lambda metric: self._path_of(metric, module))
-        form = self._agree(
-            key, _Form(tuple(calls), tuple(metrics), counts is not None, returns_more), is_repeated
-        )
+        # A replay of a graph makes no calls.
+        outputs = [] if is_repeated else recorder.merged_outputs(counts)
+        form = _Form(tuple(calls), tuple(metrics), counts is not None, returns_more)
+        form, outputs = self._agree(key, form, outputs, module, is_repeated)
+        for output in outputs:
+            output.make(module)
         num_calls = len(form.calls)
         weighted = form.weighted
         end = num_calls + len(weighted)
@@ -185,17 +191,50 @@ class LogReplay:
                 options["prog_bar"] = False
             module.log(call.name, metric, **options)  # type: ignore[arg-type]
 
-    def _agree(self, key: Any, form: _Form, is_repeated: bool) -> _Form:
+    def share_outputs(
+        self, module: LightningModule, recorder: Recorder, counts: Sequence[Weight] | None = None
+    ) -> None:
+        """Make the calls of loggers and of ``self.print`` of a step without other log calls.
+
+        Args:
+            module: The user's module.
+            recorder: Calls of this stage; only those of the last stage are made.
+            counts: Token count of each microbatch; None means weights in samples (tokens).
+
+        Communication: one broadcast of an object over pp on the CPU.
+        """
+        for output in self._sent(recorder.merged_outputs(counts), module):
+            output.make(module)
+
+    def _agree(
+        self,
+        key: Any,
+        form: _Form,
+        outputs: list[OutputCall],
+        module: LightningModule,
+        is_repeated: bool,
+    ) -> tuple[_Form, list[OutputCall]]:
+        """Return the message and the calls of the last stage."""
         axis = self._mesh.pp_cpu
         if axis.size == 1:
-            return form
+            return form, outputs
         if is_repeated and key in self._forms:
-            return self._forms[key]
+            return self._forms[key], []
         last = self._mesh.layout.loss_stage
-        changed = torch.tensor([int(self._forms.get(key) != form)])
-        if broadcast_(changed, axis, last).item():
+        flags = torch.tensor([int(self._forms.get(key) != form), int(bool(outputs))])
+        is_changed, has_outputs = broadcast_(flags, axis, last).tolist()
+        if is_changed:
             self._forms[key] = broadcast_object(form, axis, last)
-        return self._forms[key]
+        return self._forms[key], self._sent(outputs, module) if has_outputs else []
+
+    def _sent(self, outputs: list[OutputCall], module: LightningModule) -> list[OutputCall]:
+        """Return the calls of the last stage."""
+        axis = self._mesh.pp_cpu
+        if axis.size == 1:
+            return outputs
+        packed = pack(outputs, module) if self._mesh.has_loss else None
+        packed = broadcast_object(packed, axis, self._mesh.layout.loss_stage)
+        return unpack(packed, module, torch.device("cpu"))
 
     def _from_last_stage(self, values: Sequence[Weight], count: int) -> Tensor:
         device = self._mesh.device

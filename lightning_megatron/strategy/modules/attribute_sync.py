@@ -45,7 +45,7 @@ _Location = tuple[str, bool, str]
 
 
 #: Exceptions of pickling for objects that cannot be sent, such as locks, generators and open files.
-_PICKLING_ERRORS = (
+PICKLING_ERRORS = (
     *(
         pickle.PicklingError,
         TypeError,
@@ -195,7 +195,7 @@ class AttributeSync:
             return None
         try:
             return pack(_AttributeChanges(changed, removed), self._module)
-        except _PICKLING_ERRORS:
+        except PICKLING_ERRORS:
             # The error does not name the value, so each value is tried separately.
             sendable = {
                 location: change
@@ -207,7 +207,7 @@ class AttributeSync:
     def _is_sendable(self, location: _Location, change: _AttributeChange) -> bool:
         try:
             pack(change, self._module)
-        except _PICKLING_ERRORS as error:
+        except PICKLING_ERRORS as error:
             if location not in self._warned:
                 self._warned.add(location)
                 log.warning(

@@ -45,8 +45,44 @@ class RankStrategy(MeshCommunication, ABC):
         #: Number of nodes of the job; the Trainer sets it.
         self.num_nodes = 1
         self._membership = Membership(options, FailureWatch(0), ReservedPort())
+        self._shown_rank: int | None = None
+        self._is_rank_read = False
 
     # ---- ranks
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        if self._shown_rank is None:
+            return super().global_rank
+        self._is_rank_read = True
+        return self._shown_rank
+
+    @contextmanager
+    def showing_rank(self, rank: int) -> Iterator[None]:
+        """Let user code inside the block see another rank than its own.
+
+        Args:
+            rank: Global rank that the Trainer, the module and rank-zero functions show.
+        """
+        own = self.global_rank
+        self._shown_rank = rank
+        self._is_rank_read = False
+        _set_rank_zero(rank)
+        try:
+            yield
+        except Exception as error:
+            if self._is_rank_read and rank != own:
+                error.add_note(
+                    f"Rank {own} counts as rank {rank} in this step, because it runs the code "
+                    f"after the model for the pipeline of that rank. What only rank {rank} has "
+                    "created, as in a hook, is missing here: create it on all ranks, or write "
+                    "through self.logger."
+                )
+            raise
+        finally:
+            self._shown_rank = None
+            _set_rank_zero(own)
 
     @property
     def layout(self) -> ParallelLayout:
@@ -113,7 +149,7 @@ class RankStrategy(MeshCommunication, ABC):
                 self.node_rank * self.num_processes + self.local_rank
             )
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        _set_rank_zero(self.global_rank)
 
     # ---- processes
 
@@ -199,3 +235,8 @@ class RankStrategy(MeshCommunication, ABC):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         return seed_dataloader(dataloader, torch.initial_seed(), self.data_parallel_rank)
+
+
+def _set_rank_zero(rank: int) -> None:
+    """Set the rank of Lightning's rank-zero functions."""
+    rank_zero_only.rank = utils_rank_zero_only.rank = rank  # type: ignore[attr-defined]

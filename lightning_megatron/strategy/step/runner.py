@@ -29,6 +29,7 @@ from lightning_megatron.strategy.logs.merge import (
     token_counts_in,
     total_weight,
 )
+from lightning_megatron.strategy.logs.step_output import StepOutput
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.step.custom_order_check import CustomOrderCheck
 from lightning_megatron.strategy.step.limited_rows import LimitedRows
@@ -85,6 +86,7 @@ class StepRunner:
         self.whole_steps: WholeSteps | None = None
         self._has_said_size = False
         self._replay = LogReplay(mesh)
+        self._output = StepOutput(mesh)
         self._counting = TokenCounting(mesh)
 
     def train(
@@ -120,6 +122,7 @@ class StepRunner:
         all-reduce over the data axis and one gather over the world, on the CPU.
         """
         microbatches = self._cut_to_train(batch, passes is not None)
+        self._output.begin(module)
         self._try(module, ("training_step",), batch, microbatches, args, step)
         self._attribute_sync.begin()
         with self._replay.record(module) as recorder:
@@ -240,6 +243,7 @@ class StepRunner:
             other outputs that a hook receives.
         """
         microbatches = self._cut(batch)
+        self._output.begin(module)
         if name != "predict_step":
             self._try(module, key, batch, microbatches, args, step)
         self._attribute_sync.begin()
@@ -270,6 +274,7 @@ class StepRunner:
             )
             self._attribute_sync.share_after(name)
             return self._attribute_sync.outputs_after(name, merged)
+        self._replay.share_outputs(module, recorder)
         self._attribute_sync.share_after(name)
         pp_cpu = self._mesh.pp_cpu
         if pp_cpu.size == 1:
@@ -347,11 +352,13 @@ class StepRunner:
         step_fn = getattr(module, name)
         trial = Trial(name, partial(preserve_state, module, name))
         guard = nullcontext() if guard is None else guard
+        is_direct = self._mesh.pp.size == 1 and len(microbatches) == 1 and not recorder.is_trial
 
         def run_on(data: Any) -> Any:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
             begin()
             with (
+                nullcontext() if is_direct else self._output.of(module, recorder, self._executor),
                 guard,
                 name_unsharded_modules(module, self._mesh),
                 self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),

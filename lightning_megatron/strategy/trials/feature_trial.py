@@ -93,7 +93,7 @@ class FeatureTrials:
 
     The trial computes no gradients, and restores weights, buffers, attributes and random states.
     Constants replace torch's random numbers, and dropout is off. Side effects outside the module,
-    such as printing, occur at least two more times.
+    such as files, occur at least two more times, except for prints and calls of loggers.
 
     Args:
         module: The user's module.

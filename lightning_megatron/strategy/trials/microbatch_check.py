@@ -49,8 +49,9 @@ class MicrobatchTrials:
     A trial computes no gradients. It restores random states, buffers and attributes of the module.
     Constants replace torch's random values, and dropout is off, so a trial cannot detect samples
     that only a random number couples. The generators of Python and NumPy start every microbatch
-    with the same seed, and random orders are replaced by fixed ones. Side effects of the step
-    outside the module, such as printing, occur again.
+    with the same seed, and random orders are replaced by fixed ones. What the step prints and
+    its calls of loggers are dropped; other side effects outside the module, such as files, occur
+    again.
 
     Args:
         module: User's module.

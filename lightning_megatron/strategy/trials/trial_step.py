@@ -80,7 +80,7 @@ class TrialStep:
 
         Communication: that of the forward passes.
         """
-        recorder = Recorder()
+        recorder = Recorder(outputs=None)
         try:
             outputs = self._outputs(
                 parts, recorder, seed, torch.no_grad() if self.is_training else nullcontext()
@@ -90,7 +90,7 @@ class TrialStep:
                 raise
             # The step computes derivatives itself, so it needs a graph.
             self._state.restore()
-            recorder = Recorder()
+            recorder = Recorder(outputs=None)
             outputs = self._outputs(parts, recorder, seed, torch.enable_grad())
         return _results(outputs, parts, recorder)
 
