@@ -47,7 +47,10 @@ from lightning_megatron.strategy.optimization.empty_optimizers import (
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.options.sizes import check_hosts, check_sizes
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions, documents_options
-from lightning_megatron.strategy.private.callback_patches import restore_finetuning
+from lightning_megatron.strategy.private.callback_patches import (
+    count_replicas_once,
+    restore_finetuning,
+)
 from lightning_megatron.strategy.private.checkpoint_search import replace_last_checkpoint_search
 from lightning_megatron.strategy.private.data_loading import training_loader_states
 from lightning_megatron.strategy.private.loops import forward_zero_grad
@@ -179,6 +182,7 @@ class MegatronStrategy(TrainerAnswers):
         """Shard the module, create its optimizers, and build the run."""
         assert self.accelerator is not None, "the Trainer sets the accelerator"
         self.accelerator.setup(trainer)
+        count_replicas_once(trainer, self.layout.world_size // self.layout.dp)
         models = shard_module(self.user_module, self.mesh, self.options)
         if self.is_fitting:
             update_callbacks(trainer, self.user_module, self.layout)

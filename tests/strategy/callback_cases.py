@@ -247,6 +247,8 @@ def logged(*factories: Callable[[], Callback]) -> Run:
             logger=logger, callbacks=[factory() for factory in factories], max_epochs=1
         )
         result = {"weights": weights(module), "metrics": metrics(trainer)}
+        of_rank = trainer.logged_metrics.get("train/device/samples_per_sec", 1.0)
+        result["replicas"] = trainer.logged_metrics.get("train/samples_per_sec", of_rank) / of_rank
         if not trainer.is_global_zero:
             return result
         rows = (bench.folder / "csv" / "version_0" / "metrics.csv").read_text().splitlines()

@@ -8,16 +8,20 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch.callbacks import ModelPruning, ThroughputMonitor
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
 from lightning_megatron import MegatronStrategy, UnsupportedError
+from lightning_megatron.strategy.private.callback_patches import count_replicas_once
 from tests.strategy.callback_cases import CASES, Bench, Net
 from tests.sweeps import chosen
 from tests.world import run_world
@@ -194,3 +198,29 @@ def test_pruning_that_resets_weights_is_refused(tmp_path: Path) -> None:
 def test_batch_size_search_is_refused_as_under_ddp(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not supported with distributed strategies"):
         Tuner(Bench(MegatronStrategy, 1, (0, 1), tmp_path).trainer()).scale_batch_size(Net())
+
+
+def test_throughput_counts_the_operations_of_a_replica_once() -> None:
+    monitor = ThroughputMonitor(len)
+    monitor._throughputs = {
+        RunningStage.TRAINING: Throughput(available_flops=100.0, world_size=8, window_size=2)
+    }
+    trainer: Any = SimpleNamespace(callbacks=[monitor])
+    count_replicas_once(trainer, ranks_per_replica=4)
+    for number in range(2):
+        monitor._throughputs[RunningStage.TRAINING].update(
+            time=float(number), batches=number, samples=3 * number, lengths=6 * number, flops=200
+        )
+    metrics = monitor._throughputs[RunningStage.TRAINING].compute()
+    per_second = {name: value for name, value in metrics.items() if name.endswith("_per_sec")}
+    assert per_second == {
+        "device/batches_per_sec": 1.0,
+        "batches_per_sec": 2.0,
+        "device/samples_per_sec": 3.0,
+        "samples_per_sec": 6.0,
+        "device/items_per_sec": 6.0,
+        "items_per_sec": 12.0,
+        "device/flops_per_sec": 50.0,
+        "flops_per_sec": 400.0,
+    }
+    assert metrics["device/mfu"] == 0.5

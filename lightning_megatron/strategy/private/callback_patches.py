@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import Logger
@@ -246,3 +248,30 @@ def record_module_names_again(trainer: Trainer) -> None:
     if isinstance(profiler, PyTorchProfiler) and profiler._register is not None:
         profiler._register.__exit__(None, None, None)
         profiler._register = None
+
+
+def count_replicas_once(trainer: Trainer, ranks_per_replica: int) -> None:
+    """Let throughput monitors count the batch of a model replica once, not for each of its ranks.
+
+    Args:
+        trainer: Trainer whose callbacks have been set up for this run.
+        ranks_per_replica: Ranks that read the same data (ranks).
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ThroughputMonitor):
+            for throughput in callback._throughputs.values():
+                throughput.compute = partial(  # type: ignore[method-assign]
+                    _throughput_of_replicas, throughput, ranks_per_replica
+                )
+
+
+def _throughput_of_replicas(throughput: Throughput, ranks_per_replica: int) -> dict[str, Any]:
+    metrics = type(throughput).compute(throughput)
+    separator = throughput.separator
+    # Lightning multiplies by the number of ranks. Operations are those of the whole replica.
+    counted = {"batches_per_sec", "samples_per_sec", "items_per_sec", "flops_per_sec"}
+    counted |= {f"device{separator}flops_per_sec", f"device{separator}mfu"}
+    return {
+        name: value / ranks_per_replica if name in counted else value
+        for name, value in metrics.items()
+    }
