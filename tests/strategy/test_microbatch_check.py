@@ -96,9 +96,11 @@ def mixes_samples(module: Step, batch: Any) -> Tensor:
     return mean(module, {**batch, "x": 0.6 * batch["x"] + 0.4 * batch["x"][order]})
 
 
-def logs_perplexity(module: Step, batch: Any) -> Tensor:
+def logs_other_values(module: Step, batch: Any) -> Tensor:
     loss = mean(module, batch)
     module.log("ppl", loss.exp())
+    module.log("size", len(batch["x"]))
+    module.log("all", float(len(batch["x"])), reduce_fx="sum")
     return loss
 
 
@@ -177,7 +179,6 @@ COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "samples mixed by Python": (mixes_samples_by_python, "the loss"),
     "samples mixed by NumPy and torch": (mixes_samples_by_both, "the loss"),
     "statistics by hand": (normalises_by_hand, "the loss"),
-    "a logged value": (logs_perplexity, "log 'ppl' of two microbatches"),
     "counted calls": (
         counts_calls,
         "training_step must not depend on the number of its calls.*self.calls changes",
@@ -236,6 +237,7 @@ def stores_values(module: Step, batch: Any) -> Tensor:
 
 SOUND: dict[str, Callable[..., Any]] = {
     "a mean": mean,
+    "logged values that are no means": logs_other_values,
     "a mean over counted tokens": counted,
     "derivatives in the step": derivative,
     "noise and dropout": noisy,
@@ -424,3 +426,16 @@ def test_steps_that_treat_samples_equally_are_accepted_and_unchanged_by_the_tria
         assert "stores values" not in caplog.text
     if step in (python_draws, numpy_draws) and size < SIZE:
         assert "cannot compare the loss of training_step" in caplog.text
+
+
+def test_logged_values_that_depend_on_the_cut_are_named_in_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        fit(logs_other_values, MegatronStrategy(microbatch_size=2))
+    (warning,) = [record.getMessage() for record in caplog.records if "is cut" in record.message]
+    assert warning.startswith("training_step logs values that depend on how a batch is cut")
+    assert "log 'ppl' of two microbatches is" in warning
+    assert "log 'size' of two microbatches is 4 in one call and 2 in separate calls" in warning
+    assert "'all'" not in warning
+    assert "reduce_fx='sum'" in warning

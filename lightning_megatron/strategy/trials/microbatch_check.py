@@ -1,4 +1,4 @@
-"""Trial step that compares microbatches with the whole batch: loss and logs must agree."""
+"""Trial step that compares loss and logs of microbatches with those of the whole batch."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class MicrobatchTrials:
             run: Function that runs the step on microbatches.
 
         Raises:
-            UnsupportedError: On all ranks, if the loss or a logged mean or sum differs on any rank,
-                or if a training step leaves state in the module that depends on the number of its
-                calls.
+            UnsupportedError: On all ranks, if the loss differs on any rank, or a value of an
+                evaluation that is logged as a loss, or if a training step leaves state in the
+                module that depends on the number of its calls.
 
         Communication: at a batch that is tried, the communication of several forward passes, and
         gathers of objects over the world on the CPU; that of :meth:`UnevenMasks.is_new` otherwise.
@@ -280,7 +280,8 @@ class _MicrobatchTrial:
         changed: Mapping[str, str],
         size: int,
     ) -> None:
-        texts = [_text_of_values(self._step, differences, size)] if differences else []
+        fatal = {name: differences[name] for name in differences if self._is_loss(name)}
+        texts = [_text_of_values(self._step, fatal, size)] if fatal else []
         counted = sorted(name for name, kind in changed.items() if kind in ("number", "tensor"))
         if counted and self._tried.is_training:
             texts.append(_text_of_state(self._step, counted))
@@ -288,6 +289,8 @@ class _MicrobatchTrial:
         first = next((text for text in ranks if text), None)
         if first is not None:
             raise UnsupportedError(f"{first} {_REMEDY}")
+        if self._any_rank(bool(differences)):
+            self._warn_of_logged(differences, size)
         kept = sorted(changed)
         if kept and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0 and self._mesh.has_loss:
             log.warning(
@@ -295,6 +298,30 @@ class _MicrobatchTrial:
                 "hold an entry for each microbatch, or the values of the last one.",
                 self._step,
                 ", ".join(kept[:5]),
+            )
+
+    def _is_loss(self, name: str) -> bool:
+        """Return whether a value decides about the weights, or is the loss of an evaluation."""
+        if self._tried.is_training:
+            return name in ("the loss", "num_tokens")
+        return "loss" in name or name == "num_tokens"
+
+    def _warn_of_logged(
+        self, differences: Mapping[str, tuple[float, float, int]], size: int
+    ) -> None:
+        """Warn of logged values that are not means over samples."""
+        ranks = all_gather_objects(dict(differences), self._mesh.world_cpu)
+        first = next(found for found in ranks if found)
+        if self._mesh.rank == 0:
+            log.warning(
+                "%s logs values that depend on how a batch is cut. It is called on %s samples at a "
+                "time, and the mean of the logged values is logged: %s. Use self.log(..., "
+                "reduce_fx='sum') for a count or a sum. For a function of a mean, such as a "
+                "perplexity, log the mean. For a mean over tokens, return num_tokens. "
+                "microbatch_size='batch' keeps the batch whole.",
+                self._step,
+                size,
+                _listed(first),
             )
 
     def _warn_of_ignored_labels(self, parts: Sequence[Microbatch]) -> None:
@@ -354,18 +381,21 @@ def _differences(
     return differences
 
 
-def _text_of_values(
-    step: str, differences: Mapping[str, tuple[float, float, int]], size: int
-) -> str:
-    listed = "; ".join(
+def _listed(differences: Mapping[str, tuple[float, float, int]]) -> str:
+    return "; ".join(
         f"{name} of {'two' if count == 2 else 'three'} microbatches is {whole:.7g} in one call and "
         f"{parts:.7g} in separate calls"
         for name, (whole, parts, count) in differences.items()
     )
+
+
+def _text_of_values(
+    step: str, differences: Mapping[str, tuple[float, float, int]], size: int
+) -> str:
     return (
         f"{step} must give the same values for microbatches and for their batch, because it is "
-        f"called on {size} samples at a time and the results are averaged: {listed}. The step "
-        "mixes its samples, or its loss is not their mean."
+        f"called on {size} samples at a time and the results are averaged: {_listed(differences)}. "
+        "The step mixes its samples, or its loss is not their mean."
     )
 
 
