@@ -439,3 +439,16 @@ def test_logged_values_that_depend_on_the_cut_are_named_in_a_warning(
     assert "log 'size' of two microbatches is 4 in one call and 2 in separate calls" in warning
     assert "'all'" not in warning
     assert "reduce_fx='sum'" in warning
+
+
+@pytest.mark.parametrize(("num_parts", "num_calls"), [(1, 0), (2, 3), (4, 6)])
+def test_a_trial_calls_the_step_seldom(num_parts: int, num_calls: int) -> None:
+    """The joined microbatches overlap, and every microbatch runs once alone."""
+    calls: list[int] = []
+
+    def step(module: Step, batch: Any) -> Tensor:
+        calls.append(len(batch["x"]))
+        return mean(module, batch)
+
+    fit(step, MegatronStrategy(microbatch_size=SIZE // num_parts))
+    assert len(calls) == num_calls + num_parts * 8 // SIZE

@@ -357,8 +357,11 @@ class StepRunner:
         def run_on(data: Any) -> Any:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
             begin()
+            output: AbstractContextManager[None] = nullcontext()
+            if not is_direct:
+                output = self._output.of(module, recorder, self._executor)
             with (
-                nullcontext() if is_direct else self._output.of(module, recorder, self._executor),
+                output,
                 guard,
                 name_unsharded_modules(module, self._mesh),
                 self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),

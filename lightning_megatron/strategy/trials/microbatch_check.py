@@ -164,30 +164,36 @@ class _MicrobatchTrial:
         self._tried = TrialStep(mesh, step, run, state)
 
     def compare(
-        self, pairs: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]
+        self, joined: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]
     ) -> bool:
         """Run the step on single parts and on several combined ones.
 
         Args:
-            pairs: Joined microbatches.
+            joined: Joined microbatches.
             groups: Indices of the parts in each combined microbatch.
             parts: Single microbatches.
 
         Returns:
             Whether the step counts its tokens.
         """
-        joined_results = self._run(pairs, seed=0)
+        joined_results = self._run(joined[:1], seed=0)
+        after_joined = ModuleState(self._module)
         self._state.restore()
-        single_results = self._run(parts, seed=0)
+        joined_results += self._run(joined[1:], seed=0)
+        self._state.restore()
+        size = len(groups[0])
+        single_results = self._run(parts[:size], seed=0)
         tolerance = self._tried.tolerance()
-        changed = self._changed_attributes(pairs[0], parts, tolerance)
+        different = after_joined.changes(tolerance)
+        single_results += self._run(parts[size:], seed=0)
+        changed = self._kinds_of(different, parts[0], tolerance)
         self._state.restore()
         differences = _differences(joined_results, groups, single_results, tolerance)
         if self._any_rank(bool(differences)):
             # Values that Python and NumPy draw once per batch were equal in both runs. Values that
             # they draw per sample cannot be: another seed shows which results depend on them.
             # Without such draws the same seed shows results that differ in every run.
-            again = self._run(pairs, seed=int(self._any_rank(self._tried.has_other_draws)))
+            again = self._run(joined, seed=int(self._any_rank(self._tried.has_other_draws)))
             unrepeatable = {
                 name
                 for before, after in zip(joined_results, again, strict=True)
@@ -234,7 +240,7 @@ class _MicrobatchTrial:
     def _run(self, parts: Sequence[Microbatch], seed: int) -> list[StepResults]:
         """Return the step's results for every part, on the last stage."""
         try:
-            return self._tried.read(parts, seed)
+            return self._tried.read(parts, seed) if parts else []
         except Exception as error:
             raise self._noted(error, parts)  # noqa: B904
 
@@ -247,24 +253,20 @@ class _MicrobatchTrial:
             error.add_note(note)
         return error
 
-    def _changed_attributes(
-        self, pair: Microbatch, parts: Sequence[Microbatch], tolerance: float
+    def _kinds_of(
+        self, different: Mapping[str, str], part: Microbatch, tolerance: float
     ) -> dict[str, str]:
-        """Return attributes that differ after two microbatches and their combined batch, by kind.
+        """Return attributes that differ after microbatches and their combined batch, by kind.
 
         A repeated call separates attributes that count calls from those that hold results of the
         last call: only the former change.
         """
+        if not self._any_rank(bool(different)):
+            return {}
         self._state.restore()
-        self._run([pair], seed=0)
-        after_pair = ModuleState(self._module)
-        self._state.restore()
-        self._run(parts[:2], seed=0)
-        different = after_pair.changes(tolerance)
-        self._state.restore()
-        self._run(parts[:1], seed=0)
+        self._run([part], seed=0)
         after_first = ModuleState(self._module)
-        self._run(parts[:1], seed=0)
+        self._run([part], seed=0)
         repeated = after_first.changes(tolerance)
         return {
             name: kind if name in repeated else "left by the last call"
@@ -347,9 +349,16 @@ class _MicrobatchTrial:
 
 
 def _groups(num_parts: int) -> list[range]:
-    """Return the microbatches to join: pairs, and a triple because a median of two is a mean."""
-    pairs = [range(number, number + 2) for number in range(num_parts - 1)]
-    return [*pairs, range(3)] if num_parts > 2 else pairs
+    """Return the microbatches to join: a pair, and triples because a median of two is a mean.
+
+    Each group shares a microbatch with the previous one, so that unequal weights of any two
+    microbatches change the value of a group.
+    """
+    if num_parts == 3:
+        return [range(2), range(3)]
+    starts = range(1, num_parts - 1, 2)
+    groups = [range(start, min(start + 3, num_parts)) for start in starts]
+    return [range(2), *groups] if num_parts > 1 else []
 
 
 def _differences(
