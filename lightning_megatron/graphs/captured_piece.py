@@ -257,8 +257,10 @@ class CapturedPiece:
     def _capture_backward(self, compute: PieceBackward) -> None:
         state = compute.state
         # A backward pass recomputes layers in another order, which pairs streams otherwise.
-        size = self.piece.draws.num_taken if self.piece.redraws else 0
-        generators = GeneratorPool(self.piece.draws.device, size)
+        generators = GeneratorPool(self.piece.draws.device, 0)
+        if self.piece.redraws:
+            draws = self.piece.draws
+            generators = GeneratorPool(draws.device, draws.num_taken, num_keys=draws.keys.num_taken)
         with self._tools.queue.apart() as products:
             graph, effects, gradients = self._capture("backward", generators, compute, state)
         self._memory.add(gradients)

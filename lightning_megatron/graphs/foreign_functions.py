@@ -15,6 +15,7 @@ _KNOWN = (
     "lightning_megatron.groups.collectives",
     "lightning_megatron.groups.in_flight",
     "lightning_megatron.kernels.triton",
+    "lightning_megatron.layers.dropout",
     "lightning_megatron.layers.parameter_stack",
     "lightning_megatron.layers.regions",
     "torch.utils.checkpoint",

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from lightning_megatron.groups.mask_keys import MaskKeys
+
 
 def default_generator(device: torch.device) -> torch.Generator:
     """Return torch's default generator of a device; without an index, of the current GPU."""
@@ -63,12 +65,19 @@ class GeneratorPool:
         idle: Positions of streams from which nothing is drawn, such as dropout with probability 0.
             Their generators are not among :attr:`generators`, because a graph spends time on each
             generator at every replay.
+        num_keys: Number of keys of dropout masks, if there is a size (keys).
     """
 
     def __init__(
-        self, device: torch.device, size: int | None = None, idle: Collection[int] = ()
+        self,
+        device: torch.device,
+        size: int | None = None,
+        idle: Collection[int] = (),
+        num_keys: int = 0,
     ) -> None:
         self.device = device
+        #: Keys of the dropout masks.
+        self.keys = MaskKeys(device, None if size is None else num_keys)
         #: The generators of all streams in order, idle ones included.
         self.of_streams = [torch.Generator(device) for _ in range(size or 0)]
         self._idle = frozenset(idle)
@@ -102,7 +111,7 @@ class GeneratorPool:
         Streams from which the run has drawn nothing are idle in the new pool.
         """
         idle = [number for number, generator in enumerate(self.of_streams) if _is_fresh(generator)]
-        return GeneratorPool(self.device, self.num_taken, idle)
+        return GeneratorPool(self.device, self.num_taken, idle, self.keys.num_taken)
 
     @property
     def generators(self) -> list[torch.Generator]:

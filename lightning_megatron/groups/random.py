@@ -16,11 +16,13 @@ from lightning_megatron.groups.generators import GeneratorPool, default_generato
 from lightning_megatron.groups.recorded_draws import (
     Draw,
     DrawRecorder,
+    MaskDraw,
     Move,
     MoveKind,
     RecordedDraws,
 )
 from lightning_megatron.groups.stream_position import StreamName, StreamPosition
+from lightning_megatron.shapes import Int
 
 #: State of a default generator, or the generator that takes its place in a captured computation.
 _State = torch.Tensor | torch.Generator
@@ -47,6 +49,9 @@ class RandomStreams:
     context-parallel ranks. The draws of a stream are a function of (seed, stream, coordinates,
     step, microbatch, layer, run of the layer, draws so far in that run). They do not depend on the
     order of microbatches in a pipeline, on the stage of a layer, or on activation recomputation.
+
+    The keys of dropout masks (:meth:`mask_key`) are equal on all ranks. Masks are functions of a
+    key and of the numbers of an element in the whole batch, so no layout changes them.
 
     Args:
         seed: Seed of the training run, equal on all ranks.
@@ -78,23 +83,52 @@ class RandomStreams:
             "expert": (cp, ep, etp),
         }
         self._states: dict[tuple[StreamName, str], _State] = {}
+        #: Whether the ranks of dp take the samples of a batch in turn, as a DistributedSampler
+        #: deals them; otherwise each rank takes adjacent ones.
+        self.deals_in_turn = False
+        self._masks: Counter[str] = Counter()
         self._runs: Counter[int] = Counter()
         self._repeats: Counter[int] = Counter()
         self._recorder: DrawRecorder | None = None
 
-    def begin_microbatch(self, step: int, microbatch: int) -> None:
+    def begin_microbatch(
+        self, step: int, microbatch: int, samples: tuple[int, int, int] = (0, 1, 0)
+    ) -> None:
         """Move every stream to the start of a microbatch.
 
         Args:
-            step: Optimizer step (steps).
+            step: Number of the batch in the training run (batches).
             microbatch: Index of the microbatch within the step, unique over the data-parallel ranks
                 (microbatches).
+            samples: Number of the microbatch's first sample in the batch of all data ranks, the
+                distance between the numbers of neighbouring samples, and the number of samples; 0
+                samples mean that each row of a call is a sample.
         """
         self._runs.clear()
         self._repeats.clear()
-        self._move_to(StreamPosition(step, microbatch))
+        first, stride, count = samples
+        self._move_to(
+            StreamPosition(
+                step, microbatch, first_sample=first, sample_stride=stride, num_samples=count
+            )
+        )
         if self._recorder is not None:
             self._recorder.move("begin", self.position, in_backward=False)
+
+    def samples_of(
+        self, part: range, num_samples: int, rank: int, size: int
+    ) -> tuple[int, int, int]:
+        """Return the samples of a part of a rank's batch, for :meth:`begin_microbatch`.
+
+        Args:
+            part: Samples of the part within the rank's batch (samples).
+            num_samples: Samples of the rank's batch (samples).
+            rank: The rank among those that read different data.
+            size: Number of these ranks (ranks).
+        """
+        if self.deals_in_turn:
+            return rank + size * part.start, size, len(part)
+        return rank * num_samples + part.start, 1, len(part)
 
     def seek(self, layer: int, position: StreamPosition | None = None) -> StreamPosition:
         """Move every stream to the start of ``layer`` and return that position.
@@ -127,6 +161,7 @@ class RandomStreams:
     def _move_to(self, position: StreamPosition) -> None:
         self.position = position
         self._states.clear()
+        self._masks.clear()
 
     def _next_run(self, layer: int, in_backward: bool) -> int:
         """Count a run of a layer, and return its index."""
@@ -164,6 +199,23 @@ class RandomStreams:
             self._states[name, purpose] = self._get_state()
         finally:
             self._set_state(outside)
+
+    def mask_key(self, purpose: str, num_rows: int) -> Int[torch.Tensor, "4"]:
+        """Return the key of the next dropout mask in this layer.
+
+        The key consists of a seed, the number of the first row's sample, the distance between the
+        numbers of neighbouring samples, and the rows of each sample. It lies on the CPU, or in
+        memory of the device that each replay of a captured computation reads.
+
+        Args:
+            purpose: Name of the masks; those of other names do not count as earlier ones.
+            num_rows: Rows of the call of the model (rows).
+        """
+        draw = MaskDraw(purpose, num_rows)
+        values = self._next_mask(draw)
+        if self._recorder is not None:
+            return self._recorder.mask_key(draw, values)
+        return torch.tensor(values, dtype=torch.int64)
 
     @contextmanager
     def fork_default(self) -> Iterator[None]:
@@ -253,12 +305,16 @@ class RandomStreams:
         origin = position or self.position
         interrupted = self.position
         earlier_runs = 0
+        keys = []
         for move in recorded.moves:
             self._repeat(move, origin, interrupted)
             if move.kind in ("stay", "enter"):
                 earlier_runs = self.position.run - move.position.run
             for draw in move.draws:
                 self._seed_generator(draw)
+            keys += [self._next_mask(mask) for mask in move.masks]
+        if recorded.keys is not None:
+            recorded.keys.write(keys)
         return replace(origin, run=earlier_runs)
 
     @contextmanager
@@ -266,13 +322,13 @@ class RandomStreams:
         """Restore the current position when the block ends, and discard the draws of the block."""
         position = self.position
         states = dict(self._states)
-        counts = (self._runs.copy(), self._repeats.copy())
+        counts = (self._runs.copy(), self._repeats.copy(), self._masks.copy())
         try:
             yield
         finally:
             self.position = position
             self._states = states
-            self._runs, self._repeats = counts
+            self._runs, self._repeats, self._masks = counts
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seed and the position, with which a resumed run continues the streams."""
@@ -315,15 +371,16 @@ class RandomStreams:
     def _repeat(self, move: Move, origin: StreamPosition, interrupted: StreamPosition) -> None:
         """Move the streams as a recorded computation did, in the microbatch of a replay."""
         position = move.position
-        microbatch = position.microbatch if move.is_own else origin.microbatch
+        place = replace(position if move.is_own else origin, step=origin.step)
         if move.kind == "begin":
-            self.begin_microbatch(origin.step, microbatch)
+            samples = place.first_sample, place.sample_stride, place.num_samples
+            self.begin_microbatch(place.step, place.microbatch, samples)
         elif move.kind == "enter":
             self._enter(position.layer, move.in_backward)
         elif move.kind == "replay":
             # The forward pass may have been a later run of the layer than the captured one.
             run = position.run + origin.run
-            self._move_to(StreamPosition(origin.step, microbatch, position.layer, True, run))
+            self._move_to(replace(place, layer=position.layer, is_replay=True, run=run))
         elif move.kind == "return":
             before = replace(position, step=origin.step) if move.is_own else interrupted
             self._move_to(before)
@@ -339,6 +396,16 @@ class RandomStreams:
         else:
             draw.generator.manual_seed(self._seed_of(draw.stream, draw.purpose))
         self._states[key] = draw.generator
+
+    def _next_mask(self, draw: MaskDraw) -> tuple[int, int, int, int]:
+        """Count a dropout mask, and return the values of its key."""
+        here = self.position
+        number = self._masks[draw.purpose]
+        self._masks[draw.purpose] += 1
+        place = here.step, here.layer, here.run, number
+        seed = derive_seed(self.seed, "mask", draw.purpose, *place)
+        rows = here.rows_of_sample(draw.num_rows)
+        return seed, here.first_sample, here.sample_stride, rows
 
     def _default_seed(self) -> int:
         return derive_seed(self.seed, "default", self.position.step, self.position.microbatch)

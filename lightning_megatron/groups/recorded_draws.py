@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.mask_keys import MaskKeys
 from lightning_megatron.groups.stream_position import StreamName, StreamPosition
+from lightning_megatron.shapes import Int
 
 #: Kinds of moves of the random streams: ``stay`` at the position where the recording began,
 #: ``begin`` a microbatch, ``enter`` a layer, ``replay`` a layer whose activations are recomputed,
@@ -32,6 +35,19 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class MaskDraw:
+    """Key of a dropout mask that a computation takes at one position.
+
+    Args:
+        purpose: Name of the masks.
+        num_rows: Rows of the call of the model (rows).
+    """
+
+    purpose: str
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class Move:
     """Move of the random streams, and the draws until the next one.
 
@@ -42,6 +58,7 @@ class Move:
             position at a replay has the microbatch of that replay.
         in_backward: Whether autograd was running a backward pass.
         draws: Streams that the computation draws from at this position.
+        masks: Keys of dropout masks that it takes there.
     """
 
     kind: MoveKind
@@ -49,6 +66,7 @@ class Move:
     is_own: bool = False
     in_backward: bool = False
     draws: tuple[Draw, ...] = ()
+    masks: tuple[MaskDraw, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,9 +75,11 @@ class RecordedDraws:
 
     Args:
         moves: Moves of the streams, in order.
+        keys: Keys of its dropout masks; None without any.
     """
 
     moves: tuple[Move, ...] = ()
+    keys: MaskKeys | None = None
 
     @property
     def draws(self) -> list[tuple[Draw, StreamPosition]]:
@@ -84,6 +104,7 @@ class DrawRecorder:
         self.pool = pool
         self._moves = [Move("stay", position)]
         self._draws: list[list[Draw]] = [[]]
+        self._masks: list[list[MaskDraw]] = [[]]
         self._here: dict[tuple[StreamName, str], torch.Generator] = {}
 
     def move(self, kind: MoveKind, position: StreamPosition, in_backward: bool) -> None:
@@ -91,6 +112,7 @@ class DrawRecorder:
         is_own = kind == "begin" or self._moves[-1].is_own
         self._moves.append(Move(kind, position, is_own, in_backward))
         self._draws.append([])
+        self._masks.append([])
         self._here.clear()
 
     def generator_of(self, name: StreamName, purpose: str) -> tuple[torch.Generator, bool]:
@@ -109,13 +131,26 @@ class DrawRecorder:
         self._draws[-1].append(Draw(name, purpose, generator))
         return generator
 
+    def mask_key(self, draw: MaskDraw, values: Sequence[int]) -> Int[torch.Tensor, "4"]:
+        """Record a dropout mask, and return the key that each replay reads.
+
+        Args:
+            draw: Description of the mask.
+            values: Values of the key in this run.
+        """
+        self._masks[-1].append(draw)
+        return self.pool.keys.take(None if self.pool.is_capturing else values)
+
     @property
     def recorded(self) -> RecordedDraws:
         """Return the recorded moves and draws, which may be empty."""
         first, *others = (
             replace(
-                move, draws=tuple(draw for draw in draws if not self.pool.is_idle(draw.generator))
+                move,
+                draws=tuple(draw for draw in draws if not self.pool.is_idle(draw.generator)),
+                masks=tuple(masks),
             )
-            for move, draws in zip(self._moves, self._draws, strict=True)
+            for move, draws, masks in zip(self._moves, self._draws, self._masks, strict=True)
         )
-        return RecordedDraws(tuple([first, *others] if first.draws else others))
+        moves = [first, *others] if first.draws or first.masks else others
+        return RecordedDraws(tuple(moves), self.pool.keys if self.pool.keys.num_taken else None)

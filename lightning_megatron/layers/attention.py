@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.cached_attention import attend_with_cache
 from lightning_megatron.layers.context_parallel.attend_across import attend_across
 from lightning_megatron.layers.context_parallel.cached_parts import attend_to_held, store_first
-from lightning_megatron.layers.dropout import tensor_region_stream
+from lightning_megatron.layers.dropout import WeightDropout, tensor_region_stream
 from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -60,6 +61,8 @@ class Attention(nn.Module):
         #: Attention of the layer over whole rows.
         self.kind = kind or AttentionSpan()
         self.layer = layer
+        #: Dropout of weights where torch's kernels do not drop them.
+        self.weight_dropout = WeightDropout(mesh, mesh.tp.rank * heads)
         #: Transport of attention over cp; without context parallelism nothing is exchanged.
         self.context = choose_context_transport(
             mesh.context, mesh.cp.size, heads, kv_heads, dropout
@@ -100,6 +103,7 @@ class Attention(nn.Module):
         sinks: Tensor | None = None,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
+        drops: dict[str, Any] = {"dropout": dropout, "drop": self.weight_dropout}
         with tensor_region_stream(self.dropout, self.training, self.mesh):
             span = self.kind.over(rows)
             if sinks is not None:
@@ -107,9 +111,9 @@ class Attention(nn.Module):
             cp = self.mesh.cp
             past = span.past
             if past is not None and cp.size == 1:
-                return attend_with_cache(query, key, value, span, self.layer, dropout=dropout)
+                return attend_with_cache(query, key, value, span, self.layer, **drops)
             if cp.size == 1:
-                return attend(query, key, value, span, dropout=dropout)
+                return attend(query, key, value, span, **drops)
             if past is not None and past.cache.length > 0:
                 return attend_to_held(query, key, value, span, self.layer, cp)
             if past is not None:
@@ -118,7 +122,7 @@ class Attention(nn.Module):
 
             def across(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
                 owner = self.mesh, self.context
-                return attend_across(query, key, value, span, *owner, dropout=dropout)
+                return attend_across(query, key, value, span, *owner, **drops)
 
             return with_wide_values(across, query, key, value)
 

@@ -16,7 +16,11 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from lightning_megatron.layers.attention_flex import attend_by_flex
-from lightning_megatron.layers.attention_operators import attend_by_operators, repeated
+from lightning_megatron.layers.attention_operators import (
+    DropWeights,
+    attend_by_operators,
+    repeated,
+)
 from lightning_megatron.layers.attention_parts import attend_by_parts, attend_to_documents
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import CoreChoice, choose_core
@@ -31,6 +35,7 @@ def attend(
     span: AttentionSpan,
     *,
     dropout: float = 0.0,
+    drop: DropWeights = F.dropout,
 ) -> Float[Tensor, "seq batch heads*value_dim"]:
     """Compute scaled dot-product attention over a span.
 
@@ -43,6 +48,7 @@ def attend(
         value: Values, whose heads may be smaller than those of queries and keys.
         span: Description of which tokens attend to which.
         dropout: Probability that an attention weight is dropped; 0 outside training.
+        drop: Function of weights and probability, where no kernel of torch drops them.
     """
     length, num_sequences, _, head_dim = query.shape
     span = span.laid_out(num_sequences, length, query.device)
@@ -66,7 +72,7 @@ def attend(
         elif choice.core == "flex":
             mixed = attend_by_flex(query, key, value, span)
         elif choice.core == "operators":
-            mixed = attend_by_operators(query, key, value, span, dropout)
+            mixed = attend_by_operators(query, key, value, span, dropout, drop=drop)
         else:
             mixed = _attend_by_torch(query, key, value, span, dropout, choice)
         return mixed.flatten(2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,6 +12,9 @@ from torch.nn import functional as F
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.dense_mask import KeyRows, biases_of, seen_pairs
 from lightning_megatron.shapes import Float
+
+#: Function that drops attention weights with a probability.
+DropWeights: TypeAlias = Callable[[Tensor, float], Tensor]
 
 
 def attend_by_operators(
@@ -18,6 +24,8 @@ def attend_by_operators(
     span: AttentionSpan,
     dropout: float = 0.0,
     keys: KeyRows | None = None,
+    *,
+    drop: DropWeights = F.dropout,
 ) -> Float[Tensor, "seq batch heads value_dim"]:
     """Compute attention, with the scores of all pairs of tokens in memory.
 
@@ -28,6 +36,7 @@ def attend_by_operators(
         span: Description of the attention, laid out or without documents.
         dropout: Probability that a weight is dropped.
         keys: Rows of the keys; None means the rows of the queries.
+        drop: Function that drops weights with a probability.
     """
     scores = masked_scores(query, key, span, keys)
     if span.sinks is not None:
@@ -35,7 +44,7 @@ def attend_by_operators(
         scores = torch.cat((scores, sinks), -1)
     # Softmax in float32 at least, as kernels compute it.
     weights = scores.softmax(-1)[..., : key.shape[0]].to(value.dtype)
-    weights = F.dropout(weights, dropout)
+    weights = drop(weights, dropout)
     return torch.einsum("bhst,tbhd->sbhd", weights, repeated(value, query))
 
 

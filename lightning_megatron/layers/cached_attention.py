@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.layers.attention_core import attend
-from lightning_megatron.layers.attention_operators import attend_by_operators
+from lightning_megatron.layers.attention_operators import DropWeights, attend_by_operators
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.dense_mask import KeyRows
 from lightning_megatron.layers.key_value_cache import CachedTokens, KeysAndValues
@@ -26,6 +26,7 @@ def attend_with_cache(
     layer: int,
     *,
     dropout: float = 0.0,
+    drop: DropWeights = F.dropout,
 ) -> Float[Tensor, "seq batch heads*value_dim"]:
     """Store the keys and values of new tokens, and compute their attention to all stored tokens.
 
@@ -39,6 +40,7 @@ def attend_with_cache(
         span: Description of the attention with ``past``, from :func:`cached_span`.
         layer: Number of the layer in the cache.
         dropout: Probability that an attention weight is dropped.
+        drop: Function of weights and probability, where no kernel of torch drops them.
     """
     past = span.past
     assert past is not None, "the tokens have a cache"
@@ -48,7 +50,7 @@ def attend_with_cache(
         attended = attend_one_token(query[:1], *stored, past.cache.place, past.padding, span.scale)
         return attended.expand(len(query), -1, -1)
     if past.cache.length == 0:
-        return attend(query, key, value, replace(span, past=None), dropout=dropout)
+        return attend(query, key, value, replace(span, past=None), dropout=dropout, drop=drop)
     return _attend_to_stored(query, stored, span, past, dropout)
 
 

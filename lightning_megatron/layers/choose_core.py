@@ -22,6 +22,7 @@ from lightning_megatron.layers.flash_kernels import TorchFlash
 Core = Literal["sdpa", "flash", "flex", "operators"]
 
 _FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+_DROPS_BY_PLACE = "attention dropout: masks that no layout changes"
 #: Largest size of a head for flash attention (elements).
 _FLASH_HEAD_DIM = 256
 #: Smallest size of a head for FlexAttention (elements).
@@ -159,6 +160,8 @@ def _choose_kernel(
         flash = choose_flash(device, head_dim)
         why = f"documents, windows and sinks need no mask; {flash.reason}"
         return CoreChoice("flash", (), False, False, why, package=flash.kernel.name)
+    if device.type != "cuda" and dropout > 0.0:
+        return _operators(device, _DROPS_BY_PLACE, plain)
     if not _has_own_scores(span) and span.sinks is None and span.prefix is None:
         return _masked(device, reason, span)
     obstacle_to_a_kernel = reason_against_flex(device, dtype, span, dropout, head_dim)
@@ -179,6 +182,8 @@ def _has_own_scores(span: AttentionSpan) -> bool:
 
 
 def _default_core(device: torch.device, dtype: torch.dtype, dropout: float) -> CoreChoice:
+    if device.type != "cuda" and dropout > 0.0:
+        return _operators(device, _DROPS_BY_PLACE, plain=True)
     if device.type != "cuda":
         why = f"{device.type}: torch chooses among its own kernels"
         return CoreChoice("sdpa", (), False, False, why)

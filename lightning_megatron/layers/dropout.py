@@ -1,13 +1,20 @@
-"""Dropout with equal masks for replicated activations and different masks for sharded ones."""
+"""Dropout whose masks no parallel layout, microbatch size or recomputation changes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers import choose_kernels
+from lightning_megatron.layers.dropout_mask import keep_mask
+from lightning_megatron.plan.mask_numbers import MaskNumbers, PlaceCut, dimension_of_rows
 from lightning_megatron.shapes import Float
 
 
@@ -16,25 +23,108 @@ def hidden_dropout(
     probability: float,
     training: bool,
     mesh: ParallelMesh,
+    *,
+    batch_first: bool = False,
 ) -> Float[Tensor, "*shape"]:
     """Drop elements of the residual stream.
 
-    All tensor-parallel ranks have the same activations and must drop the same elements. Under
-    sequence parallelism, ranks have different positions and draw different masks. The states of
-    torch's default generators do not change.
+    Whether an element is dropped depends on the seed of the run, the number of the batch, the
+    layer, the draw within the layer, and on the element's sample, position and feature. It is the
+    same in every layout and for every size of microbatches. The states of torch's default
+    generators do not change.
+
+    Shapes: ``(seq_local, batch, hidden)``, ``(batch, seq, hidden)`` with ``batch_first``, or
+        ``(batch, hidden)``, whose ranks hold all positions.
 
     Args:
         hidden: Activations.
         probability: Probability that an element is dropped.
         training: Whether the module is in training mode; nothing is dropped otherwise.
         mesh: Process groups and random streams of this rank.
-
-    Source: Shoeybi et al. 2019, appendix B.2.
+        batch_first: Whether the dimension of the samples precedes that of the positions.
     """
     if not training or probability == 0.0:
         return hidden
-    with mesh.random.fork("tensor" if mesh.sequence_parallel else "replicated"):
-        return F.dropout(hidden, probability, training=True)
+    shape = hidden.shape
+    if hidden.dim() == 2:
+        return _dropped(hidden, probability, mesh, MaskNumbers(dimension_of_rows(shape, 0)))
+    batch_dim = int(not batch_first)
+    seq_dim = 1 - batch_dim
+    numbers = MaskNumbers(
+        dimension_of_rows(shape, batch_dim),
+        dimension_of_rows(shape, seq_dim),
+        cut=places_of(mesh, shape[seq_dim]),
+    )
+    return _dropped(hidden, probability, mesh, numbers)
+
+
+def places_of(mesh: ParallelMesh, length: int, is_sharded: bool | None = None) -> PlaceCut:
+    """Return the positions of rows that this rank holds.
+
+    Args:
+        mesh: Process groups of this rank.
+        length: Positions that this rank holds (tokens).
+        is_sharded: Whether the ranks of tp share the positions; None means under sequence
+            parallelism.
+    """
+    is_sharded = mesh.sequence_parallel if is_sharded is None else is_sharded
+    sequence = (mesh.tp.rank, mesh.tp.size) if is_sharded else (0, 1)
+    return PlaceCut.of(length, sequence, (mesh.cp.rank, mesh.cp.size))
+
+
+@dataclass(frozen=True)
+class WeightDropout:
+    """Dropout of attention weights, the same in every layout.
+
+    Args:
+        mesh: Process groups and random streams of this rank.
+        first_head: Number of this rank's first head in the whole layer (heads).
+    """
+
+    mesh: ParallelMesh
+    first_head: int = 0
+
+    def from_head(self, head: int) -> WeightDropout:
+        """Return the dropout of the heads that follow some of this rank's heads.
+
+        Args:
+            head: Number of heads before the first one (heads).
+        """
+        return replace(self, first_head=self.first_head + head)
+
+    def __call__(
+        self, weights: Float[Tensor, "batch heads seq keys"], probability: float
+    ) -> Float[Tensor, "batch heads seq keys"]:
+        """Drop weights of whole rows of queries and keys.
+
+        Args:
+            weights: The weights.
+            probability: Probability that a weight is dropped.
+        """
+        if probability == 0.0:
+            return weights
+        batch, heads, places = (dimension_of_rows(weights.shape, dim) for dim in range(3))
+        numbers = MaskNumbers(batch, places, heads, first_head=self.first_head)
+        return _dropped(weights, probability, self.mesh, numbers, "attention")
+
+
+def inner_dropout(
+    values: Float[Tensor, "*shape"],
+    probability: float,
+    mesh: ParallelMesh,
+    numbers: MaskNumbers,
+    purpose: str,
+) -> Float[Tensor, "*shape"]:
+    """Drop elements of an activation with other rows or features than the residual stream.
+
+    Args:
+        values: Activations.
+        probability: Probability that an element is dropped.
+        mesh: Process groups and random streams of this rank.
+        numbers: Numbers of the rows.
+        purpose: Name of the masks, whose order in a layer must be the same in all layouts.
+    """
+    return _dropped(values, probability, mesh, numbers, purpose)
 
 
 def tensor_region_stream(
@@ -42,9 +132,76 @@ def tensor_region_stream(
     training: bool,
     mesh: ParallelMesh,
 ) -> AbstractContextManager[None]:
-    """Select the random stream for dropout inside a tensor-parallel region.
+    """Select the random stream for kernels that draw masks inside a tensor-parallel region.
 
     Ranks have different heads or features there, and draw different masks. The stream does not
     change if nothing will be dropped.
+
+    Source: Shoeybi et al. 2019, appendix B.2.
     """
     return mesh.random.fork("tensor") if training and probability > 0.0 else nullcontext()
+
+
+@torch.compiler.disable
+def _dropped(
+    values: Tensor,
+    probability: float,
+    mesh: ParallelMesh,
+    numbers: MaskNumbers,
+    purpose: str = "hidden",
+) -> Tensor:
+    # torch.compile would specialise on the numbers of the key and recompile in every step.
+    key = mesh.random.mask_key(purpose, numbers.samples[1])
+    result: Tensor = _Dropout.apply(values, key, numbers.as_integers, probability)
+    return result
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, key: Tensor, numbers: list[int], probability: float
+    ) -> Tensor:
+        # In a captured computation the key lies in memory that each replay fills. The backward pass
+        # computes the mask again.
+        ctx.save_for_backward(key)
+        ctx.settings = numbers, probability
+        return _drop(values, key, numbers, probability)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (key,) = ctx.saved_tensors
+        return _Dropout.apply(grads[0], key, *ctx.settings), None, None, None
+
+
+# Modes that replace random operators of torch recognise this operator by its tag, and turn dropout
+# off by the name of its argument.
+@torch.library.custom_op(
+    "lightning_megatron::dropout",
+    mutates_args=(),
+    schema="(Tensor values, Tensor key, int[] numbers, float dropout) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def _drop(values: Tensor, key: Tensor, numbers: Sequence[int], dropout: float) -> Tensor:
+    if dropout == 0.0:
+        return values.clone()
+    rows = MaskNumbers.of_integers(numbers)
+    threshold = round(dropout * 2**31)
+    scale = 1.0 / (1.0 - dropout)
+    kernels = _kernels_for(values)
+    if kernels is not None:
+        result: Tensor = kernels.drop_elements(values, key, rows, threshold, scale)
+        return result
+    shape = values.numel() // values.shape[-1], values.shape[-1]
+    mask = keep_mask(key, shape, rows, threshold, values.device).view(values.shape)
+    return torch.where(mask, values * scale, 0.0)
+
+
+@_drop.register_fake
+def _(values: Tensor, key: Tensor, numbers: Sequence[int], dropout: float) -> Tensor:
+    return torch.empty(values.shape, dtype=values.dtype, device=values.device)
+
+
+def _kernels_for(values: Tensor) -> ModuleType | None:
+    if not values.is_cuda or values.dtype == torch.float64:
+        return None
+    return choose_kernels.choose_kernels(values.device).kernels

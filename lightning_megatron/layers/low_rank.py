@@ -7,22 +7,19 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.groups.stream_position import StreamName
+from lightning_megatron.layers.dropout import inner_dropout, places_of
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.replicated import ReplicatedLinear
+from lightning_megatron.plan.mask_numbers import MaskNumbers, dimension_of_rows
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.shapes import Float
 
 Base: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 """A layer that supports low-rank updates."""
-
-#: Name of the random stream of the dropout masks.
-_DROPOUT_STREAM = "low rank"
 
 
 class LowRank(nn.Module):
@@ -66,13 +63,9 @@ class LowRank(nn.Module):
         num_columns = spec.full_shape[1]
         num_rows = len(rows)
         before = rows.start
-        # Ranks with the same inputs must draw the same dropout mask; ranks with different inputs
-        # draw different masks.
-        self.stream: StreamName = "replicated"
         self.a: nn.Module
         self.b: nn.Module
         if isinstance(base, RowParallelLinear):
-            self.stream = "tensor"
             self.a = RowParallelLinear(num_columns, rank, mesh, bias=False)
             self.b = ReplicatedLinear(
                 rank,
@@ -84,7 +77,6 @@ class LowRank(nn.Module):
         else:
             is_column = isinstance(base, ColumnParallelLinear)
             partial = mesh.sequence_parallel if is_column else spec.partial
-            self.stream = "tensor" if partial else "replicated"
             self.a = ReplicatedLinear(num_columns, rank, mesh, bias=False, partial=partial)
             if is_column:
                 # Number of this rank's outputs before the updated ones, and this rank's updated
@@ -101,6 +93,8 @@ class LowRank(nn.Module):
                 )
             else:
                 self.b = ReplicatedLinear(rank, num_rows, mesh, bias=False, partial=partial)
+        #: Whether the inputs are this rank's features of all positions that its ranks of tp share.
+        self.has_own_features = isinstance(base, RowParallelLinear)
         width = self.b.get_parameter("weight").shape[0]
         #: Updated outputs, as indices into this rank's outputs of the base.
         self.outputs = range(before, before + width)
@@ -108,10 +102,21 @@ class LowRank(nn.Module):
     def forward(self, hidden: Float[Tensor, "... in_local"]) -> Float[Tensor, "... out_local"]:
         """Return the update of the outputs."""
         if self.training and self.dropout > 0.0:
-            with self.mesh.random.fork(self.stream, _DROPOUT_STREAM):
-                hidden = F.dropout(hidden, self.dropout, training=True)
+            numbers = self._numbers(hidden)
+            hidden = inner_dropout(hidden, self.dropout, self.mesh, numbers, "low rank")
         product: Tensor = self.b(self.a(hidden.to(self.a.get_parameter("weight").dtype)))
         return product * self.scale
+
+    def _numbers(self, hidden: Tensor) -> MaskNumbers:
+        shape = hidden.shape if hidden.dim() > 2 else (*hidden.shape[:1], 1, *hidden.shape[1:])
+        own_features = self.mesh.tp.rank * shape[-1] if self.has_own_features else 0
+        is_sharded = self.mesh.sequence_parallel and not self.has_own_features
+        return MaskNumbers(
+            dimension_of_rows(shape, 1),
+            dimension_of_rows(shape, 0),
+            cut=places_of(self.mesh, shape[0], is_sharded),
+            first_feature=own_features,
+        )
 
     @override
     def extra_repr(self) -> str:

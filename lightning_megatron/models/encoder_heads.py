@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
+from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.embedding import vocab_parameter
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.mlp import gelu_activation
@@ -67,16 +68,10 @@ class Classifier(nn.Module):
         """Return the logits of each sequence."""
         self.mesh.random.seek(self.config.num_layers + 1)
         first = first_place(hidden, self.mesh)
+        dropout = self.config.head_dropout, self.training, self.mesh
         if self.config.drops_first:
-            first = self._dropped(first)
-        return self.output(self._dropped(torch.tanh(self.dense(first))))
-
-    def _dropped(self, vectors: Tensor) -> Tensor:
-        probability = self.config.head_dropout
-        if not self.training or probability == 0.0:
-            return vectors
-        with self.mesh.random.fork("replicated"):
-            return F.dropout(vectors, probability, training=True)
+            first = hidden_dropout(first, *dropout)
+        return self.output(hidden_dropout(torch.tanh(self.dense(first)), *dropout))
 
 
 class SpanHead(nn.Module):

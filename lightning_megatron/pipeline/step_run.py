@@ -276,7 +276,11 @@ class StepRun:
     def seek(self, number: int) -> None:
         """Move the random streams to the start of a microbatch."""
         mesh = self._mesh
-        mesh.random.begin_microbatch(self.step, number * mesh.dp.size + mesh.dp.rank)
+        sizes = [microbatch.num_samples for microbatch in self.microbatches]
+        part = range(sum(sizes[:number]), sum(sizes[: number + 1]))
+        samples = mesh.random.samples_of(part, sum(sizes), mesh.dp.rank, mesh.dp.size)
+        microbatch = number * mesh.dp.size + mesh.dp.rank
+        mesh.random.begin_microbatch(self.step, microbatch, samples)
 
     def _wait_for_tensors(self, kind: Kind, key: ChunkMicrobatch) -> None:
         """Make the device wait for the tensors that an action reads."""

@@ -241,6 +241,29 @@ def test_a_pool_reports_the_current_generator() -> None:
     assert pool.current is None
 
 
+def take_keys(streams: RandomStreams) -> list[Tensor]:
+    """Take keys of dropout masks in two layers, and compute with them."""
+    keys = []
+    for layer in (3, 4):
+        streams.seek(layer)
+        keys += [streams.mask_key(purpose, 6) * 2 for purpose in ("hidden", "hidden", "attention")]
+    return keys
+
+
+def test_a_replay_reads_the_keys_of_masks_of_its_own_position() -> None:
+    streams = streams_at(1, 0)
+    streams.begin_microbatch(1, 0, (4, 1, 3))
+    recorded = Recorded(streams, take_keys)
+    for samples in ((0, 2, 3), (7, 1, 6), (4, 1, 3)):
+        streams = RandomStreams(9, tp=1)
+        streams.begin_microbatch(2, 5, samples)
+        recorded.replay(streams)
+        expected = RandomStreams(9)
+        expected.begin_microbatch(2, 0, samples)
+        assert are_equal(recorded.results, take_keys(expected))
+    assert len({int(key[0]) for key in recorded.results}) == 6
+
+
 def test_nested_recordings_raise_and_leave_the_streams_usable() -> None:
     streams = streams_at(1, 0)
     with (

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.layers import choose_kernels
+from lightning_megatron.layers.dropout_mask import keep_mask
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.rotary import apply_rotary, position_tables, rotary_tables
 from lightning_megatron.layers.token_attention import attend_by_mask
+from lightning_megatron.plan.mask_numbers import MaskNumbers, PlaceCut, dimension_of_rows
 from tests.kernels.magnitude_checks import (
     check_growing_magnitudes,
     check_norm_magnitudes,
@@ -392,7 +394,29 @@ def check_token_attention(draw: Draw, sizes: Sizes) -> None:
                 check_rounded(result, expected, what, noise=noise)
 
 
+def check_dropout(draw: Draw, sizes: Sizes) -> None:
+    """Compare the masks of shards with those of the operators, bit for bit."""
+    for shape in (*sizes.elements, *sizes.gated):
+        rows = (1,) * (3 - len(shape)) + tuple(shape)
+        values = draw(*rows).abs() + 1.0
+        numbers = MaskNumbers(
+            dimension_of_rows(rows, 1),
+            dimension_of_rows(rows, 0),
+            cut=PlaceCut(3, 5, 10, 200),
+            first_feature=100,
+        )
+        key = torch.tensor([0x7123456789ABCDEF, 5, 2, 1])
+        kept = keep_mask(key, (values[..., 0].numel(), rows[2]), numbers, 2**29, draw.device)
+        expected = torch.where(kept.view(rows), values * 1.25, 0.0)
+        for given in (key, key.to(draw.device)):
+            dropped = kernels.drop_elements(values, given, numbers, 2**29, 1.25)
+            assert torch.equal(dropped == 0, expected == 0), f"masks of {rows}"
+            error = (wide(dropped) - wide(expected)).abs()
+            assert (error <= ROUNDOFF[draw.dtype] * wide(expected)).all(), f"factors of {rows}"
+
+
 CHECKS: dict[str, Callable[[Draw, Sizes], None]] = {
+    "dropout": check_dropout,
     "rotary": check_rotary,
     "normed": check_normed_rotary,
     "swiglu": check_swiglu,

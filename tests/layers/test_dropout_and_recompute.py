@@ -1,4 +1,4 @@
-"""Dropout masks agree across ranks where they must, and recomputation repeats them."""
+"""Dropout masks are those of one process in every layout, and recomputation repeats them."""
 
 from __future__ import annotations
 
@@ -23,34 +23,41 @@ CONFIGS = [
 ]
 
 
-def draw_mask(mesh: ParallelMesh) -> list[bool]:
-    return (hidden_dropout(torch.ones(64), 0.5, True, mesh) == 0).tolist()
+def draw_mask(mesh: ParallelMesh) -> Tensor:
+    """Drop elements of the residual stream, and return which were dropped in whole rows."""
+    shares = mesh.tp.size if mesh.sequence_parallel else 1
+    dropped = hidden_dropout(torch.ones(8 // shares, 2, 33), 0.5, True, mesh) == 0
+    return torch.cat(all_gather_objects(dropped, mesh.tp)[:shares])
 
 
-def draw_attention_mask(mesh: ParallelMesh) -> list[bool]:
-    """Drop attention weights of a layer whose heads compute the same, and return where weights were
-    dropped.
+def draw_attention_mask(mesh: ParallelMesh) -> Tensor:
+    """Drop attention weights of a layer whose heads compute the same, and return where weights of
+    all heads were dropped.
     """
     model = GPT(GPTConfig.gpt2(**SIZES, attention_dropout=0.5), mesh, seed=1)
     core = model.layers["0"].attention._core
-    value = torch.eye(8).view(8, 1, 1, 8).expand(8, 1, 4 // mesh.tp.size, 8)
-    return (core(torch.zeros_like(value), torch.zeros_like(value), value) == 0).flatten().tolist()
+    value = torch.eye(8).view(8, 1, 1, 8).expand(8, 2, 4 // mesh.tp.size, 8)
+    dropped = core(torch.zeros_like(value), torch.zeros_like(value), value) == 0
+    return torch.cat(all_gather_objects(dropped, mesh.tp), -1)
+
+
+def draw_masks(mesh: ParallelMesh) -> list[Tensor]:
+    mesh.random.begin_microbatch(3, 1, (4, 1, 2))
+    mesh.random.seek(2)
+    return [draw_mask(mesh), draw_mask(mesh), draw_attention_mask(mesh)]
 
 
 def check_masks(mesh: ParallelMesh) -> None:
     before = torch.get_rng_state()
-    mesh.random.begin_microbatch(3, 1)
-    mesh.random.seek(2)
-    first, second = draw_mask(mesh), draw_mask(mesh)
-    assert first != second, "a layer's draws follow one another"
+    first, second, weights = draw_masks(mesh)
+    assert not torch.equal(first, second), "a layer's draws follow one another"
     assert torch.equal(torch.get_rng_state(), before), "default generators are left alone"
-    masks = all_gather_objects(first, mesh.tp)
-    assert (masks[0] == masks[1]) is not mesh.sequence_parallel, (
-        "masks are shared exactly where activations are"
-    )
-    mesh.random.seek(2)
-    weights = all_gather_objects(draw_attention_mask(mesh), mesh.tp)
-    assert weights[0] != weights[1], "heads of different ranks drop different weights"
+    for actual, expected in zip(
+        (first, second, weights), draw_masks(ParallelMesh.single(seed=4)), strict=True
+    ):
+        assert torch.equal(actual, expected), "masks are those of one process"
+    heads = weights.unflatten(-1, (4, 8)).unbind(-2)
+    assert not torch.equal(heads[0], heads[3]), "heads drop different weights"
 
 
 def train(mesh: ParallelMesh, config: GPTConfig, recompute: str) -> list[Tensor]:
@@ -89,7 +96,7 @@ def check_all(rank: int, size: int) -> None:
         mesh.destroy()
 
 
-def test_masks_are_shared_with_activations_and_repeated_by_recomputation() -> None:
+def test_masks_of_tp_are_those_of_one_process_and_repeated_by_recomputation() -> None:
     run_world(check_all, 2)
 
 
@@ -102,6 +109,7 @@ def test_evaluation_and_zero_dropout_draw_no_random_numbers(
 ) -> None:
     mesh = ParallelMesh.single()
     monkeypatch.setattr(mesh.random, "fork", lambda name: pytest.fail(f"stream {name} was opened"))
+    monkeypatch.setattr(mesh.random, "mask_key", lambda *draw: pytest.fail(f"{draw} was drawn"))
     tokens = torch.zeros(1, 4, dtype=torch.long)
     GPT(CONFIGS[0], mesh, seed=1).eval()(tokens)
     GPT(GPTConfig.gpt2(**SIZES), mesh, seed=1).train()(tokens)
@@ -117,7 +125,7 @@ def test_every_call_of_a_model_without_a_strategy_draws_new_masks() -> None:
 def test_recomputation_restores_the_position_of_the_streams() -> None:
     mesh = ParallelMesh.single()
     mesh.random.begin_microbatch(1, 1)
-    x = torch.ones(4, requires_grad=True)
+    x = torch.ones(4, 1, 4, requires_grad=True)
     y = replayed(lambda t: hidden_dropout(t, 0.5, True, mesh) * t, mesh.random, 0, x)
     mesh.random.begin_microbatch(1, 2)
     position = mesh.random.position

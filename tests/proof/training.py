@@ -67,7 +67,7 @@ KINDS = {
         sliding_window=5, window_layers=[True, False, True, False],
         experts={**_EXPERTS, "aux_loss_scope": "sequence", "linear_bias": True, "router_bias": True},
     ),
-    "dropout": GPTConfig.gpt2(**_SIZES, hidden_dropout=0.2),
+    "dropout": GPTConfig.gpt2(**_SIZES, hidden_dropout=0.2, attention_dropout=0.1),
 }  # fmt: skip
 
 

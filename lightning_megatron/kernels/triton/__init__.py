@@ -16,6 +16,7 @@ from lightning_megatron.kernels.triton.cross_entropy import (
     cross_entropy_gradient,
     cross_entropy_statistics,
 )
+from lightning_megatron.kernels.triton.dropout import drop_elements
 from lightning_megatron.kernels.triton.eight_bits import (
     cast_by_blocks,
     cast_by_lines,
@@ -85,6 +86,7 @@ __all__ = [
     "cross_entropy_gradient",
     "cross_entropy_statistics",
     "apply_gelu",
+    "drop_elements",
     "line_magnitudes",
     "magnitude_parts",
     "multiply_vector",

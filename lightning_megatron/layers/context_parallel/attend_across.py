@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -20,6 +21,8 @@ from lightning_megatron.layers.context_parallel.head_exchange import (
 )
 from lightning_megatron.layers.context_parallel.ring import gathered_attention, ring_attention
 from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.layers.dropout import WeightDropout
+from lightning_megatron.plan.context import split_heads_over
 from lightning_megatron.plan.context_groups import ContextGroups
 from lightning_megatron.plan.context_transport import ContextChoice, ContextTransport
 from lightning_megatron.shapes import Float
@@ -34,6 +37,7 @@ def attend_across(
     choice: ContextChoice,
     *,
     dropout: float = 0.0,
+    drop: WeightDropout | None = None,
 ) -> Float[Tensor, "seq_part batch heads*head_dim"]:
     """Compute attention over sequences that the ranks of cp share.
 
@@ -47,6 +51,7 @@ def attend_across(
         mesh: Process groups of this rank.
         choice: Transport of the layer.
         dropout: Probability that an attention weight is dropped; 0 outside training.
+        drop: Dropout of weights where torch's kernels do not drop them; None draws at random.
 
     Raises:
         UnsupportedError: If the user chose a transport that computes in parts, and the span has a
@@ -57,14 +62,17 @@ def attend_across(
     transport = transport_of(span, mesh, choice)
     axis = mesh.cp if span.cut is None else mesh.group_of_cp(span.cut.size)
     if axis.size == 1:
-        return attend(query, key, value, replace(span, cut=None), dropout=dropout)
+        whole = replace(span, cut=None)
+        return attend(query, key, value, whole, dropout=dropout, drop=drop or F.dropout)
     if span.mask is not None and transport != "all_to_all":
         span = replace(span, mask=span.mask.expand(query.shape[1], -1, -1, -1))
     if transport == "all_to_all":
         whole = replace(of_own_heads(span, query.shape[2], axis), cut=None)
+        share = split_heads_over(query.shape[2], axis.size)[axis.rank]
+        own = F.dropout if drop is None else drop.from_head(share.start)
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(query, key, value, whole, dropout=dropout)
+            return attend(query, key, value, whole, dropout=dropout, drop=own)
 
         return exchanged_attention(query, key, value, axis, core, span.cut)
     if transport == "hierarchical":

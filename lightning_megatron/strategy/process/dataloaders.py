@@ -8,7 +8,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.strategy.private.data_loading import seed_worker
@@ -31,6 +37,17 @@ def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:
     if type(sampler) is not RandomSampler or sampler.generator is not None or sampler.replacement:
         return False
     return sampler.num_samples == len(sampler.data_source)
+
+
+def deals_in_turn(dataloader: object) -> bool:
+    """Return whether the data ranks take the samples of a dataloader in turn.
+
+    Args:
+        dataloader: Dataloader after Lightning has replaced its sampler.
+    """
+    sampler = getattr(dataloader, "sampler", None)
+    inner = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
+    return any(isinstance(each, DistributedSampler) for each in (sampler, inner))
 
 
 def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:

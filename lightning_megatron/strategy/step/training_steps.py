@@ -13,6 +13,7 @@ from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.step_graph import StepAgreement, StepGraphs
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.microbatch import count_samples
 from lightning_megatron.pipeline.step_plans import signature_of
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.checks.run_checks import digest_of
@@ -22,6 +23,7 @@ from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.optimization.training_state import TrainingState
 from lightning_megatron.strategy.options.expert_option import check_limited_step
+from lightning_megatron.strategy.private.data_loading import train_dataloaders
 from lightning_megatron.strategy.private.loops import (
     accumulates,
     call_after_backward_hooks,
@@ -30,6 +32,7 @@ from lightning_megatron.strategy.private.loops import (
     skips_backward,
     total_batch_index,
 )
+from lightning_megatron.strategy.process.dataloaders import deals_in_turn
 from lightning_megatron.strategy.step.batch_growth import BatchGrowth
 from lightning_megatron.strategy.step.raw_backward import wrap_backward_passes
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
@@ -142,6 +145,7 @@ class TrainingSteps:
         if self._state.attach_new(trainer.optimizers, trainer.current_epoch) and self._graphs:
             self._graphs.note_change()
         self._mixtures.check_trained(trainer.current_epoch)
+        self._mesh.random.deals_in_turn = any(map(deals_in_turn, train_dataloaders(trainer)))
         self._state.main.user_writes.adopt_noted()
         with self._precision.train_step_context():
             if is_automatic:
@@ -222,7 +226,10 @@ class TrainingSteps:
         if self._runner.limited_rows is not None:
             check_limited_step(is_automatic=False)
         self._state.main.wait()
-        self._mesh.random.begin_microbatch(step, self._mesh.dp.rank)
+        dp = self._mesh.dp
+        count = count_samples(args[0])
+        samples = self._mesh.random.samples_of(range(count), count, dp.rank, dp.size)
+        self._mesh.random.begin_microbatch(step, dp.rank, samples)
         if self._mixtures.loss_weight is not None:
             self._mixtures.loss_weight.value = self._precision.loss_factor
         guard = self._runner.reads.guard(self._module, "training_step")

@@ -113,7 +113,10 @@ class ParallelDecoderLayer(nn.Module):
         hidden = tgt
         for (norm, part), dropout in zip(parts, self.dropouts, strict=True):
             update = part(norm(hidden) if self.norm_first else hidden)
-            hidden = hidden + hidden_dropout(update, dropout, self.training, self.mesh)
+            batch_first = self.self_attn.batch_first
+            hidden = hidden + hidden_dropout(
+                update, dropout, self.training, self.mesh, batch_first=batch_first
+            )
             hidden = hidden if self.norm_first else norm(hidden)
         return hidden
 

@@ -108,11 +108,15 @@ class ParallelEncoderLayer(nn.Module):
             need_weights=False,
             is_causal=is_causal,
         )
-        return hidden_dropout(attended, self.dropout1, self.training, self.mesh)
+        return self._dropped(attended, self.dropout1)
 
     def _feed(self, x: Tensor) -> Tensor:
         output = self.linear2(self.dropout(self.activation(self.linear1(x))))
-        return hidden_dropout(output, self.dropout2, self.training, self.mesh)
+        return self._dropped(output, self.dropout2)
+
+    def _dropped(self, x: Tensor, probability: float) -> Tensor:
+        batch_first = self.self_attn.batch_first
+        return hidden_dropout(x, probability, self.training, self.mesh, batch_first=batch_first)
 
 
 class ParallelEncoder(nn.Module):
