@@ -47,9 +47,10 @@ from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.optimization.training_state import TrainingState, division_of
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import (
-    announce_no_saves,
     announce_saves,
     patch_finetuning,
+    remove_found_checkpoint,
+    restore_checkpoint_callbacks,
 )
 from lightning_megatron.strategy.private.data_loading import (
     filter_sampler_injection,
@@ -232,7 +233,8 @@ class Run:
         undo.callback(restore_epochs, trainer)
         if self._options.async_save:
             announce_saves(trainer, self._checkpoints.will_exist, self._checkpoints.link)
-            undo.callback(announce_no_saves, trainer)
+        remove_found_checkpoint(trainer, self._checkpoints.was_found)
+        undo.callback(restore_checkpoint_callbacks, trainer)
 
     def _patch_fit(self, undo: ExitStack) -> None:
         trainer = self.module.trainer

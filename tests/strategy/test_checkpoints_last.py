@@ -195,6 +195,18 @@ def test_last_goes_by_the_order_of_saving_and_ignores_clocks_and_broken_links(
     assert load_metadata(str(trainer.ckpt_path))["global_step"] == 3
 
 
+@pytest.mark.parametrize("layout", [{}, BEHIND], ids=["at once", "behind training"])
+def test_restarts_from_the_last_checkpoint_keep_no_more_than_top_k(
+    layout: Any, tmp_path: Path
+) -> None:
+    for steps, resume in ((2, None), (3, "last"), (5, "last")):
+        fit(layout, steps, every_step(tmp_path, save_top_k=1), resume=resume)
+        assert os.listdir(tmp_path) == [f"step={steps}.ckpt"]
+    # As in Lightning, a checkpoint that the user names stays.
+    fit(layout, 6, every_step(tmp_path, save_top_k=1), resume=tmp_path / "step=5.ckpt")
+    assert sorted(os.listdir(tmp_path)) == ["step=5.ckpt", "step=6.ckpt"]
+
+
 def test_last_starts_anew_without_checkpoints_and_raises_if_all_are_damaged(
     tmp_path: Path,
 ) -> None:

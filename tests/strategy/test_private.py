@@ -92,6 +92,8 @@ def test_model_checkpoint_calls_the_replaced_methods() -> None:
     source = inspect.getsource(callback)
     assert "self.file_exists(filepath, trainer)" in source
     assert "self._link_checkpoint(trainer, self._last_checkpoint_saved, filepath)" in source
+    assert source.count("self._should_remove_checkpoint(trainer, ") == 3
+    assert inspect.getsource(callback._should_remove_checkpoint).count("trainer.") == 2
 
 
 def test_weight_averaging_calls_the_replaced_methods() -> None:

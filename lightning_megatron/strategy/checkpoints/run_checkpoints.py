@@ -226,6 +226,10 @@ class RunCheckpoints:
         self._found_last = find_last(trainer, mesh, self.weights_only)
         return None if self._found_last is None else self._found_last.path
 
+    def was_found(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether :meth:`find_last` has found a path, so that the user did not name it."""
+        return self._found_last is not None and self._found_last.path == os.fspath(path)
+
     def source_of(self, path: str, mesh: ParallelMesh) -> CheckpointSource:
         """Return the verified checkpoint at a path or URL; called on all ranks.
 
@@ -238,7 +242,7 @@ class RunCheckpoints:
         Communication: one broadcast and one gather over the world, unless :meth:`find_last` has
         verified the checkpoint.
         """
-        if self._found_last is not None and self._found_last.path == path:
+        if self._found_last is not None and self.was_found(path):
             return self._found_last
         source = CheckpointSource.find(path, mesh)
         source.verify(mesh, allow_unchecked=True)

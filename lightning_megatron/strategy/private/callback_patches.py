@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.fabric.utilities.throughput import Throughput
@@ -167,10 +168,39 @@ def _announce(
     callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
 
 
-def announce_no_saves(trainer: Trainer) -> None:
-    """Undo :func:`announce_saves`."""
+def remove_found_checkpoint(trainer: Trainer, was_found: Callable[[str], bool]) -> None:
+    """Let checkpoint callbacks also remove the checkpoint from which the run resumed, if not named.
+
+    Lightning keeps it, because the user named it. Each restart of a job that resumes from its last
+    checkpoint would otherwise leave one more.
+
+    Args:
+        trainer: Trainer with the checkpoint callbacks.
+        was_found: Function that returns whether a path was found, and not given by the user.
+    """
     for callback in trainer.checkpoint_callbacks:
-        for name in ("file_exists", "_link_checkpoint"):
+        if isinstance(callback, ModelCheckpoint):
+            callback._should_remove_checkpoint = partial(  # type: ignore[method-assign]
+                _should_remove, callback, was_found
+            )
+
+
+def _should_remove(
+    callback: ModelCheckpoint,
+    was_found: Callable[[str], bool],
+    trainer: Any,
+    previous: str,
+    current: str,
+) -> bool:
+    if trainer.ckpt_path is not None and was_found(trainer.ckpt_path):
+        trainer = SimpleNamespace(ckpt_path=None)
+    return type(callback)._should_remove_checkpoint(callback, trainer, previous, current)
+
+
+def restore_checkpoint_callbacks(trainer: Trainer) -> None:
+    """Undo :func:`announce_saves` and :func:`remove_found_checkpoint`."""
+    for callback in trainer.checkpoint_callbacks:
+        for name in ("file_exists", "_link_checkpoint", "_should_remove_checkpoint"):
             vars(callback).pop(name, None)
 
 

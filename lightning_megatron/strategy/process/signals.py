@@ -131,7 +131,8 @@ class SignalAgreement:
         rank_zero_info(
             f"The job received a signal to end: saving step {self._trainer.global_step} to {path}."
         )
-        self._trainer.save_checkpoint(path)
+        # Without the argument, Lightning writes a message about its default.
+        self._trainer.save_checkpoint(path, weights_only=False)
         self._finish_saves()
         if self._mesh.rank == 0 and requeues_itself(self._trainer):
             link_for_slurm(path, slurm_save_path(self._trainer))
