@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from hashlib import blake2b
 
 import torch.distributed as dist
 
@@ -25,26 +26,37 @@ _MIN_PAUSE_SECONDS = 0.002
 _MAX_PAUSE_SECONDS = 0.5
 
 
-def check_same_everywhere(world: MeshAxis, fields: Fields, remedy: str = _REMEDY) -> None:
+def check_same_everywhere(
+    world: MeshAxis, fields: Fields, remedy: str = _REMEDY, *, part: int = 0
+) -> None:
     """Check that named values are equal on all ranks of ``world``.
 
     Args:
         world: Axis with all ranks, on CPU.
         fields: Values by name.
         remedy: Last sentence of the error text: what the user should do if values differ.
+        part: Number of a part of ``world``. Only ranks of one part need equal values.
 
     Raises:
         RankMismatchError: On every rank; the message names the ranks and fields that differ from
             the majority.
 
-    Communication: one gather of objects over ``world``.
+    Communication: one gather of a digest over ``world``; one of the values if digests differ.
     """
-    fields_of_ranks = all_gather_objects(dict(fields), world)
-    complaint = _describe_differences(
-        fields_of_ranks, [f"rank {rank}" for rank in world.ranks], remedy
-    )
-    if complaint is not None:
-        raise RankMismatchError(complaint)
+    text = repr(sorted(fields.items()))
+    digests = set(all_gather_objects((part, blake2b(text.encode()).hexdigest()), world))
+    if len(digests) == len({number for number, _ in digests}):
+        return
+    by_rank = dict(zip(world.ranks, all_gather_objects((part, dict(fields)), world), strict=True))
+    for differing in sorted({number for number, _ in digests}):
+        members = {
+            rank: values for rank, (number, values) in by_rank.items() if number == differing
+        }
+        complaint = _describe_differences(
+            list(members.values()), [f"rank {rank}" for rank in members], remedy
+        )
+        if complaint is not None:
+            raise RankMismatchError(complaint)
 
 
 def check_same_in_store(

@@ -21,6 +21,7 @@ from lightning_megatron.strategy.checks.batch_checks import check_batch
 from lightning_megatron.strategy.checks.engine_checks import check_engine, with_plugin_recipe
 from lightning_megatron.strategy.checks.fp8_checks import check_fp8
 from lightning_megatron.strategy.checks.graph_checks import check_graphs
+from lightning_megatron.strategy.checks.module_comparison import hyperparameter_fields
 from lightning_megatron.strategy.checks.run_checks import configuration_fields
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.private.user_module import attached_trainer
@@ -169,7 +170,8 @@ class TrainerAnswers(RankStrategy):
             return fields
         options = self.options.contents().items()
         arguments = {name: value for name, value in options if name not in fields}
-        return {**fields, **configuration_fields(arguments, trainer)}
+        hyperparameters = hyperparameter_fields(self.user_module)
+        return {**fields, **configuration_fields(arguments, trainer), **hyperparameters}
 
     @classmethod
     @override

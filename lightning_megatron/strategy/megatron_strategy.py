@@ -39,6 +39,7 @@ from lightning_megatron.strategy.checks.callback_checks import (
     saves_optimizers,
     update_callbacks,
 )
+from lightning_megatron.strategy.checks.module_comparison import check_same_module
 from lightning_megatron.strategy.logs.run_table import show_choices
 from lightning_megatron.strategy.optimization.empty_optimizers import (
     allow_empty_optimizers,
@@ -183,6 +184,7 @@ class MegatronStrategy(TrainerAnswers):
         assert self.accelerator is not None, "the Trainer sets the accelerator"
         self.accelerator.setup(trainer)
         count_replicas_once(trainer, self.layout.world_size // self.layout.dp)
+        check_same_module(self.user_module, self.mesh, is_new=self._run is None)
         models = shard_module(self.user_module, self.mesh, self.options)
         if self.is_fitting:
             update_callbacks(trainer, self.user_module, self.layout)
@@ -319,6 +321,18 @@ class MegatronStrategy(TrainerAnswers):
     @override
     def on_predict_start(self) -> None:
         self._synchronise_buffers()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.run.comparison.finish()
+
+    @override
+    def on_test_end(self) -> None:
+        self.run.comparison.finish()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.run.comparison.finish()
 
     def _synchronise_buffers(self) -> None:
         """Copy the buffers of the first data rank; a collective over the data axis."""

@@ -22,6 +22,7 @@ from lightning_megatron.strategy.checkpoints.weight_averaging import (
     average_main_parameters,
     average_model_parameters,
 )
+from lightning_megatron.strategy.checks.batch_comparison import BatchComparison
 from lightning_megatron.strategy.checks.callback_checks import hide_example_input
 from lightning_megatron.strategy.checks.fp8_checks import check_not_compiled
 from lightning_megatron.strategy.checks.run_checks import (
@@ -133,6 +134,8 @@ class Run:
             self.state = self._training_state(precision, optimizers, previous)
             undo.callback(self.state.release)
             precision.bind(self.state)
+            #: Comparison of batches between the ranks of a model replica.
+            self.comparison = BatchComparison(mesh, options.replica_check_interval)
             self.steps = TrainingSteps(
                 module,
                 mesh,
@@ -142,6 +145,7 @@ class Run:
                 self._states,
                 self.buffers,
                 self._step_runner(kept),
+                self.comparison,
                 options.overlap_gradients,
             )
             #: CUDA graphs of the steps; None without any.
@@ -318,16 +322,18 @@ class Run:
         self.state.begin_fit()
 
     def end_training(self) -> None:
-        """Complete all parameters, and check the values of the last steps.
+        """Complete all parameters, and check the batches and values of the last steps.
 
         Weights that were kept in 8 bits are ordinary parameters afterwards.
 
         Raises:
             NonFiniteError: If a value is not finite.
+            RankMismatchError: If ranks that must read the same batches have read other ones.
 
-        Communication: that of :meth:`MainParameters.wait`, :meth:`StepChecks.check_values` and
-            :meth:`TrainingState.leave_eight_bits`.
+        Communication: that of :meth:`BatchComparison.finish`, :meth:`MainParameters.wait`,
+            :meth:`StepChecks.check_values` and :meth:`TrainingState.leave_eight_bits`.
         """
+        self.comparison.finish()
         self.state.main.wait()
         self.state.checks.check_values(at_end=True)
         self.state.leave_eight_bits(gathers=True)

@@ -551,7 +551,7 @@ def _check_refusal_of_ranks_that_disagree(rank: int, size: int) -> None:
         )
     with pytest.raises(
         RankMismatchError,
-        match="rank 1 has first training batch of its data-parallel rank=.*Call seed_everything",
+        match="rank 1 has training batch 1 of its data-parallel rank=.*Call seed_everything",
     ):
         make_trainer(2, MegatronStrategy(tp=2)).fit(
             make_model(), make_loader(token=2 if differs else 1)

@@ -191,7 +191,8 @@ class StrategyOptions:
             (parameters, and gradients of parameters that tp does not cut). The first two steps are
             always compared. A comparison needs one message per axis and waits for the device, about
             as long as one optimizer step: less than half a percent by default. 0 means the first
-            two steps only.
+            two steps only. At most as many batches lie between two comparisons of the batches that
+            ranks of tp, pp and cp read, and 0 means first batches only.
         async_save: Whether checkpoints are written in the background during training.
         moments_dtype: Dtype of the moments of Adam and AdamW: float32, or bfloat16 for half of
             their memory, which needs fused=True in the optimizer and a GPU. bfloat16 keeps 8 bits

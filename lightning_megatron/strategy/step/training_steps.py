@@ -11,12 +11,11 @@ from torch import Tensor
 
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.step_graph import StepAgreement, StepGraphs
-from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import count_samples
 from lightning_megatron.pipeline.step_plans import signature_of
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
-from lightning_megatron.strategy.checks.run_checks import digest_of
+from lightning_megatron.strategy.checks.batch_comparison import BatchComparison
 from lightning_megatron.strategy.modules.buffers import SharedBuffers
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
@@ -42,6 +41,9 @@ from lightning_megatron.strategy.step.step_values import BackwardPasses, StepRes
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.unsharded_modules import name_unsharded_modules
 
+#: Names of batches in error texts, by step.
+_KINDS = {"validation_step": "validation", "test_step": "test", "predict_step": "prediction"}
+
 
 class TrainingSteps:
     """Training and evaluation steps of one run.
@@ -55,6 +57,7 @@ class TrainingSteps:
         states: State that the layers of this rank accumulate during a step.
         buffers: Buffers that the data-parallel ranks synchronise.
         runner: Runner of the user's steps on microbatches.
+        comparison: Comparison of batches between ranks that must read the same ones.
         overlaps_gradients: Whether sums of gradients may start during the backward pass.
     """
 
@@ -68,6 +71,7 @@ class TrainingSteps:
         states: LayerStates,
         buffers: SharedBuffers,
         runner: StepRunner,
+        comparison: BatchComparison,
         overlaps_gradients: bool,
     ) -> None:
         self._module = module
@@ -78,10 +82,11 @@ class TrainingSteps:
         self._states = states
         self._buffers = buffers
         self._runner = runner
+        self._comparison = comparison
         self._overlaps_gradients = overlaps_gradients
         self._graphs: RunGraphs | None = None
         self._growth = BatchGrowth(module.trainer)
-        self._has_checked_batch = False
+        self._num_batches = 0
         self._clear_gradients: ClearGradients | None = None
 
     def use(self, graphs: RunGraphs | None) -> None:
@@ -133,14 +138,15 @@ class TrainingSteps:
             args: Arguments of the step; the first one is the batch of this data-parallel rank.
             kwargs: Further arguments of the step, in manual optimization.
 
-        Communication: that of :meth:`StepRunner.train` and of :class:`StepGradients`.
+        Communication: that of :meth:`BatchComparison.check`, :meth:`StepRunner.train` and
+            :class:`StepGradients`.
         """
         trainer = self._module.trainer
         step = total_batch_index(trainer)
         is_automatic = self._module.automatic_optimization
         self._buffers.begin_batch(not is_automatic or not accumulates(trainer))
-        if is_automatic:
-            self._check_first_batch(args[0])
+        self._num_batches += 1
+        self._comparison.check("training_step", "training", self._num_batches, args[0])
         self._state.checks.begin_step(step, not accumulates(trainer) and is_logged(trainer))
         if self._state.attach_new(trainer.optimizers, trainer.current_epoch) and self._graphs:
             self._graphs.note_change()
@@ -244,22 +250,6 @@ class TrainingSteps:
         if self._states.finish_step() and self._graphs is not None:
             self._graphs.capture_again("products in 8 bits have scales of earlier steps now")
 
-    def _check_first_batch(self, batch: Any) -> None:
-        """Compare the first batch over the ranks that must read the same batch."""
-        axes = (self._mesh.model_cpu, self._mesh.cp_cpu)
-        if self._has_checked_batch or all(axis.size == 1 for axis in axes):
-            return
-        self._has_checked_batch = True
-        digests = {"first training batch of its data-parallel rank": digest_of(batch)}
-        for axis in axes:
-            check_same_everywhere(
-                axis,
-                digests,
-                "Call seed_everything before the data is created if the data, its order or its "
-                "augmentation is random, and let no data depend on the rank: the strategy gives "
-                "each data-parallel rank its own batches.",
-            )
-
     def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
         """Run ``validation_step``, ``test_step`` or ``predict_step``; return its output.
 
@@ -268,13 +258,14 @@ class TrainingSteps:
             args: Arguments of the step: the batch, its index, and the index of the dataloader if
                 there are several.
 
-        Communication: that of :meth:`StepRunner.evaluate`.
+        Communication: that of :meth:`BatchComparison.check` and :meth:`StepRunner.evaluate`.
         """
         self._state.main.wait()
         batch = args[0]
         other_args = args[1:]
         step = other_args[0] if other_args and isinstance(other_args[0], int) else 0
         key = (name, *other_args[1:])
+        self._comparison.check(key, _KINDS[name], step + 1, batch)
         by_graphs: AbstractContextManager[None] = nullcontext()
         if self._graphs is not None:
             by_graphs = self._graphs.evaluation(key, signature_of(batch), step)
