@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +18,7 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.sources import package_hash
+from lightning_megatron.groups.world_reads import watch_world_size
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.processes import utils_rank_zero_only
@@ -28,6 +30,7 @@ from lightning_megatron.strategy.process.membership import Membership
 from lightning_megatron.strategy.process.mesh_communication import MeshCommunication
 from lightning_megatron.strategy.process.rendezvous import check_backend
 from lightning_megatron.strategy.process.reserved_port import ReservedPort
+from lightning_megatron.strategy.process.world_notice import WorldNotice
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ class RankStrategy(MeshCommunication, ABC):
         self._membership = Membership(options, FailureWatch(0), ReservedPort())
         self._shown_rank: int | None = None
         self._is_rank_read = False
+        self._world_notice = WorldNotice()
+        self._end_watch: Callable[[], None] | None = None
 
     # ---- ranks
 
@@ -57,6 +62,12 @@ class RankStrategy(MeshCommunication, ABC):
             return super().global_rank
         self._is_rank_read = True
         return self._shown_rank
+
+    @property
+    @override
+    def world_size(self) -> int:
+        self._world_notice.note(sys._getframe(1), lambda: self.layout)
+        return super().world_size
 
     @contextmanager
     def showing_rank(self, rank: int) -> Iterator[None]:
@@ -199,10 +210,16 @@ class RankStrategy(MeshCommunication, ABC):
             self.configuration(),
             lambda: activity_of(self.lightning_module),
         )
+        self._end_watch = watch_world_size(
+            lambda frame: self._world_notice.note(frame, lambda: self.layout)
+        )
         return self._mesh
 
     def leave_mesh(self) -> None:
         """Destroy the process groups of this run."""
+        if self._end_watch is not None:
+            self._end_watch()
+            self._end_watch = None
         self._membership.leave(self._mesh)
         self._mesh = None
 

@@ -317,9 +317,9 @@ class _MicrobatchTrial:
         if self._mesh.rank == 0:
             log.warning(
                 "%s logs values that depend on how a batch is cut. It is called on %s samples at a "
-                "time, and the mean of the logged values is logged: %s. Use self.log(..., "
-                "reduce_fx='sum') for a count or a sum. For a function of a mean, such as a "
-                "perplexity, log the mean. For a mean over tokens, return num_tokens. "
+                "time, and the logged values are averaged, or summed with reduce_fx='sum': %s. Use "
+                "self.log(..., reduce_fx='sum') for a count or a sum. For a function of a mean, "
+                "such as a perplexity, log the mean. For a mean over tokens, return num_tokens. "
                 "microbatch_size='batch' keeps the batch whole.",
                 self._step,
                 size,
