@@ -14,7 +14,7 @@ from lightning import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_megatron import MegatronStrategy, UnsupportedError
 from lightning_megatron.pipeline.microbatch import Microbatch
@@ -96,10 +96,21 @@ def mixes_samples(module: Step, batch: Any) -> Tensor:
     return mean(module, {**batch, "x": 0.6 * batch["x"] + 0.4 * batch["x"][order]})
 
 
+def metrics_of_classes() -> dict[str, Any]:
+    return {
+        "f1": MulticlassF1Score(CLASSES),
+        "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
+    }
+
+
 def logs_other_values(module: Step, batch: Any) -> Tensor:
     loss = mean(module, batch)
-    module.log("ppl", loss.exp())
+    module.log("ppl", (9 * loss).exp())
     module.log("size", len(batch["x"]))
+    for name in ("f1", "accuracy"):
+        metric = getattr(module, name)
+        metric(logits(module, batch), batch["y"])
+        module.log(name, metric)
     module.log("all", float(len(batch["x"])), reduce_fx="sum")
     return loss
 
@@ -237,7 +248,6 @@ def stores_values(module: Step, batch: Any) -> Tensor:
 
 SOUND: dict[str, Callable[..., Any]] = {
     "a mean": mean,
-    "logged values that are no means": logs_other_values,
     "a mean over counted tokens": counted,
     "derivatives in the step": derivative,
     "noise and dropout": noisy,
@@ -432,12 +442,13 @@ def test_logged_values_that_depend_on_the_cut_are_named_in_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        fit(logs_other_values, MegatronStrategy(microbatch_size=2))
+        fit(logs_other_values, MegatronStrategy(microbatch_size=2), **metrics_of_classes())
     (warning,) = [record.getMessage() for record in caplog.records if "is cut" in record.message]
     assert warning.startswith("training_step logs values that depend on how a batch is cut")
     assert "log 'ppl' of two microbatches is" in warning
     assert "log 'size' of two microbatches is 4 in one call and 2 in separate calls" in warning
-    assert "'all'" not in warning
+    assert "log 'f1' by step of" in warning
+    assert not any(name in warning for name in ("'all'", "'accuracy'"))
     assert "reduce_fx='sum'" in warning
 
 

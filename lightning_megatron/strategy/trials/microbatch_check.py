@@ -319,8 +319,8 @@ class _MicrobatchTrial:
                 "%s logs values that depend on how a batch is cut. It is called on %s samples at a "
                 "time, and the logged values are averaged, or summed with reduce_fx='sum': %s. Use "
                 "self.log(..., reduce_fx='sum') for a count or a sum. For a function of a mean, "
-                "such as a perplexity, log the mean. For a mean over tokens, return num_tokens. "
-                "microbatch_size='batch' keeps the batch whole.",
+                "such as a perplexity, log the mean, and a metric by epoch. For a mean over "
+                "tokens, return num_tokens. microbatch_size='batch' keeps the batch whole.",
                 self._step,
                 size,
                 _listed(first),

@@ -92,7 +92,7 @@ class TrialStep:
             self._state.restore()
             recorder = Recorder(outputs=None)
             outputs = self._outputs(parts, recorder, seed, torch.enable_grad())
-        return _results(outputs, parts, recorder)
+        return _results(outputs, parts, recorder, self.is_training)
 
     def tolerance(self) -> float:
         """Return the relative tolerance for rounding, by the least precise dtype in use.
@@ -179,7 +179,7 @@ def is_close(first: float, second: float, tolerance: float) -> bool:
 
 
 def _results(
-    outputs: Sequence[Any], parts: Sequence[Microbatch], recorder: Recorder
+    outputs: Sequence[Any], parts: Sequence[Microbatch], recorder: Recorder, is_training: bool
 ) -> list[StepResults]:
     if not outputs:
         return []
@@ -202,6 +202,12 @@ def _results(
             before = values.get(f"log {name!r}")
             value = float(entry.value), float(weight) if is_mean else None
             values[f"log {name!r}"] = value if before is None else combined([before, value])
+    for name, (_, options) in recorder.metrics.items():
+        by_step = options.get("on_step")
+        if by_step or (by_step is None and is_training):
+            for entry in recorder.metric_values[name]:
+                value = float(entry.value), float(entry.weight)
+                results[entry.run].values[f"log {name!r} by step"] = value
     return results
 
 
