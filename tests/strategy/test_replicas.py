@@ -331,6 +331,22 @@ FUNCTIONS_OF_ALL_FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
     "convolution": lambda x: F.avg_pool1d(x, 3, 1, 1),
 }
 
+#: Functions whose random numbers cannot differ between the ranks of tp, and the reason.
+DRAWS_WITHOUT_OWN_STREAM: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "of a generator": (
+        lambda x: x * torch.rand(x.shape, generator=torch.Generator(), dtype=x.dtype),
+        "passes a generator",
+    ),
+    "for parts and for all features": (
+        lambda x: x + 0 * sum(F.dropout(v, 0.5).mean() for v in (x, x.new_ones(3))),
+        "also draws for all features",
+    ),
+    "for sizes of one rank": (
+        lambda x: F.dropout(x.view(4, 6, 6), 0.5),
+        "could not be tried with all features",
+    ),
+}
+
 REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "raw backward": (
         lambda: ByHand(lambda: Net(nn.PReLU())),
@@ -441,6 +457,15 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         r"ParallelPlanError: .*'net.down' \('column'\) gets this rank's 6 features, but needs all 12\..*"
         r"'column_gather'",
     ),
+    **{
+        f"random numbers {name}": (
+            module_with(function),
+            {"tp": 2, "tensor_parallel_plan": PLAN},
+            r"ParallelPlanError: random numbers between a 'column' and a 'row' layer must differ .*tp "
+            rf"\(2\).*test_replicas.py:\d+ \(.*\), which {reason}.*the kind 'dropout'",
+        )
+        for name, (function, reason) in DRAWS_WITHOUT_OWN_STREAM.items()
+    },
     "nothing, for the noise is drawn": (
         module_with(random_noise),
         {"tp": 2, "tensor_parallel_plan": PLAN},

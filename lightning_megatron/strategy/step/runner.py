@@ -353,6 +353,7 @@ class StepRunner:
         trial = Trial(name, partial(preserve_state, module, name))
         guard = nullcontext() if guard is None else guard
         is_direct = self._mesh.pp.size == 1 and len(microbatches) == 1 and not recorder.is_trial
+        draws = nullcontext() if self._trials is None else self._trials[1].draws.streams()
 
         def run_on(data: Any) -> Any:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
@@ -370,7 +371,10 @@ class StepRunner:
                 return step_fn(copy_batch(data) if is_repeated else data, *args)
 
         if losses is None or passes is None:
-            return self._executor.run(run_on, microbatches, backward=False, step=step, trial=trial)
+            with draws:
+                return self._executor.run(
+                    run_on, microbatches, backward=False, step=step, trial=trial
+                )
         if self._mesh.pp.size > 1:
             passes.clear_gradients()
 
@@ -379,21 +383,22 @@ class StepRunner:
                 passes.clear_gradients()
             return losses.take(output, number)
 
-        return self._executor.run(
-            run_on,
-            microbatches,
-            backward=True,
-            loss_of=loss_of,
-            weight_of=losses.weight_of,
-            run_backward=passes.run,
-            observer=passes.observer,
-            inspector=passes.inspector,
-            loss_weight=passes.loss_weight,
-            weight_gradients=passes.weight_gradients,
-            step=step,
-            trial=trial,
-            times=None if self._choice is None else self._choice.times,
-        )
+        with draws:
+            return self._executor.run(
+                run_on,
+                microbatches,
+                backward=True,
+                loss_of=loss_of,
+                weight_of=losses.weight_of,
+                run_backward=passes.run,
+                observer=passes.observer,
+                inspector=passes.inspector,
+                loss_weight=passes.loss_weight,
+                weight_gradients=passes.weight_gradients,
+                step=step,
+                trial=trial,
+                times=None if self._choice is None else self._choice.times,
+            )
 
     def _merged(
         self, outputs: list[Any], microbatches: list[Microbatch], counts: list[Weight] | None

@@ -33,44 +33,59 @@ class ConstantRandomValues(TorchDispatchMode):
         super().__init__()
         #: Machine epsilon of the least precise floating-point result; 0 before the first one.
         self.spacing = 0.0
+        #: Number of values that random operators would have drawn (elements).
+        self.num_drawn = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = dict(kwargs or {})
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        result = _drawn(func, args, options) if is_drawn else func(*args, **options)
+        result = self._drawn(func, args, options) if is_drawn else func(*args, **options)
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor) and value.is_floating_point():
                 self.spacing = max(self.spacing, torch.finfo(value.dtype).eps)
         return result
 
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = [argument.name for argument in func._schema.arguments]
+        # The dispatcher omits arguments that equal their defaults.
+        defaults = {
+            argument.name: argument.default_value
+            for argument in func._schema.arguments
+            if argument.has_default_value()
+        }
+        bound = defaults | dict(zip(names, args, strict=False)) | kwargs
+        off = {name: value for name, value in _DROPOUT_OFF.items() if name in names}
+        if off:
+            positional = [off.get(name, value) for name, value in zip(names, args, strict=False)]
+            result = func(
+                *positional,
+                **kwargs,
+                **{name: off[name] for name in off if name not in names[: len(args)]},
+            )
+            self.num_drawn += _numel(result) if _drops(bound) else 0
+            return result
+        constant = _CONSTANTS.get(func._schema.name.removeprefix("aten::").rstrip("_"))
+        value = None if constant is None else constant(bound)
+        result = func(*args, **kwargs)
+        self.num_drawn += _numel(result)
+        if isinstance(value, Tensor):
+            result.copy_(value.to(result.dtype))
+        elif value is not None:
+            result.fill_(value)
+        return result
 
-def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    names = [argument.name for argument in func._schema.arguments]
-    # The dispatcher omits arguments that equal their defaults.
-    defaults = {
-        argument.name: argument.default_value
-        for argument in func._schema.arguments
-        if argument.has_default_value()
-    }
-    bound = defaults | dict(zip(names, args, strict=False)) | kwargs
-    off = {name: value for name, value in _DROPOUT_OFF.items() if name in names}
-    if off:
-        positional = [off.get(name, value) for name, value in zip(names, args, strict=False)]
-        return func(
-            *positional,
-            **kwargs,
-            **{name: off[name] for name in off if name not in names[: len(args)]},
-        )
-    constant = _CONSTANTS.get(func._schema.name.removeprefix("aten::").rstrip("_"))
-    value = None if constant is None else constant(bound)
-    result = func(*args, **kwargs)
-    if isinstance(value, Tensor):
-        result.copy_(value.to(result.dtype))
-    elif value is not None:
-        result.fill_(value)
-    return result
+
+def _drops(bound: Mapping[str, Any]) -> bool:
+    """Return whether an operator with dropout would draw a mask."""
+    chance = bound.get("dropout_p", bound.get("dropout", bound.get("p", 0.0)))
+    return chance > 0.0 and bound.get("train", bound.get("training", True)) is not False
+
+
+def _numel(result: Any) -> int:
+    first = result[0] if isinstance(result, (tuple, list)) else result
+    return int(first.numel()) if isinstance(first, Tensor) else 0
 
 
 def _uniform(bound: Mapping[str, Any]) -> float:

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.segments import is_compiled
+from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.modules.module_state import ModuleState
+from lightning_megatron.strategy.trials.part_draws import PartDraws, UserDraw, listed, refusals
 from lightning_megatron.strategy.trials.trial_step import (
     Run,
     TrialStep,
@@ -77,11 +81,13 @@ class _Result:
         values: Loss and logged values of the last stage, by name.
         inputs: Inputs of the cut layers, in the order of their calls.
         error: Error of the user's code; empty if the step ran.
+        draws: Random functions that user code called.
     """
 
     values: dict[str, float] = field(default_factory=dict)
     inputs: Sequence[LayerInput] = ()
     error: str = ""
+    draws: Sequence[UserDraw] = ()
 
 
 class FeatureTrials:
@@ -89,7 +95,9 @@ class FeatureTrials:
 
     Between a ``column`` and a ``row`` layer each rank has its shard of the features. User code
     there is correct if it treats every feature, or every head, separately. The trial detects other
-    code: it runs the step with sharded features and again with all features on every rank.
+    code: it runs the step with sharded features and again with all features on every rank. Random
+    functions there must draw other numbers on every rank. The trial finds them, because they draw
+    more numbers with all features, and later steps give them streams of their own.
 
     The trial computes no gradients, and restores weights, buffers, attributes and random states.
     Constants replace torch's random numbers, and dropout is off. Side effects outside the module,
@@ -104,6 +112,8 @@ class FeatureTrials:
         self._module = module
         self._mesh = mesh
         self._tried: set[str] = set()
+        #: Random functions that later steps call for sharded features.
+        self.draws = PartDraws(mesh.random)
 
     def check(self, step: str, part: Microbatch, run: Run) -> None:
         """Try a step at its first batch, if a plan cuts layers.
@@ -128,7 +138,8 @@ class FeatureTrials:
         if not any(all_gather_objects(bool(layers), self._mesh.world_cpu)):
             return
         with undo_changes(self._module, self._mesh) as state, without_compilation(self._module):
-            _FeatureTrial(self._mesh, self._module, step, run, state, layers).compare(part)
+            trial = _FeatureTrial(self._mesh, self._module, step, run, state, layers, self.draws)
+            trial.compare(part)
 
 
 class _FeatureTrial:
@@ -141,6 +152,7 @@ class _FeatureTrial:
         run: Function that runs the step.
         state: State of the module before the trial, which is restored after each run.
         layers: Cut layers of the module.
+        draws: Random functions that earlier trials have found.
     """
 
     def __init__(
@@ -151,8 +163,10 @@ class _FeatureTrial:
         run: Run,
         state: ModuleState,
         layers: Sequence[CutLayer],
+        draws: PartDraws,
     ) -> None:
         self._mesh = mesh
+        self._draws = draws
         self._module = module
         self._step = step
         self._state = state
@@ -166,10 +180,12 @@ class _FeatureTrial:
             part: First microbatch of the batch.
 
         Raises:
-            ParallelPlanError: On all ranks, if the results differ.
+            ParallelPlanError: On all ranks, if the results differ, or if random functions cannot
+                have streams of their own.
         """
         cut = self._run(part, is_whole=False)
         whole = self._run(part, is_whole=True)
+        self._separate_draws(cut, whole)
         tolerance = self._trial_step.tolerance()
         errors = [error for error in all_gather_objects(whole.error, self._mesh.world_cpu) if error]
         if errors:
@@ -220,9 +236,30 @@ class _FeatureTrial:
                     raise
                 result.error = f"{type(error).__name__}: {error}"
             finally:
+                result.draws = self._trial_step.draws
                 writes.undo()
                 self._state.restore()
         return result
+
+    def _separate_draws(self, cut: _Result, whole: _Result) -> None:
+        """Find random functions on sharded features, and refuse those without an own stream."""
+        found = self._draws.find(self._module, cut.draws, whole.draws)
+        refused = refusals(cut.draws, whole.draws, found, whole.error)
+        if found and any(is_compiled(part) for _, part in named_layers(self._module)):
+            refused += [f"{place}, in a module with compiled parts" for place in found]
+        results = all_gather_objects((refused, list(map(str, found))), self._mesh.world_cpu)
+        refused = list(dict.fromkeys(line for lines, _ in results for line in lines))
+        places = list(dict.fromkeys(place for _, lines in results for place in lines))
+        if refused:
+            raise ParallelPlanError(
+                "random numbers between a 'column' and a 'row' layer must differ on the ranks of "
+                f"tp ({self._mesh.tp.size}), because each has its part of the features, and all "
+                f"ranks would draw the same at {listed(refused)}. Give nn.Dropout there the kind "
+                "'dropout' in tensor_parallel_plan, or the layers around the code the kinds "
+                f"'column_gather' and 'row_split', or 'replicate'. {_IF_INTENDED}"
+            )
+        if places:
+            rank_zero_info(f"Each rank of tp draws its own random numbers at {listed(places)}.")
 
     def _any_rank(self, is_true: bool) -> bool:
         return any(all_gather_objects(is_true, self._mesh.world_cpu))

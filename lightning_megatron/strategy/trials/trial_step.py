@@ -22,6 +22,7 @@ from lightning_megatron.strategy.logs.merge import Weight, loss_in, token_counts
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 from lightning_megatron.strategy.trials.constant_random import ConstantRandomValues
+from lightning_megatron.strategy.trials.part_draws import DrawRecord, UserDraw
 from lightning_megatron.strategy.trials.seeded_generators import SeededGenerators
 
 #: Function that runs the step on parts of a batch, and calls its last argument before each part. On
@@ -60,6 +61,8 @@ class TrialStep:
         self._state = state
         self._spacing = 0.0
         self._ends = frozenset[int]()
+        #: Random functions that user code called in the last run.
+        self.draws: list[UserDraw] = []
 
     @property
     def is_training(self) -> bool:
@@ -111,8 +114,10 @@ class TrialStep:
     ) -> list[Any]:
         constant_values = ConstantRandomValues()
         seeded = SeededGenerators(seed)
+        record = DrawRecord(constant_values)
+        self.draws = record.draws
         try:
-            with gradients, constant_values, seeded.running():
+            with gradients, constant_values, record, seeded.running():
                 # The same batch runs several times, and a step may change it.
                 copies = [Microbatch(copy_batch(part.data), part.num_samples) for part in parts]
                 return self._run(copies, recorder, seeded.begin)

@@ -1,0 +1,278 @@
+"""Random numbers that user code draws for sharded features: each rank of tp draws its own."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from lightning_megatron.groups.random import RandomStreams, derive_seed
+from lightning_megatron.strategy.trials.constant_random import ConstantRandomValues
+
+_TORCH_PATH = f"{Path(torch.__file__).parent}{os.sep}"
+_PACKAGE_PATH = f"{Path(__file__).parents[2]}{os.sep}"
+_CHECKPOINT_FILE = torch.utils.checkpoint.checkpoint.__code__.co_filename
+_MODULE_CALL = nn.Module._call_impl.__code__
+_BACKWARD = (Tensor.backward, torch.autograd.backward)
+#: Largest number of lines that a message names.
+_NUM_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place in user code that calls a random torch function, equal in each call and recomputation.
+
+    Args:
+        lines: File and line of each frame, from the call to the method of the surrounding module.
+        modules: Identities of the modules that are being called there, the innermost one first.
+    """
+
+    lines: tuple[tuple[str, int], ...]
+    modules: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Name the line of the user's code."""
+        file, line = self.lines[0]
+        return f"{file}:{line} ({linecache.getline(file, line).strip()!r})"
+
+
+@dataclass(frozen=True)
+class UserDraw:
+    """Random torch function that user code called in a trial.
+
+    Args:
+        place: Place of the call.
+        function: The function.
+        size: Number of values that it drew (elements).
+        has_generator: Whether user code passed a generator.
+    """
+
+    place: Place
+    function: Hashable
+    size: int
+    has_generator: bool
+
+
+class DrawRecord(TorchFunctionMode):
+    """Mode that records the random torch functions that user code calls in a trial.
+
+    Draws of this package's own layers are not recorded, because they select their streams.
+
+    Args:
+        values: Mode that replaces random values, and counts them.
+    """
+
+    def __init__(self, values: ConstantRandomValues) -> None:
+        super().__init__()
+        self._values = values
+        #: The calls, in order.
+        self.draws: list[UserDraw] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a torch function, and record it if it draws."""
+        kwargs = kwargs or {}
+        before = self._values.num_drawn
+        result = func(*args, **kwargs)
+        size = self._values.num_drawn - before
+        place = _place_of(sys._getframe(1)) if size else None
+        if place is not None:
+            values = (*args, *kwargs.values())
+            has_generator = any(isinstance(value, torch.Generator) for value in values)
+            self.draws.append(UserDraw(place, func, size, has_generator))
+        return result
+
+
+class PartDraws:
+    """Streams of the random functions that user code calls on this rank's part of the features.
+
+    A function that draws more numbers if all features are on every rank draws for the features of
+    one rank. If it drew from torch's default generator, whose numbers are equal on all ranks of tp,
+    all ranks would, for example, drop the same of their features.
+
+    Args:
+        random: Random streams of this rank.
+    """
+
+    def __init__(self, random: RandomStreams) -> None:
+        self._random = random
+        self._layers: dict[Place, int] = {}
+        self._functions: set[Hashable] = set()
+
+    def find(
+        self, module: nn.Module, cut: Sequence[UserDraw], whole: Sequence[UserDraw]
+    ) -> list[Place]:
+        """Find the functions that draw for sharded features, and return their new places.
+
+        Args:
+            module: The user's module.
+            cut: Draws of a step with sharded features.
+            whole: Draws of the same step with all features on every rank.
+        """
+        in_whole = _by_place(whole)
+        names = {id(part): name for name, part in module.named_modules()}
+        found = [
+            place
+            for place, draws in _by_place(cut).items()
+            if place not in self._layers and _total(draws) < _total(in_whole.get(place, ()))
+        ]
+        for place in found:
+            # The stream depends on the module and not on the stage that has it.
+            where = next((names[key] for key in place.modules if key in names), "")
+            code = (str(line) for _, line in place.lines)
+            self._layers[place] = derive_seed("user code", where, *code)
+        self._functions |= {draw.function for draw in cut if draw.place in self._layers}
+        return found
+
+    def streams(self) -> AbstractContextManager[Any]:
+        """Return a context for steps, in which these functions draw from the rank's own stream."""
+        if not self._layers:
+            return nullcontext()
+        return _OwnStreams(self._random, self._layers, frozenset(self._functions))
+
+
+def refusals(
+    cut: Sequence[UserDraw], whole: Sequence[UserDraw], found: Sequence[Place], error: str
+) -> list[str]:
+    """Return why draws for sharded features cannot have their own streams, for each such line.
+
+    Args:
+        cut: Draws of a step with sharded features.
+        whole: Draws of the same step with all features on every rank.
+        found: Places that draw for sharded features.
+        error: Error that ended the step with all features; empty if it ran.
+    """
+    in_whole = _by_place(whole)
+    reasons: list[str] = []
+    for place, draws in _by_place(cut).items():
+        others = in_whole.get(place, [])
+        is_mixed = len(others) == len(draws) and any(
+            draw.size == other.size for draw, other in zip(draws, others, strict=True)
+        )
+        if error and len(others) < len(draws):
+            reasons.append(f"{place}, which could not be tried with all features ({error})")
+        elif place in found and is_mixed:
+            reasons.append(f"{place}, which also draws for all features")
+        elif place in found and any(draw.has_generator for draw in draws):
+            reasons.append(f"{place}, which passes a generator")
+    return reasons
+
+
+def listed(items: Sequence[object]) -> str:
+    """List some items in a sentence."""
+    more = ", ..." if len(items) > _NUM_SHOWN else ""
+    return f"{', '.join(map(str, items[:_NUM_SHOWN]))}{more}"
+
+
+class _OwnStreams(TorchFunctionMode):
+    """Mode in which some calls of random functions draw from the stream of this rank of tp.
+
+    Args:
+        random: Random streams of this rank.
+        layers: Number of the layer for random streams, by place of the call.
+        functions: Functions that are called at these places.
+    """
+
+    def __init__(
+        self,
+        random: RandomStreams,
+        layers: Mapping[Place, int],
+        functions: frozenset[Hashable],
+    ) -> None:
+        super().__init__()
+        self._random = random
+        self._layers = layers
+        self._functions = functions
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a torch function, with the rank's own stream at one of the places."""
+        kwargs = kwargs or {}
+        if func in _BACKWARD and kwargs.get("inputs") is None:
+            return self._backward(*args, **kwargs)
+        place = _place_of(sys._getframe(1)) if func in self._functions else None
+        layer = None if place is None else self._layers.get(place)
+        if layer is None:
+            return func(*args, **kwargs)
+        self._random.seek(layer)
+        with self._random.fork("tensor"):
+            return func(*args, **kwargs)
+
+    def _backward(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        *,
+        grad_tensors: Any = None,
+        inputs: None = None,
+    ) -> None:
+        """Run a backward pass in this mode, which is off while it handles a function.
+
+        Code that the backward pass runs again must draw the same numbers. The mode does not handle
+        a backward pass of edges.
+        """
+        outputs = [tensors] if isinstance(tensors, Tensor) else tensors
+        gradients = gradient if grad_tensors is None else grad_tensors
+        with self:
+            torch.autograd.backward(
+                [get_gradient_edge(output) for output in outputs],
+                gradients,
+                retain_graph,
+                create_graph,
+            )
+
+
+def _place_of(frame: FrameType | None) -> Place | None:
+    """Return the place of a call; None if a layer of this package makes it."""
+    lines: list[tuple[str, int]] = []
+    modules: list[int] = []
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if frame.f_code is _MODULE_CALL:
+            modules.append(id(frame.f_locals["self"]))
+            if lines:
+                break
+        elif file == _CHECKPOINT_FILE:
+            # Autograd, and not the user's method, calls a recomputation.
+            break
+        elif frame.f_code.co_name != "__torch_function__" and not file.startswith(_TORCH_PATH):
+            if file.startswith(_PACKAGE_PATH):
+                break
+            lines.append((file, frame.f_lineno))
+        frame = frame.f_back
+    return Place(tuple(lines), tuple(modules)) if lines else None
+
+
+def _by_place(draws: Sequence[UserDraw]) -> dict[Place, list[UserDraw]]:
+    places: dict[Place, list[UserDraw]] = {}
+    for draw in draws:
+        places.setdefault(draw.place, []).append(draw)
+    return places
+
+
+def _total(draws: Sequence[UserDraw]) -> int:
+    return sum(draw.size for draw in draws)
