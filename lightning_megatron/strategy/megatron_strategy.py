@@ -223,6 +223,7 @@ class MegatronStrategy(TrainerAnswers):
         )
         self.setup_precision_plugin()
         forward_zero_grad(self)
+        self._run.begin_hooks()
 
     # ---- loading of checkpoints
 
@@ -283,6 +284,7 @@ class MegatronStrategy(TrainerAnswers):
 
     @override
     def on_train_start(self) -> None:
+        self.run.end_hooks()
         self.run.begin_training()
         self._checkpoints.restore_random_states(self.root_device)
         module = self.user_module
@@ -312,6 +314,7 @@ class MegatronStrategy(TrainerAnswers):
 
     @override
     def on_validation_start(self) -> None:
+        self.run.end_hooks()
         self._synchronise_buffers()
 
     @override
@@ -325,6 +328,8 @@ class MegatronStrategy(TrainerAnswers):
     @override
     def on_validation_end(self) -> None:
         self.run.comparison.finish()
+        if self.user_module.trainer.sanity_checking:
+            self.run.begin_hooks()
 
     @override
     def on_test_end(self) -> None:

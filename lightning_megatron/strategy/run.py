@@ -34,6 +34,7 @@ from lightning_megatron.strategy.graphs import MakeBackend, build_graphs
 from lightning_megatron.strategy.logs.compiled_blocks import note_compiled_blocks
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
+from lightning_megatron.strategy.modules.full_writes import FullDraws, full_loads
 from lightning_megatron.strategy.modules.metric_groups import MetricGroups
 from lightning_megatron.strategy.optimization.finite_watch import checks_of
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
@@ -117,8 +118,10 @@ class Run:
         self._checkpoints = checkpoints
         self._choice: ScheduleChoice | None = None
         self._long_lived = LongLivedObjects()
+        self._hooks = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._long_lived.release)
+            undo.callback(self.end_hooks)
             undo.callback(MetricGroups(module, mesh).restore)
             check_synchronised_norms(module, mesh)
             self.buffers = SharedBuffers(module, mesh)
@@ -253,6 +256,7 @@ class Run:
         signals.install()
         undo.callback(signals.remove)
         undo.enter_context(record_data_access(self._note_data))
+        undo.enter_context(full_loads(self.module))
         if self.mesh.pp.size > 1:
             undo.enter_context(hide_example_input(self.module))
         average_main_parameters(trainer, self.module, main, self.mesh)
@@ -300,6 +304,15 @@ class Run:
     def measured_stages(self) -> MeasuredStages | None:
         """Return what ``schedule="auto"`` has measured; None before its choice and without it."""
         return None if self._choice is None else self._choice.measured
+
+    def begin_hooks(self) -> None:
+        """Let hooks before the training initialise sharded weights as in one process."""
+        if self.is_fit and (self.mesh.model.size > 1 or self.mesh.ep.size > 1):
+            self._hooks.enter_context(FullDraws(self.module, self.mesh))
+
+    def end_hooks(self) -> None:
+        """End what :meth:`begin_hooks` has begun, before a step runs."""
+        self._hooks.close()
 
     def begin_training(self) -> None:
         """Check the training data, and prepare for the first step.
