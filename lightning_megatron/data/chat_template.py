@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +27,8 @@ from lightning_megatron.strict_json import read_regular_file
 #: its messages and tools beyond it (characters).
 _MOST_CHARACTERS = 1 << 20
 _GROWTH = 16
+#: Limit of the time that the rendering of one conversation computes (s).
+_MOST_SECONDS = 5.0
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -37,7 +42,7 @@ class ChatTokenizer:
 
     Raises:
         UnsupportedError: If the folder has no ``tokenizer.json``, or not exactly one template.
-        CorruptDataError: If transformers cannot read the folder.
+        CorruptDataError: If transformers cannot read the folder, or the Jinja file is not UTF-8.
         MissingExtraError: If transformers is not installed.
     """
 
@@ -52,7 +57,13 @@ class ChatTokenizer:
         self._template_file = template
         if template is not None:
             content = read_regular_file(Path(template), "Name a Jinja file as chat_template.")
-            self._tokenizer.chat_template = content.decode()
+            try:
+                self._tokenizer.chat_template = content.decode()
+            except UnicodeDecodeError as error:
+                raise CorruptDataError(
+                    f"{template}: byte {error.start} is not UTF-8. Name a Jinja file as "
+                    "chat_template."
+                ) from error
         if not isinstance(self._tokenizer.chat_template, str):
             raise UnsupportedError(
                 f"the tokenizer of {folder} must have one chat template: it has none or several. "
@@ -180,7 +191,8 @@ class ChatTokenizer:
         limit = _MOST_CHARACTERS + _GROWTH * len(repr((given, conversation.tools)))
         try:
             # To render takes a small part of the time, but tokens of an endless text take hours.
-            num_written = len(apply(tokenize=False))
+            with _time_limit(_MOST_SECONDS):
+                num_written = len(apply(tokenize=False))
             if num_written > limit:
                 raise ValueError(
                     f"it writes {num_written} characters, and at most {limit} are expected of "
@@ -193,6 +205,25 @@ class ChatTokenizer:
                 f"{conversation.place} is rejected by the chat template of {self.folder}: {error}. "
                 "Repair the row, or use another template."
             ) from error
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise an error in the block once the process has computed for a time, in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> NoReturn:
+        raise TimeoutError(f"it still computes after {seconds} seconds")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_megatron.data import chat_template
 from lightning_megatron.data.preference_datamodule import PreferenceDataModule
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from tests.chat_folder import PLAIN, preferences, save_chat_llama, turn, write_lines
@@ -162,11 +163,26 @@ def test_settings_and_templates_are_checked(tmp_path: Path, folder: str) -> None
         PreferenceDataModule(path, folder, chat_template=str(tmp_path / "bad.jinja")).setup("fit")
 
 
-def test_templates_that_write_endless_text_are_refused(tmp_path: Path, folder: str) -> None:
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (b"{{ 'a' * 9999999 }}", r"rows\.jsonl:1 is rejected .* at most \d+ are expected"),
+        (
+            b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            r"rows\.jsonl:1 is rejected .* still computes",
+        ),
+        (b"{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", r"rows\.jsonl:1 is rejected"),
+        (b"\xff", r"x\.jinja: byte \d+ is not UTF-8"),
+    ],
+)
+def test_templates_without_end_are_refused(
+    end: bytes, reason: str, tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "_MOST_SECONDS", 2.0)
     path = write_lines(tmp_path / "rows.jsonl", preferences(2))
-    template = tmp_path / "long.jinja"
-    template.write_text(PLAIN + "{{ 'a' * 99999999 }}")
-    with pytest.raises(CorruptDataError, match=r"rows\.jsonl:1 is rejected .* at most \d+ are"):
+    template = tmp_path / "x.jinja"
+    template.write_bytes(PLAIN.encode() + end)
+    with pytest.raises(CorruptDataError, match=reason):
         PreferenceDataModule(path, folder, chat_template=str(template)).setup("fit")
 
 
