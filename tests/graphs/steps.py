@@ -61,7 +61,7 @@ class Step:
         # The eager run warms up, and counts the streams from which it draws.
         with streams.preserve_position(), streams.recording(generators):
             self()
-        generators = GeneratorPool(self.mesh.device, generators.num_taken)
+        generators = generators.exact()
         self.run.zero_grad()
         with streams.preserve_position(), streams.recording(generators) as recorder:
             graph, loss = backend.capture(self, backend.make_pool(), generators)
