@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +21,21 @@ from torch import Tensor
 from lightning_megatron import MegatronStrategy
 from tests.strategy.tiny import TinyLM, loader
 
+#: Ways in which a rank ends without an error.
+ENDS: dict[str, Callable[[], object]] = {
+    "os_exit": lambda: os._exit(7),
+    "sys_exit": lambda: sys.exit(0),
+    "sigsegv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "interrupt": lambda: signal.raise_signal(signal.SIGINT),
+}
+
 
 class FailingLM(TinyLM):
     """Fail at the third batch of one rank.
 
     Args:
         kind: ``raise``; or ``hang``: the other ranks wait where no closed connection wakes them up;
-            or the name of a hook that raises.
+            or the name of a hook that raises; or a way to end of ``ENDS``.
         rank: Rank that fails.
     """
 
@@ -46,6 +56,8 @@ class FailingLM(TinyLM):
             and self.global_rank == self.failing_rank
         ):
             raise ArithmeticError("the third batch is bad")
+        if batch_idx == 2 and self.global_rank == self.failing_rank and self.kind in ENDS:
+            ENDS[self.kind]()
         if batch_idx == 2 and self.kind == "hang":
             # Like a rank that waits in NCCL, this rank is not woken up by anything.
             print("waits forever", file=sys.stderr, flush=True)

@@ -31,6 +31,9 @@ from lightning_megatron.strategy.process.rank_status import start_time_of
 from tests.strategy.scripts import ROOT, run_script
 from tests.sweeps import chosen
 
+#: What a launcher does outside of a run when a process ends.
+NOTE_EXIT = FailureWatch(0).note_exit
+
 
 @pytest.mark.parametrize(
     ("kind", "rank"),
@@ -60,6 +63,31 @@ def test_a_failing_rank_ends_the_job_with_its_traceback_first(
     # of another rank.
     assert later_positions or kind != "raise"
     assert all(position > error_position for position in later_positions)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    chosen(
+        [
+            ("os_exit", "ended with exit code 7 and without an error message"),
+            ("sys_exit", r"left the run by SystemExit\(0\) at .*run_failure.py:\d+"),
+            ("sigsegv", "was ended by SIGSEGV"),
+            ("interrupt", r"left the run by KeyboardInterrupt\(\) at .*run_failure.py:\d+"),
+        ],
+        ("os_exit", "ended with exit code 7 and without an error message"),
+        ("sys_exit", r"left the run by SystemExit\(0\) at .*run_failure.py:\d+"),
+    ),
+)
+def test_a_rank_that_ends_by_itself_is_named_before_the_ranks_that_miss_it(
+    kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    result = run_script("run_failure", kind, "1", timeout=120)
+    assert result.returncode != 0
+    reports = re.findall(r"^\[rank \d\].*", result.stderr, re.MULTILINE)
+    assert re.fullmatch(rf"\[rank 1\] {how}; the other ranks will be stopped\.", reports[0])
+    assert all(report.startswith("[rank 0] stops after rank 1 failed") for report in reports[1:])
+    assert not list(tmp_path.glob("lightning_megatron*"))
 
 
 def test_the_first_failing_rank_prints_its_traceback_and_later_ranks_refer_to_it(
@@ -179,7 +207,7 @@ def test_a_failed_launched_process_ends_its_launcher_with_its_exit_code(
     codes: tuple[str, ...], expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
-    children = ChildProcesses([start(code) for code in codes], 1, ended.append)
+    children = ChildProcesses([start(code) for code in codes], 1, ended.append, NOTE_EXIT)
     children._wait()
     assert ended == [expected]
     assert ("[rank 2] was ended by SIGKILL" in capsys.readouterr().err) == (expected == 137)
@@ -199,7 +227,7 @@ def test_a_script_that_raises_stops_launched_processes_that_do_not_end(
         raise SystemExit
 
     with pytest.raises(SystemExit):
-        ChildProcesses(processes, 1, end)._wait()
+        ChildProcesses(processes, 1, end, NOTE_EXIT)._wait()
     assert processes[1].wait() == -signal.SIGKILL
     assert time.monotonic() - begun < 30
     assert ended == [1]
@@ -210,7 +238,7 @@ def test_a_script_that_raises_stops_launched_processes_that_do_not_end(
 def test_a_launched_process_that_succeeds_does_not_end_its_launcher() -> None:
     ended: list[int] = []
     processes = [start("import time; time.sleep(0.2)")]
-    ChildProcesses(processes, 1, ended.append)._wait()
+    ChildProcesses(processes, 1, ended.append, NOTE_EXIT)._wait()
     assert processes[0].returncode == 0
     assert not ended
 
@@ -218,7 +246,7 @@ def test_a_launched_process_that_succeeds_does_not_end_its_launcher() -> None:
 def test_a_launched_process_that_the_launcher_kills_is_not_a_failure() -> None:
     ended: list[int] = []
     processes = [start("import time; time.sleep(60)")]
-    children = ChildProcesses(processes, 1, ended.append)
+    children = ChildProcesses(processes, 1, ended.append, NOTE_EXIT)
     children.forget()
     processes[0].kill()
     processes[0].wait()

@@ -33,14 +33,21 @@ class ChildProcesses:
         processes: Launched processes, in the order of their ranks.
         first_rank: Global rank of the first launched process.
         end: Function that exits this process with an exit code.
+        note_exit: Function of the rank and the exit code of a process, which reports ranks that
+            ended by themselves.
     """
 
     def __init__(
-        self, processes: Sequence[subprocess.Popen], first_rank: int, end: Callable[[int], None]
+        self,
+        processes: Sequence[subprocess.Popen],
+        first_rank: int,
+        end: Callable[[int], None],
+        note_exit: Callable[[int, int], None],
     ) -> None:
         self._processes = list(processes)
         self._first_rank = first_rank
         self._end = end
+        self._note_exit = note_exit
         self._is_over = threading.Event()
         self._reported: set[int] = set()
 
@@ -68,9 +75,9 @@ class ChildProcesses:
 
     def _check_processes(self) -> None:
         while not self._is_over.wait(_POLL_SECONDS):
+            self._report_ends()
             code = self.failed()
             if code is not None:
-                self._report_killed()
                 if not self._is_over.wait(_grace(code)):
                     self._finish(code)
             elif all(process.poll() == 0 for process in self._processes):
@@ -110,16 +117,12 @@ class ChildProcesses:
             f"{self._first_rank - 1} and will be stopped.\n"
         )
 
-    def _report_killed(self) -> None:
+    def _report_ends(self) -> None:
         for number, process in enumerate(self._processes):
             code = process.poll()
-            if code is not None and code < 0 and number not in self._reported:
+            if code is not None and number not in self._reported:
                 self._reported.add(number)
-                name = signal.Signals(-code).name
-                rank = self._first_rank + number
-                sys.stderr.write(
-                    f"[rank {rank}] was ended by {name}; the other ranks will be stopped.\n"
-                )
+                self._note_exit(self._first_rank + number, code)
 
     def _finish(self, code: int) -> None:
         """Kill the running processes and exit.
@@ -127,7 +130,7 @@ class ChildProcesses:
         Args:
             code: Exit code of this process.
         """
-        self._report_killed()
+        self._report_ends()
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -107,7 +107,8 @@ class FailureWatch:
         ).start()
         try:
             yield
-        except _NORMAL_EXITS:
+        except _NORMAL_EXITS as error:
+            self.leave(_early_end(error))
             raise
         except BaseException as error:
             self.report(error)
@@ -117,13 +118,17 @@ class FailureWatch:
             if self._failed is None:
                 self.leave()
 
-    def leave(self) -> None:
-        """Remove the files of this rank."""
+    def leave(self, early: str = "") -> None:
+        """Remove the files of this rank.
+
+        Args:
+            early: How this rank leaves a run that other ranks may continue; empty at its end.
+        """
         joined = self._joined
         self._joined = None
         if joined is not None:
             self._left_folder = joined
-            joined.leave()
+            joined.leave(early)
 
     def remove_all_files(self) -> None:
         """Remove the files of all ranks of this machine after they have been killed."""
@@ -145,6 +150,8 @@ class FailureWatch:
         self._failed = error
         # Other ranks read the name of the failed rank from these files until this process exits.
         atexit.register(self.leave)
+        if isinstance(error, RuntimeError):
+            self._report_first_leaver()
         if self._claim():
             text = "".join(traceback.format_exception(error))
             self._print_line(f"failed; the other ranks will be stopped.\n{text}")
@@ -160,6 +167,22 @@ class FailureWatch:
         self._replace_excepthook()
         self._cleanup_timer = _daemon_timer(_CLEANUP_SECONDS, self._end_if_alone)
 
+    def note_exit(self, rank: int, code: int) -> None:
+        """Report a process that this one has launched, if it ended during the run by itself.
+
+        Args:
+            rank: Global rank of the process.
+            code: Its exit code; the negative number of the signal that ended it.
+        """
+        joined = self._joined
+        how = "" if joined is None else joined.early_leavers().get(rank, "")
+        if code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        elif joined is not None and joined.has(rank):
+            how = f"ended with exit code {code} and without an error message"
+        if how:
+            self._report_end(rank, how)
+
     def report_hang(self, text: str, silent: Sequence[RankStatus]) -> None:
         """Report that this rank hangs, and end the job.
 
@@ -174,6 +197,36 @@ class FailureWatch:
             (self._folder / "reported").touch()
         for status in silent:
             _kill(status)
+
+    def _report_first_leaver(self) -> None:
+        """Report a rank that left by itself, because the others fail only by its absence."""
+        begun = time.monotonic()
+        joined = self._joined
+        while joined is not None and self._first_report() is None:
+            left = joined.early_leavers()
+            waited = time.monotonic() - begun
+            is_known = any(left.values())
+            # The launcher of an ended process reads its exit code soon, and connections are closed
+            # just before a process ends.
+            if is_known or waited > (_GRACE_SECONDS / 2 if left else _POLL_SECONDS):
+                self._report_leaver(left)
+                return
+            time.sleep(0.02)
+
+    def _report_leaver(self, left: Mapping[int, str]) -> None:
+        for rank, how in sorted(left.items(), key=lambda leaver: (not leaver[1], leaver[0]))[:1]:
+            self._report_end(rank, how or "ended without an error message")
+
+    def _report_end(self, rank: int, how: str) -> None:
+        """Report how another rank has ended, unless a rank has failed before."""
+        folder = self._folder
+        if folder is not None:
+            if not self._write_first(f"rank {rank}"):
+                return
+            (folder / "reported").touch()
+            if self._notices is not None:
+                self._notices.post(_FAILED, f"rank {rank}")
+        self._print_line(f"{how}; the other ranks will be stopped.", rank)
 
     def _claim(self) -> bool:
         """Return whether this rank is the first to fail; True without other ranks.
@@ -250,7 +303,14 @@ class FailureWatch:
 
     def _watch_failures(self, stop: threading.Event) -> None:
         last_read = time.monotonic()
+        complete = time.monotonic()
         while not stop.wait(_POLL_SECONDS):
+            left = self._joined.early_leavers() if self._joined is not None else {}
+            if not left:
+                complete = time.monotonic()
+            elif time.monotonic() - complete > _GRACE_SECONDS:
+                # Otherwise all ranks may be about to leave in the same way.
+                self._report_leaver(left)
             if self._first_report() is not None and not stop.wait(_GRACE_SECONDS):
                 if self._first_name() != f"rank {self.rank}":
                     self._print_line(
@@ -276,12 +336,21 @@ class FailureWatch:
         if other_failures and self._write_first(other_failures[_FAILED]) and folder is not None:
             (folder / "reported").touch()
 
-    def _print_line(self, text: str) -> None:
+    def _print_line(self, text: str, rank: int | None = None) -> None:
         # A single write keeps the lines of different ranks apart. A closed stderr must not keep
         # this rank from exiting.
         with suppress(OSError):
-            sys.stderr.write(f"[rank {self.rank}] {text}\n")
+            sys.stderr.write(f"[rank {self.rank if rank is None else rank}] {text}\n")
             sys.stderr.flush()
+
+
+def _early_end(error: BaseException) -> str:
+    """Describe how an exception ends a run on this rank; empty if all ranks have agreed on it."""
+    if isinstance(error, (SIGTERMException, TunerExitException)):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"left the run by {error!r}{place}"
 
 
 def _daemon_timer(seconds: float, function: Callable[[], Any]) -> threading.Timer:

@@ -38,17 +38,43 @@ class JobFolder:
         self.path = Path(tempfile.gettempdir()) / f"{prefix}{job}"
         _remove_forgotten(self.path.parent, prefix)
         self.path.mkdir(mode=0o700, exist_ok=True)
+        self._rank = rank
         self._own_file = self.path / f"process_{rank}"
         self._own_file.write_text(
             f"{os.getpid()} {start_time_of(os.getpid())} {socket.gethostname()}", encoding="utf-8"
         )
 
-    def leave(self) -> None:
-        """Remove this rank's file, and the folder if no other rank is left."""
+    def has(self, rank: int) -> bool:
+        """Return whether a rank has joined and not left, alive or not."""
+        return (self.path / f"process_{rank}").exists()
+
+    def early_leavers(self) -> dict[int, str]:
+        """Return how ranks have left a run that others continue; empty text if that is unknown."""
+        left: dict[int, str] = {}
         with suppress(OSError):
+            ended = [file for file in self.path.glob("process_*") if not _may_be_alive(file)]
+            # A rank that leaves at the end of a run removes its file.
+            left = {_rank_of(file): "" for file in ended if file.exists()}
+            for file in self.path.glob("left_*"):
+                left[_rank_of(file)] = file.read_text(encoding="utf-8")
+        return left
+
+    def leave(self, early: str = "") -> None:
+        """Remove this rank's file, and the folder if no other rank is left.
+
+        Args:
+            early: How this rank leaves a run that other ranks may continue; empty at its end.
+        """
+        with suppress(OSError):
+            if early:
+                (self.path / f"left_{self._rank}").write_text(early, encoding="utf-8")
             self._own_file.unlink(missing_ok=True)
             if not any(_may_be_alive(file) for file in self.path.glob("process_*")):
                 shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _rank_of(file: Path) -> int:
+    return int(file.name.rpartition("_")[2])
 
 
 def _may_be_alive(file: Path) -> bool:

@@ -81,7 +81,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
             if self.procs:
                 # ChildProcesses lives until this process exits, and gets no reference to this
                 # launcher, which would keep the trainer and its tensors in memory.
-                self._children = ChildProcesses(self.procs, first, self._watch().end)
+                watch = self._watch()
+                self._children = ChildProcesses(self.procs, first, watch.end, watch.note_exit)
                 self._children.watch()
         set_num_threads_if_needed(num_processes=self.num_processes)
         return guarded(*args, **kwargs)
