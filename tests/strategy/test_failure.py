@@ -195,6 +195,46 @@ def test_launched_ranks_end_after_the_process_that_launched_them(
     assert not list(tmp_path.glob("lightning_megatron*"))
 
 
+HUNG_WORKER = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+from lightning_megatron.strategy.process.dataloaders import seed_dataloader
+
+class Hangs(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        time.sleep(600 * index)
+        return torch.zeros(3)
+
+batches = iter(seed_dataloader(DataLoader(Hangs(), num_workers=1), 0, 0))
+next(batches)
+print("hangs", flush=True)
+next(batches)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the list of processes from /proc")
+def test_a_data_worker_that_hangs_ends_with_its_rank_and_leaves_no_files(tmp_path: Path) -> None:
+    marker = f"marker-worker-{os.getpid()}"
+    with subprocess.Popen(
+        [sys.executable, "-c", HUNG_WORKER, marker],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hangs\n"
+        assert len(processes_with(marker)) == 2
+        assert list(tmp_path.glob("pymp-*"))
+        process.kill()
+        process.wait()
+        wait_until(lambda: not processes_with(marker), 60)
+    assert not list(tmp_path.glob("pymp-*"))
+
+
 def start(code: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-S", "-c", code])
 

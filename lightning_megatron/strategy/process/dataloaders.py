@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -18,6 +20,9 @@ from torch.utils.data import (
 
 from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.strategy.private.data_loading import seed_worker
+from lightning_megatron.strategy.process.job_folder import remove_sockets
+
+_POLL_SECONDS = 0.25
 
 
 def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:
@@ -90,8 +95,19 @@ def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
 
 def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
     ignore_first_sigterm()
+    threading.Thread(
+        target=_end_after, args=(os.getppid(),), daemon=True, name="parent-watch"
+    ).start()
     if init is not None:
         init(worker)
+
+
+def _end_after(parent: int) -> None:
+    """End this worker when its rank has ended; torch's own check waits for the current sample."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    remove_sockets()
+    os._exit(1)
 
 
 def ignore_first_sigterm() -> None:

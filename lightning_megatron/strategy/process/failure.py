@@ -19,7 +19,7 @@ from typing import Any
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.strategy.private.processes import TunerExitException
 from lightning_megatron.strategy.private.signal_handling import SIGTERMException
-from lightning_megatron.strategy.process.job_folder import JobFolder
+from lightning_megatron.strategy.process.job_folder import JobFolder, remove_sockets
 from lightning_megatron.strategy.process.parent_watch import watch_launcher
 from lightning_megatron.strategy.process.rank_status import RankStatus, start_time_of
 
@@ -138,6 +138,7 @@ class FailureWatch:
     def end(self, code: int) -> None:
         """Exit this process immediately."""
         self.leave()
+        remove_sockets()
         os._exit(code)
 
     def cleanup_done(self) -> None:

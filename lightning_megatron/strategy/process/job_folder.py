@@ -9,6 +9,7 @@ import stat
 import tempfile
 import time
 from contextlib import suppress
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 from lightning_megatron.strategy.process.rank_status import start_time_of
@@ -71,6 +72,16 @@ class JobFolder:
             self._own_file.unlink(missing_ok=True)
             if not any(_may_be_alive(file) for file in self.path.glob("process_*")):
                 shutil.rmtree(self.path, ignore_errors=True)
+
+
+def remove_sockets() -> None:
+    """Remove the folder of sockets that ``multiprocessing`` keeps for this process.
+
+    A process that ends by ``os._exit`` would leave it behind.
+    """
+    with suppress(OSError):
+        # The folder is created if it does not exist.
+        shutil.rmtree(get_temp_dir())
 
 
 def _rank_of(file: Path) -> int:
