@@ -167,7 +167,10 @@ class Run:
         trials = None
         if self._options.check_microbatches:
             trials = (
-                MicrobatchTrials(self.module, self.mesh, self.state.main.wait),
+                MicrobatchTrials(
+                    *(self.module, self.mesh, self.state.main.wait),
+                    *(self._options.replica_check_interval, self._suspend_graphs),
+                ),
                 FeatureTrials(self.module, self.mesh),
             )
         rule = self._options.microbatches(self.mesh.layout)
@@ -182,6 +185,11 @@ class Run:
                 *(self.executor, self.state.gradients),
             )
         return runner
+
+    def _suspend_graphs(self) -> None:
+        """Run the rest of the running step without graphs."""
+        if self.graphs is not None:
+            self.graphs.suspend()
 
     def _training_state(
         self,

@@ -1,4 +1,4 @@
-"""The first batch with uneven microbatches is examined, even if it is a later batch."""
+"""Later batches are examined: the first with uneven microbatches, and others at intervals."""
 
 from __future__ import annotations
 
@@ -69,6 +69,10 @@ class Step(LightningModule):
         if self.case == "counted":
             loss = F.cross_entropy(logits, labels)
             return {"loss": loss, "num_tokens": (labels != -100).sum()}
+        is_mixed = {"mixed epoch": self.current_epoch > 0, "mixed step": self.global_step >= 7}
+        if is_mixed.get(self.case, False):
+            means = logits.mean(2)
+            return F.cross_entropy(means @ means.T, torch.arange(len(means)))
         token_losses = F.cross_entropy(logits, batch["tokens"], reduction="none") * batch["mask"]
         if self.case == "mask":
             return token_losses.sum() / batch["mask"].sum()
@@ -126,6 +130,31 @@ def test_steps_with_correct_weights_train_on_uneven_batches(case: str) -> None:
     trainer_of(MegatronStrategy(microbatch_size=1), 1).fit(module, loader)
     trainer_of("auto", 1).fit(plain, loader)
     torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=1e-12)
+
+
+def run_late_phases(rank: int = 0, size: int = 1) -> dict[str, int]:
+    """Return the steps before losses are refused that mix samples from a later step on."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    stages = {"pp": 2, "pipeline_plan": {"blocks": "blocks"}} if size > 1 else {}
+    steps = {}
+    for case, interval in (("mixed epoch", 0), ("mixed step", 5)):
+        module = Step(case)
+        options: dict[str, Any] = {"replica_check_interval": interval, **stages}
+        trainer = trainer_of(MegatronStrategy(microbatch_size=1, **options), size)
+        trainer.fit_loop.max_epochs = 2
+        with pytest.raises(
+            UnsupportedError, match="the loss of two microbatches is .* in one call"
+        ):
+            trainer.fit(module, DataLoader(Texts(BATCHES), batch_size=SIZE))
+        steps[case] = module.num_steps
+    return steps
+
+
+def test_a_loss_that_mixes_samples_from_a_later_step_on_is_refused_at_the_next_trial() -> None:
+    expected = {"mixed epoch": BATCHES, "mixed step": 9}
+    assert run_late_phases() == expected
+    assert run_world(run_late_phases, 2) == [expected] * 2
 
 
 def test_complete_batches_may_be_uneven() -> None:

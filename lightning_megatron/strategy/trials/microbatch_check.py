@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 _MAX_MICROBATCHES = 16
 #: Tolerance above which a mean over unequal token counts may pass as a mean over samples.
 _COARSE_TOLERANCE = 1e-4
+#: Factor of the tolerance in later trials.
+_LATER_TOLERANCE = 5
 _REMEDY = (
     "Return num_tokens beside the loss if it is a mean over tokens, keep the batch whole by "
     "microbatch_size='batch', cut it in a collate function that returns a list of Microbatch, or "
@@ -44,7 +46,8 @@ class MicrobatchTrials:
     """Comparison of separate with combined microbatches, for each kind of step.
 
     The first batch is tried, and later ones that are the first with unequally many labels of -100,
-    or zeros of a mask, in their microbatches.
+    or zeros of a mask, in their microbatches. Training steps are also tried on two microbatches at
+    intervals, because code may depend on the step.
 
     A trial computes no gradients. It restores random states, buffers and attributes of the module.
     Constants replace torch's random values, and dropout is off, so a trial cannot detect samples
@@ -57,14 +60,26 @@ class MicrobatchTrials:
         module: User's module.
         mesh: Process groups of this rank.
         wait: Function that waits until all parameters are complete.
+        interval: Batches between the later trials of training steps, next to one in each epoch; 0
+            means only one in each epoch (batches).
+        suspend: Function that makes the rest of the running step run without graphs.
     """
 
     def __init__(
-        self, module: LightningModule, mesh: ParallelMesh, wait: Callable[[], None]
+        self,
+        module: LightningModule,
+        mesh: ParallelMesh,
+        wait: Callable[[], None],
+        interval: int,
+        suspend: Callable[[], None],
     ) -> None:
         self._module = module
         self._mesh = mesh
         self._wait = wait
+        self._interval = interval
+        self._suspend = suspend
+        self._num_batches = 0
+        self._epoch = module.current_epoch
         self._statistics = BatchStatistics(module)
         self._tried: set[tuple[Any, ...]] = set()
         # Steps that count their tokens, or that no trial can run: later batches are not tried.
@@ -96,17 +111,23 @@ class MicrobatchTrials:
         gathers of objects over the world on the CPU; that of :meth:`UnevenMasks.is_new` otherwise.
         """
         self._statistics.check(len(microbatches))
-        if is_cut(batch) or not self._is_tried_now(key, batch, microbatches):
-            # Microbatches that the user has cut have no known rule for joining them.
+        # Microbatches that the user has cut have no known rule for joining them.
+        if is_cut(batch):
             return
-        parts = list(microbatches[:_MAX_MICROBATCHES])
+        is_due = self._is_due(key)
+        is_whole_trial = self._is_tried_now(key, batch, microbatches)
+        if not (is_due or is_whole_trial):
+            return
+        parts = list(microbatches[: _MAX_MICROBATCHES if is_whole_trial else 2])
         groups = _groups(len(parts))
         joined = join_parts(batch, parts, groups)
         # Layers differ between stages, and batches between data ranks, but a trial is collective:
         # either all ranks run it or none.
         if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
-            self._finished.add(key)
+            if is_whole_trial:
+                self._finished.add(key)
             return
+        self._suspend()
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
         # Weights that still arrive from other ranks would look like weights that a step writes.
         self._wait()
@@ -114,7 +135,7 @@ class MicrobatchTrials:
             trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, whole)
             try:
                 with refuse_weight_writes(self._module, key[0]):
-                    if trial.compare(joined, groups, parts):
+                    if trial.compare(joined, groups, parts, is_later=not is_whole_trial):
                         self._finished.add(key)
             except UnsupportedError:
                 raise
@@ -128,10 +149,19 @@ class MicrobatchTrials:
                     ) from error
                 raise
 
+    def _is_due(self, key: tuple[Any, ...]) -> bool:
+        """Return whether a training step is tried again because of its place in the fit."""
+        if key[0] != "training_step":
+            return False
+        is_new_epoch = self._module.current_epoch != self._epoch
+        self._epoch = self._module.current_epoch
+        self._num_batches += 1
+        return is_new_epoch or (self._interval > 0 and self._num_batches % self._interval == 0)
+
     def _is_tried_now(
         self, key: tuple[Any, ...], batch: Any, microbatches: Sequence[Microbatch]
     ) -> bool:
-        """Return whether this batch is tried, the same on all ranks."""
+        """Return whether this batch is tried because of its values, the same on all ranks."""
         parts = microbatches[:_MAX_MICROBATCHES]
         if key not in self._tried:
             self._tried.add(key)
@@ -164,7 +194,12 @@ class _MicrobatchTrial:
         self._tried = TrialStep(mesh, step, run, state)
 
     def compare(
-        self, joined: Sequence[Microbatch], groups: Sequence[range], parts: Sequence[Microbatch]
+        self,
+        joined: Sequence[Microbatch],
+        groups: Sequence[range],
+        parts: Sequence[Microbatch],
+        *,
+        is_later: bool,
     ) -> bool:
         """Run the step on single parts and on several combined ones.
 
@@ -172,6 +207,8 @@ class _MicrobatchTrial:
             joined: Joined microbatches.
             groups: Indices of the parts in each combined microbatch.
             parts: Single microbatches.
+            is_later: Whether this trial repeats an earlier one. It compares only losses, and allows
+                for the larger rounding errors of trained models, whose logits are larger.
 
         Returns:
             Whether the step counts its tokens.
@@ -183,12 +220,15 @@ class _MicrobatchTrial:
         self._state.restore()
         size = len(groups[0])
         single_results = self._run(parts[:size], seed=0)
-        tolerance = self._tried.tolerance()
+        tolerance = self._tried.tolerance() * (_LATER_TOLERANCE if is_later else 1)
         different = after_joined.changes(tolerance)
         single_results += self._run(parts[size:], seed=0)
-        changed = self._kinds_of(different, parts[0], tolerance)
+        changed = {} if is_later else self._kinds_of(different, parts[0], tolerance)
         self._state.restore()
         differences = _differences(joined_results, groups, single_results, tolerance)
+        if is_later:
+            losses = filter(self._is_loss, differences)
+            differences = {name: differences[name] for name in losses}
         if self._any_rank(bool(differences)):
             # Values that Python and NumPy draw once per batch were equal in both runs. Values that
             # they draw per sample cannot be: another seed shows which results depend on them.
@@ -201,7 +241,8 @@ class _MicrobatchTrial:
                 if name in after.values
                 and not is_close(before.values[name][0], after.values[name][0], tolerance)
             }
-            self._warn_of_unrepeatable(sorted(unrepeatable & differences.keys()))
+            if not is_later:
+                self._warn_of_unrepeatable(sorted(unrepeatable & differences.keys()))
             differences = {
                 name: numbers for name, numbers in differences.items() if name not in unrepeatable
             }
@@ -211,7 +252,7 @@ class _MicrobatchTrial:
         )
         if (
             single_results
-            and not is_counted
+            and not (is_counted or is_later)
             and tolerance > _COARSE_TOLERANCE
             and self._mesh.data.rank == 0
         ):
