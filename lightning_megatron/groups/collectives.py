@@ -263,6 +263,24 @@ def is_world(group: Any) -> bool:
     return group is not None and dist.is_initialized() and group is dist.group.WORLD
 
 
+def ranks_of_call(arguments: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return the global ranks of a collective from the arguments of its operator.
+
+    Args:
+        arguments: Arguments of an operator of torch's dispatcher.
+
+    Returns:
+        Ranks of the process group; None if no argument is a process group.
+    """
+    for value in arguments:
+        if not isinstance(value, torch.ScriptObject):
+            continue
+        kind: Any = value._type()
+        if kind.name() == "ProcessGroup":
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+    return None
+
+
 def barrier(axis: MeshAxis, device: torch.device | None = None) -> None:
     """Wait until every rank of the axis has arrived."""
     if axis.group is None:

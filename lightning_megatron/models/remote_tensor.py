@@ -159,6 +159,10 @@ class RemoteTensor(Tensor):
         first = absent[0]
         for leaf in absent:
             leaf.check_unwritten()
+        if getattr(func, "__module__", None) == "torch.distributed.distributed_c10d":
+            # Dispatch modes see the operator of a collective only after its Python function.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if name in CREATE_LIKE and isinstance(args[0], RemoteTensor) and len(absent) == 1:
             shaped = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(
                 args[0].shape

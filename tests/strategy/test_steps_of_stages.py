@@ -1,7 +1,11 @@
-"""Hooks and steps that change attributes, weights or batches train in stages as in one process."""
+"""Hooks and steps that change attributes, weights or batches train in stages as in one process.
+
+Steps that cannot run on stages are refused with their line.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from typing import Any
@@ -9,11 +13,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import MegatronStrategy, UnsupportedError
 from tests.world import run_world
 
 
@@ -113,6 +118,64 @@ class ChangesBatch(Net):
         super().validation_step(batch, batch_idx)
 
 
+class SumsBefore(Net):
+    """Sum a value over all ranks before the call of the model."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        total = batch[0].sum()
+        dist.all_reduce(total)
+        return super().training_step([batch[0] / total, batch[1]], batch_idx)
+
+
+class SumsAfter(Net):
+    """Sum the loss over all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+
+class TakesItems(Net):
+    """Take further data from an iterator of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = itertools.cycle([1.0, 2.0, 3.0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] * next(self.more), batch[1]], batch_idx)
+
+
+class MakesIterator(TakesItems):
+    """Make the iterator in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.more
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not hasattr(self, "more"):
+            self.more = itertools.cycle([1.0, 2.0, 3.0])
+        return super().training_step(batch, batch_idx)
+
+
+class GivesModule(Net):
+    """Give a block another module in a hook."""
+
+    def on_train_start(self) -> None:
+        self.blocks[0].inner = nn.Identity()
+
+
+class SetsLate(Net):
+    """Set an attribute of a block that has run."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.blocks[0].scale = 0.5
+        return loss
+
+
 class Losses(L.Callback):
     """Record the losses, which the Trainer has on every rank."""
 
@@ -122,6 +185,15 @@ class Losses(L.Callback):
         pl_module.losses.append(float(outputs["loss"]))
 
 
+#: What the errors of kinds name that cannot train in stages.
+REFUSED: dict[type[Net], str] = {
+    SumsBefore: r"allreduce at .*: 'dist.all_reduce\(total\)'. Only the last stage",
+    SumsAfter: r"allreduce at .*: 'dist.all_reduce\(loss.detach\(\).clone\(\)\)'",
+    TakesItems: r"takes an item of self.more at .*next\(self.more\), batch\[1\]\]",
+    MakesIterator: r"takes an item of self.more in the step",
+    GivesModule: r"'blocks.0' gets a new module .* 'inner'.*self.blocks\[0\].inner = nn.Ident",
+    SetsLate: r"'scale' after the block has run.*self.blocks\[0\].scale = 0.5",
+}
 KINDS: tuple[type[Net], ...] = (KeepsWeights, SetsAttributes, ChangesBatch)
 
 
@@ -149,6 +221,9 @@ def two_stages() -> MegatronStrategy:
 def run_two_stages(rank: int, size: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for kind, message in REFUSED.items():
+        with pytest.raises(UnsupportedError, match=message):
+            fit(two_stages(), kind)
     return {kind.__name__: fit(two_stages(), kind) for kind in KINDS}
 
 

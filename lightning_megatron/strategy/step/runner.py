@@ -363,9 +363,9 @@ class StepRunner:
                 output = self._output.of(module, recorder, self._executor)
             with (
                 output,
+                self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),
                 guard,
                 name_unsharded_modules(module, self._mesh),
-                self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),
             ):
                 # A step may change its batch, and another run needs it as it was.
                 return step_fn(copy_batch(data) if is_repeated else data, *args)

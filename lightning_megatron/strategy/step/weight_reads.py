@@ -1,4 +1,4 @@
-"""Detection of user code that reads sharded weights in a step."""
+"""Detection of user code that reads sharded weights in a step, or must not run on stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule, named_layers, pipelined_modules
 from lightning_megatron.strategy.optimization.parameter_data import is_accessor
+from lightning_megatron.strategy.step.stage_guard import StageGuard
 
 #: Attributes of a tensor through which its values can be read.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -72,6 +73,8 @@ _MODULE_CALL = nn.Module._call_impl.__code__
 class WeightReads:
     """Guard of each step's first batch against user code that reads sharded weights.
 
+    With stages it also refuses what :class:`StageGuard` describes.
+
     With tp a rank has a shard of each sharded weight, and with pp it has only the layers of its own
     stage. A penalty over all parameters, or a logged norm, would therefore cover only a part of the
     model. Layers may read their own weights, because they account for the sharding.
@@ -100,7 +103,8 @@ class WeightReads:
             for _, part in named_layers(module)
         ):
             return nullcontext()
-        return _Guard(module, step, dict(self._incomplete(module)))
+        stages = StageGuard(module, step, self._mesh) if self._mesh.pp.size > 1 else nullcontext()
+        return _Guard(module, step, dict(self._incomplete(module)), stages)
 
     def _incomplete(self, module: nn.Module) -> Iterator[tuple[int, tuple[str, str]]]:
         """Yield identity, name and reason of the parameters that are incomplete on this rank."""
@@ -128,13 +132,31 @@ class _Guard(TorchFunctionMode):
         root: User's module.
         step: Name of the step.
         watched: Name of each incomplete parameter, and the reason, by identity of the parameter.
+        stages: Further guard of a step that runs on several stages.
     """
 
-    def __init__(self, root: nn.Module, step: str, watched: Mapping[int, tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        step: str,
+        watched: Mapping[int, tuple[str, str]],
+        stages: AbstractContextManager[Any],
+    ) -> None:
         super().__init__()
+        self._stages = stages
         self._root = root
         self._step = step
         self._watched = watched
+
+    def __enter__(self) -> Self:
+        """Begin a run of the step."""
+        self._stages.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """End a run of the step."""
+        super().__exit__(*error)
+        self._stages.__exit__(*error)
 
     def __torch_function__(
         self,
