@@ -94,7 +94,10 @@ class BufferPlanner:
         if self._mesh.data.size == 1 and self._mesh.model.size == 1:
             return "model"
         granularity = finest_granularity(optimizer)
-        check_granularity(optimizer, granularity, cut=self._mesh.model.size > 1)
+        mesh = self._mesh
+        etp = mesh.etp.size if mesh.tp.size == 1 else 1
+        sizes = {"tp": mesh.tp.size, "etp": etp, "pp": mesh.pp.size, "ep": mesh.ep.size}
+        check_granularity(optimizer, granularity, sizes)
         if self._config.zero == 0 or granularity == "model":
             return "model"
         if self._config.slices == "elements" and granularity != "elements":

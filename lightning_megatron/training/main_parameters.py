@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from lightning_megatron.training.eight_bit_buffer import EightBitBuffer
 from lightning_megatron.training.eight_bit_weights import EightBitWeights
 from lightning_megatron.training.exposed_gradients import ExposedGradients
 from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice, slice_state
+from lightning_megatron.training.optimizer_references import optimizers_in, replace_parameters
 from lightning_megatron.training.parameter_gather import ParameterGather
 from lightning_megatron.training.shard_granularity import ShardGranularity
 from lightning_megatron.training.shared_gradients import resolve_ties
@@ -381,18 +383,23 @@ class MainParameters:
         return buffer
 
     def _put_main_parameters_into(self, optimizer: Optimizer) -> None:
-        """Replace parameters in an optimizer's groups and state by their main parameters."""
-        for group in optimizer.param_groups:
-            for position, parameter in enumerate(group["params"]):
+        """Replace the parameters in an optimizer, and in those inside it, by main parameters."""
+        for owner in optimizers_in(optimizer):
+            replace_parameters(owner, self._main_of)
+            for group in owner.param_groups:
+                group["params"][:] = map(self._main_of, group["params"])
+            states: dict[nn.Parameter, Any] = owner.state  # type: ignore[assignment]
+            for parameter in [p for p in states if self._main_of(p) is not p]:
+                state = states.pop(parameter)
                 name = self._names_by_id[id(parameter)]
-                main = self.main(name)
-                if main is parameter:
-                    continue
-                group["params"][position] = main
-                if parameter in optimizer.state:
-                    state = optimizer.state.pop(parameter)
-                    if name in self._slices:
-                        optimizer.state[main] = slice_state(self._slices[name], parameter, state)
+                if name in self._slices:
+                    main_slice = self._slices[name]
+                    states[main_slice.main] = slice_state(main_slice, parameter, state)
+
+    def _main_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the main parameter of a parameter; one that is not registered stays as it is."""
+        name = self._names_by_id.get(id(parameter))
+        return parameter if name is None else self.main(name)
 
 
 def names_in(optimizer_names: Iterable[Iterable[str]]) -> set[str]:

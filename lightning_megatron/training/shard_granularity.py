@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,13 +38,13 @@ def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
     changes only rounding. State that is not shaped like its parameter, such as one scale per block
     of elements, cannot be saved in pieces, so parameters stay whole. Groups with different settings
     are tried one by one, because a setting may select another algorithm; the coarsest result
-    counts.
+    counts. An optimizer that cannot be tried, such as one around another, may need the whole model.
 
     Args:
         optimizer: Optimizer of the user, which does not change.
     """
     if isinstance(optimizer, LBFGS):
-        # L-BFGS has one search direction for the whole model, and its step needs a closure.
+        # L-BFGS has one search direction for the whole model.
         return "model"
     tried: dict[str, ShardGranularity] = {}
     for group in optimizer.param_groups:
@@ -57,23 +58,38 @@ def _granularity_with(
     optimizer: Optimizer, changed_settings: Mapping[str, Any]
 ) -> ShardGranularity:
     """Find the finest granularity of an optimizer with the settings of one of its groups."""
-    try:
-        together, is_cut_alike = _train([_matrices()], optimizer, changed_settings)
-        apart, _ = _train([[matrix] for matrix in _matrices()], optimizer, changed_settings)
-    except (*_STEP_ERRORS, KeyError, AttributeError, AssertionError) as error:
-        logger.info(
-            "%s could not be tested (%s): its state is divided by whole parameters.",
-            type(optimizer).__name__,
-            error,
-        )
-        return "parameters"
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Some optimizers run only where their parameters are, such as those with kernels for GPUs.
+    devices = [torch.device("cpu"), *(parameter.device for parameter in trained[:1])]
+    reason: Exception | None = None
+    for device, dtype in zip(devices, (torch.float64, torch.float32), strict=False):
+        try:
+            return _granularity_on(_matrices(device, dtype), optimizer, changed_settings)
+        except (*_STEP_ERRORS, KeyError, AttributeError, AssertionError) as error:
+            reason = reason or error
+    logger.warning(
+        "%s could not be tried on small matrices (%s: %s), so every rank keeps the whole of its "
+        "state, as with zero=0.",
+        type(optimizer).__name__,
+        type(reason).__name__,
+        reason,
+    )
+    return "model"
+
+
+def _granularity_on(
+    matrices: list[Tensor], optimizer: Optimizer, changed_settings: Mapping[str, Any]
+) -> ShardGranularity:
+    """Find the finest granularity by training copies of some matrices."""
+    together, is_cut_alike = _train([matrices], optimizer, changed_settings)
+    apart, _ = _train([[matrix] for matrix in matrices], optimizer, changed_settings)
     if not all(map(torch.allclose, together, apart)):
         return "model"
     if not is_cut_alike:
         return "parameters"
     try:
         pieces, _ = _train(
-            [[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()],
+            [[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in matrices],
             optimizer,
             changed_settings,
         )
@@ -87,31 +103,38 @@ def _granularity_with(
     )
 
 
-def check_granularity(optimizer: Optimizer, granularity: ShardGranularity, cut: bool) -> None:
+def check_granularity(
+    optimizer: Optimizer, granularity: ShardGranularity, sizes: Mapping[str, int]
+) -> None:
     """Raise an error if an optimizer needs more of the model than one rank has.
 
     Args:
         optimizer: Optimizer of the user.
         granularity: Finest granularity of the optimizer.
-        cut: Whether ranks of tensor or pipeline parallelism have parts of the model.
+        sizes: Sizes of the axes that cut the model, by the names of their options (ranks).
 
     Raises:
         UnsupportedError: If the optimizer's result would depend on the layout.
     """
-    if granularity != "elements" and cut:
+    # Pipeline and expert parallelism leave parameters whole.
+    cutting = {"elements": (), "parameters": ("tp", "etp"), "model": ("tp", "etp", "pp", "ep")}
+    cuts = [name for name in cutting[granularity] if sizes[name] > 1]
+    if cuts:
         needed = "whole parameters" if granularity == "parameters" else "the whole model"
+        shown = " and ".join(f"{name} ({sizes[name]})" for name in cuts)
         raise UnsupportedError(
-            "an optimizer must treat every element alike when the model is cut over tp or pp: "
-            f"{type(optimizer).__name__} uses {needed}. Each rank has only a part, and the result "
-            "would depend on the layout. Use an element-wise optimizer such as AdamW, SGD or "
-            "Adagrad, or tp=1 and pp=1."
+            f"{type(optimizer).__name__} cannot be used with {shown} above 1, because it needs "
+            f"{needed}. Each rank has only a part, and the result would depend on the layout. Use "
+            "an element-wise optimizer such as AdamW, SGD or Adagrad, or "
+            f"{' and '.join(f'{name}=1' for name in cuts)}."
         )
 
 
-def _matrices() -> list[Tensor]:
+def _matrices(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
     return [
-        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((4, 3), (5, 6))
+        torch.randn(shape, generator=generator, dtype=dtype).to(device)
+        for shape in ((4, 3), (5, 6))
     ]
 
 
@@ -141,13 +164,11 @@ def _train(
     is_cut_alike = True
     for tensors in owners:
         parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
-        optimizer = _new(like, parameters, changed_settings)
+        optimizer: Any = _new(like, parameters, changed_settings)
         for step in range(_STEPS):
-            for parameter in parameters:
-                # Each gradient element depends on its parameter element alone, so the gradients do
-                # not depend on how the tensor is cut.
-                parameter.grad = torch.sin(parameter.detach() * (step + 2))
-            optimizer.step()
+            closure = partial(_backward, parameters, step + 2)
+            closure()
+            optimizer.step(closure=closure)
         trained += [parameter.detach() for parameter in parameters]
         is_cut_alike &= all(
             _is_like(value, parameter)
@@ -155,6 +176,18 @@ def _train(
             for value in state.values()
         )
     return trained, is_cut_alike
+
+
+@torch.no_grad()
+def _backward(parameters: list[nn.Parameter], factor: int) -> Tensor:
+    """Set the gradients of a loss, and return the loss.
+
+    Each element of a gradient depends on its parameter element alone, so the gradients do not
+    depend on how a tensor is cut.
+    """
+    for parameter in parameters:
+        parameter.grad = torch.sin(parameter * factor)
+    return -torch.stack([torch.cos(parameter * factor).sum() for parameter in parameters]).sum()
 
 
 def _is_like(value: object, parameter: Tensor) -> bool:

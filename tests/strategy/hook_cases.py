@@ -314,6 +314,55 @@ class LeavesOutByHand(LeavesOut):
         optimizer.step()
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Step by the gradients at weights that are moved along all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad.clone() for p in moved if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for p, gradient in zip(moved, gradients, strict=True):
+            p.add_(gradient, alpha=0.3 / float(norm))
+        with torch.enable_grad():
+            closure()
+        for p, gradient in zip(moved, gradients, strict=True):
+            p.sub_(gradient, alpha=0.3 / float(norm))
+        super().step()
+        return loss
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Move slow weights towards those of another optimizer, which has its own groups."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.slow = {p: p.detach().clone() for group in base.param_groups for p in group["params"]}
+        super().__init__(list(self.slow), base.defaults)
+        self.base, self.num_steps = base, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base.step(closure)
+        self.num_steps += 1
+        if self.num_steps % 2 == 0:
+            for p, slow in self.slow.items():
+                slow.lerp_(p.to(slow.dtype), 0.5)
+                p.copy_(slow)
+        return loss
+
+
+class StepsBySharpness(Line):
+    def configure_optimizers(self) -> Any:
+        return SharpnessAware(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class LooksAhead(Line):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9))
+
+
 USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
     "backward halves the loss": (HalfTheLoss, {}),
     "backward halves the loss of accumulated batches": (
@@ -342,6 +391,8 @@ USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
     "left out on some ranks": (LeavesOutOnSomeRanks, {}),
     "left out with zeros": (LeavesOutAndKeepsZeros, {}),
     "left out by hand": (LeavesOutByHand, {}),
+    "an optimizer that evaluates the loss twice": (StepsBySharpness, {}),
+    "an optimizer around another": (LooksAhead, {}),
 }
 
 

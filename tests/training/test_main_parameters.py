@@ -18,6 +18,7 @@ from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shar
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.training import DistributedOptimizerConfig, MainParameters
 from lightning_megatron.training.shard_granularity import check_granularity, finest_granularity
+from tests.strategy.hook_cases import Lookahead, SharpnessAware
 from tests.training.runs import Run, single
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -267,6 +268,9 @@ class GlobalNorm(Lamb):
         (lambda p: torch.optim.Adagrad(p), "elements"),
         (lambda p: torch.optim.NAdam(p), "elements"),
         (lambda p: torch.optim.Adafactor(p), "parameters"),
+        (lambda p: torch.optim.Muon(p), "parameters"),
+        (lambda p: SharpnessAware(p), "model"),
+        (lambda p: Lookahead(torch.optim.SGD(p)), "model"),
         (lambda p: Lamb(p), "parameters"),
         (lambda p: BlockwiseMoments(p), "parameters"),
         (lambda p: GlobalNorm(p), "model"),
@@ -323,8 +327,14 @@ def test_granularity_is_tried_with_the_settings_of_every_group(
     assert finest_granularity(optimizer) == granularity
 
 
-def test_optimizer_that_uses_full_parameters_refuses_cut_parameters() -> None:
+@pytest.mark.parametrize("axis", ["tp", "etp", "pp", "ep"])
+def test_optimizer_is_refused_if_a_rank_has_less_than_it_needs(axis: str) -> None:
     lamb = Lamb([nn.Parameter(torch.ones(1))])
-    check_granularity(lamb, "parameters", cut=False)
-    with pytest.raises(UnsupportedError, match="Lamb uses whole parameters"):
-        check_granularity(lamb, "parameters", cut=True)
+    sizes = {name: 2 if name == axis else 1 for name in ("tp", "etp", "pp", "ep")}
+    check_granularity(lamb, "elements", sizes)
+    for granularity, needed in ("parameters", "whole parameters"), ("model", "the whole model"):
+        if granularity == "parameters" and axis in ("pp", "ep"):
+            check_granularity(lamb, granularity, sizes)
+            continue
+        with pytest.raises(UnsupportedError, match=rf"Lamb .* {axis} \(2\) .* needs {needed}"):
+            check_granularity(lamb, granularity, sizes)
