@@ -161,6 +161,7 @@ def averaged(kind: type[Net] = Net) -> Run:
             "weights": weights(module),
             "epochs": trainer.current_epoch,
             "metrics": metrics(trainer),
+            "with averages": trainer.validate(module, verbose=False)[0],
         }
 
     return run

@@ -28,14 +28,13 @@ from tests.world import run_world
 
 #: Cases that are refused if a rank holds a part of the model, and the beginnings of the messages.
 REFUSED = {
-    "averaged": "StochasticWeightAveraging needs the whole model on every rank",
-    "averaged with statistics": "StochasticWeightAveraging needs the whole model on every rank",
     "pruned": "ModelPruning needs the whole model on every rank",
     "graphed": "Graphs(log_graph=True) cannot be used with tp",
 }
 WITH_STAGES = {
     **REFUSED,
     "lambdas": "LambdaCallback.on_before_backward cannot be called with pp (2) above 1",
+    "averaged with statistics": "StochasticWeightAveraging cannot be used with pp (2) above 1 and",
 }
 STRATEGIES: dict[str, tuple[Callable[[], Any], bool]] = {
     "ddp": (lambda: "ddp", True),
@@ -51,6 +50,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Any], bool]] = {
 }
 IN_PARTS = chosen(
     [
+        "averaged",
         "finetuned",
         "summarized",
         "device statistics",
@@ -61,6 +61,7 @@ IN_PARTS = chosen(
         "rate found in the fit",
         "accumulated by a schedule",
     ],
+    "averaged",
     "finetuned",
     "summarized",
     "device statistics",

@@ -23,6 +23,7 @@ from lightning_megatron.strategy.private.callback_patches import (
     add_groups_on_every_stage,
     copy_replaced_parameters,
     pruned_modules,
+    recomputes_statistics,
     resets_weights,
     traces_graph,
 )
@@ -31,7 +32,6 @@ from lightning_megatron.strategy.private.loops import may_accumulate
 #: Callbacks that need the whole model, and the part of the error message that names the reason.
 _WHOLE_MODEL_CALLBACKS = {
     WeightAveraging: "makes its copy of the model",
-    StochasticWeightAveraging: "makes its copy of the model",
     ModelPruning: "chooses the weights that it prunes",
 }
 
@@ -78,7 +78,7 @@ def check_callbacks(
 
 def _check_no_writer(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, tuple(_WHOLE_MODEL_CALLBACKS)):
+        if isinstance(callback, (StochasticWeightAveraging, *_WHOLE_MODEL_CALLBACKS)):
             raise UnsupportedError(
                 f"fp8.parameters ('fp8') cannot be used with {type(callback).__name__}, because "
                 "the callback writes weights of the model, and weights in 8 bits cannot be "
@@ -115,11 +115,19 @@ def update_callbacks(trainer: Trainer, module: LightningModule, layout: Parallel
         layout: Sizes of the axes.
 
     Raises:
-        UnsupportedError: For the reasons of :func:`check_callbacks`; if a callback prunes weights
-            of replaced modules; or if a callback resets parameters by replacing their memory.
+        UnsupportedError: For the reasons of :func:`check_callbacks`; if a callback recomputes the
+            statistics of batch norms with pp above 1; if a callback prunes weights of replaced
+            modules; or if a callback resets parameters by replacing their memory.
     """
     check_callbacks(trainer, layout)
     if layout.pp > 1:
+        if recomputes_statistics(trainer):
+            raise UnsupportedError(
+                f"StochasticWeightAveraging cannot be used with pp ({layout.pp}) above 1 and batch "
+                "norms, because it recomputes their statistics in an epoch of forward passes, and "
+                "stages run forward and backward passes together. Use pp=1, or norms without "
+                "running statistics."
+            )
         add_groups_on_every_stage(trainer)
     copy_replaced_parameters(trainer, module)
     known = {id(part) for part in module.modules()}

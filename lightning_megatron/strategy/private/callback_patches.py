@@ -252,6 +252,16 @@ def copy_replaced_parameters(trainer: Trainer, module: LightningModule) -> None:
                 callback._average_model = _Copies(module.parameters())  # type: ignore[assignment]
 
 
+def recomputes_statistics(trainer: Trainer) -> bool:
+    """Return whether stochastic weight averaging has copied a module with batch norms."""
+    return any(
+        isinstance(callback, StochasticWeightAveraging)
+        and callback._average_model is not None
+        and callback.pl_module_contains_batch_norm(callback._average_model)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
+
+
 def traces_graph(logger: Logger) -> bool:
     """Return whether a logger runs the module on rank 0 alone, to trace its graph."""
     # The logger of a fast_dev_run returns a value for every attribute.
