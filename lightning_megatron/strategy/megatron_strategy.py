@@ -42,7 +42,7 @@ from lightning_megatron.strategy.checks.callback_checks import (
 from lightning_megatron.strategy.checks.module_comparison import check_same_module
 from lightning_megatron.strategy.logs.run_table import show_choices
 from lightning_megatron.strategy.optimization.empty_optimizers import (
-    allow_empty_optimizers,
+    build_optimizers_of_stage,
     check_trained_somewhere,
 )
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
@@ -204,7 +204,7 @@ class MegatronStrategy(TrainerAnswers):
 
     def _create_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
-        with allow_empty_optimizers(self.mesh), name_copies_as_originals(self.user_module):
+        with build_optimizers_of_stage(self.mesh), name_copies_as_originals(self.user_module):
             self.setup_optimizers(trainer)
         check_trained_somewhere(self.optimizers, self.mesh, saves_optimizers(trainer))
 

@@ -118,6 +118,26 @@ class ChangesBatch(Net):
         super().validation_step(batch, batch_idx)
 
 
+class GroupsBlocks(Net):
+    """Build a parameter group for each block, and groups of parameters inside of the blocks."""
+
+    def configure_optimizers(self) -> Any:
+        groups: list[dict[str, Any]] = [{"params": list(self.inp.parameters()), "lr": 0.01}]
+        for number, block in enumerate(self.blocks):
+            rate = 0.1 * 0.5**number
+            groups.append({"params": [block.inner[0].weight], "lr": rate})
+        biases = [
+            parameter
+            for block in self.blocks
+            for name, parameter in block.named_parameters()
+            if name.endswith("bias")
+        ]
+        groups.append({"params": biases, "lr": 0.2})
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        optimizer.add_param_group({"params": self.head.parameters()})
+        return optimizer
+
+
 class SumsBefore(Net):
     """Sum a value over all ranks before the call of the model."""
 
@@ -194,7 +214,7 @@ REFUSED: dict[type[Net], str] = {
     GivesModule: r"'blocks.0' gets a new module .* 'inner'.*self.blocks\[0\].inner = nn.Ident",
     SetsLate: r"'scale' after the block has run.*self.blocks\[0\].scale = 0.5",
 }
-KINDS: tuple[type[Net], ...] = (KeepsWeights, SetsAttributes, ChangesBatch)
+KINDS: tuple[type[Net], ...] = (KeepsWeights, SetsAttributes, ChangesBatch, GroupsBlocks)
 
 
 def fit(strategy: Any, kind: type[Net]) -> tuple[list[float], dict[str, Tensor], list[float]]:

@@ -1,4 +1,4 @@
-"""Optimizers of pipeline stages without trained parameters."""
+"""Optimizers of pipeline stages that hold some or none of the trained parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.parameter_groups import (
@@ -15,20 +16,22 @@ from lightning_megatron.checkpoint.parameter_groups import (
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.remote_tensor import RemoteTensor
 
 _REMEDY = (
     "Build the same groups on every stage in configure_optimizers, empty ones included (one for "
-    "each layer of the configuration, for example, instead of one for each parameter of "
+    "each block of the list of blocks, for example, instead of one for each parameter of "
     "named_parameters()), or save only weights by ModelCheckpoint(save_weights_only=True)."
 )
 
 
 @contextmanager
-def allow_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
-    """Allow optimizers without parameters inside the block, if the model is cut into stages.
+def build_optimizers_of_stage(mesh: ParallelMesh) -> Iterator[None]:
+    """Build optimizers inside the block from the parameters of this stage, if there are several.
 
-    A module that trains only its head has no trained parameters on the other stages, and torch
-    refuses optimizers without parameters.
+    Placeholders for parameters of other stages, as in the groups of a loop over all blocks, are
+    left out, so that all stages have the same groups. A module that trains only its head has no
+    trained parameters on the other stages, and torch refuses optimizers without parameters.
 
     Args:
         mesh: The groups of this rank.
@@ -37,16 +40,32 @@ def allow_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
         yield
         return
     original: Any = Optimizer.__init__
+    original_add: Any = Optimizer.add_param_group
 
     def init(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
         groups = params if isinstance(params, Sequence) else list(params)
         original(self, groups or [{"params": []}], defaults)
 
+    def add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+        params = param_group["params"]
+        # Torch refuses sets, which have no order.
+        if not isinstance(params, (Tensor, set)):
+            param_group["params"] = [value for value in params if not _is_absent(value)]
+        original_add(self, param_group)
+
     Optimizer.__init__ = init  # type: ignore[method-assign]
+    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
     try:
         yield
     finally:
+        Optimizer.add_param_group = original_add  # type: ignore[method-assign]
         Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def _is_absent(value: Any) -> bool:
+    """Return whether a parameter, or the second item of a named one, is on another stage."""
+    tensor = value[1] if isinstance(value, tuple) else value
+    return isinstance(tensor, Tensor) and (tensor.is_meta or isinstance(tensor, RemoteTensor))
 
 
 def check_trained_somewhere(
