@@ -60,7 +60,12 @@ def check_same_everywhere(
 
 
 def check_same_in_store(
-    store: dist.Store, rank: int, ranks: Sequence[int], fields: Fields, patience: timedelta
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    fields: Fields,
+    patience: timedelta,
+    remedy: str = _REMEDY,
 ) -> int:
     """Check that named values are equal on ranks that have no process group yet.
 
@@ -72,6 +77,7 @@ def check_same_in_store(
         ranks: Global ranks that take part, including this one.
         fields: Values by name.
         patience: Time to wait for the other ranks.
+        remedy: End of the error text: what the user should do if values differ.
 
     Returns:
         The number of comparisons that these ranks have started before in this store.
@@ -100,7 +106,7 @@ def check_same_in_store(
             f"rank {r}" + ("" if is_one_host else f" on {host}")
             for r, host in zip(ranks, hosts, strict=True)
         ]
-        complaint = _describe_differences([values for _, values in answers], names)
+        complaint = _describe_differences([values for _, values in answers], names, remedy)
         for reader in ranks:
             entries.set(f"result/{reader}/{number}", complaint or "")
         if complaint is not None:

@@ -69,9 +69,9 @@ def fit(module: LightningModule, data: Any, **sizes: int) -> None:
 
 
 @contextmanager
-def refused(text: str) -> Iterator[None]:
+def refused(text: str) -> Iterator[pytest.ExceptionInfo[RankMismatchError]]:
     with pytest.raises(RankMismatchError) as caught:
-        yield
+        yield caught
     assert f"rank 1 has {text}" in str(caught.value)
 
 
@@ -105,8 +105,9 @@ def _check_differences(rank: int, size: int) -> None:
         fit(TinyLM(), loader(), **sizes)
     sizes = {"vocab_size": 32, "max_seq_length": 16, "num_layers": 2, "hidden_size": 16}
     config = GPTConfig.gpt2(**sizes, num_heads=2, norm_eps=1e-6 if rank else 1e-5)
-    with refused("hparams['config']['norm_eps']='1e-06', the others '1e-05'"):
+    with refused("hparams['config']['norm_eps']='1e-06', the others '1e-05'") as error:
         fit(CausalLM(config), loader(), pp=2)
+    assert "belongs into save_hyperparameters(ignore=...)" in str(error.value)
 
 
 def test_the_first_difference_of_one_ranks_module_is_named_with_both_values() -> None:

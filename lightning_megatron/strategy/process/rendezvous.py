@@ -18,6 +18,10 @@ from lightning_megatron.strategy.private.processes import default_backend, init_
 
 #: Environment variable that torchrun sets if ranks should use the store of its agent.
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_REMEDY = (
+    "Start every rank with the same command, environment and files. A hyperparameter that must "
+    "differ, such as a time, belongs into save_hyperparameters(ignore=...)."
+)
 
 
 def check_backend(backend: str | None, device: torch.device) -> None:
@@ -83,7 +87,7 @@ def join_processes(
     )
     # Ranks with different configurations might create groups with different backends and hang, so
     # that the comparison comes first.
-    check_same_in_store(store, rank, range(size), configuration, join_timeout)
+    check_same_in_store(store, rank, range(size), configuration, join_timeout, _REMEDY)
     init_process_group(
         environment,
         backend or default_backend(device),
