@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jaxtyping
@@ -28,7 +29,7 @@ PLAN = {"net.up": "column", "net.down": "row"}
 EXTRA_PLANS = {"features": {"net.between": "features"}}
 #: Models, with the sizes below, of which tp cuts at least a part.
 CUT = (
-    *("PReLU", "norm of heads", "features", "teacher"),
+    *("PReLU", "norm of heads", "features", "teacher", "attack"),
     "Phi",
     "Apertus",
     "Cohere",
@@ -128,6 +129,7 @@ MODULES: dict[str, Callable[[], Regress]] = {
     ),
     "features": lambda: Regress(lambda: Net(PerFeature())),
     "teacher": lambda: Teacher(),
+    "attack": lambda: Attack(plain_net),
     "Apertus": lambda: Predict(language_model("ApertusForCausalLM")),
     "Cohere": lambda: Predict(language_model("CohereForCausalLM", use_qk_norm=True)),
     "Doge": lambda: Predict(language_model("DogeForCausalLM")),
@@ -255,6 +257,24 @@ def module_with(function: Callable[[Tensor], Tensor]) -> Callable[[], Regress]:
     return lambda: Regress(lambda: Net(Function(function)))
 
 
+class GradientPenalty(Regress):
+    """Add a penalty on the gradient of the inputs to the loss."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return super().training_step(batch, index) + gradient.square().mean()
+
+
+class Attack(Regress):
+    """Train on inputs that a step has changed by their gradient."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.net(x).square().mean(), x)
+        return super().training_step([batch[0] + 0.1 * gradient.sign(), batch[1]], index)
+
+
 class StoresMean(nn.Tanh):
     """Store the mean absolute value of the input."""
 
@@ -346,6 +366,9 @@ DRAWS_WITHOUT_OWN_STREAM: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         "could not be tried with all features",
     ),
 }
+
+#: Layout with one network in each of two stages.
+STAGES: dict[str, Any] = {"pp": 2, "pipeline_plan": {"net": "blocks"}, "microbatch_size": 2}
 
 REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "raw backward": (
@@ -465,6 +488,21 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
             rf"\(2\).*test_replicas.py:\d+ \(.*\), which {reason}.*the kind 'dropout'",
         )
         for name, (function, reason) in DRAWS_WITHOUT_OWN_STREAM.items()
+    },
+    "a penalty on gradients": (
+        lambda: GradientPenalty(plain_net),
+        {"tp": 2, "tensor_parallel_plan": PLAN},
+        r"UnsupportedError: training_step must not differentiate twice .*tp \(2\) cuts.*"
+        r"test_replicas.py:\d+ \('\(gradient,\) = torch.autograd.grad",
+    ),
+    **{
+        f"{kind.__name__} over stages": (
+            partial(kind, lambda: nn.Sequential(plain_net(), plain_net())),
+            STAGES,
+            r"UnsupportedError: training_step must not take derivatives itself with pp \(2\).*"
+            r"test_replicas.py:\d+ \('\(gradient,\) = torch.autograd.grad",
+        )
+        for kind in (GradientPenalty, Attack)
     },
     "nothing, for the noise is drawn": (
         module_with(random_noise),

@@ -5,14 +5,14 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.errors import UnsupportedError
@@ -68,12 +68,14 @@ _METADATA = frozenset(
 _TORCH_PATH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE_PATH = f"{Path(__file__).parents[2]}{os.sep}"
 _MODULE_CALL = nn.Module._call_impl.__code__
+_DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 class WeightReads:
     """Guard of each step's first batch against user code that reads sharded weights.
 
-    With stages it also refuses what :class:`StageGuard` describes.
+    It also refuses derivatives that the step takes itself, if a rank cannot compute them. With
+    stages it also refuses what :class:`StageGuard` describes.
 
     With tp a rank has a shard of each sharded weight, and with pp it has only the layers of its own
     stage. A penalty over all parameters, or a logged norm, would therefore cover only a part of the
@@ -104,7 +106,8 @@ class WeightReads:
         ):
             return nullcontext()
         stages = StageGuard(module, step, self._mesh) if self._mesh.pp.size > 1 else nullcontext()
-        return _Guard(module, step, dict(self._incomplete(module)), stages)
+        watched = dict(self._incomplete(module))
+        return _Guard(module, step, watched, stages, self._mesh, self._checked_steps)
 
     def _incomplete(self, module: nn.Module) -> Iterator[tuple[int, tuple[str, str]]]:
         """Yield identity, name and reason of the parameters that are incomplete on this rank."""
@@ -133,6 +136,8 @@ class _Guard(TorchFunctionMode):
         step: Name of the step.
         watched: Name of each incomplete parameter, and the reason, by identity of the parameter.
         stages: Further guard of a step that runs on several stages.
+        mesh: Process groups of this rank.
+        checked_steps: Steps that are not watched again.
     """
 
     def __init__(
@@ -141,9 +146,13 @@ class _Guard(TorchFunctionMode):
         step: str,
         watched: Mapping[int, tuple[str, str]],
         stages: AbstractContextManager[Any],
+        mesh: ParallelMesh,
+        checked_steps: set[str],
     ) -> None:
         super().__init__()
         self._stages = stages
+        self._mesh = mesh
+        self._checked_steps = checked_steps
         self._root = root
         self._step = step
         self._watched = watched
@@ -154,8 +163,13 @@ class _Guard(TorchFunctionMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """End a run of the step."""
+        """End a run of the step.
+
+        A step that fails is watched again, because a trial without gradients may repeat it.
+        """
         super().__exit__(*error)
+        if isinstance(error[1], RuntimeError):
+            self._checked_steps.discard(self._step)
         self._stages.__exit__(*error)
 
     def __torch_function__(
@@ -171,7 +185,47 @@ class _Guard(TorchFunctionMode):
             for value in _flat((*args, *kwargs.values())):
                 if id(value) in self._watched and isinstance(value, nn.Parameter):
                     self._check(value)
-        return func(*args, **kwargs)
+        if func not in _DERIVATIVES:
+            return func(*args, **kwargs)
+        self._check_stages()
+        result = func(*args, **kwargs)
+        if kwargs.get("create_graph") and func is torch.autograd.grad:
+            self._check_second(result)
+        return result
+
+    def _check_stages(self) -> None:
+        """Refuse a derivative that a step, and not one of its modules, takes of several stages."""
+        frame = _outside_torch(sys._getframe(2))
+        if self._mesh.pp.size == 1 or frame is None or _is_package(frame):
+            return
+        line = _line_of(frame)
+        while frame is not None and frame.f_code is not _MODULE_CALL:
+            frame = frame.f_back
+        if frame is None or frame.f_locals["self"] is self._root:
+            raise UnsupportedError(
+                f"{self._step} must not take derivatives itself with pp ({self._mesh.pp.size}) "
+                f"above 1, because each stage has a part of the graph: {line}. Use pp=1 (tp and "
+                "more data ranks divide the model as well), or leave the derivative out."
+            )
+
+    def _check_second(self, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse derivatives of layers that cannot be differentiated twice."""
+        frame = _outside_torch(sys._getframe(2))
+        nodes = [value.grad_fn for value in gradients if value is not None]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            if node is None:
+                continue
+            if type(node).__name__ == "Error" and frame is not None:
+                raise UnsupportedError(
+                    f"{self._step} must not differentiate twice through layers that tp "
+                    f"({self._mesh.tp.size}) cuts, as for a penalty on gradients: "
+                    f"{_line_of(frame)}. Give these layers the kind 'replicate' in "
+                    "tensor_parallel_plan, or use tp=1."
+                )
+            nodes += {after for after, _ in node.next_functions} - seen
+            seen |= {after for after, _ in node.next_functions}
 
     def _check(self, parameter: nn.Parameter) -> None:
         # Skip this method, its caller, the accessors of ``parameter.data`` and frames of torch, up
@@ -185,14 +239,8 @@ class _Guard(TorchFunctionMode):
             and frame.f_code is not _MODULE_CALL
         ):
             frame = frame.f_back
-        reader = frame
-        while reader is not None and reader.f_code.co_filename.startswith(_TORCH_PATH):
-            reader = reader.f_back
-        if (
-            reader is None
-            or reader.f_code.co_filename.startswith(_PACKAGE_PATH)
-            or self._is_owner_called(parameter, frame)
-        ):
+        reader = _outside_torch(frame)
+        if reader is None or _is_package(reader) or self._is_owner_called(parameter, frame):
             return
         name, reason = self._watched[id(parameter)]
         file = reader.f_code.co_filename
@@ -226,6 +274,23 @@ class _Guard(TorchFunctionMode):
                     return True
             frame = frame.f_back
         return False
+
+
+def _outside_torch(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame outside of torch."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH_PATH):
+        frame = frame.f_back
+    return frame
+
+
+def _is_package(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE_PATH)
+
+
+def _line_of(frame: FrameType) -> str:
+    """Return file, line and text of the code that a frame runs."""
+    file = frame.f_code.co_filename
+    return f"{file}:{frame.f_lineno} ({linecache.getline(file, frame.f_lineno).strip()!r})"
 
 
 def _reads_values(func: Callable[..., Any]) -> bool:
