@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.output_calls import OutputCalls, Target
+from lightning_megatron.strategy.logs.step_output import StepOutput
 from tests.strategy.log_cases import Logs, make_loader
 from tests.world import run_world
 
@@ -283,3 +286,31 @@ def test_a_value_that_differs_between_microbatches_is_averaged_over_their_sample
     assert merged.kwargs == {"step": 7}
     (by_tokens,) = calls.merged([1, 3])
     assert by_tokens.args[0]["value"] == 4.0
+
+
+class RunError(Exception):
+    """Error of a package whose run exists on rank 0 only."""
+
+    __module__ = "wandb.errors"
+
+
+def test_an_error_in_code_for_rank_zero_says_which_rank_has_run_it() -> None:
+    strategy = MegatronStrategy()
+    trainer = SimpleNamespace(strategy=strategy, loggers=[])
+    module: Any = SimpleNamespace(trainer=trainer)
+    mesh: Any = SimpleNamespace(pp=SimpleNamespace(size=2, ranks=(7, 0)), rank=0)
+    executor: Any = SimpleNamespace(is_probe=False, is_repeated=False)
+
+    def fail(error: Exception) -> None:
+        with StepOutput(mesh).of(module, Recorder(), executor):
+            assert strategy.global_rank == rank_zero_only.rank == 7
+            raise error
+
+    def notes_of(error: Exception) -> str:
+        with pytest.raises(type(error)):
+            fail(error)
+        assert strategy.global_rank == rank_zero_only.rank == 0
+        return " ".join(error.__notes__)
+
+    assert "Rank 0 counts as rank 7 in this step" in notes_of(AttributeError("writer"))
+    assert "Use self.logger.experiment.log(...)" in notes_of(RunError("call init first"))
