@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -45,29 +46,32 @@ def hidden_dropout(
     """
     if not training or probability == 0.0:
         return hidden
-    shape = hidden.shape
-    if hidden.dim() == 2:
-        return _dropped(hidden, probability, mesh, MaskNumbers(dimension_of_rows(shape, 0)))
-    batch_dim = int(not batch_first)
-    seq_dim = 1 - batch_dim
-    numbers = MaskNumbers(
-        dimension_of_rows(shape, batch_dim),
-        dimension_of_rows(shape, seq_dim),
-        cut=places_of(mesh, shape[seq_dim]),
-    )
+    sequence = (mesh.tp.rank, mesh.tp.size) if mesh.sequence_parallel else (0, 1)
+    context = (mesh.cp.rank, mesh.cp.size)
+    numbers = _hidden_numbers(tuple(hidden.shape), batch_first, sequence, context)
     return _dropped(hidden, probability, mesh, numbers)
 
 
-def places_of(mesh: ParallelMesh, length: int, is_sharded: bool | None = None) -> PlaceCut:
+# Every layer asks again in every step, and the host would take as long as for a launch.
+@lru_cache
+def _hidden_numbers(
+    shape: tuple[int, ...], batch_first: bool, sequence: tuple[int, int], context: tuple[int, int]
+) -> MaskNumbers:
+    if len(shape) == 2:
+        return MaskNumbers(dimension_of_rows(shape, 0))
+    seq_dim = int(batch_first)
+    samples, places = dimension_of_rows(shape, 1 - seq_dim), dimension_of_rows(shape, seq_dim)
+    return MaskNumbers(samples, places, cut=PlaceCut.of(shape[seq_dim], sequence, context))
+
+
+def places_of(mesh: ParallelMesh, length: int, is_sharded: bool) -> PlaceCut:
     """Return the positions of rows that this rank holds.
 
     Args:
         mesh: Process groups of this rank.
         length: Positions that this rank holds (tokens).
-        is_sharded: Whether the ranks of tp share the positions; None means under sequence
-            parallelism.
+        is_sharded: Whether the ranks of tp share the positions.
     """
-    is_sharded = mesh.sequence_parallel if is_sharded is None else is_sharded
     sequence = (mesh.tp.rank, mesh.tp.size) if is_sharded else (0, 1)
     return PlaceCut.of(length, sequence, (mesh.cp.rank, mesh.cp.size))
 
@@ -161,23 +165,21 @@ class _Dropout(torch.autograd.Function):
     def forward(
         ctx: Any, values: Tensor, key: Tensor, numbers: list[int], probability: float
     ) -> Tensor:
-        # In a captured computation the key lies in memory that each replay fills. The backward pass
-        # computes the mask again.
-        ctx.save_for_backward(key)
-        ctx.settings = numbers, probability
+        # The backward pass computes the mask again. In a captured computation the key lies in
+        # memory that each replay fills, which autograd would take for a change of a saved tensor.
+        ctx.settings = key, numbers, probability
         result: Tensor = torch.ops.lightning_megatron.dropout(values, key, numbers, probability)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (key,) = ctx.saved_tensors
-        return _Dropout.apply(grads[0], key, *ctx.settings), None, None, None
+        return _Dropout.apply(grads[0], *ctx.settings), None, None, None
 
 
 def _drop(values: Tensor, key: Tensor, numbers: Sequence[int], dropout: float) -> Tensor:
     if dropout == 0.0:
         return values.clone()
-    rows = MaskNumbers.of_integers(numbers)
+    rows = _rows_of(tuple(numbers))
     threshold = round(dropout * 2**31)
     scale = 1.0 / (1.0 - dropout)
     kernels = _kernels_for(values)
@@ -187,6 +189,11 @@ def _drop(values: Tensor, key: Tensor, numbers: Sequence[int], dropout: float) -
     shape = values.numel() // values.shape[-1], values.shape[-1]
     mask = keep_mask(key, shape, rows, threshold, values.device).view(values.shape)
     return torch.where(mask, values * scale, 0.0)
+
+
+@lru_cache
+def _rows_of(numbers: tuple[int, ...]) -> MaskNumbers:
+    return MaskNumbers.of_integers(numbers)
 
 
 def _shape_of_result(values: Tensor, key: Tensor, numbers: Sequence[int], dropout: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from lightning_megatron.plan.context import ContextCut
@@ -68,7 +69,7 @@ class MaskNumbers:
     first_head: int = 0
     first_feature: int = 0
 
-    @property
+    @cached_property
     def as_integers(self) -> list[int]:
         """Return all numbers, for an operator of torch."""
         cut = self.cut
