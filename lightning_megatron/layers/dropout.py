@@ -60,7 +60,8 @@ def _hidden_numbers(
     if len(shape) == 2:
         return MaskNumbers(dimension_of_rows(shape, 0))
     seq_dim = int(batch_first)
-    samples, places = dimension_of_rows(shape, 1 - seq_dim), dimension_of_rows(shape, seq_dim)
+    samples = dimension_of_rows(shape, 1 - seq_dim)
+    places = dimension_of_rows(shape, seq_dim)
     return MaskNumbers(samples, places, cut=PlaceCut.of(shape[seq_dim], sequence, context))
 
 
