@@ -174,7 +174,7 @@ class FineTuning(TokenModule):
     def training_step(
         self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
     ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
-        advance_streams(self, self.model, batch_idx)
+        advance_streams(self, self.model)
         num_rows = labelled(batch)
         loss = self.mean_loss(batch, num_rows, is_trained=True)
         self.log(

@@ -109,7 +109,7 @@ class BERTPretraining(TokenModule):
     def training_step(
         self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
     ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
-        advance_streams(self, self.model, batch_idx)
+        advance_streams(self, self.model)
         num_tokens = (batch["labels"] != IGNORED).sum()
         means = self._named_means(batch, num_tokens)
         for name, value in means.items():

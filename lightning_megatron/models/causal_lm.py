@@ -106,7 +106,7 @@ class CausalLM(TokenModule):
     def training_step(
         self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int
     ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
-        advance_streams(self, self.model, batch_idx)
+        advance_streams(self, self.model)
         return super().training_step(batch, batch_idx)
 
     def predict_step(

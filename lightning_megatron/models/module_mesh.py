@@ -8,7 +8,6 @@ import torch
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.random import derive_seed
 from lightning_megatron.models.layered import LayeredModule, single_mesh
 
 
@@ -29,20 +28,23 @@ def mesh_of_module(module: Any) -> ParallelMesh:
             f"{type(module).__name__} cannot be sharded over a {type(mesh).__name__}, because it "
             "is built from layers of lightning_megatron. Use MegatronStrategy, ddp or one device."
         )
-    # Initial weights are the same on all data-parallel processes, but dropout must differ.
-    return single_mesh(derive_seed(torch.initial_seed(), module.global_rank))
+    return single_mesh(torch.initial_seed() % 2**63)
 
 
-def advance_streams(module: Any, model: LayeredModule | None, batch_idx: int) -> None:
+def advance_streams(module: Any, model: LayeredModule | None) -> None:
     """Advance the random streams of a model to a training batch, unless MegatronStrategy does so.
+
+    Dropout masks are those of MegatronStrategy, if its ranks take the samples of a batch in turn.
 
     Args:
         module: LightningModule that trains the model.
         model: The model that ``configure_model`` has built.
-        batch_idx: Index of the batch in the epoch.
     """
     assert model is not None, "configure_model builds the model before its first use"
     if module.device_mesh is None:
         # MegatronStrategy advances the random streams itself.
         model.mesh.random.device = module.device
-        model.mesh.random.begin_microbatch(module.global_step, batch_idx)
+        trainer = module.trainer
+        rank = trainer.global_rank
+        samples = rank, trainer.world_size, 0
+        model.mesh.random.begin_microbatch(trainer.fit_loop.total_batch_idx, rank, samples)
