@@ -102,11 +102,11 @@ class Readers(Callback):
 
 
 def contents_of(folder: Path) -> dict[str, Any]:
-    """Return the contents of all files of a checkpoint that do not depend on the time."""
+    """Return the contents of all files of a checkpoint that do not depend on the save."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     contents: dict[str, Any] = {str(file.relative_to(folder)): file.read_bytes() for file in files}
     header = json.loads(contents["checkpoint.json"])
-    timed = ("saved_at", "checksum")
+    timed = ("saved_at", "save_number", "checksum")
     contents["checkpoint.json"] = {key: value for key, value in header.items() if key not in timed}
     return contents
 
