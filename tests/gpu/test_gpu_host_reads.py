@@ -36,7 +36,7 @@ class StrictLM(LightningModule):
         is_strict = batch_idx >= WARM
         torch.cuda.set_sync_debug_mode("error" if is_strict else "default")
         try:
-            loss = self.model(**batch).loss
+            loss = self.model(**batch, use_cache=False).loss
         finally:
             torch.cuda.set_sync_debug_mode("default")
         self.num_strict += is_strict

@@ -45,7 +45,7 @@ Gradients: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, tuple[Tensor, 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 4e-2}
 
 
-def make_calls(device: torch.device) -> dict[str, dict[str, Tensor]]:
+def make_calls(device: torch.device) -> dict[str, dict[str, Any]]:
     """Return arguments of a call for every kind of row."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, V, (B, S), generator=generator)
@@ -55,7 +55,7 @@ def make_calls(device: torch.device) -> dict[str, dict[str, Tensor]]:
     # The first token after padding has no predecessor.
     follows_token = left.roll(1, 1) * left
     follows_token[:, 0] = left[:, 0]
-    calls = {
+    calls: dict[str, dict[str, Any]] = {
         "whole": {"input_ids": tokens, "labels": tokens},
         "padded right": {
             "input_ids": tokens, "attention_mask": right, "labels": tokens.masked_fill(right == 0, -100),
@@ -64,11 +64,16 @@ def make_calls(device: torch.device) -> dict[str, dict[str, Tensor]]:
             "input_ids": tokens, "attention_mask": left, "labels": tokens.masked_fill(follows_token == 0, -100),
             "position_ids": (left.cumsum(-1) - 1).clamp(min=0),
         },
-        "packed": {"input_ids": tokens, "position_ids": packed, "labels": tokens},
+        "packed": {
+            "input_ids": tokens, "position_ids": packed, "labels": tokens, "use_cache": False,
+        },
         "odd": {"input_ids": tokens[:, :193], "labels": tokens[:, :193]},
     }  # fmt: skip
     return {
-        kind: {name: tensor.to(device) for name, tensor in call.items()}
+        kind: {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in call.items()
+        }
         for kind, call in calls.items()
     }
 

@@ -51,10 +51,11 @@ GRID_CASES = chosen(list(CASES), "mixtral", "deepseek_v3", "gpt_oss")
 GRID_KINDS = ("padded left", "packed", "odd")
 
 
-def inputs_of(rank: int) -> dict[str, dict[str, Tensor]]:
+def inputs_of(rank: int) -> dict[str, dict[str, Any]]:
     """Return calls of every kind, with another order of rows on every data rank."""
     return {
-        kind: {key: x.roll(rank, 0) for key, x in call.items()} for kind, call in inputs().items()
+        kind: {key: x.roll(rank, 0) if isinstance(x, Tensor) else x for key, x in call.items()}
+        for kind, call in inputs().items()
     }
 
 
@@ -65,21 +66,20 @@ def references() -> dict[str, dict[str, Reference]]:
         twins = {case: exact_twin_of(case) for case in CASES}
         return {
             case: {
-                kind: expected_of(twin, call_of_hugging_face(case, kind, call))
+                kind: expected_of(twin, call_of_hugging_face(case, call))
                 for kind, call in inputs().items()
             }
             for case, twin in twins.items()
         }
 
 
-def call_of_hugging_face(case: str, kind: str, call: dict[str, Tensor]) -> dict[str, Any]:
+def call_of_hugging_face(case: str, call: dict[str, Any]) -> dict[str, Any]:
     """Return a call for Hugging Face's model; the class of gpt-oss needs masks that separate packed
     sequences.
     """
-    if (case, kind) != ("gpt_oss", "packed"):
+    if case != "gpt_oss" or call.get("use_cache", True):
         return call
-    # A sequence starts where positions start.
-    sequence = (call["position_ids"] == 0).cumsum(-1)
+    sequence = (call["position_ids"].diff(prepend=call["position_ids"][:, :1] - 1) != 1).cumsum(-1)
     index = torch.arange(sequence.shape[-1])
     distance = index[:, None] - index
     attends = (sequence[:, :, None] == sequence[:, None]) & (distance >= 0)

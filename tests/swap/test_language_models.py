@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def normalise_exactly(twin: nn.Module) -> nn.Module:
     return twin
 
 
-def inputs() -> dict[str, dict[str, Tensor]]:
+def inputs() -> dict[str, dict[str, Any]]:
     """Return calls of every kind: full rows, padding on either side, packed sequences and odd
     lengths.
     """
@@ -115,6 +116,7 @@ def inputs() -> dict[str, dict[str, Tensor]]:
     right, left = torch.ones(B, S, dtype=torch.long), torch.ones(B, S, dtype=torch.long)
     right[1, 7:], left[2, :3] = 0, 0
     packed = torch.cat([torch.arange(4), torch.arange(6)]).expand(B, S)
+    gaps = torch.tensor([0, 2, 4, 5, 6, 9, 11, 12, 20, 21]).expand(B, S)
     return {
         "whole": {"input_ids": tokens, "labels": labels},
         "padded right": {
@@ -134,12 +136,26 @@ def inputs() -> dict[str, dict[str, Tensor]]:
             "labels": labels.masked_fill(F.pad(left, (1, 0), value=1)[:, :-1] * left == 0, -100),
             "position_ids": (left.cumsum(-1) - 1).clamp(min=0),
         },
-        "packed": {"input_ids": tokens, "position_ids": packed, "labels": labels},
+        "packed": {
+            "input_ids": tokens,
+            "position_ids": packed,
+            "labels": labels,
+            "use_cache": False,
+        },
+        # Positions cut rows only where Hugging Face's model fills no cache.
+        "restarting positions": {"input_ids": tokens, "position_ids": packed, "labels": labels},
+        "positions with gaps": {"input_ids": tokens, "position_ids": gaps, "labels": labels},
+        "positions with gaps, without a cache": {
+            "input_ids": tokens,
+            "position_ids": gaps,
+            "labels": labels,
+            "use_cache": False,
+        },
         "odd": {"input_ids": tokens[:, :7], "labels": labels[:, :7]},
     }
 
 
-def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Reference:
+def expected_of(twin: nn.Module, call: Mapping[str, Any]) -> Reference:
     """Return Hugging Face's logits, the loss in float64 and the gradients by name."""
     twin.zero_grad()
     logits = logits_of(twin, {name: tensor for name, tensor in call.items() if name != "labels"})
@@ -153,18 +169,24 @@ def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Reference:
     )
 
 
-def logits_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Tensor:
+def logits_of(twin: nn.Module, call: Mapping[str, Any]) -> Tensor:
     """Return Hugging Face's logits, in float64 throughout."""
-    # With a cache, Hugging Face's models do not detect packed sequences.
     if twin.config.model_type not in WITH_SLOPES:
-        logits: Tensor = twin(**call, use_cache=False).logits
+        logits: Tensor = twin(**call).logits
         return logits
     with float32_as_float64():
-        if "position_ids" in call and "attention_mask" not in call:
-            # Hugging Face's models with slopes do not support packed sequences.
-            parts = call["input_ids"].split([4, S - 4], 1)
-            return torch.cat([twin(input_ids=part, use_cache=False).logits for part in parts], 1)
-        return twin(**call, use_cache=False).logits
+        if call.get("use_cache", True) or "position_ids" not in call:
+            return twin(**call).logits
+        # Hugging Face's models with slopes do not support packed sequences.
+        starts = [
+            *(call["position_ids"][0].diff(prepend=call["position_ids"][0, :1]) != 1)
+            .nonzero()
+            .flatten()
+            .tolist(),
+            S,
+        ]
+        parts = call["input_ids"].split([end - start for start, end in pairwise(starts)], 1)
+        return torch.cat([twin(input_ids=part).logits for part in parts], 1)
 
 
 def compare(case: str, *meshes: ParallelMesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy as shallow_copy
@@ -49,7 +50,8 @@ class ModuleState:
     """Snapshot of a module's buffers and attributes, to find and undo changes.
 
     The snapshot covers numbers, tensors, containers of both, generators and plain objects of the
-    user's classes. It leaves out parameters, modules and objects of known libraries.
+    user's classes. It leaves out parameters, modules and objects of known libraries. Hooks of
+    modules are restored, too, because attributes may note which hooks are registered.
 
     Args:
         module: Module to record, with all its submodules.
@@ -59,7 +61,9 @@ class ModuleState:
     def __init__(
         self, module: nn.Module, parts: Iterable[tuple[str, nn.Module]] | None = None
     ) -> None:
-        self._held = list(_dictionaries(module.named_modules() if parts is None else parts))
+        parts = list(module.named_modules() if parts is None else parts)
+        self._held = list(_dictionaries(parts))
+        self._hooks = [(hooks, hooks.copy()) for _, part in parts for hooks in _hooks_of(part)]
         self._recorded: dict[int, _Recorded] = {}
         for attributes in self._held:
             for key, value in attributes.kept.items():
@@ -97,6 +101,10 @@ class ModuleState:
             for key in attributes.now().keys() - attributes.kept.keys():
                 del attributes.held[key]
             attributes.held.update(attributes.kept)
+        for hooks, earlier in self._hooks:
+            if hooks != earlier:
+                hooks.clear()
+                hooks.update(earlier)
         for recorded in self._recorded.values():
             if not _holds(recorded):
                 _put_back(recorded)
@@ -168,6 +176,10 @@ def _dictionaries(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[_Attribute
         skipped = _LIGHTNING_ATTRIBUTES if isinstance(part, LightningModule) else _MODULE_ATTRIBUTES
         for held, left_out in ((vars(part), skipped), (part._buffers, frozenset[str]())):
             yield _Attributes(prefix, held, left_out, is_watched, _values(held, left_out))
+
+
+def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    return [vars(module)[key] for key in _HOOKS if key in vars(module)]
 
 
 def _values(held: dict[str, Any], skipped: frozenset[str]) -> dict[str, Any]:
@@ -318,4 +330,5 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
 }
 #: Attributes of every module, which torch, the Trainer and the strategy manage.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_HOOKS = tuple(key for key in _MODULE_ATTRIBUTES if re.search("(for|back)ward_.*hooks", key))
 _LIGHTNING_ATTRIBUTES = frozenset({*vars(LightningModule()), "_device_mesh", "log"})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
@@ -249,6 +250,15 @@ def _without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     _checked(module, args, kwargs)
+    positions = kwargs.get("position_ids")
+    inputs = [*args, *map(kwargs.get, ("input_ids", "inputs_embeds", "attention_mask"))]
+    inputs = [value for value in inputs if value is not None]
+    settings: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
+    fills_cache = kwargs.get("use_cache") is None and getattr(settings, "use_cache", False)
+    if fills_cache and positions is not None and len(inputs) == 1:
+        # Without a cache and a mask, these models separate sequences by their positions.
+        mask = torch.ones(inputs[0].shape[:2], dtype=torch.long, device=positions.device)
+        kwargs = {**kwargs, "attention_mask": mask}
     return args, {**kwargs, "use_cache": False}
 
 

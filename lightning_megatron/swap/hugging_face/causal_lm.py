@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from lightning_megatron.swap.hugging_face.generation_cache import GenerationCach
 from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
 from lightning_megatron.swap.hugging_face.packed_rows import (
     PackedRow,
+    cut_by_positions,
     pad_span,
     shifted,
     span_of,
@@ -128,13 +129,14 @@ class HuggingFaceLM(ReplacedModel):
         Args:
             input_ids: Token ids; alternatively ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, on either side.
-            position_ids: Position of every token. Without an attention mask, a position that is
-                not one more than its predecessor starts a new sequence, and tokens attend only
-                within their sequence.
+            position_ids: Position of every token. Without an attention mask they cut rows into
+                sequences whenever they do in Hugging Face's model; see :func:`cut_by_positions`.
             past_key_values: The name of ``cache`` before transformers 5.24.
             inputs_embeds: Vectors instead of token ids.
             labels: Token ids, or -100 where no loss is computed.
-            use_cache: Argument without effect; only ``generate`` fills a cache.
+            use_cache: Whether Hugging Face's model would fill a cache, which here only
+                ``generate`` does; with a cache position_ids do not cut rows. None means the setting
+                of the configuration.
             logits_to_keep: Number of last positions whose logits are returned (0: all).
             num_items_in_batch: Divisor of the summed loss; by default the number of labels that
                 are not ignored (tokens).
@@ -158,7 +160,8 @@ class HuggingFaceLM(ReplacedModel):
         past = next(iter(caches.values()), None)
         inputs = _one_input(input_ids, inputs_embeds)
         length = inputs.shape[1]
-        described = attention_mask, position_ids, PackedRow(cu_seq_lens_q, max_length_q)
+        cuts = self._cut_by_positions(use_cache)
+        described = attention_mask, position_ids, PackedRow(cu_seq_lens_q, max_length_q, cuts)
         rows = self._rows(input_ids, inputs_embeds, *described, labels, shift_labels, past)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
         gather = partial(self._gather, kept, len(inputs), self._is_chunked(rows.labels), rows.span)
@@ -181,6 +184,12 @@ class HuggingFaceLM(ReplacedModel):
             states = tuple(state[: len(inputs), :length] for state in states)
             output = CausalLMOutput(loss, lambda: gather(shard), states)
         return _with_caches(output, caches, length)
+
+    def _cut_by_positions(self, use_cache: bool | None) -> Literal["steps", "minimum"] | None:
+        if self.gpt.config.position == "alibi":
+            # Hugging Face's classes ignore positions, and do not support packed sequences.
+            return "steps" if use_cache is False else None
+        return cut_by_positions(self.config, use_cache, self._fills_no_cache())
 
     def _rows(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +22,14 @@ class PackedRow:
     Args:
         borders: Cumulative lengths of the sequences, from 0; None means one sequence (tokens).
         longest: Upper bound of the lengths; None means the length of the row (tokens).
+        by_positions: How position_ids cut a row without borders and mask: ``"steps"`` begins a
+            sequence at each position that is not one more than its predecessor, ``"minimum"`` at
+            each smallest position, if there is one row; None does not cut.
     """
 
     borders: Tensor | None = None
     longest: int | None = None
+    by_positions: Literal["steps", "minimum"] | None = None
 
 
 def span_of(
@@ -71,10 +75,12 @@ def span_of(
         return _padding(attention_mask.to(torch.bool), positions, kind)
     if position_ids is None:
         return None
-    most = int(_begins(host.read(position_ids)).sum(1).max())
+    if packed.by_positions is None or (packed.by_positions == "minimum" and shape[0] > 1):
+        return AttentionSpan(positions=positions)
+    most = int(_begins(host.read(position_ids), packed.by_positions).sum(1).max())
     if most == 0:
         return AttentionSpan(positions=positions)
-    begins = _begins(position_ids)
+    begins = _begins(position_ids, packed.by_positions)
     # A power of two, so that steps with similar numbers of documents have equal shapes.
     columns = 1 << most.bit_length()
     lengths = position_ids.new_zeros(len(begins), columns)
@@ -112,9 +118,32 @@ def pad_span(span: AttentionSpan | None, extra: int, num_rows: int) -> Attention
     return replace(span, lengths=lengths, longest=longest, positions=positions, mask=mask)
 
 
-def _begins(position_ids: Tensor) -> Tensor:
-    """Return whether a new sequence begins at each position."""
-    return position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
+def cut_by_positions(
+    config: Any, use_cache: bool | None, recomputes: bool
+) -> Literal["steps", "minimum"] | None:
+    """Return how Hugging Face's model cuts rows by position_ids; see :class:`PackedRow`.
+
+    Flash attention looks at the positions in every call. The masks of other attention depend on
+    them only in a call that fills no cache.
+
+    Args:
+        config: Configuration of the model.
+        use_cache: Argument of the call; None means the setting of the configuration.
+        recomputes: Whether this call checkpoints blocks, which excludes a cache.
+    """
+    if "flash" in (getattr(config, "_attn_implementation", None) or ""):
+        return "minimum"
+    if use_cache is None:
+        use_cache = getattr(config, "use_cache", None)
+    return None if use_cache and not recomputes else "steps"
+
+
+def _begins(position_ids: Tensor, rule: Literal["steps", "minimum"]) -> Tensor:
+    """Return whether a new sequence begins at each position, the first one excepted."""
+    if rule == "steps":
+        return position_ids.diff(prepend=position_ids[:, :1] - 1) != 1
+    begins = position_ids == position_ids.min()
+    return F.pad(begins[:, 1:], (1, 0), value=False)
 
 
 def _kind_of(mask: Tensor, labels: Tensor | None) -> Literal["plain", "separate", "mixed"]:

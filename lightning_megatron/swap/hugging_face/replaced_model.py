@@ -64,11 +64,26 @@ class ReplacedModel(nn.Module):
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Recompute blocks in the backward pass instead of storing their activations."""
-        self.body.recompute = "full"
+        self._recompute(True)
 
     def gradient_checkpointing_disable(self) -> None:
         """Store the activations of blocks instead of recomputing them."""
-        self.body.recompute = "none"
+        self._recompute(False)
+
+    def _recompute(self, is_on: bool) -> None:
+        self.body.recompute = "full" if is_on else "none"
+        # Hugging Face's models fill no cache while they recompute blocks.
+        part: Any
+        for part in self.modules():
+            if hasattr(part, "gradient_checkpointing"):
+                part.gradient_checkpointing = is_on
+
+    def _fills_no_cache(self) -> bool:
+        """Return whether this call recomputes blocks at the user's request."""
+        is_training = self.training and torch.is_grad_enabled()
+        return is_training and any(
+            getattr(part, "gradient_checkpointing", False) for part in self.modules()
+        )
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count the elements of the full model's parameters; a shared one counts once (elements).
