@@ -108,7 +108,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> BoundaryGradients:
         """Return the border of the tensor-parallel region: every rank has its own logits."""
-        return BoundaryGradients((True,), takes_parts=False)
+        return BoundaryGradients((True, False), takes_parts=False)
 
     @staticmethod
     def forward(

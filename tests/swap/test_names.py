@@ -290,7 +290,7 @@ def check_states(mesh: ParallelMesh) -> None:
         model = swapped(exact_twin(case), mesh)
         theirs = twin(input_ids=TOKENS, output_hidden_states=True)
         ours = model(input_ids=TOKENS, output_hidden_states=True)
-        assert ours.keys() == ("logits", "hidden_states")
+        assert tuple(ours) == ("logits", "hidden_states")
         assert len(ours.hidden_states) == len(theirs.hidden_states)
         for layer, (our_state, their_state) in enumerate(
             zip(ours.hidden_states, theirs.hidden_states, strict=True)

@@ -381,6 +381,10 @@ class StepRunner:
         def loss_of(output: Any, number: int) -> Tensor | None:
             if self._mesh.pp.size == 1 and number == 0:
                 passes.clear_gradients()
+            if isinstance(output, Mapping):
+                # The output of a replaced model gathers its logits at the first read, which must
+                # precede the backward pass.
+                tuple(output.values())
             return losses.take(output, number)
 
         with draws:

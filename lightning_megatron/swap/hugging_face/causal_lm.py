@@ -24,7 +24,7 @@ from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.generation_cache import GenerationCache
-from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
+from lightning_megatron.swap.hugging_face.outputs import late_output, output_class
 from lightning_megatron.swap.hugging_face.packed_rows import (
     PackedRow,
     cut_by_positions,
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 #: Arguments of Hugging Face's call that do not change the result, only how it is computed. A
 #: replaced model ignores them.
-_IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_k", "cu_seq_lens_k"})
+_IRRELEVANT = frozenset({"cache_position", "max_length_k", "cu_seq_lens_k"})
 
 
 class LabelledGPT(GPT):
@@ -112,16 +112,17 @@ class HuggingFaceLM(ReplacedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         shift_labels: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         output_hidden_states: bool | None = None,
         cache: Any = None,
+        return_dict: bool | None = None,
         **others: Any,
-    ) -> CausalLMOutput:
-        """Return an output with ``logits`` and, if requested, ``loss`` and ``hidden_states``.
+    ) -> Any:
+        """Return Hugging Face's output: ``logits``, and ``loss`` and ``hidden_states`` on request.
 
         Shapes: input_ids, attention_mask, position_ids and labels ``(B, S)``; inputs_embeds
             ``(B, S, D)``; logits ``(B, S, V)``.
@@ -129,23 +130,20 @@ class HuggingFaceLM(ReplacedModel):
         Args:
             input_ids: Token ids; alternatively ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, on either side.
-            position_ids: Position of every token. Without an attention mask they cut rows into
-                sequences whenever they do in Hugging Face's model; see :func:`cut_by_positions`.
+            position_ids: Position of every token, which may separate packed sequences; see
+                :func:`cut_by_positions`.
             past_key_values: The name of ``cache`` before transformers 5.24.
             inputs_embeds: Vectors instead of token ids.
             labels: Token ids, or -100 where no loss is computed.
-            use_cache: Whether Hugging Face's model would fill a cache, which here only
-                ``generate`` does; with a cache position_ids do not cut rows. None means the setting
-                of the configuration.
-            logits_to_keep: Number of last positions whose logits are returned (0: all).
-            num_items_in_batch: Divisor of the summed loss; by default the number of labels that
-                are not ignored (tokens).
+            use_cache: Whether Hugging Face's model fills a cache; only ``generate`` fills one here.
+            logits_to_keep: Number of last positions with logits (0: all), or a tensor that selects.
+            num_items_in_batch: Divisor of the summed loss; None counts labels (tokens).
             shift_labels: Labels that are already shifted.
             cu_seq_lens_q: Boundaries of sequences packed into one row, as in flash attention.
             max_length_q: Upper bound of the lengths of these sequences (tokens).
             output_hidden_states: Whether to return the states of all layers; requires pp=1.
-            cache: Cache of ``generate`` with the keys and values of earlier tokens; None without
-                one.
+            cache: Cache of ``generate`` with earlier keys and values; None without one.
+            return_dict: False returns a tuple; None means the setting of the configuration.
             others: Further arguments, none of which may change the result.
 
         Raises:
@@ -159,31 +157,35 @@ class HuggingFaceLM(ReplacedModel):
         caches = _own_caches(past_key_values=past_key_values, cache=cache)
         past = next(iter(caches.values()), None)
         inputs = _one_input(input_ids, inputs_embeds)
-        length = inputs.shape[1]
-        cuts = self._cut_by_positions(use_cache)
-        described = attention_mask, position_ids, PackedRow(cu_seq_lens_q, max_length_q, cuts)
-        rows = self._rows(input_ids, inputs_embeds, *described, labels, shift_labels, past)
-        kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
-        gather = partial(self._gather, kept, len(inputs), self._is_chunked(rows.labels), rows.span)
-
-        def run() -> tuple[Tensor | None, Tensor]:
-            settings = {"span": rows.span, "embeddings": rows.embeddings}
-            total, shard = self.gpt(
-                rows.tokens, rows.labels, ignore_index=IGNORED, sums=True, **settings
-            )
-            return None if total is None else _mean(total, rows.labels, num_items_in_batch), shard
-
+        packed = PackedRow(cu_seq_lens_q, max_length_q, self._cut_by_positions(use_cache))
+        described = attention_mask, position_ids, packed, labels, shift_labels
+        rows = self._rows(input_ids, inputs_embeds, *described, past)
+        has_hidden = self._is_chunked(rows.labels)
+        gather: Any = partial(self._gather, logits_to_keep, inputs.shape[:2], has_hidden, rows.span)
+        run = partial(self._run, rows, num_items_in_batch)
+        states = {}
         if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
-            has_labels = rows.labels is not None
-            output = self._from_last_stage(run, gather, len(inputs), kept, has_labels)
-        elif not output_hidden_states:
-            loss, shard = run()
-            output = CausalLMOutput(loss, lambda: gather(shard))
+            shape = _selected(torch.empty(*inputs.shape[:2], 1), logits_to_keep).shape[:-1]
+            loss, gather = self._from_last_stage(run, gather, shape, rows.labels is not None)
+        elif output_hidden_states:
+            (loss, shard), found = self._with_states(run, rows.span)
+            states["hidden_states"] = tuple(
+                state[: len(inputs), : inputs.shape[1]] for state in found
+            )
+            gather = partial(gather, shard)
         else:
-            (loss, shard), states = self._with_states(run, rows.span)
-            states = tuple(state[: len(inputs), :length] for state in states)
-            output = CausalLMOutput(loss, lambda: gather(shard), states)
-        return _with_caches(output, caches, length)
+            loss, shard = run()
+            gather = partial(gather, shard)
+        output = late_output(output_class(self), loss, gather, **states)
+        return self._returned(_with_caches(output, caches, inputs.shape[1]), return_dict)
+
+    def _run(self, rows: _Rows, num_items: Tensor | int | None) -> tuple[Tensor | None, Tensor]:
+        """Return the mean loss, if there are labels, and this rank's logits."""
+        settings = {"span": rows.span, "embeddings": rows.embeddings}
+        total, shard = self.gpt(
+            rows.tokens, rows.labels, ignore_index=IGNORED, sums=True, **settings
+        )
+        return None if total is None else _mean(total, rows.labels, num_items), shard
 
     def _cut_by_positions(self, use_cache: bool | None) -> Literal["steps", "minimum"] | None:
         if self.gpt.config.position == "alibi":
@@ -267,17 +269,14 @@ class HuggingFaceLM(ReplacedModel):
         self,
         run: Callable[[], tuple[Tensor | None, Tensor]],
         gather: Callable[[Tensor], Tensor],
-        num_sequences: int,
-        kept: slice,
+        shape: torch.Size,
         has_labels: bool,
-    ) -> CausalLMOutput:
+    ) -> tuple[Tensor | None, Callable[[], Tensor]]:
         """Run the pipeline stages in turn, and broadcast the result to all ranks."""
         pp = self.gpt.mesh.pp
         options = dict[str, Any](device=self.device, dtype=self.dtype)
         output = run_stage_by_stage(self.gpt, run)
-        logits = torch.empty(
-            num_sequences, kept.stop - kept.start, self.gpt.config.vocab_size, **options
-        )
+        logits = torch.empty(*shape, self.gpt.config.vocab_size, **options)
         loss = torch.empty(
             (), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32)
         )
@@ -289,7 +288,7 @@ class HuggingFaceLM(ReplacedModel):
         broadcast_(logits, pp, loss_stage)
         if has_labels:
             broadcast_(loss, pp, loss_stage)
-        return CausalLMOutput(loss if has_labels else None, lambda: logits)
+        return loss if has_labels else None, lambda: logits
 
     def _padded_span(self, span: AttentionSpan | None, inputs: Tensor) -> AttentionSpan | None:
         return laid_out(span, inputs, self.gpt.mesh, self.gpt.context)
@@ -305,11 +304,17 @@ class HuggingFaceLM(ReplacedModel):
         return self.gpt.tokens_at_once(labels.numel() // self.gpt.mesh.cp.size) is not None
 
     def _gather(
-        self, kept: slice, rows: int, from_hidden: bool, span: AttentionSpan | None, shard: Tensor
+        self,
+        kept: int | Tensor,
+        shape: torch.Size,
+        from_hidden: bool,
+        span: AttentionSpan | None,
+        shard: Tensor,
     ) -> Tensor:
+        rows, length = shape
         if isinstance(shard, RemoteTensor):
             # An absent tensor has no values to gather, and already has the full shape.
-            return shard[kept, :rows].transpose(0, 1)
+            return _selected(shard[:length, :rows].transpose(0, 1), kept)
         mesh = self.gpt.mesh
         if from_hidden:
             if torch.is_grad_enabled():
@@ -321,9 +326,10 @@ class HuggingFaceLM(ReplacedModel):
                 )
             shard = self.gpt.logits(shard)
         cut = None if span is None else span.order
-        local = join_parts(shard, mesh.cp, cut=cut)[kept, :rows]
-        full = gather_from_axis(local, mesh.tp, dim=-1)
-        return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
+        local = join_parts(shard, mesh.cp, cut=cut)[:length, :rows]
+        selected = _selected(local.transpose(0, 1), kept)
+        full = gather_from_axis(selected, mesh.tp, dim=-1)
+        return full[..., : self.gpt.config.vocab_size]
 
 
 def gather_sequences(hidden: Tensor, mesh: ParallelMesh, cut: TokenOrder | None = None) -> Tensor:
@@ -353,14 +359,27 @@ def _own_caches(**caches: Any) -> dict[str, GenerationCache]:
     return generation_caches
 
 
-def _with_caches(
-    output: CausalLMOutput, caches: Mapping[str, GenerationCache], count: int
-) -> CausalLMOutput:
+def _with_caches(output: Any, caches: Mapping[str, GenerationCache], count: int) -> Any:
     """Return the output with caches that have advanced by new tokens, under the caller's names."""
     for name, cache in caches.items():
         cache.advance(count)
-        setattr(output, name, cache)
+        output[name] = cache
     return output
+
+
+def _selected(logits: Tensor, kept: int | Tensor) -> Tensor:
+    """Return the logits of some positions, as Hugging Face's ``logits_to_keep`` selects them.
+
+    Shapes: logits ``(B, S, V)``; a tensor kept ``(N)``, ``(B, N)`` or, of booleans, ``(B, S)``; the
+        result ``(B, N, V)``, or ``(N, V)`` for booleans ``(B, S)``.
+    """
+    if not isinstance(kept, Tensor):
+        return logits[:, -kept:]
+    if kept.dim() == 1:
+        return logits[:, kept]
+    if kept.dtype == torch.bool:
+        return logits[kept]
+    return torch.take_along_dim(logits, kept[..., None], 1)
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:

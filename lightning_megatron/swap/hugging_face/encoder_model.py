@@ -15,7 +15,7 @@ from lightning_megatron.layers.context_parallel.sequence_order import length_mul
 from lightning_megatron.models.encoder import Encoder, EncoderResult
 from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.remote_tensor import RemoteTensor
-from lightning_megatron.swap.hugging_face.outputs import EncoderOutput, MaskedLMOutput, SpanOutput
+from lightning_megatron.swap.hugging_face.outputs import late_output, output_class
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
 
 #: Arguments of Hugging Face's call that do not change the result.
@@ -52,7 +52,7 @@ class HuggingFaceEncoder(ReplacedModel):
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         **others: Any,
-    ) -> EncoderOutput | MaskedLMOutput | SpanOutput | tuple[Any, ...]:
+    ) -> Any:
         """Return Hugging Face's output: ``loss`` and ``logits``, or the hidden states.
 
         Shapes: input_ids, attention_mask, token_type_ids and position_ids ``(B, S)``; inputs_embeds
@@ -97,14 +97,14 @@ class HuggingFaceEncoder(ReplacedModel):
             rows = self._padded(rows, extra)
             targets = None if targets is None else F.pad(targets, (0, extra), value=IGNORED)
         result = self.layers(rows, targets, IGNORED)
-        output: EncoderOutput | MaskedLMOutput | SpanOutput
+        output: Any
         if head == "masked_lm":
             output = self._masked(result, targets, length)
         elif head == "span":
             output = self._spans(result, start_positions, end_positions, length)
         else:
             output = self._output(result, labels, length, choices)
-        return output.to_tuple() if others.get("return_dict") is False else output
+        return self._returned(output, others.get("return_dict"))
 
     def _rows(
         self,
@@ -150,17 +150,19 @@ class HuggingFaceEncoder(ReplacedModel):
             lengths,
         )
 
-    def _masked(self, result: EncoderResult, labels: Tensor | None, length: int) -> MaskedLMOutput:
+    def _masked(self, result: EncoderResult, labels: Tensor | None, length: int) -> Any:
         logits = result.logits
         loss = None
         assert logits is not None, "a masked language model computes logits"
         if result.losses is not None and labels is not None:
             loss = result.losses.sum() / (labels != IGNORED).sum().clamp(min=1)
-        return MaskedLMOutput(loss, lambda: self.layers.gather_logits(logits)[:, :length])
+        return late_output(
+            output_class(self), loss, lambda: self.layers.gather_logits(logits)[:, :length]
+        )
 
     def _spans(
         self, result: EncoderResult, starts: Tensor | None, ends: Tensor | None, length: int
-    ) -> SpanOutput:
+    ) -> Any:
         logits = result.logits
         assert logits is not None, "a head of spans computes logits"
         if isinstance(logits, RemoteTensor):
@@ -175,11 +177,11 @@ class HuggingFaceEncoder(ReplacedModel):
         loss = None
         if starts is not None and ends is not None:
             loss = (_place_loss(starts_logits, starts) + _place_loss(ends_logits, ends)) / 2
-        return SpanOutput(loss, starts_logits, ends_logits)
+        return output_class(self)(loss=loss, start_logits=starts_logits, end_logits=ends_logits)
 
     def _output(
         self, result: EncoderResult, labels: Tensor | None, length: int, choices: int | None
-    ) -> EncoderOutput:
+    ) -> Any:
         logits = result.logits
         if logits is not None and choices is not None:
             shape = logits.shape[0] // choices, choices
@@ -188,13 +190,13 @@ class HuggingFaceEncoder(ReplacedModel):
             else:
                 logits = logits.view(shape)
             loss = None if labels is None else _cross_entropy(logits, labels)
-            return EncoderOutput(loss=loss, logits=logits)
+            return output_class(self)(loss=loss, logits=logits)
         if logits is not None:
             loss = None if labels is None else self._class_loss(logits, labels)
-            return EncoderOutput(loss=loss, logits=logits)
+            return output_class(self)(loss=loss, logits=logits)
         assert result.hidden is not None, "an encoder without a head returns hidden states"
         hidden = self.layers.gather_hidden(result.hidden)[:, :length]
-        return EncoderOutput(last_hidden_state=hidden, pooler_output=result.pooled)
+        return output_class(self)(last_hidden_state=hidden, pooler_output=result.pooled)
 
     def _class_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         problem = self.config.problem_type

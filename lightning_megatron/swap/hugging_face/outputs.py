@@ -1,189 +1,145 @@
-"""Outputs of replaced models, with the interface of Hugging Face's outputs."""
+"""Outputs of replaced models: those of Hugging Face's classes, with logits gathered on access."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, ValuesView
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
+from inspect import signature
+from typing import Any, get_args
 
-from torch import Tensor
-from typing_extensions import override
-
-from lightning_megatron.layers.key_value_cache import KeyValueCache
-
-
-class _Output:
-    """Output that is read by name or position, without the entries that are None."""
-
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: None = None
-
-    def keys(self) -> tuple[str, ...]:
-        """List the names of the entries that are not None."""
-        raise NotImplementedError
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return an entry by name, or a default if the entry is None.
-
-        Args:
-            key: Name of the entry.
-            default: Value to return instead of None.
-        """
-        names = self.keys()
-        return getattr(self, key) if key in names else default
-
-    def to_tuple(self) -> tuple[Any, ...]:
-        """Return the entries that are not None, in Hugging Face's order."""
-        return tuple(getattr(self, key) for key in self.keys())
-
-    def __contains__(self, key: object) -> bool:
-        """Return whether an entry is not None, by its name."""
-        return key in self.keys()
-
-    def __getitem__(self, key: int | slice | str) -> Any:
-        """Return an entry by name or position."""
-        if isinstance(key, str):
-            if key not in self.keys():
-                raise KeyError(key)
-            return getattr(self, key)
-        names = self.keys()[key]
-        return (
-            getattr(self, names)
-            if isinstance(names, str)
-            else tuple(getattr(self, name) for name in names)
-        )
+from torch import Tensor, nn
 
 
-class CausalLMOutput(_Output):
-    """Output of a causal language model: the loss, and logits gathered on access.
-
-    Equal to Hugging Face's CausalLMOutputWithPast: attributes, keys and positions, without entries
-    that are None.
+class _LateLogits:
+    """Logits that the first read gathers.
 
     Args:
-        loss: Mean over the labels; None without labels.
-        gather: Function that returns the logits ``(B, S, V)``; called at the first access, on all
-            tensor-parallel ranks or none.
-        hidden_states: Input of every layer and output of the last norm, each ``(B, S, D)``; None if
-            not requested.
+        gather: Function that returns the logits; None after the backward pass of the loss.
     """
 
-    #: Cache that stored the tokens; None means none.
-    cache: KeyValueCache | None = None
-    #: The name of the cache before transformers 5.24.
-    past_key_values: KeyValueCache | None = None
+    def __init__(self, gather: Callable[[], Tensor]) -> None:
+        self.gather: Callable[[], Tensor] | None = gather
 
-    def __init__(
-        self,
-        loss: Tensor | None,
-        gather: Callable[[], Tensor],
-        hidden_states: tuple[Tensor, ...] | None = None,
-    ) -> None:
-        self.loss = loss
-        self._gather: Callable[[], Tensor] | None = gather
-        self.hidden_states = hidden_states
-        self._logits: Tensor | None = None
-        if loss is not None and loss.requires_grad:
-            # The backward pass of a fused loss writes the gradient over this rank's logits. The
-            # loss must not refer to the output, or the logits of every microbatch would stay in
-            # memory until a garbage collection.
-            loss.register_hook(partial(_release_graph, weakref.ref(self)))
+    def __repr__(self) -> str:
+        """Return a text, because a gather takes part on all ranks."""
+        return "gathered at the first read"
 
-    @property
-    def logits(self) -> Tensor:
-        """Return the logits of the true vocabulary.
+    def read(self) -> Tensor:
+        """Return the logits.
 
         Raises:
             RuntimeError: If the first read is after the backward pass.
         """
-        if self._logits is None:
-            if self._gather is None:
-                raise RuntimeError(
-                    "logits must be read before the backward pass of the loss, which uses their "
-                    "memory for the gradient. Read output.logits in training_step."
-                )
-            self._logits = self._gather()
-        return self._logits
-
-    def spend(self) -> None:
-        """Free the logits, and refuse further reads of them."""
-        self._gather = None
-
-    @override
-    def keys(self) -> tuple[str, ...]:
-        names = ("logits",) if self.loss is None else ("loss", "logits")
-        further = ("cache", "past_key_values", "hidden_states")
-        return (*names, *(name for name in further if getattr(self, name) is not None))
+        if self.gather is None:
+            raise RuntimeError(
+                "logits must be read before the backward pass of the loss, which uses their memory "
+                "for the gradient. Read output.logits in training_step."
+            )
+        return self.gather()
 
 
-def _release_graph(output: weakref.ref[CausalLMOutput], _: Tensor) -> None:
-    released = output()
+class _LateOutput(OrderedDict[str, Any]):
+    """Base of an output of Hugging Face's class whose logits are gathered at the first read."""
+
+    @property
+    def logits(self) -> Any:
+        """Return the logits ``(B, S, V)`` of the true vocabulary."""
+        logits = vars(self).get("logits")
+        if isinstance(logits, _LateLogits):
+            logits = self["logits"] = logits.read()
+        return logits
+
+    @logits.setter
+    def logits(self, value: Any) -> None:
+        vars(self)["logits"] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return an entry by name or position, or entries by a slice."""
+        if isinstance(key, str):
+            if key not in self:
+                raise KeyError(key)
+            return getattr(self, key)
+        names = list(self)[key]
+        return self[names] if isinstance(names, str) else tuple(self[name] for name in names)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an entry by name, or a default if the entry is None."""
+        return getattr(self, key) if key in self else default
+
+    def values(self) -> Any:
+        """Return a view of the entries that are not None."""
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        """Return a view of the names and entries that are not None."""
+        return ItemsView(self)
+
+    def __repr__(self) -> str:
+        """Return a text without gathering logits, because a gather takes part on all ranks."""
+        entries = ", ".join(f"{name}={vars(self)[name]!r}" for name in self)
+        return f"{type(self).__name__}({entries})"
+
+    def __reduce__(self) -> Any:
+        """Return a copy's class, which is Hugging Face's, and its arguments."""
+        kind: Any = type(self).__mro__[2]
+        return kind, tuple(getattr(self, field.name) for field in fields(kind))
+
+
+def output_class(model: nn.Module) -> type[Any]:
+    """Return the class of the outputs of the Hugging Face model that a model replaces.
+
+    Args:
+        model: Replaced model.
+    """
+    model_class: Any = type(model)
+    kind: type[Any] = _returned_class(model_class)
+    return kind
+
+
+def late_output(kind: Any, loss: Tensor | None, gather: Callable[[], Tensor], **others: Any) -> Any:
+    """Return an output of a class of Hugging Face, with logits gathered at the first read.
+
+    Args:
+        kind: Class of the output.
+        loss: Mean over the labels; None without labels.
+        gather: Function that returns the logits ``(B, S, V)``, which all tensor-parallel ranks call
+            or none.
+        others: Further entries.
+    """
+    logits = _LateLogits(gather)
+    output = _late_class(kind)(loss=loss, logits=logits, **others)
+    if loss is not None and loss.requires_grad:
+        # The backward pass of a fused loss writes the gradient over this rank's logits. The loss
+        # must not refer to the output, or the logits of every microbatch would stay in memory until
+        # a garbage collection.
+        loss.register_hook(partial(_release_graph, weakref.ref(logits)))
+    return output
+
+
+@cache
+def _late_class(kind: Any) -> Any:
+    # The class has the name and the fields of Hugging Face's, so that pickles and texts agree.
+    return type(kind.__name__, (_LateOutput, kind), {"__doc__": kind.__doc__})
+
+
+@cache
+def _returned_class(model_class: Any) -> Any:
+    """Return the dataclass that a Hugging Face class's forward pass is annotated to return."""
+    package = __name__.partition(".")[0]
+    for kind in model_class.__mro__:
+        if "forward" not in vars(kind) or kind.__module__.partition(".")[0] == package:
+            continue
+        returned = signature(vars(kind)["forward"], eval_str=True).return_annotation
+        for candidate in (returned, *get_args(returned)):
+            if isinstance(candidate, type) and is_dataclass(candidate):
+                return candidate
+    raise AssertionError(f"{model_class.__name__} states the class of its outputs")
+
+
+def _release_graph(logits: weakref.ref[_LateLogits], _: Tensor) -> None:
+    released = logits()
     if released is not None:
-        released.spend()
-
-
-class MaskedLMOutput(CausalLMOutput):
-    """Output of a masked language model: the loss, and logits gathered on access.
-
-    Equal to Hugging Face's MaskedLMOutput: attributes, keys and positions, without entries that are
-    None.
-    """
-
-
-class SpanOutput(_Output):
-    """Output of a model that finds the start and the end of an answer.
-
-    Equal to Hugging Face's QuestionAnsweringModelOutput: attributes, keys and positions, without
-    entries that are None.
-
-    Args:
-        loss: Mean of the losses of starts and of ends; None without positions.
-        start_logits: Logits of every token as the start ``(B, S)``.
-        end_logits: Logits of every token as the end ``(B, S)``.
-    """
-
-    def __init__(self, loss: Tensor | None, start_logits: Tensor, end_logits: Tensor) -> None:
-        self.loss = loss
-        self.start_logits = start_logits
-        self.end_logits = end_logits
-
-    @override
-    def keys(self) -> tuple[str, ...]:
-        names = ("start_logits", "end_logits")
-        return names if self.loss is None else ("loss", *names)
-
-
-class EncoderOutput(_Output):
-    """Output of an encoder, a sequence classifier or a multiple-choice model.
-
-    Equal to Hugging Face's BaseModelOutputWithPoolingAndCrossAttentions, SequenceClassifierOutput
-    and MultipleChoiceModelOutput: attributes, keys and positions, without entries that are None.
-
-    Args:
-        loss: Mean over the labels.
-        logits: Logits of the classes ``(B, num_labels)``, or of the answers ``(B, choices)``.
-        last_hidden_state: Output of the last layer ``(B, S, D)``.
-        pooler_output: Output of the pooler ``(B, D)``.
-    """
-
-    cache: None = None
-    past_key_values: None = None
-    cross_attentions: None = None
-
-    def __init__(
-        self,
-        loss: Tensor | None = None,
-        logits: Tensor | None = None,
-        last_hidden_state: Tensor | None = None,
-        pooler_output: Tensor | None = None,
-    ) -> None:
-        self.loss = loss
-        self.logits = logits
-        self.last_hidden_state = last_hidden_state
-        self.pooler_output = pooler_output
-
-    @override
-    def keys(self) -> tuple[str, ...]:
-        names = ("loss", "logits", "last_hidden_state", "pooler_output")
-        return tuple(name for name in names if getattr(self, name) is not None)
+        released.gather = None

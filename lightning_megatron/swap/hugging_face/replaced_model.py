@@ -78,6 +78,12 @@ class ReplacedModel(nn.Module):
             if hasattr(part, "gradient_checkpointing"):
                 part.gradient_checkpointing = is_on
 
+    def _returned(self, output: Any, return_dict: bool | None) -> Any:
+        """Return an output, or a tuple if the call or the configuration says so."""
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        return output if return_dict else output.to_tuple()
+
     def _fills_no_cache(self) -> bool:
         """Return whether this call recomputes blocks at the user's request."""
         is_training = self.training and torch.is_grad_enabled()
