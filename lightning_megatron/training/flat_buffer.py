@@ -119,6 +119,7 @@ class FlatBuffer:
             part_slice.name: self._slice(part_slice, specs[part_slice.name])
             for part_slice in plan.slices(part)
         }
+        self._homes = {name: entry.main.detach() for name, entry in self.slices.items()}
         self.load_main_parameters()
         self._own_members = [members[name] for name in self.slices]
         self._versions = self._count_writes()
@@ -166,7 +167,15 @@ class FlatBuffer:
             mesh: Process groups of this rank.
             stored: Whether the optimizer step has already written the rounded values.
         """
-        for part, main in () if stored else self._local_parts():
+        if stored:
+            return
+        for name, home in self._homes.items():
+            trained = self.slices[name].main
+            if trained.data_ptr() != home.data_ptr():
+                # An optimizer has assigned other memory to `parameter.data`.
+                home.copy_(trained)
+                trained.data = home
+        for part, main in self._local_parts():
             part.copy_(main)
 
     @torch.no_grad()

@@ -353,6 +353,25 @@ class Lookahead(torch.optim.Optimizer):
         return loss
 
 
+class Assigns(torch.optim.Optimizer):
+    """Give parameters other memory in each step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.data = p.data - 0.05 * p.grad
+        return loss
+
+
+class StepsByAssignment(Line):
+    def configure_optimizers(self) -> Any:
+        return Assigns(self.parameters())
+
+
 class StepsBySharpness(Line):
     def configure_optimizers(self) -> Any:
         return SharpnessAware(self.parameters(), lr=0.05, momentum=0.9)
@@ -393,6 +412,7 @@ USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
     "left out by hand": (LeavesOutByHand, {}),
     "an optimizer that evaluates the loss twice": (StepsBySharpness, {}),
     "an optimizer around another": (LooksAhead, {}),
+    "an optimizer that assigns data": (StepsByAssignment, {}),
 }
 
 
