@@ -166,15 +166,17 @@ class _Dropout(torch.autograd.Function):
     def forward(
         ctx: Any, values: Tensor, key: Tensor, numbers: list[int], probability: float
     ) -> Tensor:
-        # The backward pass computes the mask again. In a captured computation the key lies in
-        # memory that each replay fills, which autograd would take for a change of a saved tensor.
-        ctx.settings = key, numbers, probability
+        # The backward pass computes the mask again. A recomputation replaces saved tensors only, so
+        # the key is one; without a version, because each replay of a captured computation fills it.
+        ctx.save_for_backward(key.data)
+        ctx.settings = numbers, probability
         result: Tensor = torch.ops.lightning_megatron.dropout(values, key, numbers, probability)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Dropout.apply(grads[0], *ctx.settings), None, None, None
+        (key,) = ctx.saved_tensors
+        return _Dropout.apply(grads[0], key, *ctx.settings), None, None, None
 
 
 def _drop(values: Tensor, key: Tensor, numbers: Sequence[int], dropout: float) -> Tensor:
