@@ -115,8 +115,8 @@ class StrategyOptions:
         check_microbatches: Whether the first batch is tried without gradients if microbatches
             divide its samples or a plan shards features. Loss and logs of the parts must equal
             those of the whole; batch norms, steps that count their calls and similar code are
-            refused. Two microbatches are tried again in each epoch and every replica_check_interval
-            batches. False skips the trials.
+            refused. The loss is tried again in each epoch and every replica_check_interval batches.
+            False skips the trials.
         order: Axes from the fastest-varying to the slowest; neighbours on the first axis are
             consecutive ranks.
         recompute: Activations that the backward pass recomputes: none, selective (attention core),

@@ -46,8 +46,8 @@ class MicrobatchTrials:
     """Comparison of separate with combined microbatches, for each kind of step.
 
     The first batch is tried, and later ones that are the first with unequally many labels of -100,
-    or zeros of a mask, in their microbatches. Training steps are also tried on two microbatches at
-    intervals, because code may depend on the step.
+    or zeros of a mask, in their microbatches. Training steps are also tried at intervals, because
+    code may depend on the step.
 
     A trial computes no gradients. It restores random states, buffers and attributes of the module.
     Constants replace torch's random values, and dropout is off, so a trial cannot detect samples
@@ -118,7 +118,7 @@ class MicrobatchTrials:
         is_whole_trial = self._is_tried_now(key, batch, microbatches)
         if not (is_due or is_whole_trial):
             return
-        parts = list(microbatches[: _MAX_MICROBATCHES if is_whole_trial else 2])
+        parts = list(microbatches[:_MAX_MICROBATCHES])
         groups = _groups(len(parts))
         joined = join_parts(batch, parts, groups)
         # Layers differ between stages, and batches between data ranks, but a trial is collective:
