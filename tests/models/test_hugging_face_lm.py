@@ -165,16 +165,20 @@ def test_every_layout_has_the_losses_of_one_process(folder: str) -> None:
 
 
 def train_unknown_family(rank: int, size: int, folder: str) -> tuple[dict[str, float], str]:
-    """Train a model of an unknown family with tp, and try it with pp."""
+    """Train a model of an unknown family with a plan for tp, and try it without and with pp."""
     with pytest.raises(
         UnsupportedError, match="needs exactly one model that can be cut into stages"
     ):
         train(build_module(folder), {"pp": 2}, size)
+    with pytest.raises(UnsupportedError, match="layers.*fc1': 'column'"):
+        train(build_module(folder), {"tp": 2}, size)
     module = build_module(folder)
-    return train(module, {"tp": 2}, size), type(module.model).__name__
+    plan = {"model.model.decoder.layers.*.fc1": "column", "model.model.decoder.layers.*.fc2": "row"}
+    layout = {"tp": 2, "tensor_parallel_plan": plan}
+    return train(module, layout, size), type(module.model).__name__
 
 
-def test_an_unknown_family_trains_with_tp_and_is_refused_with_pp(tmp_path: Path) -> None:
+def test_an_unknown_family_trains_with_a_plan_for_tp_and_is_refused_without(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "opt", "opt")
     expected = train(build_module(folder))
     assert expected["val_loss"] < 3.0
