@@ -15,7 +15,10 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.world import run_world
 
-LAYOUTS: dict[str, dict[str, int]] = {"dp2 tp2": {"tp": 2}, "dp2 pp2": {"pp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 tp2": {"tp": 2, "tensor_parallel_plan": {"first": "column_gather"}},
+    "dp2 pp2": {"pp": 2},
+}
 BATCH = 8
 
 
