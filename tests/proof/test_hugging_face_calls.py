@@ -122,7 +122,7 @@ class Kept(Train):
 
 
 class Prompted(Train):
-    """Train vectors before the tokens; rows then have an odd length."""
+    """Train vectors before an odd number of tokens."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -130,9 +130,9 @@ class Prompted(Train):
             self.prompt = torch.nn.Parameter(torch.ones(3, 16, dtype=torch.float64))
 
     def loss_of(self, tokens: Tensor) -> Tensor:
-        words = self.model.get_input_embeddings()(tokens)
+        words = self.model.get_input_embeddings()(tokens[:, 1:])
         vectors = torch.cat((self.prompt.expand(len(tokens), -1, -1), words), 1)
-        labels = torch.cat((tokens.new_full((len(tokens), 3), -100), tokens), 1)
+        labels = torch.cat((tokens.new_full((len(tokens), 3), -100), tokens[:, 1:]), 1)
         return self.model(inputs_embeds=vectors, labels=labels).loss
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
@@ -45,14 +46,18 @@ class ModuleStub(nn.Module):
                 if part.mesh.pp.size > 1:
                     is_elsewhere = True
                     break
-                hidden = part(args[0])
+                tokens, length = args[0], args[0].shape[1]
+                if part.mesh.sequence_parallel:
+                    # Ranks hold equal parts of the sequence between the two collectives.
+                    tokens = F.pad(tokens, (0, -length % part.mesh.tp.size))
+                hidden = part(tokens)
                 full = (
                     gather_from_axis(hidden, part.mesh.tp, dim=0)
                     if part.mesh.sequence_parallel
                     else hidden
                 )
                 # Some classes scale the vectors inside their embedding.
-                return full.transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
+                return full[:length].transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
         if is_elsewhere:
             # All stages raise, because a stage that continued would wait for the others forever.
             remedy = "Give input_ids to the whole model, or use pp=1"
