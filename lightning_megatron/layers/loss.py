@@ -258,7 +258,9 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> BoundaryGradients | None:
         """Return the border of the tensor-parallel region: every rank has its own logits."""
-        return None if ctx.terms.tp.size == 1 else BoundaryGradients((True,), takes_parts=False)
+        return (
+            None if ctx.terms.tp.size == 1 else BoundaryGradients((True, False), takes_parts=False)
+        )
 
     @staticmethod
     def forward(
