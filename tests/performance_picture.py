@@ -53,7 +53,7 @@ def performance_picture() -> str:
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}'>",
         f"<rect width='{width}' height='{height}' fill='white'/>",
-        f"<text x='10' y='20' {_STYLE}>Milliseconds per step, four H200s (shorter is faster)</text>",
+        f"<text x='10' y='20' {_STYLE}>Milliseconds per step, two H200s (shorter is faster)</text>",
     ]
     for number, row in enumerate(rows):
         y = _TOP + _ROW * number
