@@ -23,7 +23,7 @@ def two_ranks(rank: int, size: int) -> dict[str, dict[str, Any]]:
     strategies = {
         "ddp": lambda: "ddp",
         "dp2": MegatronStrategy,
-        "tp2": lambda: MegatronStrategy(tp=2),
+        "tp2": lambda: MegatronStrategy(tp=2, tensor_parallel_plan={}),
     }
     return {
         name: {case: fit(case, make_strategy(), size) for case in {**CASES, **SHUFFLED}}
