@@ -53,10 +53,14 @@ class FailingLM(TinyLM):
         if (
             batch_idx == 2
             and self.kind in ("raise", "hang")
-            and self.global_rank == self.failing_rank
+            and torch.distributed.get_rank() == self.failing_rank
         ):
             raise ArithmeticError("the third batch is bad")
-        if batch_idx == 2 and self.global_rank == self.failing_rank and self.kind in ENDS:
+        if (
+            batch_idx == 2
+            and torch.distributed.get_rank() == self.failing_rank
+            and self.kind in ENDS
+        ):
             ENDS[self.kind]()
         if batch_idx == 2 and self.kind == "hang":
             # Like a rank that waits in NCCL, this rank is not woken up by anything.

@@ -41,7 +41,7 @@ class Spoiled(TinyLM):
         self.kind, self.spoiled_rank, self.spoiled_batch = kind, rank, batch
 
     def spoils(self, kind: str, batch_idx: int) -> bool:
-        return (kind, self.global_rank, batch_idx) == (
+        return (kind, torch.distributed.get_rank(), batch_idx) == (
             self.kind,
             self.spoiled_rank,
             self.spoiled_batch,

@@ -19,7 +19,7 @@ from tests.world import run_world
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
     "dp2": MegatronStrategy,
-    "tp2": lambda: MegatronStrategy(tp=2),
+    "tp2": lambda: MegatronStrategy(tp=2, tensor_parallel_plan={}),
     "pp2": lambda: MegatronStrategy(pp=2, pipeline_plan={"blocks": "blocks"}, microbatch_size=4),
 }
 

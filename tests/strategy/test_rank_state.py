@@ -88,12 +88,12 @@ def test_fit_does_not_resume_from_a_rank_state_with_missing_values(
     def writer_on(*args: Any) -> Any:
         writer = make_writer(*args)
         save = writer.save
-        writer.save = lambda path, tensors, values, state, **options: save(
+        writer.save = lambda path, tensors, values, state, *others: save(
             path,
             tensors,
             values,
             {key: value for key, value in state.items() if key != name},
-            **options,
+            *others,
         )
         return writer
 
