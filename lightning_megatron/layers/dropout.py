@@ -98,8 +98,8 @@ class WeightDropout:
         return replace(self, first_head=self.first_head + head)
 
     def __call__(
-        self, weights: Float[Tensor, "batch heads seq keys"], probability: float
-    ) -> Float[Tensor, "batch heads seq keys"]:
+        self, weights: Float[Tensor, "batch heads seq _"], probability: float
+    ) -> Float[Tensor, "batch heads seq _"]:
         """Drop weights of whole rows of queries and keys.
 
         Args:

@@ -62,8 +62,9 @@ def keep_mask(
 
 
 def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    counter: tuple[Int[Tensor, "..."], Int[Tensor, "..."], Int[Tensor, "..."], Int[Tensor, "..."]],
+    key: tuple[Int[Tensor, "..."], Int[Tensor, "..."]],
+) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."], Int[Tensor, "..."], Int[Tensor, "..."]]:
     """Return four random 32-bit words for each counter, by Philox 4x32 of ten rounds.
 
     Args:

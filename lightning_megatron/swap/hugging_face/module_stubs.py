@@ -46,7 +46,8 @@ class ModuleStub(nn.Module):
                 if part.mesh.pp.size > 1:
                     is_elsewhere = True
                     break
-                tokens, length = args[0], args[0].shape[1]
+                tokens = args[0]
+                length = tokens.shape[1]
                 if part.mesh.sequence_parallel:
                     # Ranks hold equal parts of the sequence between the two collectives.
                     tokens = F.pad(tokens, (0, -length % part.mesh.tp.size))
