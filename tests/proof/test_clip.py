@@ -18,6 +18,7 @@ from tests.world import run_world
 transformers = pytest.importorskip("transformers")
 
 #: The plan that the errors of a fit with pp=2 lead to.
+MLPS = {"*.mlp.fc1": "column", "*.mlp.fc2": "row"}
 STAGES = {"model.vision_model.encoder.layers": "blocks", "model.text_model": "last"}
 
 
@@ -74,7 +75,7 @@ def _fit_on_two_processes(rank: int, size: int) -> dict[str, list[float]]:
     with pytest.raises(UnsupportedError, match="mixes its samples.*microbatch_size='batch'"):
         fit(MegatronStrategy(pp=2, pipeline_plan=STAGES), size)
     return {
-        "tp2": fit(MegatronStrategy(tp=2), size),
+        "tp2": fit(MegatronStrategy(tp=2, tensor_parallel_plan=MLPS), size),
         "pp2": fit(MegatronStrategy(pp=2, pipeline_plan=STAGES, microbatch_size="batch"), size),
     }
 
