@@ -33,7 +33,7 @@ CONFIG = GPTConfig.llama(
 LAYOUTS: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
     "dp2": MegatronStrategy,
-    "tp2": lambda: MegatronStrategy(tp=2),
+    "tp2": lambda: MegatronStrategy(tp=2, tensor_parallel_plan={}),
     "pp2": lambda: MegatronStrategy(pp=2, microbatch_size=2),
 }
 
