@@ -133,11 +133,13 @@ class GradientReducer:
         """
         self._starts.start_all(chunk)
 
-    def finish(self, names: Set[str]) -> None:
+    def finish(self, names: Set[str], is_empty: Callable[[], bool] = lambda: False) -> None:
         """Finish the reductions, and set the gradient of every main parameter.
 
         Args:
             names: Names of all parameters of one optimizer, or of several.
+            is_empty: Function that returns whether no rank had a token to train on. A rank that
+                misses a gradient asks. All gradients are zeros then, instead of None.
 
         Communication: over tp, the data axis and the embedding axis, equal in number and size on
         all ranks of each; that of :meth:`UnusedParameters.find`.
@@ -151,7 +153,7 @@ class GradientReducer:
         self._sum_up([bucket for bucket in buckets if not bucket.is_summed])
         finished = [name for bucket in buckets for name in bucket.names]
         self._add_parts(finished)
-        unused = self._unused.find(buckets)
+        unused = self._unused.find(buckets, is_empty)
         assign_gradients(self._main, finished, unused, self._gradient_of)
         self._reset(buckets)
         self._finished.difference_update(unused)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -50,8 +50,13 @@ class UnusedParameters:
         self._with_zeros.difference_update(names)
         self._with_zeros.update(with_zeros)
 
-    def find(self, buckets: Iterable[GradientBucket]) -> set[str]:
+    def find(self, buckets: Iterable[GradientBucket], is_empty: Callable[[], bool]) -> set[str]:
         """Return the parameters that no rank uses in this step, the same on all ranks.
+
+        Args:
+            buckets: Buckets of the parameters.
+            is_empty: Function that returns whether no rank had a token, so that backward passes
+                of the loss were left out.
 
         Communication: one all-reduce of flags over the data axis on the CPU, and one over the ranks
         with the same experts, if there are any; one over the embedding axis for tied embeddings.
@@ -66,6 +71,8 @@ class UnusedParameters:
         missing = self._without_gradient.intersection(names[False] + names[True])
         self._without_gradient -= missing
         unused = missing - self._with_zeros
+        if unused and is_empty():
+            unused = set()
         mesh = self._main.mesh
         unused = self._agree(names[False], unused, mesh.data_cpu)
         unused = self._agree(names[True], unused, mesh.edp_cpu)

@@ -148,8 +148,10 @@ class StepGradients:
             return
         self._only_takes_part = False
         compares = self._checks.before_sums(names)
-        self._reducer.finish(names)
-        self._divide_by_tokens(names)
+        total = self._sum_of_tokens()
+        self._reducer.finish(names, lambda: _is_known_zero(total))
+        if total is not None:
+            self._divide_by_tokens(names, total)
         self._overflowed -= names
         if self._loss_scale is not None:
             if self._loss_scale.found_nonfinite(self._main, names):
@@ -167,13 +169,16 @@ class StepGradients:
             raise _needs_manual_backward(self._loss_scale)
         self._add()
 
-    def _divide_by_tokens(self, names: frozenset[str]) -> None:
+    def _sum_of_tokens(self) -> Tensor | None:
+        """Return the number of tokens of all data-parallel ranks; None if they are not counted."""
         if self._num_tokens is None:
-            return
-        data = self._main.mesh.data
-        total = all_reduce_(self._num_tokens.clone(), data)
+            return None
+        return all_reduce_(self._num_tokens.clone(), self._main.mesh.data)
+
+    def _divide_by_tokens(self, names: frozenset[str], total: Tensor) -> None:
         # The gradients are means over the ranks; without any token they are zero, and stay so.
-        factor = torch.where(total > 0, data.size / total, torch.zeros_like(total))
+        size = self._main.mesh.data.size
+        factor = torch.where(total > 0, size / total, torch.zeros_like(total))
         gradients = self._main.gradients(names)
         if gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
@@ -299,6 +304,13 @@ class StepGradients:
             else:
                 owner.zero_grad = original  # type: ignore[method-assign]
         self._zero_grads.clear()
+
+
+def _is_known_zero(total: Tensor | None) -> bool:
+    """Return whether the number of tokens is 0; False in a capture, which leaves nothing out."""
+    if total is None or (total.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return not bool(total)
 
 
 def _needs_manual_backward(loss_scale: DynamicLossScale) -> UnsupportedError:
