@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
         {**SIZES, **KEYS, "num_experts": 4, "num_experts_per_tok": 2},
         {"tp": 2},
     ),
-    "t5 tp": ("T5ForConditionalGeneration", T5, {"tp": 2}),
+    "t5 tp": ("T5ForConditionalGeneration", T5, {"tp": 2, "tensor_parallel_plan": {}}),
     "electra dp": ("ElectraForMaskedLM", {**SIZES, "embedding_size": 16}, {}),
     "adapted": ("Olmo2ForCausalLM", {**SIZES, **KEYS}, {"pp": 2}),
 }
