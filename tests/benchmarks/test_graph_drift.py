@@ -103,8 +103,8 @@ def change_last_bits(step: int) -> AbstractContextManager[Any]:
     finish = GradientReducer.finish
     steps = []
 
-    def finish_wrongly(reducer: GradientReducer, names: Any) -> None:
-        finish(reducer, names)
+    def finish_wrongly(reducer: GradientReducer, names: Any, *others: Any) -> None:
+        finish(reducer, names, *others)
         steps.append(names)
         if len(steps) == step:
             gradient = reducer._main.slices[QUERY].gradient
