@@ -40,6 +40,7 @@ OPEN_TO_ALL = {
     "recipe_files",
     "shapes",
     "strict_json",
+    "user_code",
     "version",
 }
 # The same inside the rooms that have sub-rooms; "" are the files directly in the room.

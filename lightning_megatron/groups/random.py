@@ -402,8 +402,7 @@ class RandomStreams:
         here = self.position
         number = self._masks[draw.purpose]
         self._masks[draw.purpose] += 1
-        place = here.step, here.layer, here.run, number
-        seed = derive_seed(self.seed, "mask", draw.purpose, *place)
+        seed = derive_seed(self.seed, "mask", draw.purpose, here.step, here.layer, here.run, number)
         rows = here.rows_of_sample(draw.num_rows)
         return seed, here.first_sample, here.sample_stride, rows
 

@@ -49,7 +49,7 @@ def hidden_dropout(
     sequence = (mesh.tp.rank, mesh.tp.size) if mesh.sequence_parallel else (0, 1)
     context = (mesh.cp.rank, mesh.cp.size)
     numbers = _hidden_numbers(tuple(hidden.shape), batch_first, sequence, context)
-    return _dropped(hidden, probability, mesh, numbers)
+    return drop_numbered(hidden, probability, mesh, numbers)
 
 
 # Every layer asks again in every step, and the host would take as long as for a launch.
@@ -110,26 +110,7 @@ class WeightDropout:
             return weights
         batch, heads, places = (dimension_of_rows(weights.shape, dim) for dim in range(3))
         numbers = MaskNumbers(batch, places, heads, first_head=self.first_head)
-        return _dropped(weights, probability, self.mesh, numbers, "attention")
-
-
-def inner_dropout(
-    values: Float[Tensor, "*shape"],
-    probability: float,
-    mesh: ParallelMesh,
-    numbers: MaskNumbers,
-    purpose: str,
-) -> Float[Tensor, "*shape"]:
-    """Drop elements of an activation with other rows or features than the residual stream.
-
-    Args:
-        values: Activations.
-        probability: Probability that an element is dropped.
-        mesh: Process groups and random streams of this rank.
-        numbers: Numbers of the rows.
-        purpose: Name of the masks, whose order in a layer must be the same in all layouts.
-    """
-    return _dropped(values, probability, mesh, numbers, purpose)
+        return drop_numbered(weights, probability, self.mesh, numbers, "attention")
 
 
 def tensor_region_stream(
@@ -148,13 +129,22 @@ def tensor_region_stream(
 
 
 @torch.compiler.disable
-def _dropped(
-    values: Tensor,
+def drop_numbered(
+    values: Float[Tensor, "*shape"],
     probability: float,
     mesh: ParallelMesh,
     numbers: MaskNumbers,
     purpose: str = "hidden",
-) -> Tensor:
+) -> Float[Tensor, "*shape"]:
+    """Drop elements whose rows have numbers in the whole batch.
+
+    Args:
+        values: Activations.
+        probability: Probability that an element is dropped.
+        mesh: Process groups and random streams of this rank.
+        numbers: Numbers of the rows.
+        purpose: Name of the masks, whose order in a layer must be the same in all layouts.
+    """
     # torch.compile would specialise on the numbers of the key and recompile in every step.
     key = mesh.random.mask_key(purpose, numbers.samples[1])
     result: Tensor = _Dropout.apply(values, key, numbers.as_integers, probability)

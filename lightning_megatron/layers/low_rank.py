@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.layers.dropout import inner_dropout, places_of
+from lightning_megatron.layers.dropout import drop_numbered, places_of
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.plan.mask_numbers import MaskNumbers, dimension_of_rows
@@ -103,7 +103,7 @@ class LowRank(nn.Module):
         """Return the update of the outputs."""
         if self.training and self.dropout > 0.0:
             numbers = self._numbers(hidden)
-            hidden = inner_dropout(hidden, self.dropout, self.mesh, numbers, "low rank")
+            hidden = drop_numbered(hidden, self.dropout, self.mesh, numbers, "low rank")
         product: Tensor = self.b(self.a(hidden.to(self.a.get_parameter("weight").dtype)))
         return product * self.scale
 

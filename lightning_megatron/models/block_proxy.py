@@ -13,8 +13,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.cut_blocks import CutBlocks
-from lightning_megatron.models.remote_tensor import RemoteTensor, line_of_user
+from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stored_tensors import StoredTensors
+from lightning_megatron.user_code import line_of_user
 
 #: Code object that runs the function of a reentrant torch.utils.checkpoint.
 _REENTRANT = CheckpointFunction.forward.__code__

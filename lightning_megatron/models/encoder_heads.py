@@ -68,10 +68,12 @@ class Classifier(nn.Module):
         """Return the logits of each sequence."""
         self.mesh.random.seek(self.config.num_layers + 1)
         first = first_place(hidden, self.mesh)
-        dropout = self.config.head_dropout, self.training, self.mesh
         if self.config.drops_first:
-            first = hidden_dropout(first, *dropout)
-        return self.output(hidden_dropout(torch.tanh(self.dense(first)), *dropout))
+            first = self._dropped(first)
+        return self.output(self._dropped(torch.tanh(self.dense(first))))
+
+    def _dropped(self, vectors: Tensor) -> Tensor:
+        return hidden_dropout(vectors, self.config.head_dropout, self.training, self.mesh)
 
 
 class SpanHead(nn.Module):

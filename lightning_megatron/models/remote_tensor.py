@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
@@ -21,9 +18,7 @@ from lightning_megatron.models.tensor_functions import (
     name_of,
     writes_in_place,
 )
-
-_PACKAGE = Path(__file__).parents[1]
-_TORCH = Path(torch.__file__).parent
+from lightning_megatron.user_code import line_of_user
 
 
 class RemoteTensor(Tensor):
@@ -345,17 +340,3 @@ def refuse(absent: RemoteTensor, why: str) -> NoReturn:
         "of the blocks, and values computed from these without random numbers or in-place writes. "
         "Change that line, or use pp=1."
     )
-
-
-def line_of_user() -> str:
-    """Return the innermost line of the call stack outside of lightning_megatron and torch."""
-    for frame, number in traceback.walk_stack(sys._getframe()):
-        path = Path(frame.f_code.co_filename)
-        if (
-            _PACKAGE not in path.parents
-            and _TORCH not in path.parents
-            and path.name != "contextlib.py"
-        ):
-            summary = traceback.extract_stack(frame, limit=1)[0]
-            return f"{path}:{number} in {frame.f_code.co_name}: {summary.line}"
-    return "in code without a file"

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.remote_tensor import RemoteTensor, line_of_user, refuse
+from lightning_megatron.models.remote_tensor import RemoteTensor, refuse
 from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.step_plan import StepPlan, ValueOrigin
+from lightning_megatron.user_code import line_of_user
 
 
 class StageBoundaries:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.cut_blocks import CutBlocks
-from lightning_megatron.models.remote_tensor import RemoteTensor, line_of_user
+from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import StageCursor
+from lightning_megatron.user_code import line_of_user
 
 
 class StoredTensors:

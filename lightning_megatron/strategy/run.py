@@ -168,8 +168,11 @@ class Run:
         if self._options.check_microbatches:
             trials = (
                 MicrobatchTrials(
-                    *(self.module, self.mesh, self.state.main.wait),
-                    *(self._options.replica_check_interval, self._suspend_graphs),
+                    self.module,
+                    self.mesh,
+                    self.state.main.wait,
+                    self._options.replica_check_interval,
+                    self._suspend_graphs,
                 ),
                 FeatureTrials(self.module, self.mesh),
             )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.user_code import Line, outside_torch
 
-_TORCH_PATH = f"{Path(torch.__file__).parent}{os.sep}"
 _INIT_FILE = nn.init.normal_.__code__.co_filename
 #: Methods that draw every value of a tensor.
 _DRAWS = frozenset(
@@ -142,12 +139,10 @@ class FullDraws(TorchFunctionMode):
             )
         else:
             return
-        reader: FrameType | None = frame
-        while reader is not None and reader.f_code.co_filename.startswith(_TORCH_PATH):
-            reader = reader.f_back
-        file, line = ("", 0) if reader is None else (reader.f_code.co_filename, reader.f_lineno)
+        reader = outside_torch(frame)
+        line = Line("", 0) if reader is None else Line.of(reader)
         raise UnsupportedError(
-            f"{file}:{line} ({linecache.getline(file, line).strip()!r}) must not initialise "
+            f"{line} must not initialise "
             f"{label!r} at random after the module was divided among the ranks: {reason}. "
             "Initialise weights in __init__ or configure_model."
         )

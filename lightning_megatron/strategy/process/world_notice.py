@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable
 from types import FrameType
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.user_code import Line
 
 #: Packages that ask for the number of processes and mean it.
 _LIBRARIES = frozenset(
@@ -41,11 +41,10 @@ class WorldNotice:
         if layout.dp == layout.world_size:
             return
         self._is_given = True
-        file = frame.f_code.co_filename
-        line = frame.f_lineno
+        line = Line.of(frame)
         rank_zero_warn(
-            f"{file}:{line} reads the number of processes, {layout.world_size}, in "
-            f"{linecache.getline(file, line).strip()!r}. The number of data-parallel ranks, which "
+            f"{line.place} reads the number of processes, {layout.world_size}, in "
+            f"{line.text!r}. The number of data-parallel ranks, which "
             f"read different data, is {layout.dp}: {layout.world_size // layout.dp} processes "
             "(tp x pp x cp) share each batch. A learning rate or a number of samples that is "
             "scaled by the number of processes is too large by this factor. Use "

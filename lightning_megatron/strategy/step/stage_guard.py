@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Self
 
-import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,9 +14,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import ranks_of_call
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.modules.module_state import own_parts
-
-_TORCH_PATH = f"{Path(torch.__file__).parent}{os.sep}"
-_PACKAGE_PATH = f"{Path(__file__).parents[2]}{os.sep}"
+from lightning_megatron.user_code import Line, runs_package, runs_torch
 
 
 class StageGuard(TorchDispatchMode):
@@ -79,8 +73,9 @@ class StageGuard(TorchDispatchMode):
                 name = func.name().partition("::")[2].strip("_")
                 raise UnsupportedError(
                     f"{self._step} must not communicate between pipeline stages: {name} at "
-                    f"{_line(reader)}. Only the last stage runs a step to its end, so that the "
-                    "other stages would not take part, and the ranks would wait for each other. "
+                    f"{_described(reader)}. Only the last stage runs a step to its end, so that "
+                    "the other stages would not take part, and the ranks would wait for each "
+                    "other. "
                     "Use self.log with sync_dist=True or self.all_gather, which combine the ranks "
                     "that read different data, or communicate in a hook such as on_train_batch_end."
                 )
@@ -109,7 +104,7 @@ class _Unmoved:
 
     def __next__(self) -> Any:
         frame = _user_frame()
-        where = "in the step" if frame is None else f"at {_line(frame)}"
+        where = "in the step" if frame is None else f"at {_described(frame)}"
         _refuse_iterator(self._step, self._path, where)
 
 
@@ -138,15 +133,13 @@ def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         frame.f_code.co_filename == __file__
-        or frame.f_code.co_filename.startswith(_TORCH_PATH)
+        or runs_torch(frame)
         or frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__")
     ):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_PACKAGE_PATH):
-        return None
-    return frame
+    return None if frame is None or runs_package(frame) else frame
 
 
-def _line(frame: FrameType) -> str:
-    file = frame.f_code.co_filename
-    return f"{file}:{frame.f_lineno}: {linecache.getline(file, frame.f_lineno).strip()!r}"
+def _described(frame: FrameType) -> str:
+    line = Line.of(frame)
+    return f"{line.place}: {line.text!r}"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
@@ -21,6 +18,13 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule, named_layers, pipelined_modules
 from lightning_megatron.strategy.optimization.parameter_data import is_accessor
 from lightning_megatron.strategy.step.stage_guard import StageGuard
+from lightning_megatron.user_code import (
+    MODULE_CALL,
+    Line,
+    outside_torch,
+    runs_package,
+    runs_torch,
+)
 
 #: Attributes of a tensor through which its values can be read.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -65,9 +69,6 @@ _METADATA = frozenset(
         "is_shared",
     }
 )
-_TORCH_PATH = f"{Path(torch.__file__).parent}{os.sep}"
-_PACKAGE_PATH = f"{Path(__file__).parents[2]}{os.sep}"
-_MODULE_CALL = nn.Module._call_impl.__code__
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
@@ -195,11 +196,11 @@ class _Guard(TorchFunctionMode):
 
     def _check_stages(self) -> None:
         """Refuse a derivative that a step, and not one of its modules, takes of several stages."""
-        frame = _outside_torch(sys._getframe(2))
-        if self._mesh.pp.size == 1 or frame is None or _is_package(frame):
+        frame = outside_torch(sys._getframe(2))
+        if self._mesh.pp.size == 1 or frame is None or runs_package(frame):
             return
-        line = _line_of(frame)
-        while frame is not None and frame.f_code is not _MODULE_CALL:
+        line = Line.of(frame)
+        while frame is not None and frame.f_code is not MODULE_CALL:
             frame = frame.f_back
         if frame is None or frame.f_locals["self"] is self._root:
             raise UnsupportedError(
@@ -210,7 +211,7 @@ class _Guard(TorchFunctionMode):
 
     def _check_second(self, gradients: Sequence[Tensor | None]) -> None:
         """Refuse derivatives of layers that cannot be differentiated twice."""
-        frame = _outside_torch(sys._getframe(2))
+        frame = outside_torch(sys._getframe(2))
         nodes = [value.grad_fn for value in gradients if value is not None]
         seen = set(nodes)
         while nodes:
@@ -221,7 +222,7 @@ class _Guard(TorchFunctionMode):
                 raise UnsupportedError(
                     f"{self._step} must not differentiate twice through layers that tp "
                     f"({self._mesh.tp.size}) cuts, as for a penalty on gradients: "
-                    f"{_line_of(frame)}. Give these layers the kind 'replicate' in "
+                    f"{Line.of(frame)}. Give these layers the kind 'replicate' in "
                     "tensor_parallel_plan, or use tp=1."
                 )
             nodes += {after for after, _ in node.next_functions} - seen
@@ -233,21 +234,16 @@ class _Guard(TorchFunctionMode):
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and is_accessor(frame.f_code):
             frame = frame.f_back
-        while (
-            frame is not None
-            and frame.f_code.co_filename.startswith(_TORCH_PATH)
-            and frame.f_code is not _MODULE_CALL
-        ):
+        while frame is not None and runs_torch(frame) and frame.f_code is not MODULE_CALL:
             frame = frame.f_back
-        reader = _outside_torch(frame)
-        if reader is None or _is_package(reader) or self._is_owner_called(parameter, frame):
+        reader = outside_torch(frame)
+        if reader is None or runs_package(reader) or self._is_owner_called(parameter, frame):
             return
         name, reason = self._watched[id(parameter)]
-        file = reader.f_code.co_filename
-        line = reader.f_lineno
+        line = Line.of(reader)
         raise UnsupportedError(
             f"{self._step} must not read a weight of which this rank holds a part: {name!r} is "
-            f"{reason}, and {file}:{line} reads it: {linecache.getline(file, line).strip()!r}. A "
+            f"{reason}, and {line.place} reads it: {line.text!r}. A "
             "penalty or a norm would be computed from this part only. Use the optimizer's "
             "weight_decay for a penalty, the strategy's checkpoints to read values"
             + (
@@ -261,7 +257,7 @@ class _Guard(TorchFunctionMode):
         """Return whether a module that may read the parameter is being called."""
         is_cut = shard_spec_of(parameter).full_shape != tuple(parameter.shape)
         while frame is not None:
-            if frame.f_code is _MODULE_CALL:
+            if frame.f_code is MODULE_CALL:
                 module: nn.Module = frame.f_locals["self"]
                 if module is self._root:
                     return False
@@ -274,23 +270,6 @@ class _Guard(TorchFunctionMode):
                     return True
             frame = frame.f_back
         return False
-
-
-def _outside_torch(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame outside of torch."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH_PATH):
-        frame = frame.f_back
-    return frame
-
-
-def _is_package(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_PACKAGE_PATH)
-
-
-def _line_of(frame: FrameType) -> str:
-    """Return file, line and text of the code that a frame runs."""
-    file = frame.f_code.co_filename
-    return f"{file}:{frame.f_lineno} ({linecache.getline(file, frame.f_lineno).strip()!r})"
 
 
 def _reads_values(func: Callable[..., Any]) -> bool:

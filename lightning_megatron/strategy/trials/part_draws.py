@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,11 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.groups.random import RandomStreams, derive_seed
 from lightning_megatron.strategy.trials.constant_random import ConstantRandomValues
+from lightning_megatron.user_code import MODULE_CALL, Line, runs_package, runs_torch
 
-_TORCH_PATH = f"{Path(torch.__file__).parent}{os.sep}"
-_PACKAGE_PATH = f"{Path(__file__).parents[2]}{os.sep}"
 _CHECKPOINT_FILE = torch.utils.checkpoint.checkpoint.__code__.co_filename
-_MODULE_CALL = nn.Module._call_impl.__code__
 _BACKWARD = (Tensor.backward, torch.autograd.backward)
 #: Largest number of lines that a message names.
 _NUM_SHOWN = 4
@@ -35,17 +30,16 @@ class Place:
     """Place in user code that calls a random torch function, equal in each call and recomputation.
 
     Args:
-        lines: File and line of each frame, from the call to the method of the surrounding module.
+        lines: Line of each frame, from the call to the method of the surrounding module.
         modules: Identities of the modules that are being called there, the innermost one first.
     """
 
-    lines: tuple[tuple[str, int], ...]
+    lines: tuple[Line, ...]
     modules: tuple[int, ...]
 
     def __str__(self) -> str:
         """Name the line of the user's code."""
-        file, line = self.lines[0]
-        return f"{file}:{line} ({linecache.getline(file, line).strip()!r})"
+        return str(self.lines[0])
 
 
 @dataclass(frozen=True)
@@ -136,7 +130,7 @@ class PartDraws:
         for place in found:
             # The stream depends on the module and not on the stage that has it.
             where = next((names[key] for key in place.modules if key in names), "")
-            code = (str(line) for _, line in place.lines)
+            code = (str(line.number) for line in place.lines)
             self._layers[place] = derive_seed("user code", where, *code)
         self._functions |= {draw.function for draw in cut if draw.place in self._layers}
         return found
@@ -248,21 +242,20 @@ class _OwnStreams(TorchFunctionMode):
 
 def _place_of(frame: FrameType | None) -> Place | None:
     """Return the place of a call; None if a layer of this package makes it."""
-    lines: list[tuple[str, int]] = []
+    lines: list[Line] = []
     modules: list[int] = []
     while frame is not None:
-        file = frame.f_code.co_filename
-        if frame.f_code is _MODULE_CALL:
+        if frame.f_code is MODULE_CALL:
             modules.append(id(frame.f_locals["self"]))
             if lines:
                 break
-        elif file == _CHECKPOINT_FILE:
+        elif frame.f_code.co_filename == _CHECKPOINT_FILE:
             # Autograd, and not the user's method, calls a recomputation.
             break
-        elif frame.f_code.co_name != "__torch_function__" and not file.startswith(_TORCH_PATH):
-            if file.startswith(_PACKAGE_PATH):
+        elif frame.f_code.co_name != "__torch_function__" and not runs_torch(frame):
+            if runs_package(frame):
                 break
-            lines.append((file, frame.f_lineno))
+            lines.append(Line.of(frame))
         frame = frame.f_back
     return Place(tuple(lines), tuple(modules)) if lines else None
 
