@@ -20,6 +20,9 @@ _METADATA_CLASSES = (
     "TensorStorageMetadata",
 )
 
+#: Values of a stored TensorProperties that every supported torch reads.
+_NUM_PROPERTIES = 5
+
 
 class _IndexUnpickler(pickle.Unpickler):
     """Unpickler that accepts only the classes of a tensor index.
@@ -60,7 +63,8 @@ class _StoredProperties(dcp_metadata.TensorProperties):
     @override
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__class__ = dcp_metadata.TensorProperties  # type: ignore[assignment]
-        dtype, layout, requires_grad, encoding, pin_memory = state
+        # torch 2.15 added strides, which no reader uses.
+        dtype, layout, requires_grad, encoding, pin_memory = state[:_NUM_PROPERTIES]
         memory_format = dcp_metadata._MEM_FORMAT_ENCODING(encoding)
         self.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory))
 
@@ -87,8 +91,20 @@ def read_index(file: IO[bytes]) -> Metadata:
 
 
 def write_index(index: Metadata, file: HashingStream) -> None:
-    """Write a tensor index in the format of torch.distributed.checkpoint."""
-    pickle.dump(index, file)
+    """Write a tensor index in the format of torch.distributed.checkpoint, readable by every torch
+    that the package supports.
+    """
+    _IndexPickler(file).dump(index)
+
+
+class _IndexPickler(pickle.Pickler):
+    """Pickler that leaves out what older torch could not read."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, dcp_metadata.TensorProperties):
+            return NotImplemented
+        make, args, state = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)[:3]
+        return make, args, state[:_NUM_PROPERTIES]
 
 
 def _layout_named(name: str) -> torch.layout:

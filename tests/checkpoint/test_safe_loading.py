@@ -172,6 +172,19 @@ def test_a_list_of_tensors_changes_no_object_that_others_share(shared: bytes, st
     assert not any(hasattr(owner, "note") for owner in owners)
 
 
+@pytest.mark.parametrize("later", [(), ((8, 1),)], ids=["torch 2.11", "torch 2.15"])
+def test_lists_of_tensors_are_read_by_every_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: tuple[Any, ...]
+) -> None:
+    written = (saved(tmp_path) / ".metadata").read_bytes()
+    index = read_index(io.BytesIO(written))
+    five = dcp_metadata.TensorProperties().__getstate__()[:5]
+    monkeypatch.setattr(dcp_metadata.TensorProperties, "__getstate__", lambda self: (*five, *later))
+    stored = pickle.dumps(index)
+    assert (stored == written) == (not later)
+    assert read_index(io.BytesIO(stored)) == index
+
+
 def test_tensors_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
     path = saved(tmp_path)
     index = read_index(io.BytesIO((path / ".metadata").read_bytes()))
