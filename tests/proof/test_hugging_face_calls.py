@@ -42,6 +42,18 @@ class Checkpointed(Positions):
         self.model.train()
 
 
+class Compiled(Train):
+    """Compile every block; blocks of other stages are compiled there."""
+
+    def on_fit_start(self) -> None:
+        torch.compiler.reset()
+        for block in self.model.model.layers:
+            block.compile(backend="aot_eager")
+
+    def loss_of(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
 class OwnPositions(Positions):
     """Give positions to a model with Hugging Face's code, which fills no cache in stages."""
 
@@ -154,7 +166,7 @@ class Taught(Train):
         return output.loss - (expected * output.logits.log_softmax(-1)).sum(-1).mean()
 
 
-KINDS = (Smoothed, Returned, Kept, Positions, Checkpointed, OwnPositions, Pictures)
+KINDS = (Smoothed, Returned, Kept, Positions, Checkpointed, Compiled, OwnPositions, Pictures)
 #: Steps that are refused in stages.
 UNSTAGED = (Prompted, Taught)
 LAYOUTS: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}

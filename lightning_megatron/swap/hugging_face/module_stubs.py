@@ -90,15 +90,22 @@ class ModuleStub(nn.Module):
 
     @override
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the layer that computes this part.
+        """Compile the layer that computes this part, on the pipeline stage that has it.
 
         Raises:
             UnsupportedError: If no single layer computes it.
         """
         parts = vars(self).get(_COUNTERPARTS, ())
-        if not parts:
+        if parts:
+            parts[0].compile(*args, **kwargs)
+        elif not self._is_on_other_stage:
             self._refuse("cannot be compiled by itself", "Compile blocks, or the whole model")
-        parts[0].compile(*args, **kwargs)
+
+    @property
+    def _is_on_other_stage(self) -> bool:
+        """Return whether the class's module has parameters, and all are on other stages."""
+        has_keys = any(vars(part).get(_KEYS) for part in self.modules())
+        return has_keys and next(self.parameters(), None) is None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training":
