@@ -103,7 +103,8 @@ class _IndexPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, dcp_metadata.TensorProperties):
             return NotImplemented
-        make, args, state = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)[:3]
+        reduced: Any = value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        make, args, state = reduced[:3]
         return make, args, state[:_NUM_PROPERTIES]
 
 
