@@ -20,6 +20,21 @@ from lightning_megatron.plan.partition import LayerPartition
 from lightning_megatron.user_code import line_of_user
 
 
+def leave_to_other_stage(twin: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Remove the tensors of a module of another stage from a state dict that is being loaded.
+
+    Names that the module does not have stay, so that torch reports them as unexpected. The stage
+    that holds the module reports missing ones.
+
+    Args:
+        twin: Copy of the module on the meta device.
+        state: State dict that is being loaded.
+        prefix: Name of the module in it, with a dot at the end.
+    """
+    for name in twin.state_dict(prefix=prefix):
+        state.pop(name, None)
+
+
 class CutBlocks(PipelinedModule):
     """Blocks of this rank, named by their indices, and copies of all blocks on the meta device.
 
@@ -74,6 +89,13 @@ class CutBlocks(PipelinedModule):
             block.train(mode)
         super().train(mode)
         return self
+
+    @override
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for index, twin in self.meta_blocks.items():
+            if str(index) not in self._modules:
+                leave_to_other_stage(twin, state_dict, f"{prefix}{index}.")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @override
     def chunk_of(self, name: str) -> int | None:

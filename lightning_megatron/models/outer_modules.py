@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.cut_blocks import CutBlocks
+from lightning_megatron.models.cut_blocks import CutBlocks, leave_to_other_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage_boundaries import called_twice
 
@@ -56,6 +56,11 @@ class RemoteModule(nn.Module):
         self._source_and_blocks[0].train(mode)
         super().train(mode)
         return self
+
+    @override
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        leave_to_other_stage(self.source, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module; modules become proxies, and tensors placeholders."""
@@ -286,6 +291,13 @@ class FirstStageParameter:
         self.absent = RemoteTensor.of(self._form, blocks, self._name, self.value_name)
         if not is_local:
             self.hide()
+            owner.register_load_state_dict_pre_hook(self._leave_to_first_stage)
+
+    def _leave_to_first_stage(
+        self, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+    ) -> None:
+        if self._key not in owner._parameters:
+            state.pop(f"{prefix}{self._key}", None)
 
     @property
     def value(self) -> Tensor:
