@@ -32,7 +32,7 @@ from lightning_megatron.strategy.checkpoints.single_file_loading import (
 )
 from lightning_megatron.strategy.checkpoints.single_file_states import check_training_states
 from lightning_megatron.strategy.checkpoints.source import CheckpointSource
-from lightning_megatron.strategy.checkpoints.weight_averaging import averaging_callback
+from lightning_megatron.strategy.checkpoints.weight_averaging import average_loaded_weights
 from lightning_megatron.strategy.checkpoints.weight_changes import only_steps_change_weights
 from lightning_megatron.strategy.checks.callback_checks import (
     check_callbacks,
@@ -49,8 +49,10 @@ from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.options.sizes import check_hosts, check_sizes
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions, documents_options
 from lightning_megatron.strategy.private.callback_patches import (
+    averaging_callbacks,
     count_replicas_once,
     restore_finetuning,
+    skip_first_copy,
 )
 from lightning_megatron.strategy.private.checkpoint_search import replace_last_checkpoint_search
 from lightning_megatron.strategy.private.data_loading import training_loader_states
@@ -174,7 +176,10 @@ class MegatronStrategy(TrainerAnswers):
         reset_seed()
         self.set_world_ranks()
         self._membership.watch.rank = self.global_rank
-        publish_device_mesh(self.user_module, self.join_mesh())
+        mesh = self.join_mesh()
+        publish_device_mesh(self.user_module, mesh)
+        if mesh.model.size > 1 or mesh.ep.size > 1:
+            skip_first_copy(self.user_module.trainer)
 
     # ---- model and optimizers
 
@@ -256,9 +261,13 @@ class MegatronStrategy(TrainerAnswers):
         # Lightning restores single files; load_checkpoint has loaded a sharded directory.
         if not self.lightning_restore_optimizer or "state_dict" not in checkpoint:
             return
-        full = checkpoint["state_dict"]
-        if self.run.is_fit and averaging_callback(self.user_module.trainer) is not None:
-            full = checkpoint.get("current_model_state", full)
+        self._load_full(checkpoint["state_dict"], strict)
+        if self.run.is_fit and averaging_callbacks(self.user_module.trainer):
+            average_loaded_weights(self.user_module, self.run.state.main, self.mesh)
+            if "current_model_state" in checkpoint:
+                self._load_full(checkpoint["current_model_state"], strict)
+
+    def _load_full(self, full: Mapping[str, Any], strict: bool) -> None:
         renamed = to_package_names(self.user_module, full)
         load_full_weights(renamed, self.user_module, self.run.state.main, self.mesh, strict)
 

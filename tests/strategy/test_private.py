@@ -101,6 +101,9 @@ def test_weight_averaging_calls_the_replaced_methods() -> None:
     assert source.count("self._swap_models(pl_module)") == 2
     assert source.count("self._average_model.update_parameters(pl_module)") == 2
     assert list(inspect.signature(WeightAveraging._swap_models).parameters) == ["self", "pl_module"]
+    assert "model=pl_module, device=device, use_buffers=self._use_buffers, **self._kwargs" in source
+    assert "device = self._device or pl_module.device" in source
+    assert 'pl_module.load_state_dict(checkpoint["current_model_state"])' in source
 
 
 def test_data_connector_calls_the_replaced_method(trainer: Trainer) -> None:

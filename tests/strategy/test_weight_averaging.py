@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import GPTConfig, MegatronStrategy
 from lightning_megatron.checkpoint import read_full
 from lightning_megatron.checkpoint.consolidate import CURRENT, MODEL, consolidate
-from lightning_megatron.errors import UnsupportedError
-from tests.proof.training import Tokens
+from tests.oracles import assert_equal, full_weights
+from tests.proof.training import KINDS, Tokens
 from tests.strategy.checkpoint_runs import Trained, trainer_of
 from tests.world import run_world
 
@@ -216,11 +215,102 @@ def test_two_data_ranks_average_as_one_process(tmp_path: Path) -> None:
         _assert_averages(tmp_path / f"half {name}", 4)
 
 
-def test_tensor_parallel_models_are_refused_before_any_process_starts() -> None:
-    trainer = trainer_of({"tp": 2, "async_save": True}, 2, 1, callbacks=[WeightAveraging()])
-    assert isinstance(trainer.strategy, MegatronStrategy)
-    with pytest.raises(
-        UnsupportedError, match=r"WeightAveraging needs the whole model.*tp is 2.*Use tp=1"
-    ):
-        trainer.fit(Trained(), DataLoader(Tokens(), batch_size=8))
-    assert "LOCAL_RANK" not in os.environ
+#: Layout and model of each run on two ranks.
+PARTS: dict[str, tuple[State, str]] = {
+    "tp": ({"tp": 2}, "gpt2-tied"),
+    "pp": ({"pp": 2}, "gpt2-tied"),
+    "ep": ({"ep": 2}, "experts"),
+}
+#: Runs that resume, and the runs whose checkpoints they resume from.
+RESUMED = (("tp", "pp"), ("pp", "pp"), ("ep", "ep"), ("tp", "gpt2-tied"), ("pp", "gpt2-tied"))
+
+
+class Losses(Trained):
+    """Keep the losses of the validation and the full weights at its start and after the fit."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.validated: list[float] = []
+        self.weights: list[dict[str, Tensor]] = []
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.trainer.precision == "64-true":
+            # Lightning's callback copies the model before Lightning converts it.
+            self.double()
+
+    def keep_weights(self) -> None:
+        strategy = self.trainer.strategy
+        self.weights.append(
+            full_weights(self, strategy.mesh)
+            if isinstance(strategy, MegatronStrategy)
+            else {name: weight.detach().clone() for name, weight in self.named_parameters()}
+        )
+
+    def on_validation_epoch_start(self) -> None:
+        self.keep_weights()
+
+    def validation_step(self, batch: State, batch_idx: int) -> None:
+        assert self.model is not None, "configure_model has run"
+        loss = self.model(batch["tokens"], batch["labels"]).mean()
+        self.log("validated", loss, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics["validated"]))
+
+    def on_train_end(self) -> None:
+        self.keep_weights()
+
+
+def fit_in_parts(
+    layout: State | None,
+    kind: str,
+    size: int,
+    folder: str,
+    resume: str | None = None,
+    every: int = SAVED_STEP,
+    **options: Any,
+) -> tuple[list[float], list[float], list[dict[str, Tensor]]]:
+    """Return the losses of steps and validations, and the weights of validations and the end."""
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
+    callbacks = [EMAWeightAveraging(decay=0.5), saver]
+    trainer = trainer_of(layout, size, STEPS, callbacks, num_sanity_val_steps=0, **options)
+    module, data = Losses(KINDS[kind]), Tokens()
+    num_data_ranks = size if layout and "ep" in layout else 1
+    rank = trainer.global_rank if num_data_ranks > 1 else 0
+    sampler = DistributedSampler(data, num_data_ranks, rank, shuffle=False)
+    loader = DataLoader(data, batch_size=8 // num_data_ranks, sampler=sampler)
+    trainer.fit(module, loader, DataLoader(data, batch_size=8), ckpt_path=resume)
+    return module.losses, module.validated, module.weights
+
+
+def _run_parts(rank: int, size: int, folder: str) -> State:
+    runs: State = {}
+    for name, (layout, kind) in PARTS.items():
+        runs[name, ""] = fit_in_parts(layout, kind, size, f"{folder}/{name}")
+    for name, source in RESUMED:
+        path = f"{folder}/{source}/step={SAVED_STEP}.ckpt"
+        runs[name, source] = fit_in_parts(*PARTS[name], size, f"{folder}/rest", path)
+    fit_in_parts(*PARTS["ep"], size, f"{folder}/half", every=1, precision="bf16-mixed")
+    return runs
+
+
+def test_divided_models_average_as_one_process(tmp_path: Path) -> None:
+    kinds = {kind for _, kind in PARTS.values()}
+    one = {kind: fit_in_parts(None, kind, 1, str(tmp_path / kind)) for kind in kinds}
+    for runs in run_world(_run_parts, 2, str(tmp_path)):
+        for (name, source), (losses, validated, weights) in runs.items():
+            case = f"{name} from {source or 'the start'}"
+            all_losses, all_validated, all_weights = one[PARTS[name][1]]
+            assert losses == pytest.approx(all_losses[SAVED_STEP if source else 0 :], abs=1e-9), (
+                case
+            )
+            assert validated == pytest.approx(all_validated[-len(validated) :], abs=1e-9), case
+            for ours, expected in zip(weights, all_weights[-len(weights) :], strict=True):
+                for key, weight in ours.items():
+                    # The tied head of the last stage is a copy. One process also has the padding
+                    # rows of the vocabulary.
+                    full = expected.get(key, expected["model.embedding.word.weight"])
+                    full = full[tuple(map(slice, weight.shape))]
+                    assert_equal(weight, full, f"{case}: {key}")
+    _assert_averages(tmp_path / "half", STEPS)

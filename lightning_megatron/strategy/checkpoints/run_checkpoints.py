@@ -38,10 +38,10 @@ from lightning_megatron.strategy.checkpoints.single_file_loading import no_optim
 from lightning_megatron.strategy.checkpoints.single_process_record import single_process_record
 from lightning_megatron.strategy.checkpoints.source import CheckpointSource
 from lightning_megatron.strategy.checkpoints.weight_averaging import (
-    averaging_callback,
     current_weights,
-    load_averages,
+    load_current_weights,
 )
+from lightning_megatron.strategy.private.callback_patches import averaging_callbacks
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 from lightning_megatron.training.main_parameters import MainParameters
 
@@ -115,9 +115,12 @@ class RunCheckpoints:
         Communication: collective over all ranks.
         """
         main.user_writes.adopt_in_place()
-        weights = weights_to_save(checkpoint.pop("state_dict", {}), module, main, mesh)
+        has_averages = "averaging_state" in checkpoint
+        weights = weights_to_save(
+            checkpoint.pop("state_dict", {}), module, main, mesh, all_changed=has_averages
+        )
         tensors = {**weights.tensors, **scale_tensors(module)}
-        if "averaging_state" in checkpoint:
+        if has_averages:
             # A callback has swapped averages into the model; resuming needs the current weights.
             current = weights_to_save(checkpoint.pop("current_model_state", {}), module, main, mesh)
             tensors |= current_weights(current.tensors)
@@ -280,8 +283,8 @@ class RunCheckpoints:
         metadata = load_metadata(stored, self.weights_only)
         load_model(stored, module, main, mesh, strict=module.strict_loading)
         load_scales(stored, module, mesh)
-        if optimizers and averaging_callback(module.trainer) is not None:
-            load_averages(stored, metadata, module, main, mesh)
+        if optimizers and averaging_callbacks(module.trainer):
+            load_current_weights(stored, metadata, module, main, mesh)
         saved = metadata.pop(OPTIMIZERS, None)
         single_process = metadata.pop(ONE_PROCESS, None)
         if not optimizers:

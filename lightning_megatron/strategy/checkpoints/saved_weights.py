@@ -70,7 +70,12 @@ def _owners_of(rank: int, mesh: ParallelMesh) -> tuple[_ShardOwners, _ShardOwner
 
 
 def weights_to_save(
-    state_dict: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh
+    state_dict: Mapping[str, Any],
+    module: LightningModule,
+    main: MainParameters,
+    mesh: ParallelMesh,
+    *,
+    all_changed: bool = False,
 ) -> SavedWeights:
     """Return the weights to save, from a checkpoint's ``state_dict`` and the module's own.
 
@@ -84,6 +89,8 @@ def weights_to_save(
         module: Module that is saved.
         main: Main parameters of the module.
         mesh: Process groups of this rank.
+        all_changed: Whether no tensor is the module's own. Averages may equal the weights on some
+            ranks only.
 
     Raises:
         UnsupportedError: On all ranks, for values whose position in the full tensors is unknown.
@@ -92,7 +99,7 @@ def weights_to_save(
     """
     current = module.state_dict()
     _warn_of_extra_states(current)
-    changes = _compare(state_dict, current, main, mesh)
+    changes = _compare(state_dict, current, main, mesh, all_changed)
     reports = all_gather_objects(changes, mesh.world_cpu)
     first: dict[_ShardOwners, _WeightChanges] = {}
     for rank, report in zip(mesh.world.ranks, reports, strict=True):
@@ -140,6 +147,7 @@ def _compare(
     current: Mapping[str, Any],
     main: MainParameters,
     mesh: ParallelMesh,
+    all_changed: bool,
 ) -> tuple[_WeightChanges, _WeightChanges]:
     """Return the changes of expert weights and of all other weights separately."""
     changed = set()
@@ -160,8 +168,10 @@ def _compare(
             )
         elif now is None:
             added[name] = digest_of(value) if mesh.model.size > 1 else ""
-        elif main.user_writes.has_replaced_memory(name) or not _is_same(
-            value, now, main.main(name).dtype if main.holds(name) else now.dtype
+        elif (
+            all_changed
+            or main.user_writes.has_replaced_memory(name)
+            or not _is_same(value, now, main.main(name).dtype if main.holds(name) else now.dtype)
         ):
             changed.add(name)
             axis = mesh.etp if name in experts else mesh.tp

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import model_placements, model_tensors
@@ -18,40 +17,32 @@ from lightning_megatron.checkpoint.model import STATE_DICT
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import FlatSlice, replicated_spec
-from lightning_megatron.strategy.checkpoints.saved_weights import first_names
+from lightning_megatron.groups.shard_spec import FlatSlice
 from lightning_megatron.strategy.optimization.parameter_data import memory_of
 from lightning_megatron.strategy.private.callback_patches import (
+    average_parts,
+    averaging_callbacks,
+    begin_averages,
+    load_own_tensors,
     patch_averaging,
     restore_averaging,
 )
 from lightning_megatron.training.main_parameters import MainParameters
 
 
-def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
-    """Return the callback that averages weights; None without one."""
-    callbacks = (
-        callback
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging)
-    )
-    return next(callbacks, None)
-
-
-def load_averages(
+def load_current_weights(
     stored: OpenCheckpoint,
     metadata: dict[str, Any],
     module: LightningModule,
     main: MainParameters,
-    mesh: Any,
+    mesh: ParallelMesh,
 ) -> None:
-    """Load averages into the callback and current weights into the model.
+    """Load the weights that training continues from, if the checkpoint has them beside averages.
 
     Args:
         stored: Sharded checkpoint. The model must already have loaded its ``state_dict``, which
             contains the averages if they were saved.
-        metadata: Checkpoint that the callback receives; this function sets ``state_dict`` and
-            ``current_model_state``.
+        metadata: Checkpoint that the callback receives; this function sets ``current_model_state``.
         module: Module that is trained.
         main: Main parameters of the module.
         mesh: Process groups of this rank.
@@ -59,31 +50,31 @@ def load_averages(
     Raises:
         CheckpointMismatchError: On all ranks, naming tensors and shapes.
 
-    Communication: that of ``load_model``.
+    Communication: that of ``load_model``, and one all-reduce per dtype over the data ranks.
     """
-    state = module.state_dict()
-    saved = stored.tensors
-    entries: dict[str, Entry] = {}
-    names = first_names(state)
-    for name, first in names.items():
-        if name == first and f"{STATE_DICT}{name}" in saved:
-            average = state[name].detach().to(saved[f"{STATE_DICT}{name}"].dtype, copy=True)
-            spec = main.spec(name) if main.holds(name) else replicated_spec(average)
-            entries[f"{STATE_DICT}{name}"] = Entry(average, spec)
-    load_stored(stored, entries, mesh, strict=False, prefix=STATE_DICT)
-    metadata["state_dict"] = {
-        name: entries[f"{STATE_DICT}{names[name]}"].tensor
-        if f"{STATE_DICT}{names.get(name)}" in entries
-        else value
-        for name, value in state.items()
-    }
-    if any(name.startswith(CURRENT) for name in saved):
+    average_loaded_weights(module, main, mesh)
+    if any(name.startswith(CURRENT) for name in stored.tensors):
         current = {_current(name): entry for name, entry in model_tensors(module, main).items()}
         expected = {_current(name): place for name, place in model_placements(module, main).items()}
         load_stored(stored, current, mesh, module.strict_loading, CURRENT, expected)
         main.publish()
-        # The model already has the current weights: the callback copies them onto themselves.
         metadata["current_model_state"] = module.state_dict()
+
+
+def average_loaded_weights(
+    module: LightningModule, main: MainParameters, mesh: ParallelMesh
+) -> None:
+    """Let averages begin at the weights that the module has loaded.
+
+    Args:
+        module: Module that is trained.
+        main: Main parameters of the module.
+        mesh: Process groups of this rank.
+
+    Communication: one all-reduce per dtype over the data ranks.
+    """
+    for callback in averaging_callbacks(module.trainer):
+        begin_averages(callback, _FullMainParameters(module, main, mesh))
 
 
 def current_weights(weights: dict[str, Entry]) -> dict[str, Entry]:
@@ -98,25 +89,29 @@ def _current(name: str) -> str:
 def average_main_parameters(
     trainer: Trainer, module: LightningModule, main: MainParameters, mesh: ParallelMesh
 ) -> None:
-    """Let the callback average main parameters if the model has half-precision parameters.
+    """Let callbacks average this rank's part of the model, and main parameters in half precision.
 
     Args:
-        trainer: Trainer whose averaging callback is changed, if it has one.
+        trainer: Trainer whose averaging callbacks are changed, if it has any.
         module: Module that is trained.
         main: Main parameters of the module.
         mesh: Process groups of this rank.
+
+    Communication: one all-reduce per dtype over the data ranks.
     """
-    callback = averaging_callback(trainer)
-    if callback is not None and any(
-        main.main(name).dtype != main.parameter(name).dtype for name in main.trained
-    ):
-        patch_averaging(callback, _FullMainParameters(module, main, mesh), _AverageSwap())
+    source = _FullMainParameters(module, main, mesh)
+    is_half = any(main.main(name).dtype != main.parameter(name).dtype for name in main.trained)
+    for callback in averaging_callbacks(trainer):
+        if mesh.model.size > 1 or mesh.ep.size > 1:
+            average_parts(callback, module, source)
+        if is_half:
+            patch_averaging(callback, source, _AverageSwap())
+        load_own_tensors(callback)
 
 
 def average_model_parameters(trainer: Trainer) -> None:
     """Undo :func:`average_main_parameters`."""
-    callback = averaging_callback(trainer)
-    if callback is not None:
+    for callback in averaging_callbacks(trainer):
         restore_averaging(callback)
 
 
@@ -143,24 +138,26 @@ class _FullMainParameters:
         return self._module.buffers()
 
     def _gathered(self) -> dict[str, Tensor]:
-        by_dtype: dict[torch.dtype, list[str]] = {}
+        alike: dict[tuple[torch.dtype, bool], list[str]] = {}
         for name in self._main.trained:
-            by_dtype.setdefault(self._main.main(name).dtype, []).append(name)
+            key = self._main.main(name).dtype, self._main.spec(name).is_expert
+            alike.setdefault(key, []).append(name)
         gathered: dict[str, Tensor] = {}
-        for dtype, names in by_dtype.items():
+        for (dtype, is_expert), names in alike.items():
+            axis = self._mesh.replica_axis(is_expert)
             parameters = [self._main.parameter(name) for name in names]
             sizes = [parameter.numel() for parameter in parameters]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
             for name, parameter, part in zip(names, parameters, flat.split(sizes), strict=True):
-                self._write_local(name, part)
+                self._write_local(name, part, is_first=axis.is_first)
                 gathered[name] = part.view(parameter.shape)
             # Exactly one rank writes each element and the others have zeros, so the sum is exact.
-            all_reduce_(flat, self._mesh.data)
+            all_reduce_(flat, axis)
         return gathered
 
-    def _write_local(self, name: str, flat: Tensor) -> None:
+    def _write_local(self, name: str, flat: Tensor, *, is_first: bool) -> None:
         main_slice = self._main.slices.get(name)
-        if main_slice is None or not (main_slice.is_exclusive or self._mesh.data.is_first):
+        if main_slice is None or not (main_slice.is_exclusive or is_first):
             return
         place = main_slice.placement
         start, stop = (

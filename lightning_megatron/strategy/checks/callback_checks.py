@@ -29,12 +29,6 @@ from lightning_megatron.strategy.private.callback_patches import (
 )
 from lightning_megatron.strategy.private.loops import may_accumulate
 
-#: Callbacks that need the whole model, and the part of the error message that names the reason.
-_WHOLE_MODEL_CALLBACKS = {
-    WeightAveraging: "makes its copy of the model",
-    ModelPruning: "chooses the weights that it prunes",
-}
-
 
 def check_callbacks(
     trainer: Trainer, layout: ParallelLayout, options: StrategyOptions | None = None
@@ -66,19 +60,18 @@ def check_callbacks(
                 "rank 0, which would wait for the other ranks. Use log_graph=False."
             )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, action in _WHOLE_MODEL_CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise UnsupportedError(
-                    f"{type(callback).__name__} needs the whole model on every rank: tp is "
-                    f"{layout.tp}, pp {layout.pp} and ep {layout.ep}. Lightning's callback "
-                    f"{action} before it is cut. Use tp=1, pp=1 and ep=1, with any number of "
-                    "data-parallel ranks, or leave the callback out."
-                )
+        if isinstance(callback, ModelPruning):
+            raise UnsupportedError(
+                f"{type(callback).__name__} needs the whole model on every rank: tp is "
+                f"{layout.tp}, pp {layout.pp} and ep {layout.ep}. Lightning's callback chooses the "
+                "weights that it prunes before the model is cut. Use tp=1, pp=1 and ep=1, with any "
+                "number of data-parallel ranks, or leave the callback out."
+            )
 
 
 def _check_no_writer(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, *_WHOLE_MODEL_CALLBACKS)):
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging, ModelPruning)):
             raise UnsupportedError(
                 f"fp8.parameters ('fp8') cannot be used with {type(callback).__name__}, because "
                 "the callback writes weights of the model, and weights in 8 bits cannot be "

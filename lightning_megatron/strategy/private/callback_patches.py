@@ -25,8 +25,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
+from lightning_megatron.errors import UnsupportedError
 
 
 def add_groups_on_every_stage(trainer: Trainer) -> None:
@@ -204,13 +206,78 @@ def restore_checkpoint_callbacks(trainer: Trainer) -> None:
             vars(callback).pop(name, None)
 
 
+def skip_first_copy(trainer: Trainer) -> None:
+    """Let averaging callbacks make no copy of the module in their next ``setup``.
+
+    A callback with a ``setup`` of its own makes one, which :func:`average_parts` replaces.
+    """
+    for callback in averaging_callbacks(trainer):
+        if type(callback).setup is WeightAveraging.setup:
+            callback.setup = lambda *_, callback=callback, **__: vars(callback).pop("setup")  # type: ignore[method-assign]
+
+
+def averaging_callbacks(trainer: Trainer) -> list[WeightAveraging]:
+    """Return the callbacks that average weights after steps."""
+    return [
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging)
+    ]
+
+
+class _Part(nn.Module):
+    """Parameters and buffers of a module, without its code."""
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """Raise, because only the trained model can compute with parts of the weights."""
+        raise UnsupportedError(
+            "the averaged model of a WeightAveraging callback cannot be called with tp, pp or ep "
+            "above 1: it has only the averages of this rank's weights. Validation runs with the "
+            "averages, and so does the model after the training."
+        )
+
+
+def average_parts(callback: WeightAveraging, module: nn.Module, source: Any) -> None:
+    """Let a callback average the tensors of a module that has been divided among the ranks.
+
+    Args:
+        callback: Averaging callback.
+        module: Divided module, whose names the averages get.
+        source: Object with the method ``parameters`` of the module, which gives the first averages.
+    """
+    parameters = {
+        id(parameter): nn.Parameter(value.detach(), parameter.requires_grad)
+        for parameter, value in zip(module.parameters(), source.parameters(), strict=True)
+    }
+    callback._average_model = AveragedModel(
+        _part_of(module, parameters, {}),
+        callback._device or next(iter(parameters.values())).device,
+        use_buffers=callback._use_buffers,
+        **callback._kwargs,
+    )
+
+
+def _part_of(
+    module: nn.Module, parameters: Mapping[int, nn.Parameter], made: dict[int, nn.Module]
+) -> nn.Module:
+    if id(module) not in made:
+        part = made[id(module)] = _Part()
+        for key, parameter in module._parameters.items():
+            part._parameters[key] = None if parameter is None else parameters[id(parameter)]
+        part._buffers.update(module._buffers)
+        part._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+        for key, child in module._modules.items():
+            part._modules[key] = None if child is None else _part_of(child, parameters, made)
+    return made[id(module)]
+
+
 def patch_averaging(
     callback: WeightAveraging, source: Any, swap: Callable[[nn.Module, nn.Module], None]
 ) -> None:
     """Let a callback average the tensors of ``source``, and apply averages by ``swap``.
 
     Args:
-        callback: Averaging callback after its ``setup``, which copies the model.
+        callback: Averaging callback with its copy of the model.
         source: Object with the methods ``parameters`` and ``buffers`` of the model.
         swap: Function called with the model and the averages, first to apply the averages and then
             to restore the weights.
@@ -222,9 +289,39 @@ def patch_averaging(
     callback._swap_models = lambda pl_module: swap(pl_module, average.module)  # type: ignore[method-assign]
 
 
+def begin_averages(callback: WeightAveraging, source: Any) -> None:
+    """Set the averages to the tensors of ``source``, as :func:`patch_averaging` gets it."""
+    assert callback._average_model is not None, "the callback averages in this fit"
+    average = callback._average_model.module
+    for to, values in (
+        (average.parameters(), source.parameters()),
+        (average.buffers(), source.buffers()),
+    ):
+        for tensor, value in zip(to, values, strict=True):
+            tensor.data.copy_(value)
+
+
+def load_own_tensors(callback: WeightAveraging) -> None:
+    """Let a callback load no weights from a checkpoint, because the strategy loads them.
+
+    The callback gets the averages and weights of this rank instead of full ones.
+    """
+
+    def load(trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        average = callback._average_model
+        if average is not None:
+            checkpoint = {**checkpoint, "state_dict": average.module.state_dict()}
+            if "current_model_state" in checkpoint:
+                checkpoint["current_model_state"] = pl_module.state_dict()
+        type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
+
+    callback.on_load_checkpoint = load  # type: ignore[method-assign]
+
+
 def restore_averaging(callback: WeightAveraging) -> None:
-    """Undo :func:`patch_averaging`."""
-    vars(callback).pop("_swap_models", None)
+    """Undo :func:`patch_averaging` and :func:`load_own_tensors`."""
+    for name in ("_swap_models", "on_load_checkpoint"):
+        vars(callback).pop(name, None)
     vars(callback._average_model or callback).pop("update_parameters", None)
 
 
