@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.cut_blocks import CutBlocks, leave_to_other_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage_boundaries import called_twice
+from lightning_megatron.user_code import line_of_user
 
 
 class RemoteModule(nn.Module):
@@ -45,6 +46,14 @@ class RemoteModule(nn.Module):
         self.end = end or name
         # A tuple keeps nn.Module from registering them as children.
         self._source_and_blocks: tuple[nn.Module, CutBlocks] = (source, blocks)
+        self._is_copy = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteModule:
+        """Return a proxy of a copy, such as that of an ``AveragedModel``."""
+        source, blocks = self._source_and_blocks
+        copy = RemoteModule(self.name, deepcopy(source, memo), blocks, self.is_before, self.end)
+        copy._is_copy = True
+        return copy
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RemoteModule:
@@ -117,6 +126,8 @@ class RemoteModule(nn.Module):
         """
         source, blocks = self._source_and_blocks
         cursor = blocks.current()
+        if self._is_copy:
+            _refuse_copy(self.name)
         self._check_side(blocks)
         stage = 0 if self.is_before else blocks.boundaries.last
         leaves = pytree.tree_leaves((args, kwargs))
@@ -223,6 +234,10 @@ class LocalModule:
         module.register_forward_pre_hook(self._resolve, with_kwargs=True)
         module.register_forward_hook(self._keep)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalModule:
+        """Return this object, so that it gets the calls of copies of the module."""
+        return self
+
     def convert_meta(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a conversion of the model's dtype to the proxy."""
         self._remote._apply(fn)
@@ -250,6 +265,8 @@ class LocalModule:
         return tensor if tensor.shape == whole.shape else None
 
     def _resolve(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if module is not self._module and self._blocks.cursor is not None:
+            _refuse_copy(self._remote.name)
         why = f"{self._remote.name!r} reads it"
         resolved: tuple[Any, Any] = pytree.tree_map(
             lambda leaf: leaf.resolve(why) if isinstance(leaf, RemoteTensor) else leaf,
@@ -262,6 +279,14 @@ class LocalModule:
         if cursor is not None:
             value_name = cursor.use_of(self._remote.name)
             self._blocks.boundaries.keep_values(cursor, value_name, pytree.tree_leaves(result))
+
+
+def _refuse_copy(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"a copy of {name!r} cannot be called in a step with pp above 1, because it was made after "
+        f"the module was divided among pipeline stages: {line_of_user()}. Make the copy in "
+        "__init__ or configure_model, or use pp=1."
+    )
 
 
 class FirstStageParameter:

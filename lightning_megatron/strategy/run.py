@@ -33,6 +33,7 @@ from lightning_megatron.strategy.checks.run_checks import (
 from lightning_megatron.strategy.graphs import MakeBackend, build_graphs
 from lightning_megatron.strategy.logs.compiled_blocks import note_compiled_blocks
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
+from lightning_megatron.strategy.modules.averages import checked_averages
 from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
 from lightning_megatron.strategy.modules.full_writes import FullDraws, full_loads
 from lightning_megatron.strategy.modules.metric_groups import MetricGroups
@@ -268,6 +269,8 @@ class Run:
         undo.callback(signals.remove)
         undo.enter_context(record_data_access(self._note_data))
         undo.enter_context(full_loads(self.module))
+        if self.mesh.model.size > 1:
+            undo.enter_context(checked_averages(self.module))
         if self.mesh.pp.size > 1:
             undo.enter_context(hide_example_input(self.module))
         average_main_parameters(trainer, self.module, main, self.mesh)

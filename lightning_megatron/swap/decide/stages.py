@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -23,6 +24,7 @@ from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.legal_values import join_or
 from lightning_megatron.plan.partition import LayerCosts, LayerPartition, partition_of
+from lightning_megatron.swap.decide.averages import originals_of_averages
 from lightning_megatron.swap.decide.kinds import ModuleSite, check_kind
 from lightning_megatron.swap.decide.record import SwapRecord
 
@@ -162,8 +164,9 @@ def plan_stages(
     """Assign the parts of a model with a list of blocks to stages; None for a single stage.
 
     A module with parameters is on the first stage if it is defined before the list, and on the last
-    stage if it is defined after the list, unless the plan assigns it. Modules without parameters
-    are on all stages.
+    stage if it is defined after the list, unless the plan assigns it. The copy in an
+    ``AveragedModel`` is on the stage of the module that it averages. Modules without parameters are
+    on all stages.
 
     Args:
         root: Root module.
@@ -175,7 +178,8 @@ def plan_stages(
     Raises:
         ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
             stages.
-        UnsupportedError: If stages share a parameter that is not a tied embedding.
+        UnsupportedError: If stages share a parameter that is not a tied embedding, or an
+            ``AveragedModel`` averages modules of several stages.
     """
     blocks = _find_blocks(sites, plan)
     layout = mesh.layout
@@ -193,9 +197,11 @@ def plan_stages(
         if parameter is not None
     )
     layers = partition.by_stage(layout.placement)
-    _check_moved_ends(ends, partition, layers, layout)
     outer = frozenset(id(module) for _, module in enclosing)
     owners = _Owners(blocks.name, layers, ends, outer, layout.loss_stage)
+    ends = tuple(_beside_originals(owners, originals_of_averages(sites)))
+    owners = replace(owners, ends=ends)
+    _check_moved_ends(ends, partition, layers, layout)
     ties = _ties(root, owners, kinds)
     twins = tuple(meta_copy_of(block) for block in blocks.module.children())
     end_twins = tuple(meta_copy_of(end.site.module) for end in ends)
@@ -276,10 +282,50 @@ def _ends(
             if blocks.name == name or blocks.name.startswith(f"{name}."):
                 is_before = False
             elif next(child.parameters(), None) is not None:
-                explicit = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
+                # Every stage has an AveragedModel and its count, and one stage has the copy in it.
+                site = (
+                    ModuleSite(f"{name}.module", child, "module", child.module)
+                    if isinstance(child, AveragedModel)
+                    else ModuleSite(name, module, key, child)
+                )
+                explicit = [
+                    kind for pattern, kind in plan.items() if fnmatchcase(site.name, pattern)
+                ]
                 runs_before = explicit[-1] == "first" if explicit else is_before
-                site = ModuleSite(name, module, key, child)
                 yield OuterModule(site, runs_before, bool(explicit), runs_before != is_before)
+
+
+def _beside_originals(
+    owners: _Owners, originals: Mapping[str, Sequence[str]]
+) -> Iterator[OuterModule]:
+    """Yield the outer modules, with copies of ``AveragedModel`` on the stages of their originals.
+
+    Raises:
+        UnsupportedError: If a copy has modules of several stages, or of another stage than the
+            first and last one or the one that the plan assigns.
+    """
+    for end in owners.ends:
+        names = originals.get(end.site.name, ())
+        stages = {owners.stage_of(name, end.site.module) for name in names}
+        here = 0 if end.is_before else owners.loss_stage
+        if not stages or here in stages:
+            yield end
+        elif 0 in stages and not end.is_explicit:
+            yield replace(end, is_before=True, is_moved=not end.is_moved)
+        elif owners.loss_stage in stages and not end.is_explicit:
+            yield replace(end, is_before=False, is_moved=not end.is_moved)
+        else:
+            average = end.site.name.removesuffix(".module")
+            reason = (
+                f"its blocks {owners.blocks!r} are divided among the stages"
+                if None in stages
+                else "only another stage has it"
+            )
+            raise UnsupportedError(
+                f"the AveragedModel {average!r} cannot average {names[0]!r} with pp above 1: "
+                f"{reason}. Leave {average!r} out of pipeline_plan if it is there, use Lightning's "
+                "EMAWeightAveraging callback, which averages the whole module, or use pp=1."
+            )
 
 
 def _check_sides(

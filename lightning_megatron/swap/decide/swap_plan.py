@@ -12,6 +12,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap.blocks.rules import rules_of
 from lightning_megatron.swap.blocks.whole_model import is_foreign
+from lightning_megatron.swap.decide.averages import kinds_of_averages
 from lightning_megatron.swap.decide.hugging_face_models import (
     OwnCodeModel,
     choose_models,
@@ -95,6 +96,7 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
     sites = sites_of(module)
     swappable = unique_sites(sites)
     kinds = choose_kinds(sites, options.plan)
+    kinds |= kinds_of_averages(sites, kinds)
     models = choose_models(
         swappable,
         kinds,
