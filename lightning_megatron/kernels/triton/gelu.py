@@ -86,7 +86,7 @@ def _forward(
     inside = offsets < size
     x = tl.load(hidden + offsets, mask=inside, other=0.0).to(tl.float32)
     if BY_TANH:
-        result = x / (1.0 + tl.exp(-_SLOPE * x * (1.0 + _CUBIC * x * x)))
+        result = x / (1.0 + tl.exp(x * -_SLOPE * (1.0 + x * _CUBIC * x)))
     else:
         result = 0.5 * x * (1.0 + tl.erf(x * _ROOT_HALF))
     tl.store(output + offsets, result.to(output.dtype.element_ty), mask=inside)
@@ -106,10 +106,11 @@ def _backward(
     x = tl.load(hidden + offsets, mask=inside, other=0.0).to(tl.float32)
     outer = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
     if BY_TANH:
-        mass = 1.0 / (1.0 + tl.exp(-_SLOPE * x * (1.0 + _CUBIC * x * x)))
+        mass = 1.0 / (1.0 + tl.exp(x * -_SLOPE * (1.0 + x * _CUBIC * x)))
         # For a large x the mass is rounded to 0 or 1, and the product would be 0 times infinity.
         flat = mass * (1.0 - mass)
-        slope = mass + tl.where(flat == 0.0, 0.0, x * flat * _SLOPE * (1.0 + 3.0 * _CUBIC * x * x))
+        change = x * flat * _SLOPE * (1.0 + x * (3.0 * _CUBIC) * x)
+        slope = mass + tl.where(flat == 0.0, 0.0, change)
     else:
         slope = 0.5 * (1.0 + tl.erf(x * _ROOT_HALF)) + x * _DENSITY * tl.exp(-0.5 * x * x)
     tl.store(result + offsets, (outer * slope).to(result.dtype.element_ty), mask=inside)

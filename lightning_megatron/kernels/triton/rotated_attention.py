@@ -36,7 +36,7 @@ def attend_rotated_token(
     scales: tuple[Float[Tensor, "head_dim"], Float[Tensor, "head_dim"]] | None = None,
     eps: float = 0.0,
     interleaved: bool = False,
-) -> Float[Tensor, "heads*head_dim"]:
+) -> Float[Tensor, "out_local"]:
     """Rotate the queries and keys of one token, store the token, and return its attention.
 
     Equal to ``norm_and_rotate_qkv``, ``store_token`` and ``attend_one_token`` of one row without

@@ -46,7 +46,7 @@ def token_sum_bytes(num_ranks: int, width: int) -> int:
 
 
 def send_token_vector(
-    tokens: Int[Tensor, "1"],
+    tokens: Int[Tensor, "1 1"],
     table: Float[Tensor, "vocab_local hidden"],
     pointers: Int[Tensor, "ranks"],
     rank: int,
