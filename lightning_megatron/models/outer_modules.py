@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -79,6 +80,8 @@ class RemoteModule(nn.Module):
             if "_source_and_blocks" not in self.__dict__:
                 raise
         source, blocks = self._source_and_blocks
+        if name == "update_parameters" and isinstance(source, AveragedModel):
+            return _average_nothing
         value = getattr(source, name)
         if isinstance(value, nn.Module):
             return RemoteModule(f"{self.name}.{name}", value, blocks, self.is_before, self.end)
@@ -279,6 +282,10 @@ class LocalModule:
         if cursor is not None:
             value_name = cursor.use_of(self._remote.name)
             self._blocks.boundaries.keep_values(cursor, value_name, pytree.tree_leaves(result))
+
+
+def _average_nothing(model: nn.Module) -> None:
+    """Update no average: the stage that holds the average updates it."""
 
 
 def _refuse_copy(name: str) -> NoReturn:

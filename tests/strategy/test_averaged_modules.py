@@ -55,18 +55,32 @@ class Averaged(Regress):
         part: Name of the part.
         uses: Whether validation calls the average in place of the part.
         updates: Name of the part that updates the average; None means the part itself.
+        is_listed: Whether the average is in a list.
     """
 
-    def __init__(self, when: str, part: str, uses: bool, updates: str | None = None) -> None:
+    def __init__(
+        self,
+        when: str,
+        part: str,
+        uses: bool,
+        updates: str | None = None,
+        is_listed: bool = False,
+    ) -> None:
         super().__init__(Net)
         self.when, self.part, self.uses, self.updates = when, part, uses, updates or part
+        self.is_listed = is_listed
         self.path: Path | None = None
         self.make("__init__")
 
     def make(self, when: str) -> None:
         if when == self.when and not hasattr(self, "average"):
             average = AveragedModel(self.named(self.part), avg_fn=get_ema_avg_fn(0.5))
-            self.average = average.requires_grad_(False)
+            average.requires_grad_(False)
+            self.average = nn.ModuleList([average]) if self.is_listed else average
+
+    @property
+    def only_average(self) -> Any:
+        return self.average[0] if self.is_listed else self.average
 
     def named(self, name: str) -> Any:
         first, _, index = name.partition(".")
@@ -86,11 +100,11 @@ class Averaged(Regress):
 
     def on_train_batch_end(self, *_: Any) -> None:
         super().on_train_batch_end()
-        self.average.update_parameters(self.named(self.updates))
+        self.only_average.update_parameters(self.named(self.updates))
 
     def validation_step(self, batch: list[Tensor], _: int) -> None:
         first, last = (
-            self.average if self.uses and self.part == name else getattr(self.net, name)
+            self.only_average if self.uses and self.part == name else getattr(self.net, name)
             for name in ("first", "last")
         )
         self.log("validated", F.mse_loss(self.net(batch[0], first, last), batch[1]))
@@ -115,6 +129,7 @@ EQUAL: dict[str, tuple[str, tuple[Any, ...]]] = {
     "last stage later": ("pp", ("on_fit_start", "last", False)),
     "first stage later": ("pp", ("on_fit_start", "first", False)),
     "first block": ("pp", ("__init__", "blocks.0", False)),
+    "in a list": ("pp", ("__init__", "last", True, None, True)),
     "last block": ("pp", ("__init__", "blocks.1", False)),
 }
 REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
