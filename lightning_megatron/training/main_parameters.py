@@ -25,7 +25,11 @@ from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice, slice
 from lightning_megatron.training.optimizer_references import optimizers_in, replace_parameters
 from lightning_megatron.training.parameter_gather import ParameterGather
 from lightning_megatron.training.shard_granularity import ShardGranularity
-from lightning_megatron.training.shared_gradients import resolve_ties
+from lightning_megatron.training.shared_gradients import (
+    check_on_one_stage,
+    repeated_names,
+    resolve_ties,
+)
 from lightning_megatron.training.use_order import UseOrder
 from lightning_megatron.training.user_writes import UserWrites
 
@@ -81,6 +85,8 @@ class MainParameters:
         self._slices: dict[str, MainSlice] = {}
         self._main_ids: set[int] = set()
         self._counted = CountedGradients()
+        #: Parameters that several stages have; known together with the ties.
+        self.on_several_stages: frozenset[str] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -194,6 +200,7 @@ class MainParameters:
                 [(name, self.spec(name).tied_to) for name in self.names], self.mesh.pp_cpu
             )
             self.ties = resolve_ties(stages)
+            self.on_several_stages = repeated_names(stages)
 
     def attach(self, optimizer: Optimizer) -> list[FlatBuffer]:
         """Make an optimizer train this rank's slices, in place.
@@ -209,8 +216,8 @@ class MainParameters:
             The new buffers.
 
         Raises:
-            UnsupportedError: If the optimizer holds a parameter that is not registered here, or
-                needs whole parameters where ranks hold parts of them.
+            UnsupportedError: If the optimizer holds a parameter that is not registered here or that
+                several stages have, or needs whole parameters where ranks hold parts of them.
 
         Communication: one gather of names over pp at the first call; that of
             :meth:`EightBitWeights.publish`.
@@ -227,6 +234,7 @@ class MainParameters:
             # A new group may contain parameters that were attached before.
             self._put_main_parameters_into(optimizer)
             return []
+        check_on_one_stage(new, self.on_several_stages)
         granularity = self.planner.granularity_for(optimizer)
         created = []
         weights = self.eight_bits.among(new)

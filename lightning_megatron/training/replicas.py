@@ -84,6 +84,40 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
     )
 
 
+def check_frozen_copies(main: MainParameters) -> None:
+    """Compare frozen parameters that several stages have, such as those of a teacher, over pp.
+
+    Args:
+        main: Parameters of this rank.
+
+    Raises:
+        ReplicaMismatchError: On every rank of the axis, naming parameters.
+
+    Communication: a gather of numbers over pp on the CPU, if there are such parameters.
+    """
+    if not main.on_several_stages:
+        return
+    sums = {
+        name: _bit_sums(main.parameter(name).detach()).tolist()
+        for name in sorted(main.on_several_stages)
+        if main.holds(name)
+    }
+    sums_by_stage = all_gather_objects(sums, main.mesh.pp_cpu)
+    wrong = [
+        name
+        for name in sorted(main.on_several_stages)
+        if len({tuple(found[name]) for found in sums_by_stage if name in found}) > 1
+    ]
+    if wrong:
+        raise ReplicaMismatchError(
+            "a frozen model beside the one that is cut into stages must have the same weights on "
+            f"all stages: {', '.join(map(repr, wrong[:_NUM_SHOWN]))} differ between the ranks of "
+            "pp. Code that writes weights of the cut model into it, such as an exponential moving "
+            "average, reaches only the blocks of its own stage. Write the same values on every "
+            "rank, or use pp=1."
+        )
+
+
 def check_tensor_replicas(
     main: MainParameters, whole: Sequence[str], names: Collection[str]
 ) -> None:

@@ -40,18 +40,9 @@ def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tup
         (original, copy) for every tied copy, in the order of the stages.
 
     Raises:
-        UnsupportedError: If a copy's original is on no stage, or if several stages hold one
-            parameter.
+        UnsupportedError: If a copy's original is on no stage.
     """
-    originals = [name for stage in stages for name, tied_to in stage if tied_to is None]
-    repeated = [name for name, count in Counter(originals).items() if count > 1]
-    if repeated:
-        raise UnsupportedError(
-            "every parameter must live on one pipeline stage: "
-            f"{', '.join(map(repr, repeated[:5]))} {'are' if len(repeated) > 1 else 'is'} on "
-            "several. Their gradients would differ from stage to stage. Move them into the "
-            "pipelined model, or use pp=1."
-        )
+    originals = {name for stage in stages for name, tied_to in stage if tied_to is None}
     pairs = []
     for stage in stages:
         for copy, tied_to in stage:
@@ -66,6 +57,36 @@ def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tup
                 )
             pairs.append((original, copy))
     return pairs
+
+
+def repeated_names(stages: Sequence[Sequence[tuple[str, str | None]]]) -> frozenset[str]:
+    """Return the names of the parameters that several stages have, such as those of a teacher.
+
+    Args:
+        stages: Same as for :func:`resolve_ties`.
+    """
+    counts = Counter(name for stage in stages for name, tied_to in stage if tied_to is None)
+    return frozenset(name for name, count in counts.items() if count > 1)
+
+
+def check_on_one_stage(trained: Sequence[str], repeated: Collection[str]) -> None:
+    """Refuse to train parameters that several stages have.
+
+    Args:
+        trained: Names of the parameters that an optimizer trains.
+        repeated: Names of the parameters that several stages have.
+
+    Raises:
+        UnsupportedError: If a parameter is among both.
+    """
+    names = [name for name in trained if name in repeated]
+    if names:
+        raise UnsupportedError(
+            "a parameter that several pipeline stages have cannot be trained: "
+            f"{', '.join(map(repr, names[:5]))} {'are' if len(names) > 1 else 'is'} outside of the "
+            "model that is cut into stages. The gradients would differ from stage to stage. Keep "
+            "such parameters frozen during the whole fit, move them into that model, or use pp=1."
+        )
 
 
 def original_name(copy: str, tied_to: str, names: Collection[str]) -> str | None:

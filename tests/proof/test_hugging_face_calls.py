@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_megatron import ReplicaMismatchError, UnsupportedError
 from tests.proof.fine_tuning import trainer_of
 from tests.proof.test_calls import LENGTH, SIZES, Answers, Texts, Train
 from tests.world import run_world
@@ -149,26 +151,75 @@ class Prompted(Train):
 
 
 class Taught(Train):
-    """Learn from a frozen model beside the trained one."""
+    """Learn from a frozen model beside the trained one, called before or after it."""
+
+    asks_first = True
 
     def configure_model(self) -> None:
         super().configure_model()
         if not hasattr(self, "teacher"):
             torch.manual_seed(5)
-            kind = getattr(transformers, self.model_class)
-            self.teacher = kind(kind.config_class(**SIZES, **self.extra)).double()
+            sizes = {**SIZES, "num_hidden_layers": 3, "hidden_size": 8}
+            config = transformers.LlamaConfig(**sizes, intermediate_size=24)
+            self.teacher = transformers.LlamaForCausalLM(config).double()
             self.teacher.requires_grad_(False).eval()
 
+    @torch.no_grad()
+    def expected(self, tokens: Tensor) -> Tensor:
+        return self.teacher(input_ids=tokens).logits.softmax(-1)
+
     def loss_of(self, tokens: Tensor) -> Tensor:
-        with torch.no_grad():
-            expected = self.teacher(input_ids=tokens).logits.softmax(-1)
+        expected = self.expected(tokens) if self.asks_first else None
         output = self.model(input_ids=tokens, labels=tokens)
+        expected = self.expected(tokens) if expected is None else expected
         return output.loss - (expected * output.logits.log_softmax(-1)).sum(-1).mean()
 
 
+class TaughtAfter(Taught):
+    """Call the frozen model after the trained one."""
+
+    asks_first = False
+
+
+class OwnTaught(Taught):
+    """Train a model with Hugging Face's code."""
+
+    model_class, extra = Answers.model_class, Answers.extra
+
+
+class TwoTrained(Taught):
+    """Train both models."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.teacher.requires_grad_(True)
+
+
+class Averaged(Taught):
+    """Average the trained weights in a frozen model."""
+
+    def configure_model(self) -> None:
+        Train.configure_model(self)
+        if not hasattr(self, "teacher"):
+            self.teacher = deepcopy(self.model).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        averages = dict(self.teacher.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            averages[name].data.lerp_(parameter.data, 0.5)
+
+
+class Thawed(Taught):
+    """Train the second model from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        self.teacher.requires_grad_(self.current_epoch > 0)
+
+
 KINDS = (Smoothed, Returned, Kept, Positions, Checkpointed, Compiled, OwnPositions, Pictures)
+KINDS += (Taught, TaughtAfter, OwnTaught)
 #: Steps that are refused in stages.
-UNSTAGED = (Prompted, Taught)
+UNSTAGED = (Prompted,)
 LAYOUTS: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}
 
 
@@ -202,3 +253,19 @@ def test_calls_train_under_tp_and_in_stages_as_on_one_process(
         for layout in (name for name in LAYOUTS if (kind.__name__, name) in report):
             # Hugging Face's code computes norms and losses in float32.
             assert report[kind.__name__, layout] == pytest.approx(losses, rel=1e-6), layout
+
+
+def refuse_all(rank: int, size: int) -> None:
+    for kind, message in (
+        (TwoTrained, r"has model, teacher\. .* Freeze the others in configure_model"),
+        (
+            Thawed,
+            "that several pipeline stages have cannot be trained: 'teacher.model.embed_tokens",
+        ),
+    ):
+        with pytest.raises((UnsupportedError, ReplicaMismatchError), match=message):
+            fit(kind, LAYOUTS["pp2"], size)
+
+
+def test_training_a_second_model_in_stages_is_refused() -> None:
+    run_world(refuse_all, 2)

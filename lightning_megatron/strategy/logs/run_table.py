@@ -176,7 +176,15 @@ def _num_full_elements(module: nn.Module, mesh: ParallelMesh) -> int:
     Communication: one sum over all ranks.
     """
     counted = 0
+    on_one_stage = {
+        id(parameter)
+        for _, model in pipelined_modules(module)
+        for parameter in model.stage_parameters()
+    }
     for parameter in module.parameters():
+        # Every stage has the parameters of a frozen model beside the one that is cut.
+        if id(parameter) not in on_one_stage and not mesh.pp.is_first:
+            continue
         spec = shard_spec_of(parameter, mesh.tp.rank)
         if spec.tied_to is None and mesh.replica_axis(spec.is_expert).is_first:
             counted += sum(prod(box.sizes) for box in spec.boxes() if box.copy == 0)

@@ -15,6 +15,7 @@ from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.partial_gradients import PartialGradientSearch
 from lightning_megatron.training.replicas import (
     check_data_replicas,
+    check_frozen_copies,
     check_loss_replicas,
     check_tensor_replicas,
     replicated_over_tp,
@@ -45,7 +46,6 @@ class ReplicaCheck:
         self._main = main
         self._reducer = reducer
         self._interval = interval
-        self._has_copies = main.mesh.world.size > main.mesh.pp.size
         self._replicated = replicated_over_tp(main)
         self._search = PartialGradientSearch(module, main.mesh, self._replicated)
         # Number of steps by trained parameters, because optimizers may alternate.
@@ -105,8 +105,11 @@ class ReplicaCheck:
                 check_loss_replicas(self._main, self.loss)
             check_data_replicas(self._main)
             check_tensor_replicas(self._main, self._replicated, names)
+            check_frozen_copies(self._main)
 
     def _is_due(self, num_steps: int) -> bool:
-        return self._has_copies and (
+        mesh = self._main.mesh
+        has_copies = mesh.world.size > mesh.pp.size or bool(self._main.on_several_stages)
+        return has_copies and (
             num_steps < _NUM_FIRST_STEPS or (self._interval > 0 and num_steps % self._interval == 0)
         )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.models.stage import PipelinedModule, computed_by
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.decide.kinds import ModuleSite
 from lightning_megatron.swap.decide.model_plan import DeclaredPlan, supported_plan
 from lightning_megatron.swap.decide.stages import Stages, plan_stages
@@ -21,6 +24,9 @@ from lightning_megatron.swap.hugging_face.own_code import is_hugging_face, is_pr
 
 #: Arguments that request outputs of all blocks; a pipeline stage has only those of its blocks.
 _ALL_BLOCKS_ARGUMENTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+#: Reason for which a model is not replaced.
+_WHOLE = "it is frozen, and stands beside the model that is cut into stages."
 
 
 @dataclass(frozen=True)
@@ -69,21 +75,62 @@ class ModelChoice:
         }
 
 
+def whole_models(
+    sites: Sequence[ModuleSite], plan: Mapping[str, str] | None, layout: ParallelLayout
+) -> list[str]:
+    """Return the names of the frozen Hugging Face models beside a model that is cut into stages.
+
+    Every stage has all blocks of such a model, for example of the teacher in a distillation, so
+    that its calls need no other stage. With a pipeline_plan it is on the first or last stage. The
+    copy in an ``AveragedModel`` gets weights of the model that is cut, so it does not count.
+
+    Args:
+        sites: All modules, with their positions.
+        plan: The user's pipeline_plan; a model that it names is not among the results.
+        layout: Layout, without context parallelism if there are such models.
+    """
+    if layout.pp == 1 or layout.cp > 1:
+        return []
+    named = [site for site in sites if any(fnmatchcase(site.name, key) for key in plan or ())]
+    averages = [site.name for site in sites if isinstance(site.module, AveragedModel)]
+    models = _outermost(sites)
+    frozen = [
+        model.name
+        for model in models
+        if not model.is_inside(averages)
+        and not any(parameter.requires_grad for parameter in model.module.parameters())
+        and not any(site.name == model.name or site.is_inside([model.name]) for site in named)
+    ]
+    has_stages = any(
+        isinstance(site.module, PipelinedModule) or computed_by(site.module) is not None
+        for site in sites
+    )
+    return frozen if has_stages or named or len(frozen) < len(models) else []
+
+
+def _outermost(sites: Sequence[ModuleSite]) -> list[ModuleSite]:
+    models = [site for site in sites if is_hugging_face(site.module)]
+    return [site for site in models if not site.is_inside([model.name for model in models])]
+
+
 def choose_models(
     sites: Sequence[ModuleSite],
     kinds: Mapping[str, str],
+    whole: Sequence[str] = (),
     *,
     needs_tables: bool,
     tp: int | None,
 ) -> ModelChoice:
     """Decide which Hugging Face models are replaced.
 
-    A model of a known family is replaced, unless the plan excludes or cuts it, or it has a setting
-    that the family does not support. All other models keep their own code.
+    A model of a known family is replaced, unless the plan excludes or cuts it, it stays whole on
+    every stage, or it has a setting that the family does not support. All other models keep their
+    own code.
 
     Args:
         sites: Modules that can be swapped, with their positions.
         kinds: Kinds of the user's plan, by module name.
+        whole: Names of the models that every stage has.
         needs_tables: Whether every model of a known family must be replaced. An unsupported setting
             then raises an error when the replacement is built.
         tp: Tensor-parallel size for the plans of models that keep their own code; None means that
@@ -92,13 +139,16 @@ def choose_models(
     Raises:
         ParallelPlanError: If an attention of a model with a plan cannot be sharded over ``tp``.
     """
-    known = list(_known_models(sites, kinds))
+    known = [
+        (site, family) for site, family in _known_models(sites, kinds) if site.name not in whole
+    ]
     # Hugging Face's own module supports every setting.
     reasons = {
         site.name: "" if needs_tables else family.unsupported_reason(_settings(site.module))
         for site, family in known
     }
     replaced = [(site, family) for site, family in known if not reasons[site.name]]
+    reasons |= dict.fromkeys(whole, _WHOLE)
     remaining = _own_code_models(sites, [site.name for site, _ in replaced], reasons, tp)
     return ModelChoice(tuple(replaced), tuple(remaining))
 
@@ -161,6 +211,7 @@ def find_stages(
     plan: Mapping[str, str] | None,
     mesh: ParallelMesh,
     replaced: Sequence[str],
+    whole: Sequence[str] = (),
 ) -> Stages | None:
     """Return the stages of a model that keeps its own code; None for a single stage.
 
@@ -171,6 +222,7 @@ def find_stages(
         plan: The user's pipeline_plan; None means the stages that a Hugging Face model defines.
         mesh: Process groups of this rank.
         replaced: Names of the models that are replaced, which have stages of their own.
+        whole: Names of the models that every stage has.
 
     Raises:
         ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
@@ -178,8 +230,7 @@ def find_stages(
         UnsupportedError: If stages share a parameter that is not a tied embedding, or the
             configuration of a Hugging Face model requests outputs of all blocks.
     """
-    models = [site for site in sites if is_hugging_face(site.module)]
-    models = [site for site in models if not site.is_inside([model.name for model in models])]
+    models = [site for site in _outermost(sites) if site.name not in whole]
     if plan is None:
         has_stages = any(isinstance(site.module, PipelinedModule) for site in sites)
         if mesh.pp.size == 1 or has_stages or replaced:
@@ -189,7 +240,10 @@ def find_stages(
         if len(known) != 1:
             return None
         plan = {f"{known[0]}.{name}": kind for name, kind in plans[known[0]].items()}
-    stages = plan_stages(root, sites, plan, kinds, mesh)
+        stages = plan_stages(root, sites, plan, kinds, mesh, whole)
+    else:
+        # A plan of the user assigns all modules outside of the blocks to stages.
+        stages = plan_stages(root, sites, plan, kinds, mesh)
     if stages is None:
         return None
     for name in replaced:

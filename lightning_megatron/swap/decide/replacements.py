@@ -166,6 +166,7 @@ def choose_blocks(
     *,
     has_stages: bool,
     deferred: Sequence[str],
+    whole: Sequence[str],
 ) -> list[BlockReplacement]:
     """Decide which torch.nn blocks of this rank's stage are replaced.
 
@@ -176,11 +177,14 @@ def choose_blocks(
         mesh: Process groups of this rank.
         has_stages: Whether the modules are assigned to pipeline stages.
         deferred: Names of models without values, which are read before blocks are filled.
+        whole: Names of the models that every stage has.
 
     Raises:
         UnsupportedError: If the layout does not fit a block.
     """
-    chosen = _choose(sites, kinds, mesh, has_stages=has_stages)
+    chosen = _choose(sites, kinds, mesh)
+    if not has_stages:
+        _check_layout([site for site, _, _ in chosen if not site.is_inside(whole)], mesh)
     cuts_sequence = any(kind == "sequence" for _, kind, _ in chosen)
     # Blocks of all stages are numbered, so that the number of a block does not depend on its stage.
     return [
@@ -213,7 +217,7 @@ def _device_of_values(site: ModuleSite, deferred: Sequence[str]) -> torch.device
 
 
 def _choose(
-    sites: Sequence[ModuleSite], kinds: Mapping[str, str], mesh: ParallelMesh, *, has_stages: bool
+    sites: Sequence[ModuleSite], kinds: Mapping[str, str], mesh: ParallelMesh
 ) -> list[_RuledSite]:
     chosen: list[_RuledSite] = []
     encoders: list[tuple[ModuleSite, nn.TransformerEncoder]] = []
@@ -236,7 +240,6 @@ def _choose(
             encoders.append((site, site.module))
         elif rule is not None:
             chosen.append((site, kind, rule))
-    _check_layout(chosen, mesh, has_stages)
     if mesh.tp.size == 1:
         return []
     layers = {id(site.module) for site, _, _ in chosen}
@@ -256,11 +259,10 @@ def _choose(
     return chosen
 
 
-def _check_layout(chosen: Sequence[_RuledSite], mesh: ParallelMesh, has_stages: bool) -> None:
-    for site, _, _ in chosen:
-        if mesh.pp.size > 1 and mesh.tp.size > 1 and not has_stages:
-            raise UnsupportedError(
-                f"pp ({mesh.pp.size}) above 1 needs a pipeline_plan, because {site.name!r} is a "
-                "block of a model without known pipeline stages. Use pp=1, or name the list of "
-                "blocks in pipeline_plan."
-            )
+def _check_layout(sites: Sequence[ModuleSite], mesh: ParallelMesh) -> None:
+    if sites and mesh.pp.size > 1 and mesh.tp.size > 1:
+        raise UnsupportedError(
+            f"pp ({mesh.pp.size}) above 1 needs a pipeline_plan, because {sites[0].name!r} is a "
+            "block of a model without known pipeline stages. Use pp=1, or name the list of "
+            "blocks in pipeline_plan."
+        )

@@ -160,13 +160,14 @@ def plan_stages(
     plan: Mapping[str, str],
     kinds: Mapping[str, str],
     mesh: ParallelMesh,
+    whole: Sequence[str] = (),
 ) -> Stages | None:
     """Assign the parts of a model with a list of blocks to stages; None for a single stage.
 
     A module with parameters is on the first stage if it is defined before the list, and on the last
     stage if it is defined after the list, unless the plan assigns it. The copy in an
-    ``AveragedModel`` is on the stage of the module that it averages. Modules without parameters are
-    on all stages.
+    ``AveragedModel`` is on the stage of the module that it averages. Modules without parameters and
+    frozen models beside the list are on all stages.
 
     Args:
         root: Root module.
@@ -174,6 +175,7 @@ def plan_stages(
         plan: ``blocks``, ``first`` or ``last`` by name pattern; exactly one module is ``blocks``.
         kinds: Kinds of the tensor-parallel cuts, by module name.
         mesh: Process groups of this rank.
+        whole: Names of the models that every stage has.
 
     Raises:
         ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
@@ -188,7 +190,7 @@ def plan_stages(
     costs = LayerCosts.equal(len(blocks.module))  # type: ignore[arg-type]
     partition = partition_of(costs, layout)
     enclosing = _enclosing_modules(root, blocks.name)
-    ends = tuple(_ends(enclosing, blocks, plan))
+    ends = tuple(end for end in _ends(enclosing, blocks, plan) if end.site.name not in whole)
     _check_sides(sites, blocks, ends, plan)
     outer_owners = tuple(
         (module, key, f"{prefix}.{key}" if prefix else key)

@@ -17,6 +17,7 @@ from lightning_megatron.swap.decide.hugging_face_models import (
     OwnCodeModel,
     choose_models,
     find_stages,
+    whole_models,
 )
 from lightning_megatron.swap.decide.kinds import (
     ModuleSite,
@@ -97,14 +98,18 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
     swappable = unique_sites(sites)
     kinds = choose_kinds(sites, options.plan)
     kinds |= kinds_of_averages(sites, kinds)
+    whole = whole_models(sites, options.pipeline_plan, mesh.layout)
     models = choose_models(
         swappable,
         kinds,
+        whole,
         needs_tables=options.needs_tables or mesh.ep.size > 1 or mesh.cp.size > 1,
         tp=mesh.tp.size if options.plan is None and mesh.tp.size > 1 else None,
     )
     kinds |= models.kinds
-    stages = find_stages(module, sites, kinds, options.pipeline_plan, mesh, models.replaced_names)
+    stages = find_stages(
+        module, sites, kinds, options.pipeline_plan, mesh, models.replaced_names, whole
+    )
     stage_modules = frozenset(
         site.name for site in sites if stages is None or stages.is_on_stage(site.name)
     )
@@ -116,7 +121,13 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
             for site, family in models.replaced
         ),
         *choose_blocks(
-            swappable, kinds, stage_modules, mesh, has_stages=stages is not None, deferred=own_code
+            swappable,
+            kinds,
+            stage_modules,
+            mesh,
+            has_stages=stages is not None,
+            deferred=own_code,
+            whole=whole,
         ),
     ]
     order = {site.name: number for number, site in enumerate(sites)}
