@@ -19,6 +19,18 @@ from tests.world import run_world
 transformers = pytest.importorskip("transformers")
 
 
+GEMMA: dict[str, Any] = {
+    "intermediate_size": 24,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "vocab_size_per_layer_input": 31,
+    "hidden_size_per_layer_input": 4,
+    "num_kv_shared_layers": 0,
+    "layer_types": ["full_attention"] * 4,
+}
+
+
 class Positions(Train):
     """Give positions, which cut rows only in calls without a cache."""
 
@@ -44,16 +56,20 @@ class Checkpointed(Positions):
         self.model.train()
 
 
-class Compiled(Train):
+class Labelled(Train):
+    """Return the loss of the model."""
+
+    def loss_of(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+class Compiled(Labelled):
     """Compile every block; blocks of other stages are compiled there."""
 
     def on_fit_start(self) -> None:
         torch.compiler.reset()
         for block in self.model.model.layers:
             block.compile(backend="aot_eager")
-
-    def loss_of(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss
 
 
 class OwnPositions(Positions):
@@ -187,6 +203,25 @@ class OwnTaught(Taught):
     model_class, extra = Answers.model_class, Answers.extra
 
 
+class PerLayer(Labelled):
+    """Give every layer vectors of the tokens, as Gemma 4 does."""
+
+    model_class, extra = "Gemma4ForCausalLM", GEMMA
+
+
+class SharedKeys(PerLayer):
+    """Read keys and values of an earlier layer in later ones, on one stage."""
+
+    extra = {**GEMMA, "num_kv_shared_layers": 2}
+    stages = {"stage_layers": [1, 3]}
+
+
+class Divided(SharedKeys):
+    """Divide the layers that share keys and values."""
+
+    stages = {}
+
+
 class TwoTrained(Taught):
     """Train both models."""
 
@@ -217,7 +252,7 @@ class Thawed(Taught):
 
 
 KINDS = (Smoothed, Returned, Kept, Positions, Checkpointed, Compiled, OwnPositions, Pictures)
-KINDS += (Taught, TaughtAfter, OwnTaught)
+KINDS += (Taught, TaughtAfter, OwnTaught, PerLayer, SharedKeys)
 #: Steps that are refused in stages.
 UNSTAGED = (Prompted,)
 LAYOUTS: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}
@@ -226,6 +261,8 @@ LAYOUTS: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}
 def fit(kind: type[Train], layout: dict[str, Any] | None, devices: int) -> list[float]:
     seed_everything(1, verbose=False)
     module = kind()
+    if layout == LAYOUTS["pp2"]:
+        layout = {**layout, **getattr(kind, "stages", {})}
     trainer_of(layout, devices, 2, max_epochs=2).fit(module, DataLoader(Texts(), batch_size=4))
     return module.losses
 
@@ -257,6 +294,7 @@ def test_calls_train_under_tp_and_in_stages_as_on_one_process(
 
 def refuse_all(rank: int, size: int) -> None:
     for kind, message in (
+        (Divided, r"layers 2 to 3 of .* other pipeline stages than layers 1 to 1.*=\[1, 3\]"),
         (TwoTrained, r"has model, teacher\. .* Freeze the others in configure_model"),
         (
             Thawed,
@@ -267,5 +305,5 @@ def refuse_all(rank: int, size: int) -> None:
             fit(kind, LAYOUTS["pp2"], size)
 
 
-def test_training_a_second_model_in_stages_is_refused() -> None:
+def test_second_models_and_shared_keys_that_stages_cannot_train_are_refused() -> None:
     run_world(refuse_all, 2)

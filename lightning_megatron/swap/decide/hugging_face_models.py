@@ -25,6 +25,18 @@ from lightning_megatron.swap.hugging_face.own_code import is_hugging_face, is_pr
 #: Arguments that request outputs of all blocks; a pipeline stage has only those of its blocks.
 _ALL_BLOCKS_ARGUMENTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
+#: Modules that run before the blocks, but are defined after them and missing in Hugging Face's
+#: plans: Gemma's vectors of tokens for each layer.
+_BEFORE_BLOCKS = (
+    "embed_tokens_per_layer",
+    "per_layer_model_projection",
+    "per_layer_projection_norm",
+)
+
+#: Attributes of attentions that read the keys and values of an earlier layer, or keep theirs.
+_READS_KEYS = "is_kv_shared_layer"
+_KEEPS_KEYS = "store_full_length_kv"
+
 #: Reason for which a model is not replaced.
 _WHOLE = "it is frozen, and stands beside the model that is cut into stages."
 
@@ -227,8 +239,9 @@ def find_stages(
     Raises:
         ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
             stages.
-        UnsupportedError: If stages share a parameter that is not a tied embedding, or the
-            configuration of a Hugging Face model requests outputs of all blocks.
+        UnsupportedError: If stages share a parameter that is not a tied embedding or divide layers
+            with shared keys and values, or the configuration of a Hugging Face model requests
+            outputs of all blocks.
     """
     models = [site for site in _outermost(sites) if site.name not in whole]
     if plan is None:
@@ -246,6 +259,7 @@ def find_stages(
         stages = plan_stages(root, sites, plan, kinds, mesh)
     if stages is None:
         return None
+    _check_shared_keys(stages, mesh.layout)
     for name in replaced:
         if stages.blocks.is_inside([name]):
             raise ParallelPlanError(
@@ -272,7 +286,36 @@ def _declared_stages(model: Any) -> dict[str, str]:
     base = lists[0].rpartition(".")[0]
     inner = [name for name in names if name.rpartition(".")[0] == base and name in modules]
     stages = ["first" if inner.index(name) < inner.index(lists[0]) else "last" for name in inner]
-    return dict(zip(inner, stages, strict=True)) | {lists[0]: "blocks"}
+    left_out = [name for name in (f"{base}.{key}" for key in _BEFORE_BLOCKS) if name in modules]
+    return (
+        dict(zip(inner, stages, strict=True))
+        | dict.fromkeys(left_out, "first")
+        | {lists[0]: "blocks"}
+    )
+
+
+def _check_shared_keys(stages: Stages, layout: ParallelLayout) -> None:
+    """Refuse stages that divide layers which read the keys and values of an earlier layer."""
+    blocks: Any = stages.blocks.module
+    attentions = [getattr(block, "self_attn", None) for block in blocks]
+    readers = [n for n, part in enumerate(attentions) if getattr(part, _READS_KEYS, False)]
+    owners = [n for n, part in enumerate(attentions) if getattr(part, _KEEPS_KEYS, False)]
+    first = min(owners, default=0)
+    if not readers or not any(first < part.start for part in stages.partition.ranges if part):
+        return
+    num_before = layout.pp * layout.vpp - 1
+    remedy = "pp=1"
+    if first >= num_before:
+        counts = [first // num_before + (n < first % num_before) for n in range(num_before)]
+        remedy = (
+            f"stage_layers={[*counts, len(blocks) - first]}, which keeps them together, or pp=1"
+        )
+    raise UnsupportedError(
+        f"layers {readers[0]} to {readers[-1]} of {stages.blocks.name!r} cannot be on other "
+        f"pipeline stages than layers {first} to {readers[0] - 1}, because they read the keys and "
+        "values of these layers (num_kv_shared_layers), which stages do not send to each other: "
+        f"stage_layers is {stages.partition}. Use {remedy}."
+    )
 
 
 def _prepare_for_stages(model: Any) -> Callable[[], None]:
