@@ -44,7 +44,8 @@ class MaskKeys:
             self._host.append(array("q", values or [0] * KEY_SIZE))
             return torch.frombuffer(self._host[-1], dtype=torch.int64)
         if values is not None:
-            return torch.tensor(values, dtype=torch.int64, device=self._device)
+            # On the CPU, as outside of recordings: a recomputation compares the places of tensors.
+            return torch.tensor(values, dtype=torch.int64)
         assert self._table is not None, "keys of a capture are counted in an eager run before it"
         return self._table[self.num_taken - 1]
 
