@@ -186,6 +186,11 @@ def _places(
 @cache
 def _compiled() -> Callable[..., Any]:
     # Without fullgraph, torch would silently fall back to operators.
-    compiled = torch.compile(flex_attention, fullgraph=True)
-    allow_kinds = torch._dynamo.config.patch(recompile_limit=_NUM_KERNELS)
-    return cast(Callable[..., Any], allow_kinds(compiled))
+    return _by_kinds(torch.compile(flex_attention, fullgraph=True))
+
+
+def _by_kinds(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that compiles a kernel of its own for each kind of attention."""
+    # Another soft cap would become a symbol, which torch 2.15 cannot inline into the kernel.
+    kinds = torch._dynamo.config.patch(recompile_limit=_NUM_KERNELS, specialize_float=True)
+    return cast(Callable[..., Any], kinds(attend))

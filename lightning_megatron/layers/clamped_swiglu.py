@@ -19,7 +19,8 @@ def apply_clamped_swiglu(
 
     Equal to ``gate * sigmoid(1.702 * gate) * (up + 1)``, where ``gate`` is the first half, clamped
     to at most 7, and ``up`` is the second half, clamped to [-7, 7]. Features outside of these
-    bounds get the gradient 0. The backward pass recomputes everything from the input.
+    bounds get the gradient 0; one that equals a bound gets that of a feature inside, as in torch
+    before 2.15. The backward pass recomputes everything from the input.
 
     Source: the reference implementation of OpenAI 2025 (gpt-oss).
     """

@@ -158,7 +158,8 @@ def flex_on_a_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*flex_attention called without torch.compile.*")
         patch.setattr(attention_parts, "core_of_part", lambda *part: "flex")
-        patch.setattr(attention_flex, "_compiled", lambda: flex_attention)
+        by_kinds = attention_flex._by_kinds(flex_attention)
+        patch.setattr(attention_flex, "_compiled", lambda: by_kinds)
         patch.setattr(module, "_validate_device", lambda *inputs: None)
         yield
 

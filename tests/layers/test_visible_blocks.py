@@ -141,7 +141,8 @@ def test_flex_attention_equals_attention_by_operators(
     span: AttentionSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The compiled kernel has no backward pass on CPUs, and its compilation takes long.
-    monkeypatch.setattr(attention_flex, "_compiled", lambda: flex_attention)
+    by_kinds = attention_flex._by_kinds(flex_attention)
+    monkeypatch.setattr(attention_flex, "_compiled", lambda: by_kinds)
     torch.manual_seed(0)
     inputs = [torch.randn(300, 2, heads, 16, dtype=torch.float64) for heads in (4, 2, 2)]
     span = span.laid_out(2, 300, CPU)
