@@ -96,7 +96,8 @@ def _parquet_rows(path: Path, skipped: int) -> Iterator[Mapping[str, Any]]:
             # Skip row groups before the first row without decoding them.
             while groups and file.metadata.row_group(groups[0]).num_rows <= skipped:
                 skipped -= file.metadata.row_group(groups.pop(0)).num_rows
-            for batch in file.iter_batches(_ROWS_PER_BATCH, row_groups=groups):
+            # Older versions of pyarrow refuse an empty list.
+            for batch in file.iter_batches(_ROWS_PER_BATCH, row_groups=groups) if groups else ():
                 yield from batch.slice(skipped).to_pylist()
                 skipped = max(skipped - len(batch), 0)
     # Errors of this package are subclasses of ValueError, and keep their messages.
