@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.generators import GeneratorPool, draw_from
+from lightning_megatron.groups.mask_keys import MaskKeys
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.recorded_draws import RecordedDraws
 from lightning_megatron.groups.stream_position import StreamPosition
@@ -262,6 +263,16 @@ def test_a_replay_reads_the_keys_of_masks_of_its_own_position() -> None:
         expected.begin_microbatch(2, 0, samples)
         assert are_equal(recorded.results, take_keys(expected))
     assert len({int(key[0]) for key in recorded.results}) == 6
+
+
+def test_keys_of_masks_before_a_capture_lie_where_a_recomputation_without_recording_puts_them() -> (
+    None
+):
+    device = torch.device("meta")
+    recorded = MaskKeys(device).take((5, 0, 1, 1))
+    assert recorded.device == RandomStreams(7).mask_key("hidden", 1).device
+    assert recorded.tolist() == [5, 0, 1, 1]
+    assert MaskKeys(device, 1).take(None).device == device
 
 
 def test_nested_recordings_raise_and_leave_the_streams_usable() -> None:
