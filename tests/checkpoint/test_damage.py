@@ -61,6 +61,17 @@ def test_verification_finds_every_damage_and_names_the_file(
             verify_checkpoint(tmp_path / "a", deep=False)
 
 
+@pytest.mark.parametrize("name", [".metadata", "meta.pt"])
+def test_verification_finds_files_that_the_header_does_not_list(tmp_path: Path, name: str) -> None:
+    save_checkpoint(tmp_path / "a", entries(size=1000), {"global_step": 1}, {}, MESH)
+    header = tmp_path / "a" / "checkpoint.json"
+    fields = json.loads(header.read_text())
+    del fields["checksum"], fields["files"][name]
+    header.write_text(json.dumps({**fields, "checksum": _sum_of(fields)}))
+    with pytest.raises(CorruptDataError, match=rf"{name}.*does not list it"):
+        verify_checkpoint(tmp_path / "a")
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_loading_refuses_small_files_that_are_damaged_and_tensor_files_that_are_cut(
     tmp_path: Path, damage: str

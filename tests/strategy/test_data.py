@@ -7,8 +7,10 @@ import warnings
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.strategy.process.dataloaders import seed_dataloader
 from tests.strategy.data_cases import CASES, SHUFFLED, fit
 from tests.world import run_world
 
@@ -100,3 +102,14 @@ def test_a_skipped_batch_raises_on_several_ranks() -> None:
     for message in run_world(skip_batches_on_ranks, 2):
         assert "training_step must return a loss on every rank" in message
         assert "0.0 * output.sum()" in message
+
+
+def test_samplers_that_users_divide_have_one_order_on_all_data_ranks() -> None:
+    loaders = [DataLoader(range(32), sampler=RandomSampler(range(32))) for _ in range(3)]
+    for loader, seed, data_rank in zip(loaders, (1, 1, 2), (0, 1, 0), strict=True):
+        seed_dataloader(loader, seed, data_rank)
+    first, second, reseeded = (list(loader.sampler) for loader in loaders)
+    assert first == second != reseeded
+    assert [loader.generator.initial_seed() for loader in loaders].count(
+        loaders[0].generator.initial_seed()
+    ) == 1
