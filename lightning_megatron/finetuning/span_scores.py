@@ -173,16 +173,19 @@ class SpanScores(TaskScores):
         return tables.mean(0)
 
     def _best_f1(self, answers: dict[int, Answer]) -> tuple[float, float]:
-        """Return the largest mean F1 over all thresholds, and the smallest such threshold."""
+        """Return the largest mean F1 over all thresholds, and the smallest such threshold.
+
+        Where the right answer has only articles, no answer counts as right, as in :func:`f1_score`.
+        """
         ordered = sorted(answers.items(), key=lambda item: item[1].advantage)
         # With a threshold below all advantages, no question is predicted to have an answer.
-        total = float(sum(not self.questions[number].answers for number, _ in ordered))
+        total = sum(f1_score("", self.questions[number].answers) for number in answers)
         best = total
         threshold = ordered[0][1].advantage - 1.0 if ordered else 0.0
         for number, answer in ordered:
             right = self.questions[number].answers
             best_text = answer.texts[0] if answer.texts else ""
-            total += f1_score(best_text, right) if right else -float(bool(best_text))
+            total += f1_score(best_text, right) - f1_score("", right)
             if total > best:
                 best = total
                 threshold = answer.advantage

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,3 +249,9 @@ def test_answers_have_all_bytes_of_their_characters(tmp_path: Path) -> None:
     assert decoder.decode(windows["tokens"][first : last + 1]).strip() == "\u20ac"
     begin, end = windows["contexts"][0].tolist()
     assert decoder.decode(windows["tokens"][begin:end]) == context
+
+
+def test_no_answer_counts_where_the_right_one_has_only_articles() -> None:
+    questions = [SimpleNamespace(answers=("the",)), SimpleNamespace(answers=("red river",))]
+    answers = {0: Answer(("blue",), (1.0,), 3.0), 1: Answer(("red river",), (2.0,), 1.0)}
+    assert SpanScores._best_f1(SimpleNamespace(questions=questions), answers) == (1.0, -1.0)
