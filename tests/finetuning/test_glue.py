@@ -125,3 +125,11 @@ def test_scores_equal_torchmetrics_in_any_order_of_rows() -> None:
         part = order[groups[order] == number]
         expected[f"accuracy_{name}"] = float(accuracy(chosen[part], labels[part]))
     assert actual == pytest.approx(expected, abs=1e-7)
+
+
+def test_an_ensemble_has_the_mean_probabilities_of_its_models() -> None:
+    one_is_sure, two_are_not = [[0.0, 10.0]], [[3.0, 0.0]]
+    combined = ClassScores.combined(torch.tensor([one_is_sure, two_are_not, two_are_not]))
+    # The mean of the scores would choose class 1.
+    assert combined.argmax(1).tolist() == [0]
+    torch.testing.assert_close(combined.sum(1), torch.ones(1))
