@@ -97,15 +97,15 @@ def check_frozen_copies(main: MainParameters) -> None:
     """
     if not main.on_several_stages:
         return
-    sums = {
-        name: _bit_sums(main.parameter(name).detach()).tolist()
-        for name in sorted(main.on_several_stages)
-        if main.holds(name)
-    }
-    sums_by_stage = all_gather_objects(sums, main.mesh.pp_cpu)
+    names = sorted(main.on_several_stages)
+    held = [name for name in names if main.holds(name)]
+    local_sums = [_bit_sums(main.parameter(name).detach()) for name in held]
+    # One wait for the device, whatever the number of parameters.
+    numbers = torch.stack(local_sums).tolist() if local_sums else []
+    sums_by_stage = all_gather_objects(dict(zip(held, numbers, strict=True)), main.mesh.pp_cpu)
     wrong = [
         name
-        for name in sorted(main.on_several_stages)
+        for name in names
         if len({tuple(found[name]) for found in sums_by_stage if name in found}) > 1
     ]
     if wrong:

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jaxtyping
@@ -16,8 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron import GPT, GPTConfig, UnsupportedError
+from lightning_megatron.errors import ReplicaMismatchError
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.step.weight_reads import WeightReads
+from lightning_megatron.training.replicas import check_frozen_copies
 from tests.oracles import assert_equal
 from tests.strategy.replica_runs import Outcome, Predict, Regress, V, run
 from tests.swap.parts import mesh_of
@@ -571,3 +576,25 @@ def test_unequal_copies_and_uses_that_a_sum_cannot_correct_are_refused_by_name()
     for errors in run_world(errors_of_refused_fits, 2):
         for name, error in errors.items():
             assert re.search(REFUSED[name][2], error), f"{name}: {error!r}"
+
+
+def compare_frozen(rank: int, size: int) -> list[str]:
+    """Compare frozen weights of two stages before and after one of them writes its own."""
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=2))
+    weights = {"teacher.up": torch.ones(3), "teacher.down": torch.ones(2)}
+    main: Any = SimpleNamespace(
+        mesh=mesh,
+        on_several_stages=frozenset(weights),
+        parameter=weights.__getitem__,
+        holds=weights.__contains__,
+    )
+    check_frozen_copies(main)
+    if rank == 1:
+        weights["teacher.down"].mul_(2)
+    with pytest.raises(ReplicaMismatchError) as caught:
+        check_frozen_copies(main)
+    return [name for name in weights if repr(name) in str(caught.value)]
+
+
+def test_frozen_weights_that_differ_between_stages_are_named() -> None:
+    assert run_world(compare_frozen, 2) == [["teacher.down"]] * 2
