@@ -16,6 +16,7 @@ import torch
 from hypothesis import settings
 from torch.utils.data import BatchSampler, DataLoader
 
+from tests.cpu_seconds import CpuSeconds
 from tests.gpu.shared_gpu import num_ranks_at_most
 from tests.startup import shape_checks
 from tests.sweeps import VARIABLE
@@ -47,6 +48,10 @@ ENVIRONMENT = dict(os.environ)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that runs all cases of sweeps."""
     parser.addoption("--sweeps", action="store_true", help="run all cases of sweeps, not a few")
+    parser.addoption(
+        "--cpu-log", metavar="FILE", help="append the CPU seconds of each test to FILE"
+    )
+    parser.addini("cpu_budgets", "CPU seconds that a folder of tests may take", type="linelist")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Tests compare slow paths with the fast ones. The settings in pyproject.toml cannot say this:
     pytest would import the package to find the category, before the checks of shapes are installed.
     """
+    config.pluginmanager.register(CpuSeconds(config))
     if config.getoption("--sweeps"):
         for variables in (os.environ, ENVIRONMENT):
             variables[VARIABLE] = "1"
