@@ -36,8 +36,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 # How long an example takes depends on what else runs.
-settings.register_profile("tests", deadline=None)
-settings.load_profile("tests")
+settings.register_profile("few", deadline=None, max_examples=15)
+settings.register_profile("sweeps", deadline=None, max_examples=200)
 
 # What the tests began with: a fixture of a whole module may run a Trainer before any test could
 # remember its variables, and a LOCAL_RANK that stays would make the next Trainer wait for processes
@@ -61,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest would import the package to find the category, before the checks of shapes are installed.
     """
     config.pluginmanager.register(CpuSeconds(config))
+    settings.load_profile("sweeps" if config.getoption("--sweeps") else "few")
     if config.getoption("--sweeps"):
         for variables in (os.environ, ENVIRONMENT):
             variables[VARIABLE] = "1"
