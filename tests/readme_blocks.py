@@ -31,7 +31,7 @@ from typing import Any
 
 import yaml
 
-from tests.test_architecture import SUB_ROOMS
+from tests.promises.test_rules import SUB_ROOMS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

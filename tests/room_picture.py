@@ -4,9 +4,8 @@ package.
 
 from __future__ import annotations
 
-import ast
-
-from tests.readme_blocks import DOCS, ROOT, rooms
+from tests.import_graph import PACKAGE, files_of
+from tests.readme_blocks import DOCS, rooms
 
 PICTURE = DOCS / "rooms.svg"
 _CELL = 30
@@ -17,18 +16,8 @@ _STYLE = "font-family='sans-serif' font-size='14' fill='#333'"
 
 def imports_of(room: str) -> set[str]:
     """Return the other rooms that the files of a room import."""
-    imported: set[str] = set()
-    for path in (ROOT / "lightning_megatron" / room).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            parts = [name.split(".") for name in names]
-            imported |= {
-                part[1] for part in parts if part[0] == "lightning_megatron" and len(part) > 1
-            }
+    names = [one.name.split(".") for file in files_of(PACKAGE / room) for one in file.imports]
+    imported = {name[1] for name in names if name[0] == "lightning_megatron"}
     return imported & set(rooms()) - {room}
 
 
