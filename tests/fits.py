@@ -188,7 +188,7 @@ class Report:
         metrics: Last values of the logged metrics.
         pieces: This rank's part of every parameter at the end and its place in the full tensor, by
             name: see :func:`joined`.
-        outcomes: What callbacks recorded.
+        outcomes: What the module and the callbacks kept in a dictionary ``outcomes``, by key.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -281,6 +281,8 @@ def run_job(job: Job, size: int = 1) -> Report:
     trainer, module = trainer_of(job, size, record), module_of(job)
     validation = None if job.validation is None else loader_of(job.validation(), job.batch, trainer)
     trainer.fit(module, loader_of(job.data(), job.batch, trainer), validation, ckpt_path=job.resume)
+    for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
+        record.report.outcomes |= getattr(owner, "outcomes", {})
     if job.save is not None:
         trainer.save_checkpoint(job.save)
     return record.report
