@@ -1,0 +1,102 @@
+"""README: every layout reproduces the losses of one process, with all its ways to save memory or
+time.
+
+Losses of all steps, norms of the whole gradient and final weights must match to 1e-10 in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_megatron import FP8, CudaGraphs, GPTConfig
+from tests.fits import (
+    EXPERTS,
+    GPT2,
+    LLAMA,
+    LLAMA_SIZES,
+    MIXTURE,
+    SIZES,
+    Job,
+    Report,
+    check_equal,
+    run_job,
+    run_jobs_on,
+)
+
+DROPOUT = GPTConfig.gpt2(**SIZES, hidden_dropout=0.2, attention_dropout=0.1)
+WINDOWS = GPTConfig.llama(**LLAMA_SIZES, sliding_window=5, qk_norm=True, tie_embeddings=True)
+BALANCED = GPTConfig.llama(
+    **LLAMA_SIZES,
+    experts={**EXPERTS, "shared_ffn_hidden_size": 16, "layers": [False, True, False, True]},
+)
+WIDE = GPTConfig.llama(**{**LLAMA_SIZES, "ffn_hidden_size": 64})
+SEGMENTS, FULL = (CudaGraphs(mode, warmup_steps=1) for mode in ("segments", "full"))
+EIGHT_BITS = {"fp8": FP8("tensorwise", emulate=True, parameters="fp8"), "microbatch_size": 1}
+V = {"pp": 2, "vpp": 2}
+
+#: Jobs of four processes. Unless the layout divides the data, two microbatches make a step.
+JOBS = {
+    "tp4": Job(GPT2, {"tp": 4, "sequence_parallel": False, "microbatch_size": 4}),
+    "tp4 +sp, windows": Job(WINDOWS, {"tp": 4, "microbatch_size": 4}),
+    "tp2 +sp, exchanges beside products": Job(LLAMA, {"tp": 2, "overlap_tensor_parallel": True}),
+    "pp4, recomputed": Job(DROPOUT, {"pp": 4, "recompute": "full"}),
+    "pp2 tp2, dropout": Job(DROPOUT, {"pp": 2, "tp": 2}),
+    "interleaved, many buckets": Job(GPT2, {**V, "bucket_size": 500, "overlap_parameters": True}),
+    "gpipe": Job(GPT2, {"pp": 2, "schedule": "gpipe"}),
+    "zb-h1": Job(GPT2, {"pp": 4, "schedule": "zb-h1"}),
+    "zb-v": Job(LLAMA, {**V, "schedule": "zb-v", "recompute": "selective"}),
+    "dualpipe-v": Job(GPT2, {**V, "schedule": "dualpipe-v", "microbatch_size": 1}),
+    "dp4, microbatches compared": Job(LLAMA, {"check_microbatches": True, "microbatch_size": 1}),
+    "dp4, optimizer not sharded": Job(GPT2, {"zero": 0}),
+    "cp4 ring": Job(LLAMA, {"cp": 4, "cp_transport": "ring"}),
+    "cp2 tp2, all-to-all": Job(GPT2, {"cp": 2, "tp": 2, "cp_transport": "all_to_all"}),
+    "ep4": Job(MIXTURE, {"ep": 4}),
+    "ep2 tp2, etp1": Job(BALANCED, {"ep": 2, "tp": 2, "etp": 1}),
+    "ep2 pp2 zb-v": Job(MIXTURE, {**V, "ep": 2, "schedule": "zb-v", "recompute": "experts"}),
+    "fp8, weights in 8 bits": Job(WIDE, {"tp": 2, **EIGHT_BITS}),
+    "fp8, stages": Job(WIDE, {"pp": 2, **EIGHT_BITS}),
+    "float32": Job(GPT2, {"tp": 2, "pp": 2}, precision="32-true"),
+}
+#: Jobs whose steps are replayed; each must equal the same job without graphs bit for bit.
+GRAPHS = {
+    "segments, pp2": Job(LLAMA, {**V, "cuda_graphs": SEGMENTS}),
+    "segments, ep2 tp2": Job(MIXTURE, {"ep": 2, "tp": 2, "cuda_graphs": SEGMENTS}),
+    "full, tp2": Job(DROPOUT, {"tp": 2, "cuda_graphs": FULL}),
+}
+
+
+def eager(job: Job) -> Job:
+    return replace(job, strategy={**job.strategy, "cuda_graphs": None})
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, list[Report]]:
+    eager_jobs = {f"{name}, eager": eager(job) for name, job in GRAPHS.items()}
+    return run_jobs_on(4, JOBS | GRAPHS | eager_jobs)
+
+
+@pytest.fixture(scope="module")
+def twins() -> dict[tuple[object, bool, object], Report]:
+    """Train every model in this process, those in 8 bits under the strategy."""
+    return {}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_layout_trains_as_one_process(name, reports, twins):
+    job = JOBS[name]
+    has_eight_bits = "fp8" in job.strategy
+    twin = replace(job, strategy=EIGHT_BITS) if has_eight_bits else job.twin()
+    key = job.model, has_eight_bits, job.precision
+    twins[key] = twins.get(key) or run_job(twin)
+    check_equal(reports[name], twins[key], 1e-5 if job.precision == "32-true" else 1e-10)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_replayed_steps_equal_eager_steps_bit_for_bit(name, reports):
+    for replayed, expected in zip(reports[name], reports[f"{name}, eager"], strict=True):
+        assert replayed.losses == expected.losses
+        for parameter, (piece, _) in replayed.pieces.items():
+            assert torch.equal(piece, expected.pieces[parameter][0]), parameter
