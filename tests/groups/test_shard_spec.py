@@ -135,19 +135,6 @@ def test_flat_slices_of_a_partition_cover_each_local_element_once(
     assert torch.equal(joined, full * counted)
 
 
-def test_a_flat_slice_has_the_attributes_of_its_spec():
-    spec = ShardSpec((300, 4), (ShardRange(256, 300),), partial=True).tied("embedding.word.weight")
-    piece = FlatSlice(spec, (128, 4), 170, 500)
-    assert (piece.full_shape, piece.tied_to, piece.partial, piece.size) == (
-        (300, 4),
-        "embedding.word.weight",
-        True,
-        330,
-    )
-    assert piece.boxes() == [Box((298, 2), (1, 2), 0, 0), Box((299, 0), (1, 4), 2, 0)]
-    assert FlatSlice(spec, (128, 4), 200, 500).boxes() == []
-
-
 def test_scalars_and_huge_tensors_are_sliced():
     scalar = FlatSlice(replicated_spec(torch.tensor(3.0), copy=1), (), 0, 1)
     assert scalar.boxes() == [Box((), (), 0, 1)]
