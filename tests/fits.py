@@ -93,6 +93,11 @@ class Vectors(Dataset):
 class Module(pl.LightningModule):
     """What the modules of tests share: the optimizer, and a loss logged as ``loss``."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        #: What a module records for its report.
+        self.outcomes: dict[str, Any] = {}
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         self.log("loss", loss, sync_dist=True)
@@ -285,6 +290,7 @@ def run_job(job: Job, size: int = 1) -> Report:
         record.report.outcomes |= getattr(owner, "outcomes", {})
     if job.save is not None:
         trainer.save_checkpoint(job.save)
+    record.report.outcomes = getattr(module, "outcomes", {})
     return record.report
 
 
