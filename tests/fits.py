@@ -164,6 +164,7 @@ class Job:
         callbacks: Makes callbacks.
         resume: Checkpoint to continue from.
         save: Path at which to save in the end.
+        norms: Whether to record the norms of gradients, which takes a hook that reads gradients.
     """
 
     model: GPTConfig | Callable[[], pl.LightningModule] = GPT2
@@ -177,6 +178,7 @@ class Job:
     callbacks: Callable[[], Sequence[pl.Callback]] = tuple
     resume: str | None = None
     save: str | None = None
+    norms: bool = True
 
     def twin(self) -> Job:
         """Return the same fit by Lightning alone in one process."""
@@ -230,9 +232,15 @@ class Record(pl.Callback):
             rank = strategy.mesh.tp.rank
         self.report.metrics = {name: float(v) for name, v in trainer.callback_metrics.items()}
         self.report.pieces = {
-            name: (p.detach().clone(), shard_spec_of(p, rank))
+            name: (p.detach().to("cpu", copy=True), shard_spec_of(p, rank))
             for name, p in module.named_parameters()
         }
+
+
+class RecordWithoutNorms(Record):
+    """Fill a report without a hook that reads gradients."""
+
+    on_before_optimizer_step = pl.Callback.on_before_optimizer_step
 
 
 def trainer_of(job: Job, size: int = 1, *callbacks: pl.Callback) -> pl.Trainer:
@@ -282,7 +290,7 @@ def loader_of(data: Dataset, batch: int, trainer: pl.Trainer) -> DataLoader:
 
 def run_job(job: Job, size: int = 1) -> Report:
     """Train a job in this process, which may be one of ``size`` ranks of a world."""
-    record = Record()
+    record = Record() if job.norms else RecordWithoutNorms()
     trainer, module = trainer_of(job, size, record), module_of(job)
     validation = None if job.validation is None else loader_of(job.validation(), job.batch, trainer)
     trainer.fit(module, loader_of(job.data(), job.batch, trainer), validation, ckpt_path=job.resume)
@@ -337,6 +345,21 @@ def joined(reports: Sequence[Report]) -> dict[str, Tensor]:
     missing = [name for name, tensor in full.items() if tensor.isnan().any()]
     assert not missing, f"no rank holds all of {missing}"
     return full
+
+
+def differences(actual: Report, expected: Report) -> list[str]:
+    """Return the names of results of two jobs on this rank that are not the same bit for bit."""
+    names = [
+        name
+        for name in ("losses", "norms", "metrics")
+        if getattr(actual, name) != getattr(expected, name)
+    ]
+    assert actual.pieces.keys() == expected.pieces.keys(), "both jobs train the same model"
+    return names + [
+        name
+        for name, (piece, _) in actual.pieces.items()
+        if not torch.equal(piece, expected.pieces[name][0])
+    ]
 
 
 def check_equal(reports: Sequence[Report], twin: Report, tolerance: float = 1e-10) -> None:

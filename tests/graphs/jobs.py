@@ -1,0 +1,122 @@
+"""Jobs by CUDA graphs: what they show beyond a report, and their comparison bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lightning_megatron import CudaGraphs, GPTConfig, MegatronStrategy
+from lightning_megatron.strategy.step.run_graphs import RunGraphs
+from tests import fits
+from tests.fits import GPT2, LLAMA, SIZES, Job, Report, Tokens
+from tests.graphs.trained import counted_replays
+
+#: Graphs are captured in the second step.
+SEGMENTS = CudaGraphs("segments", warmup_steps=1, on_failure="error")
+FULL = CudaGraphs("full", warmup_steps=1, on_failure="error")
+MODES = (SEGMENTS, FULL)
+
+SMALL = replace(GPT2, num_layers=2)
+DROPOUT = GPTConfig.gpt2(**{**SIZES, "num_layers": 2}, hidden_dropout=0.1, attention_dropout=0.2)
+#: A mixture whose routers change between steps.
+ROUTED = replace(
+    LLAMA,
+    num_layers=2,
+    experts={
+        "num_experts": 4,
+        "top_k": 2,
+        "ffn_hidden_size": 32,
+        "aux_loss": 0.01,
+        "expert_bias": True,
+        "scoring": "sigmoid",
+    },
+)
+#: Every step has another batch.
+VARIED = partial(Tokens, 96, 96)
+VALIDATED: dict[str, Any] = {"val_check_interval": 2, "limit_val_batches": 1}
+
+
+class Watch(pl.Callback):
+    """Record numbers of graphs, validation losses, rows of experts, and numbers of collectives."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, Any] = {"graphs": [], "validated": [], "routed": [], "counts": {}}
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        strategy_of(trainer).run.mixtures.count_rows()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self.outcomes["graphs"].append(num_graphs_of(trainer))
+        statistics = strategy_of(trainer).expert_statistics or {}
+        self.outcomes["routed"].append(
+            {
+                layer: [x.tolist() for x in (figures.load, figures.rows) if x is not None]
+                for layer, figures in statistics.items()
+            }
+        )
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        if not trainer.sanity_checking:
+            loss = trainer.callback_metrics["val_loss"]
+            self.outcomes["validated"].append(float(loss))
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        # Ranks compare log calls on the host in eager steps only.
+        counts = strategy_of(trainer).mesh.journal.counts
+        self.outcomes["counts"] = {
+            axis: number for axis, number in counts.items() if not axis.endswith("_cpu")
+        }
+
+
+def strategy_of(trainer: pl.Trainer) -> MegatronStrategy:
+    """Return the trainer's strategy."""
+    assert isinstance(trainer.strategy, MegatronStrategy)
+    return trainer.strategy
+
+
+def graphs_of(trainer: pl.Trainer) -> RunGraphs | None:
+    """Return the graphs of the run."""
+    return strategy_of(trainer).run.graphs
+
+
+def num_graphs_of(trainer: pl.Trainer) -> int:
+    """Return the number of graphs that exist now."""
+    graphs = graphs_of(trainer)
+    return 0 if graphs is None else graphs.num_graphs
+
+
+def watched(job: Job) -> Job:
+    """Return a job with :class:`Watch` before its own callbacks."""
+    return replace(job, callbacks=lambda: [Watch(), *job.callbacks()])
+
+
+def run_graphs(job: Job, graphs: CudaGraphs | None = None, size: int = 1) -> Report:
+    """Train a job by graphs, or eagerly; ``outcomes`` have what :class:`Watch` records and the
+    replays of forward graphs of segments.
+    """
+    assert not isinstance(job.strategy, str)
+    strategy = {**(job.strategy or {}), "cuda_graphs": graphs}
+    with counted_replays() as replays:
+        report = fits.run_job(watched(replace(job, strategy=strategy)), size)
+    report.outcomes["replays"] = dict(replays)
+    return report
+
+
+def differences(actual: Report, expected: Report) -> list[str]:
+    """Return the names of results of two jobs on this rank that are not the same bit for bit."""
+    compared = ("validated", "routed", "counts")
+    return fits.differences(actual, expected) + [
+        name for name in compared if actual.outcomes[name] != expected.outcomes[name]
+    ]
+
+
+def check_same(actual: Report, expected: Report, case: str = "") -> None:
+    """Assert that a job by graphs captured something and has the bits of an eager job."""
+    assert differences(actual, expected) == [], case
+    assert not any(expected.outcomes["graphs"]), case
+    assert actual.outcomes["graphs"][0] == 0, case
+    assert actual.outcomes["graphs"][-1] > 0, (case, actual.outcomes["graphs"])
+    assert len(set(expected.losses)) == len(expected.losses) > 2, case
