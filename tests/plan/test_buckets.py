@@ -1,15 +1,15 @@
-"""Buffers contain every parameter once, and ranks own equal parts of them."""
+"""Buffers contain every parameter once, ranks own equal parts of them, and boxes cover ranges."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import lcm
+from itertools import pairwise, product
+from math import lcm, prod
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
 from lightning_megatron.plan.buckets import (
     BufferPlan,
     FlatParameter,
@@ -18,25 +18,24 @@ from lightning_megatron.plan.buckets import (
     plan_by_elements,
     plan_by_parameters,
 )
+from tests.refusals import check_refusals
 
 PARTS = st.integers(1, 9)
+PIECES = st.lists(
+    st.builds(
+        FlatParameter,
+        st.just(""),
+        st.integers(0, 700),
+        st.integers(0, 2),
+        st.sampled_from([False] * 4 + [True]),
+    ),
+    max_size=12,
+).map(lambda pieces: [replace(piece, name=f"p{i}") for i, piece in enumerate(pieces)])
+ABC = [FlatParameter("a", 100), FlatParameter("b", 200), FlatParameter("c", 300)]
 
 
-@st.composite
-def some_pieces(draw: st.DrawFn) -> list[FlatParameter]:
-    count = draw(st.integers(0, 12))
-    return [
-        FlatParameter(
-            f"p{i}",
-            draw(st.integers(0, 700)),
-            draw(st.integers(0, 2)),
-            draw(st.integers(0, 4)) == 0,
-        )
-        for i in range(count)
-    ]
-
-
-def check_every_element_once(plan: BufferPlan, pieces: list[FlatParameter]) -> None:
+def check_plan(plan: BufferPlan, pieces: list[FlatParameter]) -> None:
+    """Check that slices have every element once, in order, and that buckets follow each other."""
     held: dict[str, list[tuple[int, int]]] = {piece.name: [] for piece in pieces}
     for part in range(plan.num_parts):
         shard_stop, buffer_stop = 0, 0
@@ -46,10 +45,8 @@ def check_every_element_once(plan: BufferPlan, pieces: list[FlatParameter]) -> N
             assert piece.buffer_start == plan.place(piece.name).start + piece.start
             assert piece.buffer_start >= buffer_stop
             assert piece.shard_start >= shard_stop
-            shard_stop, buffer_stop = (
-                piece.shard_start + piece.size,
-                piece.buffer_start + piece.size,
-            )
+            shard_stop = piece.shard_start + piece.size
+            buffer_stop = piece.buffer_start + piece.size
             low, high = plan.buckets[piece.bucket].part(part, plan.num_parts)
             assert low <= piece.buffer_start <= piece.buffer_start + piece.size <= high
             assert piece.shard_start - plan.shard_start(piece.bucket) == piece.buffer_start - low
@@ -58,9 +55,6 @@ def check_every_element_once(plan: BufferPlan, pieces: list[FlatParameter]) -> N
     for piece in pieces:
         ranges = sorted(held[piece.name])
         assert [i for low, high in ranges for i in range(low, high)] == list(range(piece.size))
-
-
-def check_buckets(plan: BufferPlan, pieces: list[FlatParameter]) -> None:
     by_name, stop = {piece.name: piece for piece in pieces}, 0
     for bucket in plan.buckets:
         assert bucket.start == stop
@@ -69,8 +63,7 @@ def check_buckets(plan: BufferPlan, pieces: list[FlatParameter]) -> None:
         assert bucket.size % lcm(plan.num_parts, 128) == 0
         assert {by_name[placed.name].group for placed in bucket.placed} == {bucket.group}
         parts = [bucket.part(index, plan.num_parts) for index in range(plan.num_parts)]
-        assert parts[0][0] == bucket.start
-        assert parts[-1][1] == bucket.stop
+        assert (parts[0][0], parts[-1][1]) == (bucket.start, bucket.stop)
         assert len({high - low for low, high in parts}) == 1
         last = bucket.start
         for placed in bucket.placed:
@@ -82,128 +75,141 @@ def check_buckets(plan: BufferPlan, pieces: list[FlatParameter]) -> None:
     assert plan.size == stop == plan.shard_size * plan.num_parts
 
 
-@given(some_pieces(), PARTS, st.integers(1, 1500))
-def test_every_element_lies_in_exactly_one_slice(
-    pieces: list[FlatParameter], num_parts: int, bucket_size: int
-) -> None:
-    plan = plan_by_elements(pieces, num_parts, bucket_size)
-    check_every_element_once(plan, pieces)
-    check_buckets(plan, pieces)
-
-
-@given(some_pieces(), PARTS, st.integers(1, 1500))
+@given(PIECES, PARTS, st.integers(1, 1500))
 def test_buckets_have_reverse_order_and_close_at_the_bucket_size(
     pieces: list[FlatParameter], parts: int, bucket_size: int
 ) -> None:
     plan = plan_by_elements(pieces, parts, bucket_size)
+    check_plan(plan, pieces)
     names = [placed.name for bucket in plan.buckets for placed in bucket.placed]
     assert names == [piece.name for piece in reversed(pieces)]
-    firsts = {piece.group: piece for piece in reversed(pieces)}
-    tables = [
-        table for table in firsts.values() if table.size >= bucket_size and table.stack is None
-    ]
+    firsts = {piece.group: piece for piece in reversed(pieces)}.values()
+    tables = [table for table in firsts if table.size >= bucket_size and table.stack is None]
     by_name = {piece.name: piece for piece in pieces}
     by_name |= {table.name: replace(table, own_bucket=True) for table in tables}
     for bucket in plan.buckets:
         if any(by_name[placed.name].own_bucket for placed in bucket.placed):
             assert len(bucket.placed) == 1
         assert all(placed.stop - bucket.start < bucket_size for placed in bucket.placed[:-1])
-    for bucket, next_bucket in zip(plan.buckets, plan.buckets[1:], strict=False):
-        last, first = by_name[bucket.placed[-1].name], by_name[next_bucket.placed[0].name]
+    for bucket, following in pairwise(plan.buckets):
+        last, first = by_name[bucket.placed[-1].name], by_name[following.placed[0].name]
         full = bucket.placed[-1].stop - bucket.start >= bucket_size
         assert full or last.own_bucket or first.own_bucket or last.group != first.group
 
 
-@given(some_pieces(), PARTS)
+@given(PIECES, PARTS)
 def test_undivided_parameters_are_distributed_evenly(
     pieces: list[FlatParameter], num_parts: int
 ) -> None:
     plan = plan_by_parameters(pieces, num_parts)
-    check_every_element_once(plan, pieces)
-    check_buckets(plan, pieces)
+    check_plan(plan, pieces)
     assert len(plan.buckets) == len({piece.group for piece in pieces})
     sizes = {piece.name: piece.size for piece in pieces}
-    slices = [plan.slices(part) for part in range(num_parts)]
-    assert all(
-        (piece.start, piece.stop) == (0, sizes[piece.name]) for part in slices for piece in part
-    )
     order = {piece.name: -index for index, piece in enumerate(pieces)}
+    slices = [plan.slices(part) for part in range(num_parts)]
+    assert all((p.start, p.stop) == (0, sizes[p.name]) for part in slices for p in part)
     for index, bucket in enumerate(plan.buckets):
         loads = []
         for part in slices:
-            part_pieces = [piece for piece in part if piece.bucket == index]
-            assert [order[piece.name] for piece in part_pieces] == sorted(
-                order[piece.name] for piece in part_pieces
-            )
-            loads.append(sum(-(-piece.size // 64) * 64 for piece in part_pieces))
+            own = [piece for piece in part if piece.bucket == index]
+            orders = [order[piece.name] for piece in own]
+            assert orders == sorted(orders)
+            loads.append(sum(-(-piece.size // 64) * 64 for piece in own))
         largest = max(-(-sizes[placed.name] // 64) * 64 for placed in bucket.placed)
         assert max(loads) - min(loads) <= largest
         assert bucket.size <= num_parts * (max(loads) + 128)
 
 
 def test_the_layout_matches_megatron_core() -> None:
-    plan = plan_by_elements(
-        [FlatParameter("a", 100), FlatParameter("b", 200), FlatParameter("c", 300)], 4
-    )
+    plan = plan_by_elements(ABC, 4)
     assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 768)]
     assert [plan.place(name) for name in "abc"] == [
         ParameterRange("a", 576, 676),
         ParameterRange("b", 320, 520),
         ParameterRange("c", 0, 300),
     ]
-    plan = plan_by_elements(
-        [FlatParameter("a", 100), FlatParameter("b", 200), FlatParameter("c", 300)],
-        4,
-        bucket_size=250,
-    )
-    assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 384), (384, 768)]
-    assert [bucket.placed[-1].stop - bucket.start for bucket in plan.buckets] == [300, 356]
-    pieces = [
-        FlatParameter("tied", 1000, own_bucket=True),
-        FlatParameter("a", 64),
-        FlatParameter("b", 65),
-        FlatParameter("c", 10),
-    ]
-    plan = plan_by_elements(pieces, 8)
-    assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 256), (256, 1280)]
-
-
-def test_a_part_may_begin_and_end_inside_a_parameter() -> None:
-    plan = plan_by_elements(
-        [FlatParameter("a", 100), FlatParameter("b", 200), FlatParameter("c", 300)], 4
-    )
+    # A part may begin and end inside a parameter.
     assert [(s.name, s.start, s.stop, s.shard_start) for s in plan.slices(1)] == [
         ("c", 192, 300, 0),
         ("b", 0, 64, 128),
     ]
     assert plan.slices(3) == (Slice("a", 0, 100, 576, 0, 0),)
+    plan = plan_by_elements(ABC, 4, bucket_size=250)
+    assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 384), (384, 768)]
+    assert [bucket.placed[-1].stop - bucket.start for bucket in plan.buckets] == [300, 356]
+    tied = FlatParameter("tied", 1000, own_bucket=True)
+    plan = plan_by_elements(
+        [tied, *(FlatParameter(*p) for p in (("a", 64), ("b", 65), ("c", 10)))], 8
+    )
+    assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 256), (256, 1280)]
 
 
-def test_an_empty_buffer_has_no_buckets() -> None:
+def test_buffers_may_be_empty_or_large() -> None:
     for plan in (plan_by_elements([], 4), plan_by_parameters([], 4)):
-        assert plan.buckets == ()
-        assert plan.size == plan.shard_size == 0
-        assert plan.slices(3) == ()
-
-
-def test_slices_of_a_large_model_fit_their_shards() -> None:
-    pieces = [
-        FlatParameter(f"layers.{i}.{j}", 4096 * 4096 + j) for i in range(126) for j in range(9)
-    ]
+        assert (plan.buckets, plan.size, plan.shard_size, plan.slices(3)) == ((), 0, 0, ())
+    pieces = [FlatParameter(f"{i}.{j}", 4096 * 4096 + j) for i in range(126) for j in range(9)]
     plan = plan_by_elements(pieces, 512)
     assert sum(s.size for part in (0, 511) for s in plan.slices(part)) <= 2 * plan.shard_size
 
 
 def test_invalid_buffer_plans_are_refused() -> None:
-    with pytest.raises(ParallelPlanError, match="'a' is listed twice"):
-        plan_by_elements([FlatParameter("a", 1), FlatParameter("a", 2)], 2)
-    with pytest.raises(ParallelPlanError, match="'a' has -1"):
-        plan_by_parameters([FlatParameter("a", -1)], 2)
-    with pytest.raises(ParallelPlanError, match="num_parts must be a whole number of at least 1"):
-        plan_by_elements([], 0)
-    with pytest.raises(ParallelPlanError, match="bucket_size must be"):
-        plan_by_elements([], 1, bucket_size=0)
-    with pytest.raises(ParallelPlanError, match="Plan the buffer again with num_parts of 3"):
-        plan_by_elements([FlatParameter("a", 1)], 4).buckets[0].part(0, 3)
-    with pytest.raises(ParallelPlanError, match="Use part of 0 to 3"):
-        plan_by_elements([FlatParameter("a", 1)], 4).slices(4)
+    one = [FlatParameter("a", 1)]
+    check_refusals(
+        plan_by_elements,
+        [
+            (([*one, FlatParameter("a", 2)], 2), "'a' is listed twice"),
+            (([], 0), "num_parts must be a whole number of at least 1"),
+            (([], 1, 0), "bucket_size must be"),
+        ],
+    )
+    check_refusals(plan_by_parameters, [(([FlatParameter("a", -1)], 2), "'a' has -1")])
+    plan = plan_by_elements(one, 4)
+    check_refusals(plan.buckets[0].part, [((0, 3), "Plan the buffer again with num_parts of 3")])
+    check_refusals(plan.slices, [((4,), "Use part of 0 to 3")])
+
+
+def flat_elements(shape: tuple[int, ...], box: FlatBox) -> list[int]:
+    """List the flat indices of a box, one index at a time."""
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    ranges = [range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)]
+    return [
+        sum(i * stride for i, stride in zip(index, strides, strict=True))
+        for index in product(*ranges)
+    ]
+
+
+@given(st.lists(st.integers(0, 5), max_size=4).map(tuple), st.data())
+def test_boxes_cover_a_range_in_flat_order_and_none_could_be_merged(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, prod(shape)))
+    stop = data.draw(st.integers(start, prod(shape)))
+    boxes = flat_range_boxes(shape, start, stop)
+    assert [i for box in boxes for i in flat_elements(shape, box)] == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    for box in boxes:
+        assert flat_elements(shape, box) == list(range(box.start, box.stop))
+        limits = zip(box.offsets, box.sizes, shape, strict=True)
+        assert all(o >= 0 and o + n <= extent for o, n, extent in limits)
+    for left, right in pairwise(boxes):
+        ours, theirs = (zip(box.offsets, box.sizes, strict=True) for box in (left, right))
+        differ = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
+        assert len(differ) > 1 or sum(differ[0][0]) != differ[0][1][0], "the two could be merged"
+
+
+def test_boxes_of_worked_examples_and_ranges_outside_of_a_tensor() -> None:
+    assert flat_range_boxes((4, 5), 3, 17) == [
+        FlatBox((0, 3), (1, 2), 3),
+        FlatBox((1, 0), (2, 5), 5),
+        FlatBox((3, 0), (1, 2), 15),
+    ]
+    assert flat_range_boxes((), 0, 1) == [FlatBox((), (), 0)]
+    for shape, place in (((), 0), ((3, 0, 2), 0), ((3, 2), 4)):
+        assert flat_range_boxes(shape, place, place) == []
+    assert flat_range_boxes((3, 2), 0, 6) == [FlatBox((0, 0), (3, 2), 0)]
+    boxes = flat_range_boxes((131072, 16384, 3), 12346, 6_000_000_001)
+    assert len(boxes) == 5
+    assert sum(prod(box.sizes) for box in boxes) == 6_000_000_001 - 12346
+    phrase = "which has 6 elements. Use 0 <= start <= stop <= 6"
+    ranges = ((-1, 2), (3, 2), (0, 7))
+    check_refusals(flat_range_boxes, [(((3, 2), *borders), phrase) for borders in ranges])

@@ -1,12 +1,13 @@
-"""The zig-zag cut holds each token once, divides causal work equally, and covers visible pairs."""
+"""Cuts over cp hold each token once and divide causal work equally; transports suit the hosts."""
 
 from __future__ import annotations
 
-import pytest
+from itertools import accumulate
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.context import (
     AttentionBlock,
     ContextCut,
@@ -14,39 +15,25 @@ from lightning_megatron.plan.context import (
     kv_heads_of,
     split_heads_over,
 )
+from lightning_megatron.plan.context_groups import ContextGroups, context_group_sizes
+from lightning_megatron.plan.context_transport import ContextLinks, choose_context_transport
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.refusals import check_refusals
 
 CUTS = st.builds(
     lambda size, piece: ContextCut(size, 2 * size * piece), st.integers(1, 6), st.integers(1, 5)
 )
-WINDOWS = st.none() | st.integers(1, 40)
+CPS = st.sampled_from([2, 4, 8])
 
 
 @given(CUTS)
-def test_every_token_is_held_once_and_restored_in_order(cut: ContextCut) -> None:
+def test_every_token_is_held_once_and_causal_work_is_equal(cut: ContextCut) -> None:
     held = [cut.positions(rank) for rank in range(cut.size)]
-    assert sorted(sum(held, [])) == list(range(cut.seq_length))
-    assert {len(positions) for positions in held} == {cut.local_length}
     joined = sum(held, [])
+    assert sorted(joined) == list(range(cut.seq_length))
+    assert {len(positions) for positions in held} == {cut.local_length}
     pieces = [joined[at * cut.piece : (at + 1) * cut.piece] for at in cut.sequence_order()]
     assert sum(pieces, []) == list(range(cut.seq_length))
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-def test_neighbouring_ranks_join_to_a_rank_of_a_coarser_cut(
-    inner: int, outer: int, piece: int
-) -> None:
-    fine = ContextCut(inner * outer, 2 * inner * outer * piece)
-    coarse = ContextCut(outer, fine.seq_length)
-    for host in range(outer):
-        ranks = range(host * inner, (host + 1) * inner)
-        joined = sum((fine.positions(rank) for rank in ranks), [])
-        order = fine.sequence_order(ranks)
-        actual = [joined[at * piece + i] for at in order for i in range(piece)]
-        assert actual == coarse.positions(host)
-
-
-@given(CUTS)
-def test_causal_work_is_equal_on_all_ranks(cut: ContextCut) -> None:
     work = [
         sum(
             block.num_pairs
@@ -59,9 +46,20 @@ def test_causal_work_is_equal_on_all_ranks(cut: ContextCut) -> None:
     assert sum(work) == cut.seq_length * (cut.seq_length + 1) // 2
 
 
-def visible_pairs(
-    block: AttentionBlock, queries: list[int], keys: list[int]
-) -> set[tuple[int, int]]:
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_neighbouring_ranks_join_to_a_rank_of_a_coarser_cut(
+    inner: int, outer: int, piece: int
+) -> None:
+    fine = ContextCut(inner * outer, 2 * inner * outer * piece)
+    coarse = ContextCut(outer, fine.seq_length)
+    for host in range(outer):
+        ranks = range(host * inner, (host + 1) * inner)
+        joined = sum((fine.positions(rank) for rank in ranks), [])
+        actual = [joined[at * piece + i] for at in fine.sequence_order(ranks) for i in range(piece)]
+        assert actual == coarse.positions(host)
+
+
+def visible_pairs(block: AttentionBlock, queries: list[int], keys: list[int]) -> set:
     """Return the pairs of query and key positions that a block computes."""
     return {
         (queries[block.queries[i]], keys[block.keys[j]])
@@ -75,32 +73,26 @@ def visible_pairs(
     }
 
 
-def expected_pairs(
-    cut: ContextCut, rank: int, causal: bool, window: int | None
-) -> set[tuple[int, int]]:
-    return {
-        (query, key)
-        for query in cut.positions(rank)
-        for key in range(cut.seq_length)
-        if not causal or (key <= query and (window is None or query - key < window))
-    }
-
-
-@given(CUTS, st.booleans(), WINDOWS, st.data())
+@given(CUTS, st.booleans(), st.none() | st.integers(1, 40), st.data())
 def test_blocks_cover_each_visible_pair_once(
     cut: ContextCut, causal: bool, window: int | None, data: st.DataObject
 ) -> None:
     window = window if causal else None
     rank = data.draw(st.integers(0, cut.size - 1))
-    queries = cut.positions(rank)
-    expected = expected_pairs(cut, rank, causal, window)
+    queries, every = cut.positions(rank), list(range(cut.seq_length))
+    expected = {
+        (query, key)
+        for query in queries
+        for key in every
+        if not causal or (key <= query and (window is None or query - key < window))
+    }
     ring = [
         (block, visible_pairs(block, queries, cut.positions(source)))
         for source in range(cut.size)
         for block in cut.ring_blocks(rank, source, causal, window)
     ]
     gathered = [
-        (block, visible_pairs(block, queries, list(range(cut.seq_length))))
+        (block, visible_pairs(block, queries, every))
         for block in cut.gathered_blocks(rank, causal, window)
     ]
     for blocks in (ring, gathered):
@@ -111,15 +103,6 @@ def test_blocks_cover_each_visible_pair_once(
         assert all(block.is_aligned or not block.is_causal for block, _ in ring + gathered)
 
 
-@pytest.mark.parametrize(
-    ("length", "shards", "legal"),
-    [(30, 1, "24 or 32"), (3, 1, "8"), (36, 4, "32 or 48"), (40, 3, "24 or 48")],
-)
-def test_lengths_that_do_not_divide_are_refused(length: int, shards: int, legal: str) -> None:
-    with pytest.raises(ParallelPlanError, match=rf"seq_length \({length}\).*Use {legal}\.$"):
-        check_context_length(length, 4, shards)
-
-
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 6))
 def test_query_heads_are_divided_with_their_kv_heads(group: int, kv_heads: int, ranks: int) -> None:
     heads = group * kv_heads
@@ -127,11 +110,127 @@ def test_query_heads_are_divided_with_their_kv_heads(group: int, kv_heads: int, 
     assert [head for part in parts for head in part] == list(range(heads))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for part in parts:
-        part_kv_heads = kv_heads_of(part, heads, kv_heads)
-        assert bool(part_kv_heads) == bool(part)
-        if part_kv_heads:
-            repeats, remainder = divmod(len(part), len(part_kv_heads))
+        held = kv_heads_of(part, heads, kv_heads)
+        assert bool(held) == bool(part)
+        if held:
+            repeats, remainder = divmod(len(part), len(held))
             assert not remainder
-            assert [part_kv_heads[i // repeats] for i in range(len(part))] == [
-                h // group for h in part
-            ]
+            read = [held[i // repeats] for i in range(len(part))]
+            assert read == [head // group for head in part]
+
+
+@given(CPS, st.integers(1, 4), st.data())
+def test_documents_stay_in_the_smallest_groups(cp: int, piece: int, data: st.DataObject) -> None:
+    length = 2 * cp * piece
+    inner = data.draw(st.lists(st.integers(0, 2 * length), max_size=12))
+    borders = sorted([0, length, 2 * length, *inner])
+    document = [sum(stop <= token for stop in borders[1:]) for token in range(2 * length)]
+
+    def has_shared_document(size: int) -> bool:
+        holders: dict[int, set[int]] = {}
+        for rank in range(cp):
+            for position in ContextGroups(cp, size, length).positions(rank):
+                for row in (0, length):
+                    holders.setdefault(document[row + position], set()).add(rank // size)
+        return any(len(holding_groups) > 1 for holding_groups in holders.values())
+
+    groups = ContextGroups.of(borders, length, cp)
+    assert not has_shared_document(groups.size)
+    assert groups.size == 1 or has_shared_document(groups.size // 2)
+
+
+@given(CPS, st.integers(1, 4), st.data())
+def test_groups_hold_every_position_once(cp: int, piece: int, data: st.DataObject) -> None:
+    length = 2 * cp * piece
+    groups = ContextGroups(cp, data.draw(st.sampled_from(context_group_sizes(cp))), length)
+    held = [groups.positions(rank) for rank in range(cp)]
+    assert sorted(sum(held, [])) == list(range(length))
+    for rank, positions in enumerate(held):
+        assert len(positions) == 2 * piece
+        assert rank in groups.ranks(rank)
+        joined = sum((held[peer] for peer in groups.ranks(rank)), [])
+        assert sorted(joined) == list(groups.window_of(rank))
+        # One group is the cut of rows, and groups of one rank are contiguous.
+        assert ContextGroups(cp, cp, length).positions(rank) == ContextCut(cp, length).positions(
+            rank
+        )
+        contiguous = range(rank * 2 * piece, (rank + 1) * 2 * piece)
+        assert ContextGroups(cp, 1, length).positions(rank) == list(contiguous)
+
+
+def test_group_sizes_of_worked_examples() -> None:
+    for size, *rows in (
+        (1, [4, 4, 4, 4]),
+        (2, [3, 1, 0, 4, 8], [2, 4, 2, 8]),
+        (4, [6, 4, 6], [16]),
+    ):
+        for lengths in rows:
+            assert ContextGroups.of([0, *accumulate(lengths)], 16, 4).size == size
+
+
+def test_sizes_and_rows_that_do_not_divide_are_refused_with_legal_ones() -> None:
+    check_refusals(
+        check_context_length,
+        [
+            ((30, 4, 1), "Use 24 or 32."),
+            ((3, 4, 1), "Use 8."),
+            ((36, 4, 4), "Use 32 or 48."),
+            ((40, 4, 3), "Use 24 or 48."),
+        ],
+    )
+    sizes = [((1,), "Use 2."), ((3,), "Use 2 or 4."), ((6,), "Use 4 or 8.")]
+    check_refusals(context_group_sizes, sizes)
+    check_refusals(ContextGroups, [((4, 3, 16), "Use 1, 2 or 4.")])
+    check_refusals(
+        ContextGroups.of,
+        [
+            (([0, 12], 12, 4), "seq_length (12) must be a multiple"),
+            (([0, 10, 32], 16, 4), "must end at the ends of rows"),
+        ],
+    )
+
+
+def test_context_links_follow_the_hosts() -> None:
+    cases: list[tuple[int, dict[str, Any], int, tuple[int, bool]]] = [
+        (4, {"cp": 4}, 4, (1, True)),
+        (4, {"cp": 4}, 2, (2, False)),
+        (16, {"cp": 8, "tp": 2}, 8, (4, False)),
+        (4, {"cp": 4}, 1, (1, False)),
+        # Each rank of a sequence lies on another host.
+        (16, {"cp": 4, "order": "dp-cp-tp-pp"}, 4, (1, False)),
+        # The hosts have three ranks, which do not divide the ranks of a sequence.
+        (12, {"cp": 4}, 3, (1, False)),
+    ]
+    for world_size, sizes, ranks_per_host, expected in cases:
+        links = ContextLinks.of("auto", ParallelLayout(world_size, **sizes), ranks_per_host)
+        assert (links.inner, links.is_one_host) == expected
+    assert ContextLinks.of("hierarchical", ParallelLayout(8, cp=8), 8).inner == 4
+    assert ContextLinks.of("hierarchical", ParallelLayout(8, cp=8), 2).inner == 2
+    check_refusals(
+        lambda cp, hosts: ContextLinks.of("hierarchical", ParallelLayout(cp, cp=cp), hosts),
+        [
+            ((3, 3), "cp is 3, and 3 of its ranks are neighbours"),
+            ((4, 1), "cp is 4, and 1 of its ranks are neighbours"),
+        ],
+    )
+
+
+def test_the_transport_follows_links_heads_and_dropout() -> None:
+    hosts = ContextLinks(inner=2, is_one_host=False)
+    for links, heads, kv_heads, dropout, transport in (
+        (ContextLinks(), 8, 4, 0.0, "all_to_all"),
+        (ContextLinks(), 8, 2, 0.0, "all_to_all"),
+        (ContextLinks(), 6, 6, 0.0, "ring"),
+        (ContextLinks(), 6, 1, 0.0, "all_gather"),
+        (ContextLinks(), 6, 6, 0.1, "all_to_all"),
+        (ContextLinks(is_one_host=False), 8, 4, 0.0, "ring"),
+        (hosts, 8, 4, 0.0, "hierarchical"),
+        (hosts, 7, 7, 0.0, "ring"),
+        (ContextLinks("ring"), 8, 4, 0.0, "ring"),
+        (ContextLinks("all_to_all"), 8, 4, 0.1, "all_to_all"),
+    ):
+        choice = choose_context_transport(links, 4, heads, kv_heads, dropout)
+        assert choice.transport == transport
+        assert choice.reason
+    ring = (ContextLinks("ring"), 4, 8, 8, 0.1)
+    check_refusals(choose_context_transport, [(ring, "cannot be used with attention dropout")])

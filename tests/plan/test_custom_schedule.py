@@ -1,96 +1,70 @@
-"""A custom schedule runs if, and only if, its actions can be put in one order."""
+"""Schedules from functions and CSV files run if, and only if, their actions have one order."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from itertools import count, pairwise
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, seed, settings
-from hypothesis import strategies as st
+from hypothesis import given
+from torch.distributed.pipelining import schedules as torch_schedules
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.plan import (
     Action,
-    Compute,
     Placement,
     Schedule,
-    StageCosts,
+    build_schedule,
     custom_schedule,
+    format_schedule,
     live_microbatches,
+    parse_schedule,
     plan_transfers,
+    read_schedule,
     simulate,
 )
+from lightning_megatron.plan.budget import TrainingShape, estimate_memory
+from lightning_megatron.plan.custom_order import (
+    CustomOrder,
+    order_from_file,
+    order_from_function,
+    order_may_split,
+    shape_of_order,
+)
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.microbatches import MicrobatchRule
+from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.schedule import forward_schedule
 from lightning_megatron.plan.zero_bubble import zero_bubble_row
-from tests.plan.test_split_schedules import run_one_by_one
-from tests.plan.test_transfers import execute
-
-MANY = settings(max_examples=100, deadline=None, database=None)
-Rows = list[list[Action]]
-Node = tuple[int, Action]
-
-
-def needs_of(
-    placement: Placement, microbatches: int, split: set[tuple[int, int]]
-) -> dict[Node, set[Node]]:
-    """Return the actions that each action of a step needs. Backwards of the pairs of a virtual
-    stage and a microbatch in `split` are split.
-    """
-    last = placement.num_virtual_stages - 1
-
-    def node(kind: str, virtual: int, number: int) -> Node:
-        rank, chunk = placement.owner(virtual)
-        name = "I" if kind == "B" and (virtual, number) in split else kind
-        return rank, Action(name, chunk, number)  # type: ignore[arg-type]
-
-    needs: dict[Node, set[Node]] = {}
-    for virtual in range(last + 1):
-        for number in range(microbatches):
-            forward = node("F", virtual, number)
-            backward = node("B", virtual, number)
-            needs[forward] = {node("F", virtual - 1, number)} if virtual else set()
-            needs[backward] = {forward}
-            if virtual < last:
-                needs[backward].add(node("B", virtual + 1, number))
-            if backward[1].kind == "I":
-                needs[node("W", virtual, number)] = {backward}
-    return needs
+from tests.plan.pipelines import (
+    NUMBERS,
+    DrawnRows,
+    check_runs,
+    drawn_costs,
+    drawn_rows,
+    drawn_schedule,
+    run_one_by_one,
+)
+from tests.refusals import check_refusals
 
 
-@st.composite
-def random_rows(draw: st.DrawFn) -> tuple[Placement, int, Rows, dict[Node, set[Node]]]:
-    """Draw rows from a random order of all actions in which each follows the actions it needs."""
-    shape = draw(st.sampled_from(["loop", "v"]))
-    placement = Placement(shape, draw(st.integers(1, 6)), draw(st.integers(1, 4)))  # type: ignore[arg-type]
-    microbatches = draw(st.integers(1, 6))
-    draws = random.Random(draw(st.integers(0, 2**32)))
-    pairs = [(v, n) for v in range(placement.num_virtual_stages) for n in range(microbatches)]
-    share = draws.choice([0.0, 0.5, 1.0])
-    split = {pair for pair in pairs if draws.random() < share}
-    needs = needs_of(placement, microbatches, split)
-    rows: Rows = [[] for _ in range(placement.num_stages)]
-    sorter = TopologicalSorter(needs)
-    sorter.prepare()
-    ready: list[Node] = []
-    while sorter.is_active():
-        ready += sorter.get_ready()
-        rank, action = ready.pop(draws.randrange(len(ready)))
-        rows[rank].append(action)
-        sorter.done((rank, action))
-    return placement, microbatches, rows, needs
+@given(NUMBERS)
+def test_any_order_in_which_actions_follow_the_actions_they_need_runs(number: int) -> None:
+    drawn = drawn_rows(number)
+    schedule = drawn.schedule()
+    assert [list(row) for row in schedule.rows] == drawn.rows
+    for costs in ({"F": 1, "B": 2, "I": 1, "W": 1}, drawn_costs(number, drawn.placement)):
+        check_runs(plan_transfers(schedule, costs))
 
 
-def schedule_of(placement: Placement, microbatches: int, rows: Rows) -> Schedule:
-    sizes = (placement.num_stages, microbatches, placement.num_chunks)
-    return custom_schedule(lambda rank, *_: rows[rank], *sizes, shape=placement.shape, name="mine")
-
-
-def can_run(rows: Rows, needs: dict[Node, set[Node]]) -> bool:
-    graph = {node: set(before) for node, before in needs.items()}
-    for rank, row in enumerate(rows):
+def can_run(drawn: DrawnRows) -> bool:
+    graph = {node: set(before) for node, before in drawn.needs.items()}
+    for rank, row in enumerate(drawn.rows):
         for before, after in pairwise(row):
             graph[rank, after].add((rank, before))
     try:
@@ -100,64 +74,31 @@ def can_run(rows: Rows, needs: dict[Node, set[Node]]) -> bool:
     return True
 
 
-@seed(17)
-@MANY
-@given(random_rows(), st.integers(0, 2**32))
-def test_any_order_in_which_actions_follow_the_actions_they_need_runs(
-    drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]], number: int
-) -> None:
-    placement, microbatches, rows, _ = drawn
-    schedule = schedule_of(placement, microbatches, rows)
-    draws = random.Random(number)
-    times = [
-        tuple(draws.randint(1, 9) for _ in range(placement.num_virtual_stages)) for _ in range(3)
-    ]
-    for costs in ({"F": 1, "B": 2, "I": 1, "W": 1}, StageCosts(*times, draws.randint(0, 3))):
-        program = plan_transfers(schedule, costs)
-        for rank in execute(program):
-            assert rank.next == len(rank.instructions), f"stage {rank.rank} is stuck"
-            assert not rank.held, f"stage {rank.rank} received what it never used"
-            computed = [step.action for step in rank.instructions if isinstance(step, Compute)]
-            assert computed == rows[rank.rank]
-        assert run_one_by_one(program)
-
-
-@seed(17)
-@MANY
-@given(random_rows(), st.integers(0, 2**32))
-def test_a_shuffled_schedule_is_refused_unless_it_can_run(
-    drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]], number: int
-) -> None:
-    placement, microbatches, rows, needs = drawn
-    draws = random.Random(number)
-    row = draws.choice(rows)
-    for _ in range(draws.randint(1, 3)):
-        first, second = draws.randrange(len(row)), draws.randrange(len(row))
+@given(NUMBERS)
+def test_a_shuffled_schedule_is_refused_unless_it_can_run(number: int) -> None:
+    drawn, draw = drawn_rows(number), random.Random(number)
+    row = draw.choice(drawn.rows)
+    for _ in range(draw.randint(1, 3)):
+        first, second = draw.randrange(len(row)), draw.randrange(len(row))
         row[first], row[second] = row[second], row[first]
-    if can_run(rows, needs):
-        schedule = schedule_of(placement, microbatches, rows)
-        assert run_one_by_one(plan_transfers(schedule))
+    if can_run(drawn):
+        assert run_one_by_one(plan_transfers(drawn.schedule()))
     else:
         with pytest.raises(ParallelPlanError, match=r"happens before its|wait for each other"):
-            schedule_of(placement, microbatches, rows)
+            drawn.schedule()
 
 
-@seed(17)
-@MANY
-@given(random_rows(), st.integers(0, 2**32))
-def test_a_schedule_that_lacks_or_repeats_an_action_is_refused(
-    drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]], number: int
-) -> None:
-    placement, microbatches, rows, _ = drawn
-    draws = random.Random(number)
-    row = draws.choice(rows)
-    position = draws.randrange(len(row))
-    if draws.random() < 0.5:
-        row.insert(draws.randrange(len(row)), row[position])
+@given(NUMBERS)
+def test_a_schedule_that_lacks_or_repeats_an_action_is_refused(number: int) -> None:
+    drawn, draw = drawn_rows(number), random.Random(number)
+    row = draw.choice(drawn.rows)
+    position = draw.randrange(len(row))
+    if draw.random() < 0.5:
+        row.insert(draw.randrange(len(row)), row[position])
     else:
         del row[position]
     with pytest.raises(ParallelPlanError, match=r"schedule 'mine' is not legal: on stage \d"):
-        schedule_of(placement, microbatches, rows)
+        drawn.schedule()
 
 
 def test_a_function_gives_the_name_and_rows_of_a_custom_schedule() -> None:
@@ -166,7 +107,6 @@ def test_a_function_gives_the_name_and_rows_of_a_custom_schedule() -> None:
 
     schedule = custom_schedule(eager, 4, 12)
     assert schedule.name == "eager"
-    assert simulate(schedule).length > 0
     assert [live_microbatches(schedule, rank).total for rank in range(4)] == [10] * 4
 
 
@@ -175,74 +115,244 @@ def endless(rank: int, *sizes: int) -> Iterator[Action]:
 
 
 F0, F1, B0, B1 = Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)
-ONCE = "A stage runs each microbatch of each chunk once: F, then B, or I and later W in place of B."
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (None, "the row must be a sequence of actions: the function returned None. Use a list of"),
-        (
-            [("F", 0, 0)],
-            "a row must consist of actions whose chunk and microbatch are whole numbers",
-        ),
-        ([Action("F", 0, 1.0)], "it has Action(kind='F', chunk=0, microbatch=1.0)"),  # type: ignore[arg-type]
-        ([Action("F", True, 1)], "Use Action(kind, chunk, microbatch)."),
-        (
-            [Action("G", 0, 0)],  # type: ignore[arg-type]
-            "on stage 0, G of microbatch 0 in chunk 0 is of no kind that exists. Use F, B, I or W.",
-        ),
-        (
-            [F0, Action("F", 0, 2)],
-            "F of microbatch 2 in chunk 0 names a chunk or microbatch that does not exist. Use "
-            "chunks of 0 to 0 and microbatches of 0 to 1.",
-        ),
-        ([B0, F0, F1, B1], f"B of microbatch 0 in chunk 0 happens before its F. {ONCE}"),
-        (
-            [F0, B0, F1, B1, Action("I", 0, 0)],
-            "F of microbatch 0 in chunk 0 must come with B, or with I and W: found F, B, I.",
-        ),
-        (
-            [F0, B0],
-            "F of microbatch 1 in chunk 0 must come with B, or with I and W: found nothing",
-        ),
-        (endless(0), f"F of microbatch 0 in chunk 0 happens twice. {ONCE}"),
-    ],
-)
-def test_errors_of_illegal_rows_name_the_reason(row: Any, message: str) -> None:
-    with pytest.raises(ParallelPlanError) as error:
-        custom_schedule(lambda *_: row, 1, 2, name="mine")
-    assert message in str(error.value)
-    assert str(error.value).startswith("schedule 'mine'")
-
-
-def test_a_forward_only_schedule_runs_without_backwards() -> None:
-    schedule = custom_schedule(lambda *_: [F1, F0], 2, 2, forward_only=True)
-    assert simulate(schedule).length == 3
-    with pytest.raises(ParallelPlanError, match=r"A stage without backwards runs each microbatch"):
+def test_illegal_rows_are_refused_with_the_reason() -> None:
+    check_refusals(
+        lambda row: custom_schedule(lambda *_: row, 1, 2, name="mine"),
+        [
+            ((None,), "the row must be a sequence of actions: the function returned None"),
+            (([("F", 0, 0)],), "whose chunk and microbatch are whole numbers"),
+            (([Action("F", 0, 1.0)],), "it has Action(kind='F', chunk=0, microbatch=1.0)"),
+            (([Action("F", True, 1)],), "Use Action(kind, chunk, microbatch)."),
+            (([Action("G", 0, 0)],), "is of no kind that exists. Use F, B, I or W."),
+            (([F0, Action("F", 0, 2)],), "Use chunks of 0 to 0 and microbatches of 0 to 1."),
+            (([F0, Action("F", 1, 0)],), "names a chunk or microbatch that does not exist"),
+            (([B0, F0, F1, B1],), "B of microbatch 0 in chunk 0 happens before its F."),
+            (
+                ([F0, B0, F1, B1, Action("I", 0, 0)],),
+                "must come with B, or with I and W: found F, B, I.",
+            ),
+            (([F0, B0],), "F of microbatch 1 in chunk 0 must come with B, or with I and W"),
+            ((endless(0),), "F of microbatch 0 in chunk 0 happens twice."),
+        ],
+    )
+    check_refusals(
+        lambda *sizes: custom_schedule(endless, *sizes),
+        [((0, 2), "pp must be"), ((2, 0), "num_microbatches must be"), ((2, 2, 0), "vpp must be")],
+    )
+    forwards = custom_schedule(lambda *_: [F1, F0], 2, 2, forward_only=True)
+    assert simulate(forwards).length == 3
+    with pytest.raises(ParallelPlanError, match="A stage without backwards runs each microbatch"):
         custom_schedule(lambda *_: [F0, F1, B1, B0], 2, 2, forward_only=True)
 
 
 def test_a_deadlock_names_the_stages_that_wait_for_each_other() -> None:
     rows = [[F0, F1, B0, B1], [F0, B0, F1, B1], [F1, B1, F0, B0]]
-    with pytest.raises(ParallelPlanError) as error:
+    with pytest.raises(
+        ParallelPlanError,
+        match="Stage 1 waits for the input of B of microbatch 0 in chunk 0 from stage 2, stage 2 "
+        "waits for the input of F of microbatch 1 in chunk 0 from stage 1. Order the actions so",
+    ):
         custom_schedule(lambda rank, *_: rows[rank], 3, 2, name="crossed")
-    assert str(error.value) == (
-        "schedule 'crossed' is not legal: its stages wait for each other. Stage 1 "
-        "waits for the input of B of microbatch 0 in chunk 0 from stage 2, stage 2 waits for the "
-        "input of F of microbatch 1 in chunk 0 from stage 1. Order the actions so that a stage "
-        "computes what other stages wait for before it waits for them."
+    turn = (Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0))
+    crossed = (turn[1], turn[0], *turn[2:])
+    with pytest.raises(ParallelPlanError, match="Stage 1 waits for the input of F|Stage 0 waits"):
+        simulate(Schedule("mine", 2, 1, 2, (turn, crossed), shape="v").validate())
+
+
+@given(NUMBERS)
+def test_any_schedule_is_restored_from_its_csv(number: int) -> None:
+    for schedule in (drawn_schedule(number), drawn_rows(number).schedule()):
+        restored = parse_schedule(format_schedule(schedule), "mine.csv")
+        assert (restored.name, restored.rows) == ("mine.csv", schedule.rows)
+        assert restored.forward_only == schedule.forward_only
+        assert restored.num_microbatches == schedule.num_microbatches
+        ours, theirs = schedule.placement, restored.placement
+        assert (theirs.num_stages, theirs.num_chunks) == (ours.num_stages, ours.num_chunks)
+        numbers = range(ours.num_virtual_stages)
+        assert all(ours.owner(virtual) == theirs.owner(virtual) for virtual in numbers)
+
+
+def test_cells_are_virtual_stage_kind_and_microbatch() -> None:
+    text = format_schedule(build_schedule("zb-v", 2, 2, 2))
+    assert text == (
+        "0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,0I1,0W1\n"
+        "1F0,2F0,1F1,2F1,2I0,2W0,1I0,2I1,1I1,1W0,2W1,1W1\n"
     )
+    spaced = text.replace(",3I0", ", ,, 3I0 ").replace("\n", "\r\n\r\n")
+    assert parse_schedule(spaced, "mine").rows == parse_schedule(text, "mine").rows
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("name", "chunks", "shape"),
     [
-        ((0, 2), "pp must be a whole number of at least 1: it is 0"),
-        ((2, 0), "num_microbatches must be a whole number of at least 1: it is 0"),
-        ((2, 2, 0), "vpp must be a whole number of at least 1: it is 0"),
+        ("ScheduleInterleaved1F1B", 2, "loop"),
+        ("ScheduleLoopedBFS", 3, "loop"),
+        ("ScheduleInterleavedZeroBubble", 2, "loop"),
+        ("ScheduleZBVZeroBubble", 2, "v"),
+        ("ScheduleDualPipeV", 2, "v"),
     ],
 )
-def test_sizes_below_one_are_refused(sizes: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ParallelPlanError, match=message):
-        custom_schedule(endless, *sizes)  # type: ignore[arg-type]
+def test_schedules_of_torch_are_read(name: str, chunks: int, shape: str, tmp_path: Path) -> None:
+    stages = 4
+    placement = Placement(shape, stages, chunks)
+    fields = {"num_stages": stages * chunks, "group_size": stages, "group_rank": 0}
+    fields |= {"is_first": False, "is_last": False, "device": "cpu", "submod": None}
+    torch_stages = [
+        SimpleNamespace(stage_index=placement.virtual_stage(0, chunk), **fields)
+        for chunk in range(chunks)
+    ]
+    kind = getattr(torch_schedules, name)
+    theirs = kind(torch_stages, 4 * stages, loss_fn=lambda *_: None)
+    theirs._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
+    schedule = read_schedule(tmp_path / "theirs.csv")
+    assert (schedule.shape, schedule.num_stages, schedule.num_chunks) == (shape, stages, chunks)
+    assert schedule.num_microbatches == 4 * stages
+    assert simulate(schedule).length >= 4 * stages * chunks * 3
+    check_runs(plan_transfers(schedule))
+
+
+def test_texts_that_are_no_schedule_are_refused_with_the_reason(tmp_path: Path) -> None:
+    check_refusals(
+        lambda text: parse_schedule(text, "mine.csv"),
+        [
+            (("",), "mine.csv must have a row for each rank: it has none"),
+            (("0F0,0B0\n,,\n",), "at least one action: row 1 of 2 has none"),
+            (("0F0,0SEND_F0\n",), "such as 0F3: it is '0SEND_F0'"),
+            (("0F0,0B\n",), "it is '0B'"),
+            (("0F0,(0F1;0B0)W\n",), "it is '(0F1;0B0)W'"),
+            (("0F0,0F1234567\n",), "it is '0F1234567'"),
+            (("0F0,0F٣\n",), "it is '0F٣'"),
+            (("0F0,2F0,0B0,2B0\n1F0,1B0\n",), "Use [1, 3] in a loop, or [1, 2] in a V."),
+            (("1F0,1B0\n0F0,0B0\n",), "row 0 has [1]. Use [0] in a loop, or [0] in a V."),
+            (("7F0,7B0\n",), "row 0 has [7]."),
+            (("0F0,0F999999,0B0,0B999999\n",), "it has microbatch 999999, but no microbatch 1."),
+            (("0F0,0F1,0B0\n",), "must come with B, or with I and W: found F."),
+            (("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n",), "its stages wait for each other"),
+        ],
+    )
+    path = tmp_path / "mine.csv"
+    path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
+    assert len(read_schedule(path).actions(0)) == 2
+    for number, (content, phrase) in enumerate(
+        [
+            (b"0F0,\xff\n", "is not a text file: invalid start byte"),
+            (b'0F0,"0B0\n', "is not valid CSV: unexpected end of data"),
+            (b"," * ((1 << 23) + 1), "has more than 8388608 bytes"),
+        ]
+    ):
+        path = tmp_path / f"{number}.csv"
+        path.write_bytes(content)
+        check_refusals(read_schedule, [((path,), phrase)], CorruptDataError)
+    os.mkfifo(tmp_path / "pipe.csv")
+    cases = [
+        ((tmp_path / "nowhere.csv",), "nowhere.csv cannot be read: No such file"),
+        ((tmp_path / "pipe.csv",), "pipe.csv is not a regular file"),
+    ]
+    check_refusals(read_schedule, cases, CorruptDataError)
+
+
+def last_first(rank: int, pp: int, num_microbatches: int, vpp: int) -> Iterator[Action]:
+    """Yield all forwards, then all backwards from the last microbatch on, for even numbers."""
+    if num_microbatches % 2:
+        raise ZeroDivisionError("odd")
+    yield from (Action("F", 0, number) for number in range(num_microbatches))
+    yield from (Action("B", 0, number) for number in reversed(range(num_microbatches)))
+
+
+def order_of(folder: Path, name: str, stages: int, microbatches: int, chunks: int = 1):
+    """Return the order of a file with the rows of a named schedule."""
+    path = folder / "mine.csv"
+    path.write_text(format_schedule(build_schedule(name, stages, microbatches, chunks)))
+    return order_from_file(str(path), stages, chunks)
+
+
+def test_a_file_runs_only_its_number_of_microbatches(tmp_path: Path) -> None:
+    order = order_of(tmp_path, "zb-v", 4, 8, 2)
+    assert order.build(8).rows == build_schedule("zb-v", 4, 8, 2).rows
+    assert (order.num_microbatches, shape_of_order(order), order_may_split(order)) == (8, "v", True)
+    check_refusals(order.build, [((6,), "orders 8 microbatches: a step has 6. A file is valid")])
+    # Evaluation has no rows in the file, and may have any number of microbatches.
+    evaluation = build_schedule("zb-v", 4, 5, 2, forward_only=True)
+    assert order.build(5, forward_only=True).rows == evaluation.rows
+
+
+def test_a_function_runs_every_number_of_microbatches_that_it_supports() -> None:
+    order = order_from_function(last_first, 4, 1)
+    assert order.build(6) is order.build(6), "the function is called once for each number"
+    assert order.build(6).rows[3][-1] == Action("B", 0, 0)
+    assert (order.num_microbatches, order.name) == (None, "last_first")
+    check_refusals(
+        order.build, [((5,), "5 microbatches and vpp 1 it raised ZeroDivisionError: odd")]
+    )
+    assert order.build(5, forward_only=True).num_microbatches == 5
+
+
+def test_forward_schedules_run_on_every_placement() -> None:
+    for shape in ("loop", "v"):
+        for stages, chunks in ((1, 1), (1, 3), (2, 2), (3, 4), (5, 1)):
+            placement = Placement(shape, stages, chunks)
+            for microbatches in (1, 5, 12):
+                schedule = forward_schedule("mine", placement, microbatches)
+                assert (schedule.forward_only, schedule.placement) == (True, placement)
+                assert simulate(schedule).length >= microbatches * chunks
+
+
+def test_files_of_other_sizes_and_without_backwards_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    missing = ((str(tmp_path / "other.csv"), 2, 1), "other.csv cannot")
+    check_refusals(order_from_file, [missing])
+    for text, phrase in (
+        (format_schedule(build_schedule("interleaved", 4, 8, 2)), "Use pp=4 with vpp=2"),
+        ("0F0,0F1\n1F0,1F1\n", "must have backward passes: all its cells are forward"),
+        ("0F0,0B0\n1F0\n", "on stage 1, F of microbatch 0 in chunk 0 must"),
+    ):
+        path.write_text(text)
+        check_refusals(order_from_file, [((str(path), 2, 1), phrase)])
+
+
+def test_ranks_compare_the_rows_of_files_and_not_their_paths(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    first = order_of(tmp_path, "1f1b", 2, 4)
+    assert repr(order_of(tmp_path / "other", "1f1b", 2, 4)) == repr(first)
+    assert repr(order_of(tmp_path / "other", "gpipe", 2, 4)) != repr(first)
+
+
+def rule_of(order: CustomOrder, size: int | None = None) -> MicrobatchRule:
+    return MicrobatchRule(size, order, order.placement.num_stages, order.placement.num_chunks, None)
+
+
+def test_the_default_number_of_microbatches_follows_from_the_order(tmp_path: Path) -> None:
+    order = order_of(tmp_path, "zb-h1", 4, 6)
+    rule = rule_of(order)
+    assert (rule.size_for(12), rule.count_for(12)) == (2, 6)
+    rule.check(12)
+    assert rule.idle_share(6) == simulate(build_schedule("zb-h1", 4, 6)).bubble
+    check_refusals(rule.check, [((8,), "orders 6 microbatches: a step has 8")])
+    check_refusals(rule_of(order, 2).check, [((8,), "orders 6 microbatches: a step has 4")])
+    rule = rule_of(order_from_function(last_first, 2, 1))
+    # Four are the fewest microbatches with which stages are idle for at most a fifth of a step.
+    assert (rule.count_for(12), rule.count_for(9)) == (4, 9)
+    check_refusals(rule.check, [((9,), "it raised ZeroDivisionError")])
+
+
+def test_memory_is_estimated_for_the_rows_of_a_custom_order(tmp_path: Path) -> None:
+    model = ModelShape(
+        num_layers=8,
+        hidden_size=64,
+        ffn_hidden_size=256,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        vocab_size=128,
+    )
+    estimates = [
+        estimate_memory(
+            model,
+            ParallelLayout(4, pp=4),
+            TrainingShape(seq_length=32, num_microbatches=8, schedule=schedule),
+        )
+        for schedule in (order_of(tmp_path, "zb-h1", 4, 8), "zb-h1")
+    ]
+    assert estimates[0] == estimates[1]

@@ -1,14 +1,11 @@
-"""No slot of CUDA graphs is booked twice, and more microbatches need no more slots."""
+"""No slot of CUDA graphs is booked twice, and gradients are reduced once, in one order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
 
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan import (
     Action,
     GraphSlots,
@@ -16,12 +13,13 @@ from lightning_megatron.plan import (
     Schedule,
     build_schedule,
     custom_schedule,
+    simulate,
 )
+from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
+from tests.plan.pipelines import CHUNKS, NUMBERS
+from tests.refusals import check_refusals
 
-MANY = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
-)
-CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2}
+NAMES = [name for name in CHUNKS if name != "gpipe"]
 
 
 def slots_of(schedule: Schedule) -> list[GraphSlots]:
@@ -32,39 +30,24 @@ def first_slots(slots: GraphSlots) -> tuple[int, ...]:
     return tuple(0 if unit is None else slots.slot_of(unit) for unit in slots.first_units)
 
 
-def fewest_microbatches(name: str, stages: int) -> int:
-    return {"interleaved": stages, "dualpipe-v": 2 * stages}.get(name, 1)
-
-
-def named_schedules() -> Iterator[Schedule]:
-    """Yield every named schedule but gpipe with pp <= 8, vpp <= 4, groups of pp microbatches and
-    several numbers of groups.
-    """
-    for name in (*CHUNKS, "interleaved"):
-        for stages in range(1 + (name == "interleaved"), 9):
-            for chunks in range(2, 5) if name == "interleaved" else [CHUNKS[name]]:
-                for groups in {2, 3, 5, 64 // stages}:
-                    yield build_schedule(name, stages, groups * stages, chunks)
-
-
-@st.composite
-def drawn_schedules(draw: st.DrawFn) -> Schedule:
+def drawn_schedule(number: int) -> Schedule:
     """Draw any named schedule but gpipe, with groups far smaller than all microbatches."""
-    name = draw(st.sampled_from([*CHUNKS, "interleaved"]))
-    stages = draw(st.integers(1 + (name == "interleaved"), 8))
-    chunks = draw(st.integers(2, 4)) if name == "interleaved" else CHUNKS[name]
-    microbatches = draw(st.integers(fewest_microbatches(name, stages), 64))
-    group = None
-    if name == "interleaved":
-        sizes = [
-            size
-            for size in range(stages, microbatches + 1)
-            if not 0 < microbatches % size < stages
-            and (4 * size <= microbatches or microbatches <= 2 * stages)
-        ]
-        group = draw(st.sampled_from(sizes)) if sizes else None
-        microbatches = microbatches if sizes else stages
-    return build_schedule(name, stages, microbatches, chunks, group)
+    draw = random.Random(number)
+    name = draw.choice([*NAMES, "interleaved"])
+    stages = draw.randint(1 + (name == "interleaved"), 8)
+    if name != "interleaved":
+        least = 2 * stages if name == "dualpipe-v" else 1
+        return build_schedule(name, stages, draw.randint(least, 64), CHUNKS[name])
+    microbatches = draw.randint(stages, 64)
+    sizes = [
+        size
+        for size in range(stages, microbatches + 1)
+        if not 0 < microbatches % size < stages
+        and (4 * size <= microbatches or microbatches <= 2 * stages)
+    ]
+    group = draw.choice(sizes) if sizes else None
+    microbatches = microbatches if sizes else stages
+    return build_schedule(name, stages, microbatches, draw.randint(2, 4), group)
 
 
 def check_bookings(schedule: Schedule) -> None:
@@ -87,48 +70,34 @@ def check_bookings(schedule: Schedule) -> None:
         assert tuple(map(slots.peak, range(schedule.num_chunks))) == slots.peaks
 
 
-@MANY
-@given(drawn_schedules())
-def test_no_slot_is_booked_twice(schedule: Schedule) -> None:
+@given(NUMBERS)
+def test_microbatches_take_the_slots_in_turn_and_none_is_booked_twice(number: int) -> None:
+    schedule = drawn_schedule(number)
     check_bookings(schedule)
-
-
-@MANY
-@given(drawn_schedules())
-def test_the_first_backward_of_every_chunk_is_in_slot_0(schedule: Schedule) -> None:
     for slots in slots_of(schedule):
-        assert first_slots(slots) == (0,) * schedule.num_chunks
-
-
-def test_the_number_of_slots_does_not_depend_on_the_number_of_microbatches() -> None:
-    peaks: dict[tuple[str, int, int], list[tuple[int, ...]]] = {}
-    for schedule in named_schedules():
-        of_stages = sum((slots.peaks for slots in slots_of(schedule)), ())
-        key = schedule.name, schedule.num_stages, schedule.num_chunks
-        peaks.setdefault(key, []).append(of_stages)
-    assert len(peaks) == 5 * 8 + 3 * 7
-    for (name, stages, chunks), peaks_of_schedules in peaks.items():
-        assert len(peaks_of_schedules) >= 3, (name, stages, chunks)
-        assert len(set(peaks_of_schedules)) == 1, (name, stages, chunks)
-        assert max(peaks_of_schedules[0]) <= 2 * stages
-
-
-@MANY
-@given(drawn_schedules())
-def test_microbatches_take_the_slots_in_turn(schedule: Schedule) -> None:
-    for slots in slots_of(schedule):
+        assert first_slots(slots) == (0,) * schedule.num_chunks, "the first backwards"
         for chunk, peak in enumerate(slots.peaks):
             numbers = range(schedule.num_microbatches)
-            assert [slots.slot_of(PipelineUnit(chunk, n)) for n in numbers] == [
-                n % peak for n in numbers
-            ]
+            taken = [slots.slot_of(PipelineUnit(chunk, n)) for n in numbers]
+            assert taken == [n % peak for n in numbers]
+
+
+def test_more_microbatches_need_no_more_slots() -> None:
+    for name in (*NAMES, "interleaved"):
+        for stages in (2, 3, 4, 8):
+            for chunks in (2, 4) if name == "interleaved" else [CHUNKS[name]]:
+                peaks = [
+                    [s.peaks for s in slots_of(build_schedule(name, stages, n * stages, chunks))]
+                    for n in (2, 3, 5)
+                ]
+                assert peaks[0] == peaks[1] == peaks[2], (name, stages, chunks)
+                assert max(max(row) for row in peaks[0]) <= 2 * stages
 
 
 def test_numbers_of_slots_match_the_papers() -> None:
-    for number in (8, 16, 64):
+    for number in (8, 64):
         slots = slots_of(build_schedule("interleaved", 4, number, 2))
         assert [stage_slots.peaks for stage_slots in slots] == [(8, 4), (8, 4), (7, 3), (5, 1)]
-        assert [sum(stage_slots.peaks) for stage_slots in slots] == [12, 12, 10, 6]
         plain = slots_of(build_schedule("1f1b", 4, number))
         assert [stage_slots.peaks for stage_slots in plain] == [(4,), (3,), (2,), (1,)]
 
@@ -158,38 +127,70 @@ def test_a_custom_schedule_books_the_slot_that_is_free_longest() -> None:
     check_bookings(slots.schedule)
 
 
-def all_forwards(rank: int, stages: int, number: int, chunks: int) -> list[Action]:
-    return [Action(kind, 0, n) for kind in ("F", "B") for n in range(number)]
+def test_schedules_that_keep_all_microbatches_and_unknown_units_are_refused() -> None:
+    def all_forwards(rank: int, stages: int, number: int, chunks: int) -> list[Action]:
+        return [Action(kind, 0, n) for kind in ("F", "B") for n in range(number)]
 
-
-@pytest.mark.parametrize("number", [1, 2, 8])
-def test_gpipe_is_refused(number: int) -> None:
-    with pytest.raises(UnsupportedError) as error:
-        GraphSlots(build_schedule("gpipe", 2, number), 1)
-    assert str(error.value) == (
-        "CUDA graphs need a schedule whose stages keep a limited number of microbatches: schedule "
-        f"'gpipe' keeps all {number} of the step at once on stage 0, and each of them needs its "
-        "own graphs and memory. Use schedule '1f1b', or 'interleaved' with groups of pp "
-        "microbatches."
+    plain = build_schedule("1f1b", 2, 3)
+    check_refusals(
+        GraphSlots,
+        [
+            ((build_schedule("gpipe", 2, 1), 1), "schedule 'gpipe' keeps all 1 of"),
+            ((build_schedule("gpipe", 2, 8), 1), "keeps all 8 of the step at once on stage 0"),
+            ((custom_schedule(all_forwards, 2, 5), 0), "keeps all 5 of"),
+            ((build_schedule("interleaved", 2, 6, 2, 6), 0), "keeps all 6 of"),
+            ((plain, 2), "rank must be a position on its axis: it is 2"),
+        ],
     )
-
-
-def test_custom_schedules_and_groups_that_keep_all_microbatches_are_refused() -> None:
-    for schedule in (
-        custom_schedule(all_forwards, 2, 5),
-        build_schedule("interleaved", 2, 6, 2, microbatch_group_size=6),
-    ):
-        with pytest.raises(UnsupportedError, match=f"keeps all {schedule.num_microbatches} of"):
-            GraphSlots(schedule, 0)
     assert GraphSlots(custom_schedule(all_forwards, 2, 4), 1).peaks == (4,)
+    slots = GraphSlots(plain, 0)
+    check_refusals(slots.peak, [((1,), "chunk must be a position on its axis: it is 1")])
+    unit = (PipelineUnit(0, 3),)
+    check_refusals(slots.slot_of, [(unit, "microbatch 3 in chunk 0 does not exist. Use")])
 
 
-def test_stages_chunks_and_units_that_do_not_exist_are_refused() -> None:
-    schedule = build_schedule("1f1b", 2, 3)
-    with pytest.raises(ParallelPlanError, match="rank must be a position on its axis: it is 2"):
-        GraphSlots(schedule, 2)
-    slots = GraphSlots(schedule, 0)
-    with pytest.raises(ParallelPlanError, match="chunk must be a position on its axis: it is 1"):
-        slots.peak(1)
-    with pytest.raises(ParallelPlanError, match="microbatch 3 in chunk 0 does not exist. Use"):
-        slots.slot_of(PipelineUnit(0, 3))
+@given(NUMBERS)
+def test_every_chunk_is_reduced_once_after_the_slowest_stage_in_one_order(number: int) -> None:
+    schedule = drawn_schedule(number)
+    points = reduction_points(schedule)
+    rows = simulate(schedule).rows
+    assert len(points) == schedule.num_stages
+    assert len({tuple(point.chunk for point in row) for row in points}) == 1
+    done = {
+        chunk: max(
+            s.stop for row in rows for s in row if s.action.kind in "BW" and s.action.chunk == chunk
+        )
+        for chunk in range(schedule.num_chunks)
+    }
+    for row, spans in zip(points, rows, strict=True):
+        assert sorted(point.chunk for point in row) == list(done)
+        assert [point.after_action for point in row] == sorted(point.after_action for point in row)
+        for point in row:
+            own = [
+                index
+                for index, span in enumerate(spans)
+                if span.action.kind in "BW" and span.action.chunk == point.chunk
+            ]
+            assert own[-1] <= point.after_action < len(spans)
+            assert point.early == (point.after_action == own[-1])
+            is_end = point.after_action == len(spans) - 1
+            assert spans[point.after_action].stop >= done[point.chunk] or is_end
+            if point.after_action > own[-1]:
+                assert spans[point.after_action - 1].stop < done[point.chunk], (
+                    "no later than needed"
+                )
+
+
+def test_reduction_points_of_worked_examples() -> None:
+    assert reduction_points(build_schedule("1f1b", 1, 4)) == ((ReductionPoint(7, 0, True),),)
+    assert reduction_points(build_schedule("1f1b", 4, 8)) == ((ReductionPoint(15, 0, True),),) * 4
+    schedule = build_schedule("interleaved", 2, 4, 2)
+    first, second = reduction_points(schedule)
+    assert [(point.chunk, point.early) for point in first] == [(1, True), (0, True)]
+    assert [(point.chunk, point.early) for point in second] == [(1, False), (0, True)]
+    assert schedule.actions(1)[second[0].after_action].chunk == 0, "during the earlier chunk"
+    row = (Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0))
+    halves = Schedule("halves", 1, 1, 1, (row,)).validate()
+    assert reduction_points(halves) == ((ReductionPoint(2, 0, True),),)
+    evaluation = build_schedule("1f1b", 2, 2, forward_only=True)
+    check_refusals(reduction_points, [((evaluation,), "must have backward passes")])

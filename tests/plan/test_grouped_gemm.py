@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.grouped_gemm import (
     VARIANTS,
     Pass,
@@ -14,6 +11,7 @@ from lightning_megatron.plan.grouped_gemm import (
     reason_against_fusion,
     workspace_bytes,
 )
+from tests.refusals import check_refusals
 
 C, W, S = "cooperative_128x256_1x1", "pingpong_128x192_1x2", "pingpong_128x128_1x2"
 # Rows, groups, n and k of the measured shapes, and the tiles of forward, data gradient, bf16 weight
@@ -30,69 +28,36 @@ MEASURED = {
 PASSES = (Pass.FORWARD, Pass.DATA_GRAD, Pass.WEIGHT_GRAD_BF16, Pass.WEIGHT_GRAD_ADD)
 
 
-@pytest.mark.parametrize("shape", MEASURED)
-def test_measured_shapes_get_their_fastest_variants(shape: str) -> None:
-    sizes, tiles = MEASURED[shape]
-    chosen = [choose_variant(which, *sizes).variant for which in PASSES]
-    assert chosen == [f"{which}_{tile}" for which, tile in zip(PASSES, tiles, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tile"),
-    [
-        ((32768, 32, 1536, 2048), "pingpong_128x192_1x1"),
-        ((32768, 64, 1536, 2048), "pingpong_128x192_1x1"),
-        ((16384, 32, 4096, 7168), "pingpong_128x192_1x1"),
-        ((16384, 8, 28672, 4096), "pingpong_128x192_1x1"),
+def test_measured_shapes_get_their_fastest_variants() -> None:
+    for shape, (sizes, tiles) in MEASURED.items():
+        chosen = [choose_variant(which, *sizes).variant for which in PASSES]
+        expected = [f"{which}_{tile}" for which, tile in zip(PASSES, tiles, strict=True)]
+        assert chosen == expected, shape
+    wide = "pingpong_128x192_1x1"
+    for sizes, tile in (
+        ((32768, 32, 1536, 2048), wide),
+        ((32768, 64, 1536, 2048), wide),
+        ((16384, 32, 4096, 7168), wide),
+        ((16384, 8, 28672, 4096), wide),
         ((4096, 32, 1536, 2048), S),
         ((32768, 32, 1024, 2048), S),
-    ],
-)
-def test_swiglu_fused_into_the_product_gets_its_fastest_variant(
-    sizes: tuple[int, int, int, int], tile: str
-) -> None:
-    assert choose_variant(Pass.FORWARD_SWIGLU, *sizes).variant == f"forward_swiglu_{tile}"
+    ):
+        variant = choose_variant(Pass.FORWARD_SWIGLU, *sizes).variant
+        assert variant == f"forward_swiglu_{tile}", sizes
 
 
 def test_swiglu_is_not_fused_where_a_separate_product_has_a_faster_variant() -> None:
-    assert reason_against_fusion(1536, 2048) is None
-    assert reason_against_fusion(1024, 2048) is None
-    assert reason_against_fusion(28672, 4096) is None
-    assert reason_against_fusion(4096, 7168) == "the reduction over 7168 is at least 6144"
-    assert (
-        reason_against_fusion(1024, 4096)
-        == "the reduction over 4096 is at least 4096, and 1024 columns do not fill multiples of 192"
-    )
+    for sizes in ((1536, 2048), (1024, 2048), (28672, 4096)):
+        assert reason_against_fusion(*sizes) is None
+    assert "the reduction over 7168 is at least 6144" in str(reason_against_fusion(4096, 7168))
+    assert "1024 columns do not fill multiples of 192" in str(reason_against_fusion(1024, 4096))
     assert "520 rows of a weight are not a multiple of 16" in str(reason_against_fusion(520, 2048))
-    with pytest.raises(UnsupportedError, match=r"n \(520\) must be a multiple of 16"):
-        choose_variant(Pass.FORWARD_SWIGLU, 1000, 8, 520, 384)
 
 
-def test_every_variant_belongs_to_the_pass_with_the_longest_matching_name() -> None:
+def test_every_variant_belongs_to_a_pass_and_is_chosen_for_some_sizes() -> None:
     assert pass_of("forward_pingpong_128x128_1x2") is Pass.FORWARD
     assert pass_of("forward_swiglu_pingpong_128x128_1x2") is Pass.FORWARD_SWIGLU
     assert {pass_of(variant) for variant in VARIANTS} == set(Pass)
-
-
-def test_weight_gradients_walk_along_their_longer_side() -> None:
-    tall, wide = (16384, 8, 28672, 4096), (16384, 8, 4096, 14336)
-    assert choose_variant(Pass.WEIGHT_GRAD_BF16, *tall).along_n
-    assert not choose_variant(Pass.WEIGHT_GRAD_BF16, *wide).along_n
-    assert not choose_variant(Pass.WEIGHT_GRAD_ADD, *wide).along_n
-    assert choose_variant(Pass.WEIGHT_GRAD_ADD, 4096, 32, 1536, 2048).along_n  # sums that are read
-
-
-def test_only_the_largest_tile_of_plain_activations_walks_in_bands() -> None:
-    assert choose_variant(Pass.FORWARD, 16384, 8, 28672, 4096).band == 16
-    assert choose_variant(Pass.FORWARD, 32768, 32, 1536, 2048).band == 0
-
-
-def test_long_reductions_with_swiglu_walk_in_bands() -> None:
-    assert choose_variant(Pass.FORWARD_SWIGLU, 16384, 8, 28672, 4096).band == 16
-    assert choose_variant(Pass.FORWARD_SWIGLU, 32768, 32, 1536, 2048).band == 0
-
-
-def test_the_rule_chooses_every_variant_for_some_sizes() -> None:
     sizes = (384, 1024, 2048, 4096, 7168)
     chosen = {
         choose_variant(which, rows, 8, n, k).variant
@@ -104,41 +69,39 @@ def test_the_rule_chooses_every_variant_for_some_sizes() -> None:
     assert chosen == set(VARIANTS)
 
 
-def test_the_reason_of_a_choice_has_the_compared_numbers() -> None:
-    assert (
-        choose_variant(Pass.FORWARD, 1000, 8, 384, 384).reason
-        == "125 rows a group are fewer than 256"
-    )
-    assert "7168 is at least 4096" in choose_variant(Pass.FORWARD, 16384, 32, 4096, 7168).reason
+def test_walks_through_tiles_follow_the_sizes() -> None:
+    tall, wide = (16384, 8, 28672, 4096), (16384, 8, 4096, 14336)
+    assert choose_variant(Pass.WEIGHT_GRAD_BF16, *tall).along_n, "along the longer side"
+    assert not choose_variant(Pass.WEIGHT_GRAD_BF16, *wide).along_n
+    assert not choose_variant(Pass.WEIGHT_GRAD_ADD, *wide).along_n
+    assert choose_variant(Pass.WEIGHT_GRAD_ADD, 4096, 32, 1536, 2048).along_n, "sums that are read"
+    for which in (Pass.FORWARD, Pass.FORWARD_SWIGLU):
+        assert choose_variant(which, *tall).band == 16
+        assert choose_variant(which, 32768, 32, 1536, 2048).band == 0
 
 
-def test_a_variant_can_be_requested() -> None:
-    choice = choose_variant(Pass.FORWARD, 1000, 8, 384, 384, variant=f"forward_{C}")
-    assert choice == VariantChoice(f"forward_{C}", along_n=False, band=0, reason="it was asked for")
-    with pytest.raises(
-        UnsupportedError,
-        match="must compute the product data_grad: 'forward_.* Use data_grad_cooperative",
-    ):
-        choose_variant(Pass.DATA_GRAD, 1000, 8, 384, 384, variant=f"forward_{C}")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ((1000, 0, 384, 384), "between 1 and 1024: it is 0"),
-        ((1000, 1025, 384, 384), "between 1 and 1024: it is 1025"),
-        ((1000, 8, 380, 384), r"n \(380\) and k \(384\) must be positive multiples of 8"),
-        ((1000, 8, 384, 0), r"n \(384\) and k \(0\) must be positive"),
-        ((-1, 8, 384, 384), r"rows \(-1\) not negative"),
-        ((1000, 1024, 2**22, 8), "sizes must fit 32 bits"),
-    ],
-)
-def test_sizes_that_the_kernels_do_not_support_are_refused(
-    sizes: tuple[int, int, int, int], message: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=message):
-        choose_variant(Pass.FORWARD, *sizes)
-
-
-def test_the_workspace_is_small() -> None:
+def test_a_variant_can_be_requested_and_has_a_reason() -> None:
+    sizes = (1000, 8, 384, 384)
+    reason = choose_variant(Pass.FORWARD, *sizes).reason
+    assert reason == "125 rows a group are fewer than 256"
+    name = f"forward_{C}"
+    choice = choose_variant(Pass.FORWARD, *sizes, variant=name)
+    assert choice == VariantChoice(name, along_n=False, band=0, reason="it was asked for")
     assert workspace_bytes(256, 132) < 200_000
+
+
+def test_sizes_and_variants_that_the_kernels_do_not_support_are_refused() -> None:
+    check_refusals(
+        choose_variant,
+        [
+            ((Pass.FORWARD, 1000, 0, 384, 384), "between 1 and 1024: it is 0"),
+            ((Pass.FORWARD, 1000, 1025, 384, 384), "between 1 and 1024: it is 1025"),
+            ((Pass.FORWARD, 1000, 8, 380, 384), "must be positive multiples of 8"),
+            ((Pass.FORWARD, 1000, 8, 384, 0), "n (384) and k (0) must be positive"),
+            ((Pass.FORWARD, -1, 8, 384, 384), "rows (-1) not negative"),
+            ((Pass.FORWARD, 1000, 1024, 2**22, 8), "sizes must fit 32 bits"),
+            ((Pass.FORWARD_SWIGLU, 1000, 8, 520, 384), "n (520) must be a multiple of 16"),
+        ],
+    )
+    wrong = ((Pass.DATA_GRAD, 1000, 8, 384, 384, f"forward_{C}"), "Use data_grad_cooperative")
+    check_refusals(lambda *given: choose_variant(*given[:-1], variant=given[-1]), [wrong])

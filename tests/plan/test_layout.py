@@ -1,4 +1,4 @@
-"""Rank groups equal Megatron-Core's and satisfy the definition of a group."""
+"""Rank groups equal Megatron-Core's, and shards cover every row once."""
 
 from __future__ import annotations
 
@@ -13,40 +13,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan import ParallelLayout
+from lightning_megatron.plan import (
+    ParallelLayout,
+    ShardRange,
+    attention_ranges,
+    even_range,
+    full_range,
+    gated_ranges,
+    padded_vocab_size,
+    vocab_range,
+)
+from tests.refusals import check_refusals
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "rank_groups.json").read_text(encoding="utf-8")
 )["cases"]
 ARGUMENTS = ("world_size", "tp", "pp", "cp", "ep", "etp", "order", "rank_offset")
-SMALL = st.sampled_from([1, 2, 3])
 
 
 def layout_of(case: dict[str, Any]) -> ParallelLayout:
     return ParallelLayout(**{name: case[name] for name in ARGUMENTS})
 
 
-def text_of(groups: list[list[int]]) -> str:
-    return "|".join(" ".join(map(str, group)) for group in groups)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> ParallelLayout:
-    tp, cp, dp, pp, etp, ep = (draw(SMALL) for _ in range(6))
-    # A world that both grids divide, with pp last so that they agree on the stages.
-    world = tp * cp * dp * etp * ep * pp
-    order = "-".join([*draw(st.permutations(["tp", "cp", "ep", "dp"])), "pp"])
-    offset = draw(st.sampled_from([0, 5]))
-    return ParallelLayout(
-        world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order, rank_offset=offset
-    )
-
-
 def test_rank_groups_equal_megatron_core_for_every_order() -> None:
-    compared = 0
-    for case in GOLDEN:
-        if "dense" not in case:
-            continue
+    def text_of(groups: list[list[int]]) -> str:
+        return "|".join(" ".join(map(str, group)) for group in groups)
+
+    placed = [case for case in GOLDEN if "dense" in case]
+    for case in placed:
         layout = layout_of(case)
         for name, expected in case["dense"].items():
             assert text_of(layout.groups(name)) == expected, (case, name)
@@ -55,9 +49,8 @@ def test_rank_groups_equal_megatron_core_for_every_order() -> None:
         if "embedding" in case:
             assert text_of(layout.embedding_groups()) == case["embedding"], case
             assert text_of(layout.position_embedding_groups()) == case["position_embedding"], case
-        compared += 1
-    assert compared > 200
-    orders = {case["order"] for case in GOLDEN if "dense" in case}
+    assert len(placed) > 200
+    orders = {case["order"] for case in placed}
     assert {"-".join(order) for order in permutations(["tp", "cp", "ep", "dp", "pp"])} <= orders
 
 
@@ -69,177 +62,168 @@ def test_layouts_that_megatron_core_cannot_place_are_refused() -> None:
             layout_of(case)
 
 
-@given(layouts())
-def test_groups_partition_the_ranks(layout: ParallelLayout) -> None:
-    all_ranks = list(range(layout.rank_offset, layout.rank_offset + layout.world_size))
-    lists = [
-        layout.groups(name) for name in ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-dp-pp")
-    ]
-    lists += [layout.expert_groups(name) for name in ("etp", "ep", "edp", "pp", "etp-ep", "ep-edp")]
-    for groups in lists:
-        assert sorted(rank for group in groups for rank in group) == all_ranks
-        assert all(group == sorted(group) for group in groups)
-        assert len({len(group) for group in groups}) == 1
+@st.composite
+def layouts(draw: st.DrawFn) -> ParallelLayout:
+    tp, cp, dp, pp, etp, ep = (draw(st.sampled_from([1, 2, 3])) for _ in range(6))
+    # A world that both grids divide, with pp last so that they agree on the stages.
+    world = tp * cp * dp * etp * ep * pp
+    order = "-".join([*draw(st.permutations(["tp", "cp", "ep", "dp"])), "pp"])
+    offset = draw(st.sampled_from([0, 5]))
+    return ParallelLayout(
+        world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, order=order, rank_offset=offset
+    )
 
 
 @given(layouts())
-def test_a_group_of_an_axis_varies_only_that_axis(layout: ParallelLayout) -> None:
-    grids = ((layout.groups, layout.coordinates), (layout.expert_groups, layout.expert_coordinates))
-    for groups, coordinates in grids:
-        for axis in coordinates(layout.rank_offset):
-            for group in groups(axis):
+def test_groups_divide_the_ranks_and_a_group_of_an_axis_varies_only_that_axis(
+    layout: ParallelLayout,
+) -> None:
+    ranks = list(range(layout.rank_offset, layout.rank_offset + layout.world_size))
+    grids = (
+        (layout.groups, layout.coordinates, ("dp-cp", "tp-pp", "tp-cp-dp-pp")),
+        (layout.expert_groups, layout.expert_coordinates, ("etp-ep", "ep-edp")),
+    )
+    for groups_of, coordinates, joined in grids:
+        axes = tuple(coordinates(ranks[0]))
+        for name in (*axes, *joined):
+            groups = groups_of(name)
+            assert sorted(rank for group in groups for rank in group) == ranks
+            assert all(group == sorted(group) for group in groups)
+            assert len({len(group) for group in groups}) == 1
+        for axis in axes:
+            for group in groups_of(axis):
                 positions = [coordinates(rank) for rank in group]
                 assert [position.pop(axis) for position in positions] == list(range(len(group)))
                 assert all(position == positions[0] for position in positions)
+        assert len({tuple(coordinates(rank).values()) for rank in ranks}) == len(ranks)
+    assert layout.groups("pp") == layout.expert_groups("pp"), "both grids agree on the stages"
 
 
-@given(layouts())
-def test_coordinates_name_every_rank_once(layout: ParallelLayout) -> None:
-    ranks = range(layout.rank_offset, layout.rank_offset + layout.world_size)
-    for coordinates in (layout.coordinates, layout.expert_coordinates):
-        assert len({tuple(coordinates(rank).items()) for rank in ranks}) == layout.world_size
-    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
-    for rank in ranks:
-        assert all(0 <= index < sizes[axis] for axis, index in layout.coordinates(rank).items())
-
-
-@given(layouts())
-def test_both_grids_agree_on_the_stages(layout: ParallelLayout) -> None:
-    assert layout.groups("pp") == layout.expert_groups("pp")
-
-
-def test_group_names_are_independent_of_the_order_of_their_axes() -> None:
-    layout = ParallelLayout(16, tp=2, cp=2, pp=2)
-    assert (
-        layout.groups("dp-cp")
-        == layout.groups("cp-dp")
-        == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
-    )
-    assert layout.expert_groups("etp-edp") == layout.expert_groups("dp-tp")
-
-
-def test_groups_of_sixteen_ranks_match_a_worked_example() -> None:
+def test_groups_of_worked_examples() -> None:
     layout = ParallelLayout(16, tp=4, pp=2, etp=1, ep=4)
     assert (layout.dp, layout.edp, layout.etp, layout.has_experts) == (2, 2, 1, True)
-    assert layout.groups("dp") == [
-        [0, 4],
-        [1, 5],
-        [2, 6],
-        [3, 7],
-        [8, 12],
-        [9, 13],
-        [10, 14],
-        [11, 15],
-    ]
-    assert layout.expert_groups("ep") == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [8, 9, 10, 11],
-        [12, 13, 14, 15],
-    ]
+    assert layout.groups("dp") == [[n, n + 4] for n in (0, 1, 2, 3, 8, 9, 10, 11)]
+    assert layout.expert_groups("ep") == [list(range(n, n + 4)) for n in (0, 4, 8, 12)]
     assert layout.embedding_groups()[0] == [0, 8]
     assert layout.position_embedding_groups()[:2] == [[0], [1]]
     assert layout.coordinates(13) == {"tp": 1, "cp": 0, "dp": 1, "pp": 1}
     assert layout.expert_coordinates(13) == {"etp": 0, "ep": 1, "edp": 1, "pp": 1}
-
-
-def test_a_single_stage_has_one_embedding_rank_per_pipeline() -> None:
+    layout = ParallelLayout(16, tp=2, cp=2, pp=2)
+    expected = [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    assert layout.groups("dp-cp") == layout.groups("cp-dp") == expected
+    assert layout.expert_groups("etp-edp") == layout.expert_groups("dp-tp")
     assert ParallelLayout(2).embedding_groups() == [[0], [1]]
 
 
-def test_etp_equals_tp_by_default() -> None:
+def test_etp_equals_tp_by_default_and_equal_layouts_have_equal_hashes() -> None:
     assert ParallelLayout(8, tp=4).etp == 4
     assert not ParallelLayout(8, tp=4).has_experts
     assert replace(ParallelLayout(8, tp=4, etp=2), pp=2).etp == 2
+    equal = [ParallelLayout(8, tp=2), ParallelLayout(8, tp=2, etp=2)]
+    assert len({*equal, ParallelLayout(8, tp=4)}) == 2
 
 
-def test_equal_layouts_have_equal_hashes() -> None:
-    assert (
-        len({ParallelLayout(8, tp=2), ParallelLayout(8, tp=2, etp=2), ParallelLayout(8, tp=4)}) == 2
+def test_invalid_layouts_are_refused_with_the_rule_and_valid_sizes() -> None:
+    expert_first = {"tp": 2, "pp": 2, "ep": 2, "etp": 2, "order": "tp-cp-ep-pp-dp"}
+    check_refusals(
+        ParallelLayout,
+        [
+            ({"world_size": 0}, "world_size must be a whole number of at least 1: it is 0."),
+            ({"world_size": 4, "tp": 2.0}, "it is 2.0, of type float."),
+            ({"world_size": 4, "rank_offset": -1}, "at least 0: it is -1."),
+            ({"world_size": 16, "tp": 3}, "Use tp of 1, 2, 4, 8 or 16, or a multiple of 3 ranks"),
+            ({"world_size": 16, "tp": 4, "pp": 8}, "Use tp of 1 or 2, or pp of 1, 2 or 4, or a"),
+            ({"world_size": 16, "tp": 3, "pp": 5}, "Use sizes whose product is 1, 2, 4, 8 or 16"),
+            ({"world_size": 8, "tp": 2, "ep": 8}, "Use etp of 1, or ep of 1, 2 or 4, or a"),
+            (
+                {"world_size": 16, "order": "tp-tp-dp"},
+                "names tp 2 times, so its place is ambiguous",
+            ),
+            ({"world_size": 16, "order": "tp-dq"}, "'tp-dq' names 'dq'"),
+            ({"world_size": 16, "tp": 2, "order": "tp"}, "leaves out dp (8)"),
+            ({"world_size": 16, **expert_first}, "Put pp last in the order"),
+            ({"world_size": 4, "vpp": 2}, "vpp (2) needs pp above 1"),
+        ],
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"world_size": 0}, "world_size must be a whole number of at least 1: it is 0."),
-        (
-            {"world_size": 4, "tp": 2.0},
-            "tp must be a whole number of at least 1: it is 2.0, of type float.",
-        ),
-        (
-            {"world_size": 16, "tp": 3},
-            "world_size (16) must be a multiple of tp x cp x pp (3 x 1 x 1 = 3), because every copy of the dense "
-            "layers takes that many ranks. Use tp of 1, 2, 4, 8 or 16, or a multiple of 3 ranks (devices x num_nodes of the Trainer).",
-        ),
-        (
-            {"world_size": 16, "tp": 4, "pp": 8},
-            "world_size (16) must be a multiple of tp x cp x pp (4 x 1 x 8 = 32), because every copy of the dense "
-            "layers takes that many ranks. Use tp of 1 or 2, or pp of 1, 2 or 4, or a multiple of 32 ranks (devices x num_nodes of the Trainer).",
-        ),
-        (
-            {"world_size": 16, "tp": 3, "pp": 5},
-            "world_size (16) must be a multiple of tp x cp x pp (3 x 1 x 5 = 15), because every copy of the dense "
-            "layers takes that many ranks. Use sizes whose product is 1, 2, 4, 8 or 16, or a multiple of 15 ranks (devices x num_nodes of the Trainer).",
-        ),
-        (
-            {"world_size": 8, "tp": 2, "ep": 8},
-            "world_size (8) must be a multiple of etp x ep x pp (2 x 8 x 1 = 16), because every copy of the experts "
-            "takes that many ranks. Use etp of 1, or ep of 1, 2 or 4, or a multiple of 16 ranks (devices x num_nodes of the Trainer).",
-        ),
-        (
-            {"world_size": 16, "order": "tp-tp-dp"},
-            "order must name every axis at most once: 'tp-tp-dp' names tp 2 times, so its place is ambiguous. "
-            "Use for example 'tp-dp'.",
-        ),
-        (
-            {"world_size": 16, "order": "tp-dq"},
-            "order must name parallel axes joined by dashes: 'tp-dq' names 'dq'. "
-            "Use each of tp, cp, ep, dp or pp at most once.",
-        ),
-        (
-            {"world_size": 16, "tp": 2, "order": "tp"},
-            "order must name every axis of size above 1: 'tp' leaves out dp (8), so the order of its ranks is "
-            "undefined. Use for example 'tp-cp-ep-dp-pp'.",
-        ),
-        (
-            {"world_size": 16, "tp": 2, "pp": 2, "ep": 2, "etp": 2, "order": "tp-cp-ep-pp-dp"},
-            "the dense and the expert grid must have the same stages: order is 'tp-cp-ep-pp-dp', dp is 4, edp is 2. "
-            "Neighbouring stages are 2 ranks apart in the dense grid (tp 2, cp 1) and 4 in the expert grid (etp 2, ep "
-            "2), so the experts of a layer would be on another stage than the layer. Put pp last in the order, e.g. "
-            "'tp-cp-ep-dp-pp'.",
-        ),
-        (
-            {"world_size": 4, "vpp": 2},
-            "vpp (2) needs pp above 1, because chunks shorten the pipeline bubble, and one stage has no bubble. "
-            "Use vpp of 1, or pp of 2 or 4.",
-        ),
-        (
-            {"world_size": 4, "rank_offset": -1},
-            "rank_offset must be a whole number of at least 0: it is -1.",
-        ),
-    ],
-)
-def test_errors_of_invalid_layouts_give_the_rule_and_valid_sizes(
-    arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ParallelPlanError) as error:
-        ParallelLayout(**arguments)
-    assert str(error.value) == message
-
-
-def test_an_unknown_group_name_lists_the_axes() -> None:
     layout = ParallelLayout(8, tp=2, ep=2)
-    with pytest.raises(
-        ParallelPlanError, match="'ep', but it is an axis of the expert grid. Use tp, cp, dp or pp"
+    check_refusals(layout.groups, [(("ep",), "an axis of the expert grid. Use tp, cp, dp or pp")])
+    check_refusals(
+        layout.expert_groups,
+        [(("expert",), "Use etp, ep, edp or pp"), (("tp-etp",), "has etp 2 times")],
+    )
+    offset = ParallelLayout(4, rank_offset=4)
+    check_refusals(offset.coordinates, [((3,), "Use rank - rank_offset of 0 to 3")])
+
+
+def test_padded_vocabulary_equals_megatron_core() -> None:
+    for vocab_size, tp, padded in (
+        (50257, 1, 50304),
+        (50257, 8, 51200),
+        (128256, 8, 129024),
+        (151936, 4, 152064),
+        (129280, 16, 131072),
+        (1, 1, 128),
     ):
-        layout.groups("ep")
-    with pytest.raises(ParallelPlanError, match="there is no such axis. Use etp, ep, edp or pp"):
-        layout.expert_groups("expert")
-    with pytest.raises(ParallelPlanError, match="has etp 2 times"):
-        layout.expert_groups("tp-etp")
+        assert padded_vocab_size(vocab_size, tp, 128) == padded
 
 
-def test_a_rank_outside_of_the_layout_has_no_coordinates() -> None:
-    with pytest.raises(ParallelPlanError, match="Use rank - rank_offset of 0 to 3"):
-        ParallelLayout(4, rank_offset=4).coordinates(3)
+@given(st.sampled_from([1, 2, 4, 6]), st.integers(1, 4), st.sampled_from([1, 8]), st.data())
+def test_each_rank_holds_its_query_heads_and_the_key_value_heads_they_read(
+    kv: int, queries: int, head_dim: int, data: st.DataObject
+) -> None:
+    heads = kv * queries
+    legal = [d for d in range(1, heads + 1) if heads % d == 0 and (kv % d == 0 or d % kv == 0)]
+    tp = data.draw(st.sampled_from(legal))
+    shards = [attention_ranges(heads, kv, head_dim, tp, index) for index in range(tp)]
+    counted = [
+        row
+        for shard in shards
+        for part in shard
+        if part.copy == 0
+        for row in range(part.start, part.stop)
+    ]
+    assert sorted(counted) == list(range((heads + 2 * kv) * head_dim))
+    for query, key, value in shards:
+        read = {row // head_dim // queries for row in range(query.start, query.stop)}
+        assert {row // head_dim - heads for row in range(key.start, key.stop)} == read
+        shift = kv * head_dim
+        assert value == ShardRange(key.start + shift, key.stop + shift, key.copy)
+
+
+@given(st.integers(1, 2000), st.integers(1, 8), st.sampled_from([1, 16, 128]))
+def test_vocabulary_ranges_cover_the_true_vocabulary_once(
+    vocab: int, tp: int, multiple: int
+) -> None:
+    ranges = [vocab_range(vocab, tp, index, multiple) for index in range(tp)]
+    assert [row for part in ranges for row in range(part.start, part.stop)] == list(range(vocab))
+    assert all(part.size <= padded_vocab_size(vocab, tp, multiple) // tp for part in ranges)
+
+
+def test_shards_of_worked_examples() -> None:
+    copies = [attention_ranges(8, 2, 4, tp=4, index=index)[1] for index in range(4)]
+    expected = [(32, 36, 0), (32, 36, 1), (36, 40, 0), (36, 40, 1)]
+    assert copies == [ShardRange(*numbers) for numbers in expected], "copies are numbered"
+    assert [vocab_range(100, 2, index).size for index in range(2)] == [100, 0], "only padding"
+    assert gated_ranges(12, 3, 1) == (ShardRange(4, 8), ShardRange(16, 20))
+    assert even_range(12, 4, 3) == ShardRange(9, 12)
+    assert full_range(7, copy=2) == ShardRange(0, 7, 2)
+
+
+def test_sizes_that_do_not_divide_are_refused_with_legal_ones() -> None:
+    check_refusals(
+        attention_ranges,
+        [
+            ((9, 9, 64, 2, 0), "num_attention_heads (9) must be a multiple of tp (2)"),
+            ((12, 6, 64, 4, 0), "Use tp of 1, 2, 3, 6 or 12."),
+            ((12, 5, 64, 1, 0), "Use num_kv_heads of 1, 2, 3, 4, 6 or 12."),
+        ],
+    )
+    check_refusals(
+        even_range,
+        [
+            ((10, 4, 0, "hidden_size"), "hidden_size (10) must be a multiple of tp (4)"),
+            ((12, 4, 4), "it is 4, tp is 4. Use index of 0 to 3."),
+        ],
+    )
+    sizes = ((0, 1, 128), (5, 0, 128), (5, 1, 0), (-1, 1, 128))
+    check_refusals(padded_vocab_size, [(given, "at least 1") for given in sizes])

@@ -1,87 +1,139 @@
-"""Batches are split as the user requests, not at all, or so that pipeline stages stay busy."""
+"""Batches are split as the user asks or so that stages stay busy; their sizes may ramp up."""
 
 from __future__ import annotations
 
-import pytest
+import random
+from fractions import Fraction
 
-from lightning_megatron.errors import ParallelPlanError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 from lightning_megatron.plan.microbatches import MicrobatchRule
+from lightning_megatron.plan.row_limit import grown_factor, limited_rows, smallest_factor
+from tests.refusals import check_refusals
 
 
 def rule(
     size: object = None, pp: int = 1, vpp: int = 1, group: int | None = None
 ) -> MicrobatchRule:
-    return MicrobatchRule(size, "interleaved" if vpp > 1 else "1f1b", pp, vpp, group)  # type: ignore[arg-type]
+    return MicrobatchRule(size, "interleaved" if vpp > 1 else "1f1b", pp, vpp, group)
 
 
-@pytest.mark.parametrize("num_samples", [1, 7, 64])
-def test_without_stages_or_by_request_a_batch_is_one_microbatch(num_samples: int) -> None:
+def test_without_stages_or_by_request_a_batch_is_one_microbatch() -> None:
     for single in (rule(), rule("batch"), rule("batch", pp=4)):
         assert single.is_whole
-        assert (single.size_for(num_samples), single.count_for(num_samples)) == (num_samples, 1)
-
-
-def test_a_given_microbatch_size_is_used() -> None:
+        for number in (1, 7, 64):
+            assert (single.size_for(number), single.count_for(number)) == (number, 1)
     assert not rule(3).is_whole
     assert (rule(3).size_for(8), rule(3).count_for(8)) == (3, 3)
 
 
-@pytest.mark.parametrize(
-    ("pp", "vpp", "num_samples", "count"),
-    [
-        (2, 1, 8, 4),
-        (2, 1, 64, 4),
-        (2, 1, 6, 6),
-        (4, 1, 64, 16),
-        (4, 1, 8, 8),
-        (4, 1, 7, 7),
-        (8, 1, 64, 32),
-    ]
-    + [(4, 2, 64, 8), (4, 2, 60, 12), (4, 3, 64, 4), (2, 2, 4, 2), (4, 1, 1, 1)],
-)
-def test_stages_are_idle_for_at_most_a_fifth_of_a_step(
-    pp: int, vpp: int, num_samples: int, count: int
-) -> None:
-    automatic = rule(pp=pp, vpp=vpp)
-    assert automatic.is_chosen
-    assert automatic.count_for(num_samples) == count
-    assert automatic.size_for(num_samples) * count == num_samples
-    assert count == num_samples or automatic.idle_share(count) <= 0.2
+def test_stages_are_idle_for_at_most_a_fifth_of_a_step_with_the_fewest_microbatches() -> None:
+    for pp, vpp, num_samples, count in (
+        *((2, 1, 8, 4), (2, 1, 64, 4), (2, 1, 6, 6), (4, 1, 64, 16), (4, 1, 8, 8), (4, 1, 7, 7)),
+        *((8, 1, 64, 32), (4, 2, 64, 8), (4, 2, 60, 12), (4, 3, 64, 4), (2, 2, 4, 2), (4, 1, 1, 1)),
+    ):
+        assert rule(pp=pp, vpp=vpp).is_chosen
+        assert rule(pp=pp, vpp=vpp).count_for(num_samples) == count
+    for pp, vpp in ((2, 1), (4, 1), (2, 2), (4, 3)):
+        for num_samples in range(1, 100):
+            automatic = rule(pp=pp, vpp=vpp)
+            count = automatic.count_for(num_samples)
+            assert automatic.size_for(num_samples) * count == num_samples
+            assert count == num_samples or automatic.idle_share(count) <= 0.2
+            fewer = [n for n in range(1, count) if num_samples % n == 0 and automatic.can_run(n)]
+            assert all(automatic.idle_share(n) > 0.2 for n in fewer)
+            if automatic.can_run(num_samples):
+                automatic.check(num_samples)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "vpp", "count"),
-    [("zb-h1", 1, 4), ("zb-h2", 1, 6), ("zb-v", 2, 4), ("dualpipe-v", 2, 8)],
-)
-def test_schedules_with_split_backwards_need_fewer_microbatches(schedule, vpp, count) -> None:
-    automatic = MicrobatchRule(None, schedule, 4, vpp, None)
-    assert rule(pp=4).count_for(48) == 12
-    assert automatic.count_for(48) == count
-    assert automatic.idle_share(count) <= 0.2
-
-
-@pytest.mark.parametrize("num_samples", range(1, 100))
-@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 3)])
-def test_fewer_microbatches_leave_stages_idle_for_more_than_a_fifth_of_a_step(
-    pp: int, vpp: int, num_samples: int
-) -> None:
-    automatic = rule(pp=pp, vpp=vpp)
-    count = automatic.count_for(num_samples)
-    fewer = [n for n in range(1, count) if num_samples % n == 0 and automatic.can_run(n)]
-    assert num_samples % count == 0
-    assert all(automatic.idle_share(n) > 0.2 for n in fewer)
-    if automatic.can_run(num_samples):
-        automatic.check(num_samples)
-
-
-def test_the_group_of_an_interleaved_schedule_is_respected() -> None:
+def test_schedules_set_the_number_of_microbatches() -> None:
+    for name, vpp, count in (
+        ("zb-h1", 1, 4),
+        ("zb-h2", 1, 6),
+        ("zb-v", 2, 4),
+        ("dualpipe-v", 2, 8),
+    ):
+        automatic = MicrobatchRule(None, name, 4, vpp, None)
+        assert automatic.count_for(48) == count < rule(pp=4).count_for(48) == 12
+        assert automatic.idle_share(count) <= 0.2
     assert rule(pp=4, vpp=2, group=6).count_for(60) == 6
     assert rule(pp=4, vpp=2, group=7).count_for(64) == 32
+    check_refusals(
+        rule(pp=4, vpp=2).check, [((3,), "needs at least as many microbatches as stages")]
+    )
 
 
-def test_a_batch_of_fewer_samples_than_stages_is_refused_by_the_schedule() -> None:
-    with pytest.raises(
-        ParallelPlanError,
-        match="needs at least as many microbatches as stages: num_microbatches is 3",
+def size_at(batch: GlobalBatch, consumed: int) -> int:
+    """Return the size by Megatron-LM's rule, in exact integers."""
+    ramp = batch.ramp_up
+    if ramp is None or consumed > ramp.samples:
+        return batch.size
+    increments = (batch.size - ramp.start) // ramp.increment
+    return ramp.start + consumed * increments // ramp.samples * ramp.increment
+
+
+@given(st.integers(0, 2**32))
+def test_sizes_counts_and_positions_of_global_batches_equal_a_loop(number: int) -> None:
+    draw = random.Random(number)
+    for _ in range(20):
+        ramp = RampUp(draw.randint(1, 9), draw.randint(1, 9), draw.randint(1, 200))
+        size = ramp.start + ramp.increment * draw.randint(1, 9)
+        batch = GlobalBatch(size, draw.choice([None, ramp]))
+        start, length, count = draw.randint(0, 250), draw.randint(0, 250), 0
+        position = start
+        while position + size_at(batch, position) <= start + length:
+            assert batch.at(position) == size_at(batch, position)
+            assert batch.after(start, count) == position
+            position += size_at(batch, position)
+            count += 1
+        assert batch.count(start, start + length) == count
+        assert batch.after(start, count) == position
+    assert GlobalBatch(12, RampUp(4, 2, 100)).sizes == (4, 6, 8, 10, 12)
+    assert GlobalBatch(12).sizes == (12,)
+
+
+def test_global_batches_that_do_not_divide_or_contradict_are_refused() -> None:
+    GlobalBatch(12).check(3, 2)
+    check_refusals(
+        GlobalBatch(12).check,
+        [((4, 2), "12 is not one of 4 x 2 = 8"), ((4, 2), "number of data ranks of 1, 2, 3, 6.")],
+    )
+    check_refusals(GlobalBatch(12, RampUp(4, 2, 100)).check, [((4,), "6 is not one of 4 x 1")])
+    check_refusals(
+        GlobalBatch,
+        [
+            ((10, RampUp(3, 4, 10)), "start may be 2, 6"),
+            ((10, RampUp(12, 4, 10)), "start may be 6"),
+            ((10, RampUp(10, 4, 10)), "start may be 6"),
+            ((10, RampUp(1, 20, 10)), "Use an increment below 10"),
+        ],
+    )
+    assert GlobalBatch.of(None, None, 3) is None
+    check_refusals(
+        GlobalBatch.of,
+        [
+            ((None, RampUp(1, 1, 1), None), "ramp_up needs global_batch_size"),
+            ((8, None, 3), "batch_size (3) and global_batch_size (8)"),
+        ],
+    )
+    accumulation = GlobalBatch(8).check_accumulation
+    check_refusals(accumulation, [((True,), "accumulate_grad_batches above 1")])
+    check_refusals(RampUp, [((0, 1, 1), "ramp_up.start must be")])
+
+
+def test_limits_on_rows_are_multiples_of_a_tile_and_suggested_factors_suffice() -> None:
+    for factor, share, rows in (
+        *((1.0, 128, 128), (1.0, 129, 256), (1.25, 32_768, 40_960), (1.01, 128, 256), (1.0, 0, 0)),
     ):
-        rule(pp=4, vpp=2).check(3)
+        assert limited_rows(factor, share) == rows
+    draw = random.Random(1)
+    assert smallest_factor(42_112, 32_768) == 1.29
+    for _ in range(500):
+        share = draw.randint(1, 10**6)
+        needed = draw.randint(share, 8 * share)
+        factor = smallest_factor(needed, share)
+        assert limited_rows(factor, share) >= needed
+        assert Fraction(round(factor * 100) - 1, 100) * share < needed, "no smaller one does"
+        assert 0 <= grown_factor(needed, share) - 1.1 * needed / share < 0.0101

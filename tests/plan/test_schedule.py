@@ -1,191 +1,385 @@
-"""Schedules have Megatron-Core's order and every action once, and refuse sizes that cannot run."""
+"""Schedules have Megatron-Core's order and the papers' bubbles and memory, and never deadlock."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan import Action, Schedule, build_schedule, render, simulate
+from lightning_megatron.plan import (
+    Action,
+    Compute,
+    LayerCosts,
+    Placement,
+    Program,
+    Schedule,
+    StageCosts,
+    TransferBatch,
+    build_schedule,
+    lightest_partition,
+    live_microbatches,
+    plan_transfers,
+    render,
+    simulate,
+)
+from lightning_megatron.plan.live_microbatches import check_peak, peak_activations
+from lightning_megatron.plan.simulate import consumer_of
+from tests.plan.pipelines import (
+    NUMBERS,
+    check_runs,
+    drawn_costs,
+    drawn_schedule,
+    execute,
+    run_one_by_one,
+    transfers_of,
+)
+from tests.refusals import check_refusals
 
 GOLDEN = json.loads(
     (Path(__file__).parents[1] / "golden" / "pipeline_orders.json").read_text(encoding="utf-8")
 )["cases"]
-
-
-def schedule_of_case(case: dict[str, Any]) -> Schedule:
-    name = "1f1b" if case["vpp"] == 1 else "interleaved"
-    return build_schedule(
-        name, case["pp"], case["m"], case["vpp"], microbatch_group_size=case["group"]
-    )
-
-
-def is_all_warmup(order: str) -> bool:
-    backwards = [word.startswith("-") for word in order.split()]
-    return backwards == sorted(backwards)
+STAGES = st.integers(1, 16)
+TIMES = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
 
 
 def test_the_order_equals_megatron_core() -> None:
     for case in GOLDEN:
-        schedule = schedule_of_case(case)
+        name = "1f1b" if case["vpp"] == 1 else "interleaved"
+        schedule = build_schedule(name, case["pp"], case["m"], case["vpp"], case["group"])
         orders = [" ".join(map(str, schedule.order(rank))) for rank in range(case["pp"])]
         assert orders == case["orders"], case
     assert len(GOLDEN) > 150
     assert any(case["group"] and case["group"] > case["pp"] for case in GOLDEN)
-    assert any(
-        is_all_warmup(order) for case in GOLDEN if case["vpp"] > 1 for order in case["orders"]
-    )
 
 
-def test_the_group_is_as_large_as_the_pipeline_by_default() -> None:
-    assert build_schedule("interleaved", 2, 4, 2) == build_schedule(
-        "interleaved", 2, 4, 2, microbatch_group_size=2
-    )
-
-
-@given(st.sampled_from(["1f1b", "gpipe"]), st.integers(1, 6), st.integers(1, 12), st.booleans())
-def test_every_microbatch_runs_forward_then_backward_on_every_stage(
-    name: str, stages: int, microbatches: int, forward_only: bool
-) -> None:
-    schedule = build_schedule(name, stages, microbatches, forward_only=forward_only)
-    for rank in range(stages):
-        row = schedule.actions(rank)
-        assert [action.microbatch for action in row if action.kind == "F"] == list(
-            range(microbatches)
-        )
-        backwards = [action.microbatch for action in row if action.kind == "B"]
-        assert backwards == ([] if forward_only else list(range(microbatches)))
-
-
-def test_gpipe_runs_all_forwards_first() -> None:
+def test_orders_match_worked_examples() -> None:
+    assert build_schedule("interleaved", 2, 4, 2) == build_schedule("interleaved", 2, 4, 2, 2)
     assert build_schedule("gpipe", 3, 3).order(1) == [1, 1, 1, -1, -1, -1]
+    evaluation = build_schedule("interleaved", 2, 4, 2, forward_only=True)
+    assert evaluation.order(1) == [1, 1, 2, 2, 1, 1, 2, 2]
+    rows = build_schedule("zb-h1", 3, 4).rows
+    assert [" ".join(f"{a.kind}{a.microbatch + 1}" for a in row) for row in rows] == [
+        "F1 F2 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4",
+        "F1 F2 I1 F3 I2 W1 F4 I3 W2 I4 W3 W4",
+        "F1 I1 F2 I2 F3 I3 W1 F4 I4 W2 W3 W4",
+    ], "the figure of its paper"
 
 
-def test_forward_only_visits_the_chunks_group_by_group() -> None:
-    assert build_schedule("interleaved", 2, 4, 2, forward_only=True).order(1) == [
-        1,
-        1,
-        2,
-        2,
-        1,
-        1,
-        2,
-        2,
+@given(NUMBERS)
+def test_every_schedule_is_complete_and_never_deadlocks_at_any_speed(number: int) -> None:
+    schedule = drawn_schedule(number).validate()
+    costs = drawn_costs(number, schedule.placement)
+    program = plan_transfers(schedule)
+    check_runs(program)
+    assert run_one_by_one(plan_transfers(schedule, costs))
+    rows = simulate(schedule, costs).rows
+    spans = {(stage, s.action): s for stage, row in enumerate(rows) for s in row}
+    for (stage, action), span in spans.items():
+        target = consumer_of(schedule, stage, action)
+        if target is not None:
+            delay = costs.transfer if target[0] != stage else 0
+            assert spans[target].start >= span.stop + delay
+    # A microbatch has one transfer for each border between stages, and one back.
+    owners = [schedule.placement.owner(v)[0] for v in range(schedule.placement.num_virtual_stages)]
+    borders = sum(before != after for before, after in pairwise(owners))
+    sent = sum(
+        kind == "send"
+        for rank in range(schedule.num_stages)
+        for kind, _ in transfers_of(program, rank)
+    )
+    assert sent == borders * schedule.num_microbatches * (1 if schedule.forward_only else 2)
+
+
+@given(NUMBERS)
+def test_each_chunk_takes_microbatches_in_order_within_its_slots(number: int) -> None:
+    schedule = drawn_schedule(number)
+    for rank in range(schedule.num_stages):
+        row = schedule.actions(rank)
+        for chunk in range(schedule.num_chunks):
+            for kinds in ("F", "BI", "BW"):
+                taken = [a.microbatch for a in row if a.chunk == chunk and a.kind in kinds]
+                backward = kinds != "F" and schedule.forward_only
+                assert taken == ([] if backward else list(range(schedule.num_microbatches)))
+        live = live_microbatches(schedule, rank)
+        assert max(live.slots) <= live.total <= sum(live.slots)
+        assert all(due <= slots for due, slots in zip(live.waiting, live.slots, strict=True))
+        order, warmup = schedule.order(rank), schedule.warmup(rank)
+        assert all(chunk > 0 for chunk in order[:warmup])
+        assert all(chunk < 0 for chunk in order[warmup : warmup + 1])
+
+
+def test_interleaved_schedules_never_deadlock_with_any_group() -> None:
+    for stages in (2, 3, 4):
+        for microbatches in range(stages, 9):
+            for group in range(stages, microbatches + 1):
+                if not 0 < microbatches % group < stages:
+                    sizes = (stages, microbatches, 2, group)
+                    check_runs(plan_transfers(build_schedule("interleaved", *sizes)))
+
+
+def test_the_executor_stops_at_a_deadlock() -> None:
+    program = plan_transfers(build_schedule("1f1b", 2, 2))
+    crossed = [[step for step in row if isinstance(step, TransferBatch)] for row in program.rows]
+    crossed[1][0], crossed[1][1] = crossed[1][1], crossed[1][0]
+    ranks = execute(Program(program.schedule, tuple(map(tuple, crossed))))
+    assert any(rank.next < len(rank.instructions) for rank in ranks)
+
+
+def test_a_result_is_sent_before_the_next_action() -> None:
+    for schedule in (build_schedule("1f1b", 4, 8), build_schedule("interleaved", 4, 8, 2)):
+        for rank in range(4):
+            last = None
+            for step in plan_transfers(schedule).instructions(rank):
+                if isinstance(step, Compute):
+                    last = step.action
+                else:
+                    assert all(
+                        (s.kind, s.chunk, s.microbatch) == (last.kind, last.chunk, last.microbatch)
+                        for s in step.sends
+                    )
+    halves = (Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0))
+    program = plan_transfers(Schedule("split", 2, 1, 1, (halves, halves)).validate())
+    steps = program.instructions(1)
+    kinds = [step.action.kind if isinstance(step, Compute) else "transfer" for step in steps]
+    assert kinds == ["transfer", "F", "I", "transfer", "W"], "W does not delay the gradient"
+
+
+def peaks(schedule: Schedule) -> list[int]:
+    return [live_microbatches(schedule, rank).total for rank in range(schedule.num_stages)]
+
+
+def costs_of(times: tuple[int, int, int]) -> dict[str, int]:
+    forward, half, weight = times
+    return {"F": forward, "I": half, "W": weight, "B": half + weight}
+
+
+@given(STAGES, st.integers(1, 64), TIMES)
+def test_1f1b_and_gpipe_take_the_textbook_time_and_differ_in_memory(
+    stages: int, microbatches: int, times: tuple[int, int, int]
+) -> None:
+    for name in ("1f1b", "gpipe"):
+        schedule = build_schedule(name, stages, microbatches)
+        timeline = simulate(schedule, costs_of(times))
+        assert timeline.length == (microbatches + stages - 1) * sum(times)
+        assert timeline.idle() == ((stages - 1) * sum(times),) * stages
+        assert timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+        kept = [min(stages - rank, microbatches) for rank in range(stages)]
+        assert peaks(schedule) == (kept if name == "1f1b" else [microbatches] * stages)
+
+
+@given(st.integers(2, 16), st.integers(2, 4), st.integers(1, 4), TIMES)
+def test_interleaved_divides_the_bubble_by_the_chunks(
+    stages: int, chunks: int, groups: int, times: tuple[int, int, int]
+) -> None:
+    microbatches = stages * groups
+    schedule = build_schedule("interleaved", stages, microbatches, chunks)
+    # The unit is the time of a chunk: the time of a stage divided by the number of chunks.
+    length = (microbatches * chunks + stages - 1) * sum(times)
+    assert simulate(schedule, costs_of(times)).length == length
+    assert peaks(schedule) == [
+        min(2 * (stages - 1 - rank) + (chunks - 1) * stages + 1, microbatches * chunks)
+        for rank in range(stages)
     ]
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 3), (4, 8), (6, 6)])
-def test_the_bubble_of_1f1b_equals_the_textbook_formula(stages: int, microbatches: int) -> None:
-    bubble = simulate(build_schedule("1f1b", stages, microbatches)).bubble
-    assert bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
-
-
-def test_chunks_divide_the_bubble() -> None:
-    length = (
-        simulate(build_schedule("1f1b", 4, 8)).length * 2
-    )  # a chunk is half of the stage's layers
-    assert length - 2 * 8 * 3 == 2 * (
-        simulate(build_schedule("interleaved", 4, 8, 2)).length - 2 * 8 * 3
-    )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("zb", 2, 2),
-            "schedule must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v or dualpipe-v: it is 'zb'.",
-        ),
-        (
-            ("1f1b", 2, 0),
-            (
-                "num_microbatches must be a whole number of at least 1: it is 0. Use "
-                "num_microbatches of 1 or"
-            ),
-        ),
-        (("1f1b", 4, 8, 2), "schedule '1f1b' runs one chunk per stage: vpp is 2."),
-        (("gpipe", 4, 8, 2), "Use schedule 'interleaved', or vpp of 1."),
-        (("interleaved", 4, 8, 1), "schedule 'interleaved' needs vpp above 1: vpp is 1, and"),
-        (("interleaved", 1, 8, 2), "schedule 'interleaved' needs pp above 1: pp is 1 with vpp 2"),
-        (
-            ("interleaved", 4, 3, 2),
-            "schedule 'interleaved' needs at least as many microbatches as stages: num_microbatches is 3, pp is 4. A "
-            "chunk would run its next microbatches before their inputs exist. Use 4 microbatches or more, or "
-            "schedule '1f1b' with vpp of 1.",
-        ),
-        (
-            ("interleaved", 4, 9, 2),
-            "microbatch groups must have at least pp microbatches and at most all: microbatch_group_size is 4, pp is "
-            "4, num_microbatches is 9; the last group would hold 1, fewer than the stages, and every stage would wait "
-            "for it. Use microbatch_group_size of 5 or 9, or 12 microbatches.",
-        ),
-        (
-            ("interleaved", 4, 9, 2, 3),
-            "a smaller group would wait for its own output, and a larger one would never fill.",
-        ),
-        (("interleaved", 4, 9, 2, 10), "Use microbatch_group_size of 5 or 9, or 12 microbatches."),
-        (
-            ("zb-h1", 4, 8, 2),
-            "schedule 'zb-h1' runs one chunk per stage: vpp is 2. It cannot order several chunks",
-        ),
-        (
-            ("zb-v", 4, 8),
-            "schedule 'zb-v' runs two chunks per stage: vpp is 1. The first chunks go from the first stage to the "
-            "last in a V, and the second chunks go back. Use vpp of 2.",
-        ),
-        (
-            ("dualpipe-v", 4, 7, 2),
-            "schedule 'dualpipe-v' needs at least two microbatches per stage: num_microbatches is 7, pp is 4. With "
-            "fewer, the two directions of the V would not overlap. Use 8 microbatches or more, or schedule 'zb-v'.",
-        ),
-        (("zb-v", 4, 8, 2, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),
-        (("1f1b", 4, 8, 1, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),
-    ],
-)
-def test_errors_of_impossible_schedules_give_the_rule_and_a_remedy(
-    arguments: tuple[Any, ...], message: str
+@given(STAGES, st.sampled_from([1, 2]), st.integers(0, 30), TIMES, st.booleans())
+def test_zero_bubble_waits_for_the_stated_time_where_weight_halves_are_shortest(
+    stages: int, lead: int, more: int, times: tuple[int, int, int], swap: bool
 ) -> None:
-    with pytest.raises(ParallelPlanError) as error:
-        build_schedule(*arguments)
-    assert message in str(error.value)
+    weight, half, forward = sorted(times)
+    forward, half = (half, forward) if swap else (forward, half)
+    full = lead * (stages - 1) + 1
+    schedule = build_schedule(f"zb-h{lead}", stages, full + stages - 1 + more)
+    waits = simulate(schedule, costs_of((forward, half, weight))).waits()
+    assert max(waits) == (stages - 1) * (forward + half - lead * weight)
+    assert peaks(schedule) == [full] * stages
+    warmups = [lead * (stages - 1 - rank) + 1 for rank in range(stages)]
+    assert [schedule.warmup(rank) for rank in range(stages)] == warmups
 
 
-F0, F1, B0, B1 = Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)
+@given(st.integers(1, 8), st.integers(0, 30), TIMES)
+def test_schedules_in_a_v_have_the_stated_memory_and_bubble(
+    stages: int, more: int, times: tuple[int, int, int]
+) -> None:
+    microbatches = 2 * stages + more
+    schedule = build_schedule("zb-v", stages, microbatches, 2)
+    timeline = simulate(schedule, costs_of((times[0],) * 3))
+    assert timeline.waits() == (0,) * stages, "no bubble at equal times"
+    assert timeline.length == (6 * microbatches + stages - 1) * times[0]
+    assert peaks(schedule) == [2 * stages] * stages
+    assert schedule.warmup(0) == 2 * stages
+    few = min(more + 1, 2 * stages)
+    schedule = build_schedule("zb-v", stages, few, 2)
+    assert simulate(schedule).length <= 4 * stages + 1 + 6 * few
+    assert max(peaks(schedule)) <= 2 * min(stages, few)
+    weight, half, forward = sorted(times)
+    schedule = build_schedule("dualpipe-v", stages, microbatches, 2)
+    assert peaks(schedule) == [2 * stages + 1] * stages, "half a microbatch more"
+    together, backward = forward + half + weight, half + weight
+    waits = simulate(schedule, costs_of((forward, half, weight))).waits()
+    assert max(waits) <= (stages - 1) * (together + backward - 3 * weight)
 
 
-@pytest.mark.parametrize(
-    ("row", "fault"),
-    [
-        ((F0, B0, F1), "F of microbatch 1 in chunk 0 must come with B, or with I and W"),
-        ((F0, B0, F0, F1, B1), "F of microbatch 0 in chunk 0 happens twice"),
-        ((F0, B1, B0, F1), "B of microbatch 1 in chunk 0 happens before its F"),
-        ((F0, Action("F", 1, 0)), "names a chunk or microbatch that does not exist"),
-        ((F0, B0, F1, B1, Action("I", 0, 1)), "must come with B, or with I and W"),
-    ],
-)
-def test_illegal_rows_of_a_schedule_are_refused(row: tuple[Action, ...], fault: str) -> None:
-    with pytest.raises(ParallelPlanError, match=fault):
-        Schedule("mine", 1, 2, 1, (row,)).validate()
+def units_of(schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
+    """Join each full backward with the forward of the other chunk before it. As in the source, the
+    last stage does not join its first pair.
+    """
+    units: list[tuple[Action, ...]] = []
+    joins = rank < schedule.num_stages - 1
+    for action in schedule.actions(rank):
+        follows_forward = bool(units) and [part.kind for part in units[-1]] == ["F"]
+        if action.kind == "B" and follows_forward and joins:
+            units[-1] = (*units[-1], action)
+        else:
+            joins = joins or action.kind == "B"
+            units.append((action,))
+    return units
 
 
-def test_split_backwards_are_a_legal_schedule() -> None:
-    halves = (F0, F1, Action("I", 0, 0), Action("I", 0, 1), Action("W", 0, 0), Action("W", 0, 1))
-    schedule = Schedule("split", 2, 2, 1, (halves, halves)).validate()
-    assert schedule.order(0) == [1, 1, -1, -1]
-    assert simulate(schedule).length == 8
+def longest_wait(schedule: Schedule, times: dict[str, int], together: int) -> int:
+    """Simulate units whose results all come at their end; return the longest wait of a stage."""
+    needs: dict[tuple[int, Action], tuple[int, Action]] = {}
+    for rank in range(schedule.num_stages):
+        for action in schedule.actions(rank):
+            target = consumer_of(schedule, rank, action)
+            if target is not None:
+                needs[target] = rank, action
+    rows = [units_of(schedule, rank) for rank in range(schedule.num_stages)]
+    done: dict[tuple[int, Action], int] = {}
+    spans: list[list[tuple[int, int]]] = [[] for _ in rows]
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while len(spans[rank]) < len(row):
+                unit = row[len(spans[rank])]
+                inputs = [needs[rank, action] for action in unit if (rank, action) in needs]
+                if any(name not in done for name in inputs):
+                    break
+                free = spans[rank][-1][1] if spans[rank] else 0
+                start = max([free, *(done[name] for name in inputs)])
+                stop = start + (together if len(unit) == 2 else times[unit[0].kind])
+                spans[rank].append((start, stop))
+                done.update({(rank, action): stop for action in unit})
+                moved = True
+    assert [len(row) for row in spans] == [len(row) for row in rows]
+    return max(sum(after[0] - before[1] for before, after in pairwise(row)) for row in spans)
 
 
-def test_stages_that_wait_for_each_other_raise() -> None:
-    rows = ((F0, B0, F1, B1), (F1, B1, F0, B0))
-    with pytest.raises(
-        ParallelPlanError, match="its stages wait for each other. Stage 0 waits for the input of B"
-    ):
-        simulate(Schedule("crossed", 2, 2, 1, rows).validate())
+def test_dualpipe_v_has_the_stated_bubble_if_forwards_and_backwards_overlap() -> None:
+    for stages in (1, 2, 3, 8):
+        for forward, half, weight, together in ((1, 1, 1, 3), (10, 11, 9, 30), (10, 12, 8, 25)):
+            times = costs_of((forward, half, weight))
+            stated = (stages - 1) * (together + half + weight - 3 * weight)
+            for microbatches in (2 * stages, 4 * stages + 1):
+                schedule = build_schedule("dualpipe-v", stages, microbatches, 2)
+                wait = longest_wait(schedule, times, together)
+                assert wait == stated if forward == half == weight else wait <= stated
+    schedule = build_schedule("dualpipe-v", 4, 32, 2)
+    for rank in range(4):
+        pairs = [unit for unit in units_of(schedule, rank) if len(unit) == 2]
+        assert all(forward.chunk != backward.chunk for forward, backward in pairs)
+        assert len(pairs) >= 2 * 32 - 4 * 4, "most backwards are joined with a forward"
+
+
+def test_a_placement_gives_every_virtual_stage_one_owner() -> None:
+    for shape in ("loop", "v"):
+        for stages in (1, 2, 5):
+            for chunks in (1, 2, 3, 4):
+                placement = Placement(shape, stages, chunks)
+                numbers = list(range(placement.num_virtual_stages))
+                owners = [placement.owner(number) for number in numbers]
+                assert len(set(owners)) == stages * chunks
+                assert [placement.virtual_stage(*owner) for owner in owners] == numbers
+                steps = [after - before for (before, _), (after, _) in pairwise(owners)]
+                assert all(
+                    abs(step) <= 1 if shape == "v" else step % stages in (0, 1) for step in steps
+                )
+    placement = build_schedule("zb-v", 3, 5, 2).placement
+    owners = [placement.owner(number) for number in range(6)]
+    assert owners == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    loop = build_schedule("interleaved", 3, 3, 2).placement
+    assert [loop.owner(number)[0] for number in (3, 4, 5)] == [0, 1, 2]
+    check_refusals(placement.owner, [((6,), "it is 6")])
+    check_refusals(Placement, [(("w", 2, 2), "it is 'w'. Use one of the two")])
+
+
+def test_layers_of_a_v_follow_its_placement() -> None:
+    placement = Placement("v", 2, 2)
+    assert lightest_partition(LayerCosts.equal(8), placement).by_stage(placement) == (
+        (range(0, 2), range(6, 8)),
+        (range(2, 4), range(4, 6)),
+    )
+    # The first stage has the embedding and the loss, and fewer layers for both.
+    costs = LayerCosts((1.0,) * 18, embedding=1.0, head=3.0)
+    assert lightest_partition(costs, placement).counts == (4, 5, 6, 3)
+
+
+def test_microbatches_that_wait_for_weight_halves_keep_fewer_activations() -> None:
+    schedule = build_schedule("zb-h1", 4, 8)
+    assert live_microbatches(schedule, 3).waiting == (4,)
+    assert live_microbatches(schedule, 0).waiting == (1,)
+    # The last stage has one microbatch between forward and backward, and three with deferred W.
+    assert peak_activations(schedule, 3, [34.0]) == pytest.approx(34 + 3 * 32)
+    assert peak_activations(schedule, 0, [34.0]) == pytest.approx(4 * 34)
+    assert peak_activations(schedule, 3, [2.0], weight_half_share=1.0) == 8.0
+    check_peak(schedule, 136.0, [[34.0]] * 4)
+    with pytest.raises(ParallelPlanError, match="keeps 136 on stage 0, the limit is 135"):
+        check_peak(schedule, 135.0, [[34.0]] * 4)
+    row = [Action(kind, 0, 0) for kind in "FIW"] + [
+        Action(kind, 0, n) for kind in "FB" for n in (1, 2)
+    ]
+    schedule = Schedule("mine", 1, 3, 1, (tuple(row),)).validate()
+    assert peak_activations(schedule, 0, [34.0]) == pytest.approx(2 * 34), "W frees what it kept"
+    assert live_microbatches(schedule, 0).total == 2
+    assert live_microbatches(build_schedule("zb-v", 3, 4, 2, forward_only=True), 0).total == 0
+
+
+def test_transfers_within_a_stage_take_no_time() -> None:
+    schedule = build_schedule("zb-v", 1, 4, 2)
+    assert simulate(schedule, StageCosts((1, 1), (1, 1), (1, 1), transfer=5)).length == 4 * 2 * 3
+    # Down the V and up again there are two boundaries between stages, forward and backward.
+    schedule = build_schedule("zb-v", 2, 1, 2)
+    slow = simulate(schedule, StageCosts((1,) * 4, (1,) * 4, (1,) * 4, transfer=5))
+    assert slow.length == simulate(schedule).length + 4 * 5
+
+
+def test_schedules_that_cannot_run_are_refused_with_the_rule_and_a_remedy() -> None:
+    check_refusals(
+        build_schedule,
+        [
+            (("zb", 2, 2), "must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v or dualpipe-v"),
+            (("1f1b", 2, 0), "num_microbatches must be a whole number of at least 1: it is 0"),
+            (("1f1b", 4, 8, 2), "schedule '1f1b' runs one chunk per stage: vpp is 2."),
+            (("gpipe", 4, 8, 2), "Use schedule 'interleaved', or vpp of 1."),
+            (("zb-h1", 4, 8, 2), "schedule 'zb-h1' runs one chunk per stage: vpp is 2."),
+            (("interleaved", 4, 8, 1), "needs vpp above 1: vpp is 1"),
+            (("interleaved", 1, 8, 2), "needs pp above 1: pp is 1"),
+            (("interleaved", 4, 3, 2), "Use 4 microbatches or more, or schedule '1f1b'"),
+            (("interleaved", 4, 9, 2), "Use microbatch_group_size of 5 or 9, or 12 microbatches."),
+            (("interleaved", 4, 9, 2, 3), "a smaller group would wait for its own output"),
+            (("interleaved", 4, 9, 2, 10), "Use microbatch_group_size of 5 or 9, or 12"),
+            (("zb-v", 4, 8), "runs two chunks per stage: vpp is 1."),
+            (("dualpipe-v", 4, 7, 2), "Use 8 microbatches or more, or schedule 'zb-v'."),
+            (("zb-v", 4, 8, 2, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),
+            (("1f1b", 4, 8, 1, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),
+        ],
+    )
+    check_refusals(
+        StageCosts,
+        [
+            (((1, 1), (1,), (1, 1)), "{'forward': 2, 'input_half': 1, "),
+            (((1, 1), (1, 0), (1, 1)), "each time of input_half must be a whole number"),
+            (((1,), (1,), (1,), -1), "transfer must not be negative: it is -1"),
+        ],
+    )
+    costs = StageCosts((1, 1), (1, 1), (1, 1))
+    check_refusals(simulate, [((build_schedule("zb-v", 2, 4, 2), costs), "Use 4 times")])
 
 
 def test_a_schedule_is_drawn_as_text() -> None:
@@ -195,6 +389,3 @@ def test_a_schedule_is_drawn_as_text() -> None:
         "stage 1 .   F0a F1a F0b B0b --- F1b B1b --- B0a --- B1a --- .   .",
         "15 ticks, 20.0% of them waiting",
     ]
-    assert (
-        render(build_schedule("1f1b", 2, 2)).splitlines()[1] == "stage 0 F0 F1 .  .  B0 -- .  B1 --"
-    )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from datetime import timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, get_type_hints
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,34 +32,22 @@ from lightning_megatron.plan.settings import (
     shown,
 )
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from tests.refusals import check_refusals
 
-EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 16}
-SCALING = {"kind": "yarn", "original_length": 8}
-#: Every dataclass with legal settings, and a function that returns the dataclass.
+SIZES = {"vocab_size": 96, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
+EXPERTS: dict[str, Any] = {"num_experts": 12, "top_k": 2, "ffn_hidden_size": 16}
+#: Every dataclass with a function that returns it, and legal settings.
 RECORDS: dict[str, tuple[type, Callable[..., Any], dict[str, Any]]] = {
     "strategy": (StrategyOptions, lambda **values: MegatronStrategy(**values).options, {}),
     "layout": (ParallelLayout, ParallelLayout, {"world_size": 8}),
-    "gpt": (
-        GPTConfig,
-        GPTConfig,
-        {
-            "vocab_size": 96,
-            "max_seq_length": 16,
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_heads": 4,
-        },
-    ),
+    "gpt": (GPTConfig, GPTConfig, {**SIZES, "max_seq_length": 16}),
     "encoder": (
         EncoderConfig,
         EncoderConfig,
-        {
-            **{"vocab_size": 96, "num_positions": 16, "num_layers": 2},
-            **{"hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 64},
-        },
+        {**SIZES, "num_positions": 16, "ffn_hidden_size": 64},
     ),
     "experts": (ExpertsConfig, ExpertsConfig, EXPERTS),
-    "rotary scaling": (RotaryScaling, RotaryScaling, SCALING),
+    "rotary scaling": (RotaryScaling, RotaryScaling, {"kind": "yarn", "original_length": 8}),
     "CUDA graphs": (CudaGraphs, CudaGraphs, {"mode": "segments"}),
     "clones": (ExpertClones, ExpertClones, {"places": 1}),
 }
@@ -71,41 +58,11 @@ ODD = (
     *(None, True, False, 0, -1, 2**31, 2**63, -(2**64), 10**5000),
     *(0.0, -0.5, 1.0, 1.5, 1e308, math.nan, math.inf, -math.inf, 1j),
     *("", "2", "none", "x" * 5000, "\0", b"2", bytearray(b"2")),
-    *(
-        [],
-        [[]],
-        [None],
-        ["x"],
-        [2],
-        (),
-        (1.5,),
-        [math.nan],
-        {},
-        {"x": "y"},
-        {1: 2},
-        {"x": {}},
-        {2, 3},
-        range(3),
-    ),
-    *(
-        np.int64(-3),
-        np.float64("nan"),
-        np.bool_(True),
-        np.array([1, 2]),
-        torch.tensor(2),
-        torch.ones(2),
-    ),
-    *(
-        Decimal("NaN"),
-        Fraction(-1, 3),
-        timedelta(0),
-        timedelta(-1),
-        timedelta.max,
-        object(),
-        object,
-        len,
-        iter(()),
-    ),
+    *([], [[]], [None], ["x"], [2], (), (1.5,), [math.nan], {2, 3}, range(3)),
+    *({}, {"x": "y"}, {1: 2}, {"x": {}}, object(), object, len, iter(())),
+    *(np.int64(-3), np.float64("nan"), np.bool_(True), np.array([1, 2])),
+    *(torch.tensor(2), torch.ones(2), Decimal("NaN"), Fraction(-1, 3)),
+    *(timedelta(0), timedelta(-1), timedelta.max),
 )
 ANY = st.one_of(
     st.sampled_from(ODD),
@@ -121,6 +78,7 @@ ANY = st.one_of(
         max_leaves=5,
     ),
 )
+PLAIN = (bool, int, float, str, tuple, list, dict, timedelta)
 
 
 def build(record: str, **values: Any) -> Any:
@@ -128,205 +86,101 @@ def build(record: str, **values: Any) -> Any:
     return make(**(legal | values))
 
 
-def nested_values(value: Any) -> Iterator[Any]:
+def parts_of(value: Any) -> Iterator[Any]:
     yield value
-    for inner in (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, tuple | list)
-        else ()
-    ):
-        yield from nested_values(inner)
+    inner = value.values() if isinstance(value, dict) else value
+    for part in inner if isinstance(inner, tuple | list | type({}.values())) else ():
+        yield from parts_of(part)
 
 
-@pytest.mark.parametrize(("record", "name"), FIELDS, ids=lambda part: str(part))
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(value=ANY)
-def test_any_value_becomes_its_setting_type_or_an_error_that_names_the_setting(
-    record: str, name: str, value: Any
-) -> None:
+def check_taken_or_refused(record: str, name: str, value: Any) -> None:
+    """Check that a setting becomes a plain value of its type, or is refused by its name."""
+    what, refusal = f"{name} of {record}: {shown(value)}", ""
     try:
         built = build(record, **{name: value})
     except (ParallelPlanError, UnsupportedError) as error:
         refusal = str(error)
-    else:
-        refusal, taken = None, asdict(built)[name]
-        assert record == "strategy" or hash(built)
-    if refusal is not None:
+    if refusal:
         # Sizes whose product is too large are refused by the world_size that they need.
-        assert name in refusal or (record == "strategy" and "world_size" in refusal)
-        assert len(refusal) < 600
+        names = (name, "world_size") if record == "strategy" else (name,)
+        assert any(word in refusal for word in names), f"{what}: {refusal}"
+        assert len(refusal) < 600, what
         return
-    for part in nested_values(taken):
-        assert part is None or type(part) in (
-            bool,
-            int,
-            float,
-            str,
-            tuple,
-            list,
-            dict,
-            timedelta,
-        ), (value, part)
-        assert not isinstance(part, float) or math.isfinite(part)
-        assert not isinstance(part, int) or abs(part) < 2**63
-
-
-@pytest.mark.parametrize(("record", "name"), FIELDS, ids=lambda part: str(part))
-def test_every_odd_value_of_another_type_is_refused(record: str, name: str) -> None:
-    kind, make, legal = RECORDS[record]
-    field = next(candidate for candidate in fields(kind) if candidate.name == name)
-    hint = str(get_type_hints(kind)[name])
+    assert record == "strategy" or hash(built)
+    taken, hint = asdict(built)[name], str(get_type_hints(RECORDS[record][0])[name])
+    if taken is None or (callable(taken) and "Callable" in hint):
+        return
+    for part in parts_of(taken):
+        assert part is None or type(part) in PLAIN, what
+        assert not isinstance(part, float) or math.isfinite(part), what
+        assert not isinstance(part, int) or abs(part) < 2**63, what
+    kind = type(taken).__name__
     words = {
-        "bool": bool,
-        "int": int,
-        "float": (int, float),
-        "str": str,
-        "Literal": (str, int),
-        "dict": dict,
-        "Callable": (type, type(len)),
+        "dict": ("dict", "Config", "RotaryScaling", "Recomputation", "FP8"),
+        "str": ("str", "Literal"),
+        "int": ("int", "Literal"),
     }
-    words |= {
-        "tuple": (list, tuple),
-        "list": (list, tuple),
-        "timedelta": timedelta,
-        "Config": dict,
-        "RotaryScaling": dict,
-        "Recomputation": dict,
-        "FP8": dict,
-    }
-    types = tuple(
-        kind
-        for word, kinds in words.items()
-        if word in hint
-        for kind in np.ravel(np.array(kinds, object))
-    )
-    assert types, f"{name} of {record} has a type that this test does not know: {hint}"
-    default = None if field.default is MISSING else field.default
-    for value in ODD:
-        is_truth = isinstance(value, bool) and "bool" not in hint
-        if isinstance(value, types) and not is_truth:
-            continue
-        is_number = isinstance(
-            value, np.integer | np.floating | Decimal | Fraction | torch.Tensor | np.ndarray
-        )
-        if (
-            (value is None and "None" in hint)
-            or value is default
-            or is_number
-            or isinstance(value, range)
-        ):
-            continue
-        if value is None and (record, name) in (("layout", "etp"), ("strategy", "microbatch_size")):
-            continue  # None stands for another value
-        with pytest.raises((ParallelPlanError, UnsupportedError), match=name):
-            build(record, **{name: value})
+    assert any(word in hint for word in words.get(kind, (kind,))), f"{what} is taken as {kind}"
+
+
+def test_every_odd_value_becomes_its_setting_type_or_an_error_that_names_the_setting() -> None:
+    for record, name in FIELDS:
+        for value in ODD:
+            check_taken_or_refused(record, name, value)
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(ANY)
+def test_any_value_becomes_its_setting_type_or_an_error_that_names_the_setting(value: Any) -> None:
+    for record, name in FIELDS:
+        check_taken_or_refused(record, name, value)
 
 
 def test_numpy_numbers_and_integers_become_python_numbers() -> None:
     config = build("gpt", num_layers=np.int32(3), hidden_dropout=np.float32(0.5), rotary_base=10000)
-    assert [
-        type(value) for value in (config.num_layers, config.hidden_dropout, config.rotary_base)
-    ] == [
-        int,
-        float,
-        float,
-    ]
-    assert (config.num_layers, config.hidden_dropout) == (3, 0.5)
+    values = (config.num_layers, config.hidden_dropout, config.rotary_base)
+    assert values == (3, 0.5, 10000.0)
+    assert [type(value) for value in values] == [int, float, float]
     assert config == GPTConfig(**asdict(config))
 
 
-@pytest.mark.parametrize(
-    ("record", "values", "message"),
-    [
+def test_errors_name_the_setting_the_legal_values_and_the_value() -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
         (
             "strategy",
             {"tp": "2"},
             "tp must be a whole number of at least 1: it is '2', of type str.",
         ),
-        (
-            "strategy",
-            {"tp": True},
-            "tp must be a whole number of at least 1: it is True, of type bool.",
-        ),
-        (
-            "strategy",
-            {"tp": 2.0},
-            "tp must be a whole number of at least 1: it is 2.0, of type float.",
-        ),
+        ("strategy", {"tp": True}, "it is True, of type bool."),
+        ("strategy", {"tp": 2.0}, "it is 2.0, of type float."),
         ("strategy", {"zero": 2}, "zero must be 0 or 1: it is 2."),
-        ("strategy", {"async_save": 1}, "async_save must be True or False: it is 1, of type int."),
-        (
-            "strategy",
-            {"timeout": math.nan},
-            (
-                "timeout must be a finite number above 0 and at most 1000000000, timedelta or "
-                "None: it is nan."
-            ),
-        ),
-        (
-            "strategy",
-            {"bucket_size": 10**5000},
-            "bucket_size must be a whole number of at least 1 and at most 9223372036854775807: it is a whole number of "
-            "5001 digits.",
-        ),
-        (
-            "strategy",
-            {"pipeline_plan": {"layers": 3}},
-            "pipeline_plan['layers'] must be text: it is 3, of type int.",
-        ),
-        (
-            "gpt",
-            {"num_kv_heads": 0},
-            "num_kv_heads must be a whole number of at least 1 or None: it is 0.",
-        ),
-        (
-            "gpt",
-            {"hidden_dropout": 1},
-            "hidden_dropout must be a finite number of at least 0 and below 1: it is 1.",
-        ),
-        (
-            "gpt",
-            {"window_layers": [True, 1]},
-            "window_layers[1] must be True or False: it is 1, of type int.",
-        ),
+        ("strategy", {"async_save": 1}, "must be True or False: it is 1, of type int."),
+        ("strategy", {"timeout": math.nan}, "at most 1000000000, timedelta or None: it is nan."),
+        ("strategy", {"bucket_size": 10**5000}, "it is a whole number of 5001 digits."),
+        ("strategy", {"pipeline_plan": {"layers": 3}}, "['layers'] must be text: it is 3, of type"),
+        ("gpt", {"num_kv_heads": 0}, "must be a whole number of at least 1 or None: it is 0."),
+        ("gpt", {"hidden_dropout": 1}, "a finite number of at least 0 and below 1: it is 1."),
+        ("gpt", {"window_layers": [True, 1]}, "window_layers[1] must be True or False: it is 1"),
         (
             "gpt",
             {"experts": {"num_expert": 4}},
-            "experts has no setting 'num_expert'. Its settings are num_experts, top_k, ",
+            "experts has no setting 'num_expert'. Its settings",
         ),
         (
             "gpt",
             {"experts": {"num_experts": 4}},
-            "experts must have top_k, ffn_hidden_size: it has num_experts.",
+            "experts must have top_k, ffn_hidden_size: it has",
         ),
-        (
-            "gpt",
-            {"experts": {**EXPERTS, "top_k": "2"}},
-            "experts.top_k must be a whole number of at least 1: it is '2', of type str.",
-        ),
+        ("gpt", {"experts": {**EXPERTS, "top_k": "2"}}, "experts.top_k must be a whole number"),
         (
             "gpt",
             {"rotary_scaling": 3},
-            (
-                "rotary_scaling must be RotaryScaling or a mapping of its settings or None: it is "
-                "3, of type int."
-            ),
+            "must be RotaryScaling or a mapping of its settings or None",
         ),
-        (
-            "rotary scaling",
-            {"factor": 0},
-            "rotary_scaling.factor must be a finite number above 0: it is 0.",
-        ),
-    ],
-)
-def test_error_messages_name_the_setting_the_legal_values_and_the_value(
-    record: str, values: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ParallelPlanError) as caught:
-        build(record, **values)
-    assert str(caught.value).startswith(message)
+        ("rotary scaling", {"factor": 0}, "rotary_scaling.factor must be a finite number above 0"),
+    ]
+    for record, values, phrase in cases:
+        check_refusals(build, [({"record": record, **values}, phrase)])
 
 
 def test_arguments_of_a_function_are_checked_by_its_annotations() -> None:
@@ -334,14 +188,16 @@ def test_arguments_of_a_function_are_checked_by_its_annotations() -> None:
         size: Count, pair: tuple[float, float] = (0.9, 0.9), names: list[str] | None = None
     ) -> None: ...
 
-    actual = coerced_arguments(
-        function, {"size": np.int8(3), "pair": [1, 0.5], "names": ("a",), "other": 3}
+    given = {"size": np.int8(3), "pair": [1, 0.5], "names": ("a",), "other": 3}
+    expected = {"size": 3, "pair": (1.0, 0.5), "names": ["a"]}
+    assert coerced_arguments(function, given) == expected
+    check_refusals(
+        coerced_arguments,
+        [
+            ((function, {"pair": [1]}), "pair must have 2 elements: it is [1]"),
+            ((function, {"pair": [1, None]}), "pair[1] must be a finite number: it is None"),
+        ],
     )
-    assert actual == {"size": 3, "pair": (1.0, 0.5), "names": ["a"]}
-    with pytest.raises(ParallelPlanError, match=r"pair must have 2 elements: it is \[1\]"):
-        coerced_arguments(function, {"pair": [1]})
-    with pytest.raises(ParallelPlanError, match=r"pair\[1\] must be a finite number: it is None"):
-        coerced_arguments(function, {"pair": [1, None]})
 
 
 def test_values_are_shown_on_a_short_line() -> None:
@@ -352,3 +208,68 @@ def test_values_are_shown_on_a_short_line() -> None:
     assert shown(-(10**5000)) == "a whole number of 5001 digits"
     assert describe(Positive | None) == "a finite number above 0 or None"
     assert coerced("x", Fraction(1, 2), Positive) == 0.5
+
+
+def test_invalid_or_contradictory_settings_of_experts_are_refused() -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"num_experts": 0}, "experts.num_experts must be a whole number of at least 1: it is 0"),
+        ({"top_k": 13}, "top_k (13) of experts must be at most num_experts (12)"),
+        ({"ffn_hidden_size": 0}, "at least 1"),
+        ({"shared_ffn_hidden_size": 0}, "at least 1 or None"),
+        ({"shared_gate": True}, "shared_ffn_hidden_size is None"),
+        ({"scoring": "tanh"}, "scoring must be softmax or sigmoid: it is 'tanh'"),
+        ({"aux_loss_scope": "layer"}, "microbatch, sequence or global"),
+        ({"aux_loss": -0.1}, "at least 0: it is -0.1"),
+        ({"z_loss": -1.0}, "z_loss"),
+        ({"jitter": 1.0}, "at least 0 and below 1: it is 1.0"),
+        ({"score_scale": 0.0}, "above 0"),
+        ({"capacity_factor": 0.0}, "above 0 or None"),
+        ({"expert_bias_rate": 0.001}, "no expert has a bias"),
+        ({"num_groups": 5}, "num_groups (5) of experts must be 1, 2, 3, 4 or 6"),
+        ({"num_groups": 12}, "1, 2, 3, 4 or 6"),
+        ({"num_groups": 3, "top_k_groups": 4}, "at most num_groups (3)"),
+        ({"num_groups": 6, "top_k": 3}, "at most 2, because top_k_groups (1) of num_groups (6)"),
+        ({"layers": 0}, "at least 1"),
+        ({"layers": (False, False)}, "have a true value"),
+    ]
+    check_refusals(ExpertsConfig, [({**EXPERTS, **given}, phrase) for given, phrase in cases])
+
+
+MODEL: dict[str, Any] = {**SIZES, "max_seq_length": 16}
+
+
+def test_experts_that_do_not_fit_the_model_or_the_layout_are_refused() -> None:
+    check_refusals(
+        lambda bias=False, **settings: GPTConfig(
+            **MODEL, bias=bias, experts={**EXPERTS, **settings}
+        ),
+        [
+            ({"layers": 5}, "layers (5) of experts must be at most num_layers (4)"),
+            ({"layers": (True, False)}, "for each of num_layers (4): it has 2"),
+            ({"bias": True}, "mlp_bias (True) must be False with experts"),
+        ],
+    )
+    config = GPTConfig(**MODEL, bias=False, experts=ExpertsConfig(**EXPERTS))
+    config.check_layout(ParallelLayout(4, ep=4))
+    check_refusals(
+        lambda **sizes: config.check_layout(ParallelLayout(**sizes)),
+        [
+            ({"world_size": 8, "ep": 8}, "num_experts (12) must be a multiple of ep (8)"),
+            (
+                {"world_size": 3, "etp": 3},
+                "ffn_hidden_size of experts (16) must be a multiple of etp (3)",
+            ),
+        ],
+    )
+
+
+def test_every_nth_layer_or_the_layers_of_a_list_have_experts() -> None:
+    alternate = ExpertsConfig(**EXPERTS, layers=2)
+    assert [alternate.is_in(layer) for layer in range(5)] == [False, True, False, True, False]
+    # A settings file has lists and mappings.
+    mask = [False, True, True, False]
+    config = GPTConfig(**MODEL, bias=False, experts={**EXPERTS, "layers": mask})
+    assert config.experts == ExpertsConfig(**EXPERTS, layers=tuple(mask))
+    assert [config.has_experts_in(layer) for layer in range(4)] == mask
+    assert hash(config) == hash(GPTConfig(**MODEL, bias=False, experts=config.experts))
+    assert not GPTConfig(**MODEL).has_experts_in(0)

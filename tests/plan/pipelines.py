@@ -1,0 +1,261 @@
+"""Drawn schedules of pipelines, and two executors that stop at a deadlock."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from typing import Any
+
+from hypothesis import strategies as st
+
+from lightning_megatron.plan import (
+    Action,
+    Compute,
+    Placement,
+    Program,
+    Schedule,
+    StageCosts,
+    TransferBatch,
+    build_schedule,
+    custom_schedule,
+    one_by_one,
+)
+from lightning_megatron.plan.simulate import consumer_of
+
+CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2}
+NUMBERS = st.integers(0, 2**32)
+Node = tuple[int, Action]
+
+
+def drawn_schedule(number: int, *names: str) -> Schedule:
+    """Draw a schedule, of all names if none is given, over pp 1 to 16, chunks 1 to 4 and
+    microbatches 1 to 64.
+    """
+    draw = random.Random(number)
+    name = draw.choice(names or [*CHUNKS, "interleaved"])
+    stages, chunks, group = draw.randint(1, 16), CHUNKS.get(name, 1), None
+    least = 2 * stages if name == "dualpipe-v" else 1
+    if name == "interleaved":
+        stages, chunks = max(stages, 2), draw.randint(2, 4)
+        least = stages
+    microbatches = draw.randint(least, 64)
+    if name == "interleaved":
+        sizes = range(stages, microbatches + 1)
+        group = draw.choice([size for size in sizes if not 0 < microbatches % size < stages])
+    return build_schedule(name, stages, microbatches, chunks, group, draw.random() < 0.25)
+
+
+def drawn_costs(number: int, placement: Placement) -> StageCosts:
+    """Draw times of stages and transfers."""
+    draw = random.Random(number)
+    count = placement.num_virtual_stages
+    times = [tuple(draw.randint(1, 9) for _ in range(count)) for _ in range(3)]
+    return StageCosts(*times, transfer=draw.randint(0, 3))
+
+
+@dataclass
+class DrawnRows:
+    """Rows of a schedule, and the actions that each action needs."""
+
+    placement: Placement
+    microbatches: int
+    rows: list[list[Action]]
+    needs: dict[Node, set[Node]]
+
+    def schedule(self) -> Schedule:
+        """Return the schedule with these rows."""
+        place = self.placement
+        sizes = place.num_stages, self.microbatches, place.num_chunks
+        return custom_schedule(
+            lambda rank, *_: self.rows[rank], *sizes, shape=place.shape, name="mine"
+        )
+
+
+def drawn_rows(number: int) -> DrawnRows:
+    """Draw rows from a random order of all actions in which each follows the actions it needs."""
+    draw = random.Random(number)
+    placement = Placement(draw.choice(["loop", "v"]), draw.randint(1, 6), draw.randint(1, 4))
+    microbatches, share = draw.randint(1, 6), draw.choice([0.0, 0.5, 1.0])
+    last = placement.num_virtual_stages - 1
+    pairs = [(virtual, n) for virtual in range(last + 1) for n in range(microbatches)]
+    split = {pair for pair in pairs if draw.random() < share}
+
+    def node(kind: str, virtual: int, number: int) -> Node:
+        rank, chunk = placement.owner(virtual)
+        kind = "I" if kind == "B" and (virtual, number) in split else kind
+        return rank, Action(kind, chunk, number)
+
+    needs: dict[Node, set[Node]] = {}
+    for virtual, n in pairs:
+        forward, backward = node("F", virtual, n), node("B", virtual, n)
+        needs[forward] = {node("F", virtual - 1, n)} if virtual else set()
+        needs[backward] = {forward, *([node("B", virtual + 1, n)] if virtual < last else [])}
+        if (virtual, n) in split:
+            needs[node("W", virtual, n)] = {backward}
+    rows: list[list[Action]] = [[] for _ in range(placement.num_stages)]
+    sorter = TopologicalSorter(needs)
+    sorter.prepare()
+    ready: list[Node] = []
+    while sorter.is_active():
+        ready += sorter.get_ready()
+        rank, action = ready.pop(draw.randrange(len(ready)))
+        rows[rank].append(action)
+        sorter.done((rank, action))
+    return DrawnRows(placement, microbatches, rows, needs)
+
+
+def transfers_of(program: Program, rank: int) -> list[tuple[str, Any]]:
+    """Return the transfers of a stage, each as `send` or `receive`."""
+    batches = [step for step in program.instructions(rank) if isinstance(step, TransferBatch)]
+    return [
+        (name[:-1], transfer)
+        for batch in batches
+        for name in ("sends", "receives")
+        for transfer in getattr(batch, name)
+    ]
+
+
+class Rank:
+    """Stage that runs its instructions in order; an exchange blocks until its peers reach it."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.schedule, self.rank = program.schedule, rank
+        self.instructions, self.next, self.last_number = program.instructions(rank), 0, -1
+        self.made: set[tuple[str, int, int]] = set()
+        self.held: set[tuple[str, int, int]] = set()
+
+    @property
+    def exchange(self) -> TransferBatch | None:
+        """The exchange that this stage has reached."""
+        current = self.instructions[self.next] if self.next < len(self.instructions) else None
+        return current if isinstance(current, TransferBatch) else None
+
+    def compute(self) -> bool:
+        """Run all actions up to the next exchange; return whether there were any."""
+        start = self.next
+        while self.next < len(self.instructions) and self.exchange is None:
+            self.run(self.instructions[self.next].action)
+            self.next += 1
+        return self.next > start
+
+    def run(self, action: Action) -> None:
+        """Run an action, which takes its input and may hand its result to this stage itself."""
+        # An input half takes and makes the gradients that a full backward takes and makes.
+        kind = "B" if action.kind == "I" else action.kind
+        key = (kind, action.chunk, action.microbatch)
+        virtual = self.schedule.virtual_stage(self.rank, action.chunk)
+        end = 0 if kind == "F" else self.schedule.placement.num_virtual_stages - 1
+        if virtual != end and kind != "W":
+            assert key in self.held, f"stage {self.rank} runs {key} without its input"
+            self.held.remove(key)
+        self.made.add(key)
+        target = consumer_of(self.schedule, self.rank, action)
+        if target is not None and target[0] == self.rank:
+            self.held.add((kind, target[1].chunk, action.microbatch))
+
+    def complete(self, exchange: TransferBatch) -> None:
+        """Send and receive what an exchange has."""
+        assert exchange.number > self.last_number
+        self.last_number = exchange.number
+        assert {(s.kind, s.chunk, s.microbatch) for s in exchange.sends} <= self.made
+        self.held |= {(r.kind, r.chunk, r.microbatch) for r in exchange.receives}
+        self.next += 1
+
+
+def peers_of(exchange: TransferBatch) -> set[int]:
+    """Return the stages with which an exchange is."""
+    return {transfer.peer for transfer in (*exchange.sends, *exchange.receives)}
+
+
+def lists_match(ranks: list[Rank], rank: int, schedule: Schedule) -> bool:
+    """Return whether all peers have reached an exchange; what they send must be received."""
+    exchange = ranks[rank].exchange
+    for peer in peers_of(exchange):
+        other = ranks[peer].exchange
+        if other is None or other.number != exchange.number:
+            return False
+        sends = [send for send in exchange.sends if send.peer == peer]
+        receives = [receive for receive in other.receives if receive.peer == rank]
+        for send, receive in zip(sends, receives, strict=True):
+            assert (send.kind, send.microbatch) == (receive.kind, receive.microbatch)
+            produced = schedule.virtual_stage(rank, send.chunk)
+            consumed = schedule.virtual_stage(peer, receive.chunk)
+            assert consumed == produced + (1 if send.kind == "F" else -1)
+    return True
+
+
+def execute(program: Program) -> list[Rank]:
+    """Run all stages until they are done or stuck. An exchange completes only when every stage that
+    is connected through it has arrived, the strictest reading of a group call.
+    """
+    ranks = [Rank(program, rank) for rank in range(program.schedule.num_stages)]
+    moved = True
+    while moved:
+        moved = sum(rank.compute() for rank in ranks) > 0
+        for start in range(len(ranks)):
+            together, pending = set(), [start]
+            while pending:
+                rank = pending.pop()
+                if rank not in together and ranks[rank].exchange is not None:
+                    together.add(rank)
+                    pending += peers_of(ranks[rank].exchange)
+            if together and all(lists_match(ranks, rank, program.schedule) for rank in together):
+                for rank in together:
+                    ranks[rank].complete(ranks[rank].exchange)
+                moved = True
+    return ranks
+
+
+def check_runs(program: Program) -> None:
+    """Check that a program runs all actions in their order, with exchanges or with transfers that
+    block one by one.
+    """
+    for rank in execute(program):
+        assert rank.next == len(rank.instructions), f"stage {rank.rank} is stuck at {rank.next}"
+        assert not rank.held, f"stage {rank.rank} received what it never used"
+        computed = [step.action for step in rank.instructions if isinstance(step, Compute)]
+        assert computed == list(program.schedule.actions(rank.rank))
+    assert run_one_by_one(program), "stuck with transfers one by one"
+
+
+def run_one_by_one(program: Program) -> bool:
+    """Run all stages with transfers that block one by one; return whether all come to the end."""
+    rows: list[list[Any]] = [
+        [
+            single
+            for step in program.instructions(rank)
+            for single in (
+                one_by_one(program.schedule, rank, step)
+                if isinstance(step, TransferBatch)
+                else [step]
+            )
+        ]
+        for rank in range(program.schedule.num_stages)
+    ]
+    at, moved = [0] * len(rows), True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                step = row[at[rank]]
+                if not isinstance(step, Compute):
+                    peer = step.transfer.peer
+                    if not meet(step, rows[peer][at[peer] : at[peer] + 1], rank):
+                        break
+                    at[peer] += 1
+                at[rank] += 1
+                moved = True
+    return all(number == len(row) for number, row in zip(at, rows, strict=True))
+
+
+def meet(step: Any, peer_steps: list[Any], rank: int) -> bool:
+    """Return whether the peer's step is the other end of a transfer."""
+    if not peer_steps or isinstance(peer_steps[0], Compute):
+        return False
+    mine, theirs = step.transfer, peer_steps[0].transfer
+    return (
+        step.sends != peer_steps[0].sends
+        and theirs.peer == rank
+        and (mine.kind, mine.microbatch) == (theirs.kind, theirs.microbatch)
+    )
