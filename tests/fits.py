@@ -298,7 +298,6 @@ def run_job(job: Job, size: int = 1) -> Report:
         record.report.outcomes |= getattr(owner, "outcomes", {})
     if job.save is not None:
         trainer.save_checkpoint(job.save)
-    record.report.outcomes = getattr(module, "outcomes", {})
     return record.report
 
 
