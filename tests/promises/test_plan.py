@@ -1,0 +1,94 @@
+"""README: rank lists and orders of schedules are Megatron-Core's, and every schedule runs to its end.
+
+The golden files were written by Megatron-Core's own code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.plan import ParallelLayout, build_schedule, simulate
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+ARGUMENTS = ("world_size", "tp", "pp", "cp", "ep", "etp", "order", "rank_offset")
+CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+
+
+def cases_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((GOLDEN / name).read_text(encoding="utf-8"))["cases"]
+
+
+def text_of(groups: list[list[int]]) -> str:
+    return "|".join(" ".join(map(str, group)) for group in groups)
+
+
+def test_rank_lists_equal_megatron_core_for_every_order() -> None:
+    orders = set()
+    for case in cases_of("rank_groups.json"):
+        arguments = {name: case[name] for name in ARGUMENTS}
+        if "dense" not in case:
+            with pytest.raises(ParallelPlanError):
+                ParallelLayout(**arguments)
+            continue
+        orders.add(case["order"])
+        layout = ParallelLayout(**arguments)
+        dense = {name: text_of(layout.groups(name)) for name in case["dense"]}
+        expert = {name: text_of(layout.expert_groups(name)) for name in case["expert"]}
+        assert (dense, expert) == (case["dense"], case["expert"]), case
+        if "embedding" in case:
+            assert text_of(layout.embedding_groups()) == case["embedding"], case
+            assert text_of(layout.position_embedding_groups()) == case["position_embedding"], case
+    assert {"-".join(order) for order in permutations(["tp", "cp", "ep", "dp", "pp"])} <= orders
+
+
+def test_orders_of_1f1b_and_interleaved_schedules_equal_megatron_core() -> None:
+    cases = cases_of("pipeline_orders.json")
+    assert len(cases) > 150
+    for case in cases:
+        name = "1f1b" if case["vpp"] == 1 else "interleaved"
+        schedule = build_schedule(
+            name, case["pp"], case["m"], case["vpp"], microbatch_group_size=case["group"]
+        )
+        orders = [" ".join(map(str, schedule.order(rank))) for rank in range(case["pp"])]
+        assert orders == case["orders"], case
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_schedule_deadlocks_and_every_microbatch_passes_once(name: str) -> None:
+    chunks = CHUNKS.get(name, 1)
+    built = 0
+    for stages in range(1, 7):
+        for microbatches in range(1, 15):
+            try:
+                schedule = build_schedule(name, stages, microbatches, chunks)
+            except ParallelPlanError:
+                continue
+            built += 1
+            assert simulate(schedule).length > 0  # a deadlock raises
+            once = {(chunk, one): 1 for chunk in range(chunks) for one in range(microbatches)}
+            for rank in range(stages):
+                passes: dict[str, Counter] = {kind: Counter() for kind in "FBIW"}
+                for action in schedule.actions(rank):
+                    passes[action.kind][action.chunk, action.microbatch] += 1
+                assert passes["F"] == once
+                assert passes["B"] + passes["I"] == once
+                assert passes["I"] == passes["W"]
+    assert built > 10
+
+
+def test_stages_are_idle_as_long_as_the_formulas_say() -> None:
+    for stages, microbatches in ((1, 1), (2, 3), (4, 8), (6, 6)):
+        bubble = simulate(build_schedule("1f1b", stages, microbatches)).bubble
+        assert bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+    one, two = build_schedule("1f1b", 4, 8), build_schedule("interleaved", 4, 8, 2)
+    work = 2 * 8 * 3
+    # A chunk is half of the stage's layers.
+    assert 2 * simulate(one).length - work == 2 * (simulate(two).length - work)
