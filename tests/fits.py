@@ -156,7 +156,7 @@ class Job:
             for one process.
         precision: Precision of the Trainer.
         steps: Number of optimizer steps.
-        trainer: Further options of the Trainer.
+        trainer: Further options of the Trainer; a logger as a function that makes it.
         data: Makes the training data; all data-parallel ranks together get ``batch`` samples a step
             in order.
         validation: Makes the validation data, if there is any.
@@ -268,6 +268,8 @@ def trainer_of(job: Job, size: int = 1, *callbacks: pl.Callback) -> pl.Trainer:
         "gradient_clip_val": 1.0,
         **job.trainer,
     }
+    if callable(options["logger"]):
+        options["logger"] = options["logger"]()
     return pl.Trainer(**options, strategy=strategy, callbacks=[*callbacks, *job.callbacks()])
 
 
