@@ -1,4 +1,4 @@
-"""Code blocks of the README and of the pages in `docs/`, and the texts there that are generated.
+"""Code blocks of the README and of the pages in `docs/`, and the maps of rooms there.
 
 The test runs each block as it stands, in one temporary folder where `recipes` is the project's:
 first the README's blocks, then those of the pages in the order of the site's navigation
@@ -9,21 +9,21 @@ and may state how the test runs it on a small machine:
     before: tests/FILE.py   python: the text of this file, with names of the reader, comes first
     replace: OLD => NEW     this text is replaced
     append: ARGUMENTS       bash: these arguments are added to the last line
-    run: no                 the block is not run: test_readme.py lists such blocks with reasons
+    run: no                 the block is not run: test_pages.py lists such blocks with reasons
     -->
 
 A block ```text after <!-- prints: NAME --> is what the block NAME prints. `pip install ... &&` at
-the start of a bash block is left out: the package is installed when its tests run. Run as a program
-(`python -m tests.readme_blocks`), it writes the generated texts again: the map of the rooms in the
-README and in `docs/architecture.md`, the table of their sub-rooms, the picture of their imports, the
-picture of measured times, the page of options, and the picture and the list of trained schedules of
-the page of schedules.
+the start of a bash block is left out: the package is installed when its tests run.
 """
 
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,9 +31,10 @@ from typing import Any
 
 import yaml
 
+from tests.forked_script import run_python, run_script
+from tests.import_graph import ROOT
 from tests.promises.test_rules import SUB_ROOMS
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 BLOCK = re.compile(
@@ -79,6 +80,44 @@ class Block:
             code = re.sub(r"^pip install [^&\n]*&& *", "", code)
             return f"{code.rstrip()} {self.append}\n"
         return (ROOT / self.before).read_text() + code if self.before else code
+
+
+def command_of(block: Block) -> list[str] | None:
+    """Return the arguments of a block that is one command of this package and needs no shell.
+
+    Blocks of the README return None, because they run as they stand.
+    """
+    text = block.program.replace("\\\n", " ").strip()
+    words = shlex.split(text) if block.language == "bash" else []
+    is_alone = words[:1] == ["lightning-megatron"] and not re.search(r"[\n|&;<>$*#~]", text)
+    return words[1:] if is_alone and block.page != README.name else None
+
+
+def run_block(block: Block, folder: Path) -> str:
+    """Run a block in a folder and return what it prints; it must end without an error."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    environment["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), environment.get("PATH", "")]
+    )
+    command = command_of(block)
+    if command is not None:
+        run = run_python(["-m", "lightning_megatron", *command], folder, environment, timeout=280)
+    elif block.language == "python":
+        script = folder / f"{block.name.replace(' ', '_')}.py"
+        script.write_text(block.program)
+        run = run_script(script, folder, environment, timeout=280)
+    else:
+        run = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.program],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+    assert run.returncode == 0, f"{block.program}\n{run.stdout[-4000:]}\n{run.stderr[-8000:]}"
+    return run.stdout
 
 
 def _paths_in(navigation: Any) -> Iterator[str]:
@@ -180,25 +219,3 @@ def sub_room_table() -> str:
     """Return one row for each sub-room: its folder and the first paragraph of its docstring."""
     rows = [f"| `{room}` | {_description_of(room).replace('``', '`')} |\n" for room in sub_rooms()]
     return "".join(["| sub-room | content |\n", "|---|---|\n", *rows])
-
-
-def write_map(page: Path) -> None:
-    """Write the map of the rooms into a page again, and the table of sub-rooms if it has one."""
-    text = MAP.sub(lambda _: room_map(), page.read_text())
-    page.write_text(SUB_ROOM_TABLE.sub(lambda _: sub_room_table(), text))
-
-
-if __name__ == "__main__":
-    from tests import clone_picture, kept_table, performance_picture, schedule_picture
-    from tests.options_page import OPTIONS, options_page
-    from tests.room_picture import PICTURE, room_picture
-
-    write_map(README)
-    write_map(DOCS / "architecture.md")
-    OPTIONS.write_text(options_page())
-    PICTURE.write_text(room_picture())
-    performance_picture.PICTURE.write_text(performance_picture.performance_picture())
-    schedule_picture.write_picture()
-    schedule_picture.write_trained_schedules()
-    clone_picture.write()
-    kept_table.write()

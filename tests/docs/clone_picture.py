@@ -10,7 +10,7 @@ from benchmarks.routing import Popularity
 from benchmarks.shapes import SHAPES
 from benchmarks.train_shapes import CLONE_COST
 from lightning_megatron.plan.cloning import plan_clones
-from tests.readme_blocks import DOCS
+from tests.docs.blocks import DOCS
 
 PAGE = DOCS / "experts.md"
 PICTURE = DOCS / "clones.svg"

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from lightning_megatron.cli.schedule import main
 from lightning_megatron.plan.schedule import ScheduleName
-from tests.readme_blocks import DOCS, read_blocks
+from tests.docs.blocks import DOCS, read_blocks
 
 PAGE = DOCS / "schedules.md"
 PICTURE = DOCS / "schedules.png"

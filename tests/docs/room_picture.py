@@ -4,8 +4,8 @@ package.
 
 from __future__ import annotations
 
+from tests.docs.blocks import DOCS, rooms
 from tests.import_graph import PACKAGE, files_of
-from tests.readme_blocks import DOCS, rooms
 
 PICTURE = DOCS / "rooms.svg"
 _CELL = 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tests.readme_blocks import DOCS, README
+from tests.docs.blocks import DOCS, README
 
 PICTURE = DOCS / "performance.svg"
 MEASURED = re.compile(r"<!-- measured -->\n(?:\|.*\n){2}((?:\|.*\n)+)")

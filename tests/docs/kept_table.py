@@ -11,7 +11,7 @@ from lightning_megatron.plan.network_activations import (
     MixtureActivations,
     mixture_activations,
 )
-from tests.readme_blocks import DOCS
+from tests.docs.blocks import DOCS
 
 PAGE = DOCS / "experts.md"
 TABLE = re.compile(r"(?<=<!-- kept bytes -->\n)(?:\|.*\n)+")

@@ -9,13 +9,13 @@ import types
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from tests.docs.blocks import DOCS
 
-OPTIONS = Path(__file__).parents[1] / "docs" / "options.md"
+OPTIONS = DOCS / "options.md"
 _TYPES = {
     bool: "`True`, `False`",
     str: "a string",
@@ -29,7 +29,7 @@ _INTRODUCTION = """\
 # Options
 
 Every argument of `MegatronStrategy`. This page is generated from the code:
-`python -m tests.readme_blocks` regenerates it, and a test fails if it is outdated. In a recipe, an
+`python -m tests.docs.generate` regenerates it, and a test fails if it is outdated. In a recipe, an
 option is a key under `trainer.strategy.init_args`; on the command line it is
 `--trainer.strategy.NAME VALUE`.
 

@@ -1,0 +1,89 @@
+"""README: what an installation gives: public names, versions, extras, and the command line."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import lightning_megatron
+from lightning_megatron.cli.main import COMMANDS
+from lightning_megatron.errors import MissingExtraError
+from lightning_megatron.extras import import_extra
+
+ROOT = Path(lightning_megatron.__file__).parents[1]
+
+
+def run(*arguments: str) -> str:
+    """Return what Python prints in a new process."""
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
+
+
+def test_every_public_name_can_be_imported_and_type_checkers_see_it() -> None:
+    for name in lightning_megatron.__all__:
+        assert getattr(lightning_megatron, name).__name__ == name
+    tree = ast.parse(Path(lightning_megatron.__file__).read_text())
+    (checked,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    aliases = [alias for node in checked.body for alias in node.names]
+    assert sorted(alias.asname for alias in aliases) == lightning_megatron.__all__
+    with pytest.raises(AttributeError, match="MegatronStrategy"):
+        lightning_megatron.MegatronStrateg  # noqa: B018
+
+
+def test_a_layout_needs_neither_torch_nor_lightning() -> None:
+    program = "import sys; from lightning_megatron import ParallelLayout; print(*sys.modules)"
+    loaded = set(run("-c", program).split())
+    assert "lightning_megatron.plan.layout" in loaded
+    assert not loaded & {"torch", "lightning", "transformers"}
+
+
+def test_the_trainer_knows_the_strategy_by_name_whichever_is_imported_first() -> None:
+    trainer = "L.Trainer(strategy='megatron', accelerator='cpu', logger=False)"
+    for imports in (
+        "import lightning as L, lightning_megatron",
+        "import lightning_megatron.strategy, lightning as L",
+    ):
+        printed = run("-c", f"{imports}; print(type({trainer}.strategy).__name__)")
+        assert printed.splitlines()[-1] == "MegatronStrategy"
+
+
+def test_a_missing_package_is_refused_with_its_extra() -> None:
+    message = r'extra `plot`: pip install "lightning-megatron\[plot\]"'
+    with pytest.raises(MissingExtraError, match=message):
+        import_extra("a_package_that_nobody_has.figure", "plot")
+    assert import_extra("json.decoder", "plot").__name__ == "json.decoder"
+
+
+def test_the_tested_versions_are_admitted() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    ranges = [Requirement(text) for group in groups for text in group]
+    admitted = {canonicalize_name(entry.name): entry.specifier for entry in ranges}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    for version in tested:
+        (pin,) = version.specifier
+        assert pin.operator == "=="
+        legal = admitted.get(canonicalize_name(version.name), version.specifier)
+        assert pin.version in legal, version
+    assert {"torch", "lightning", "transformers", "peft"} <= {version.name for version in tested}
+
+
+def test_the_program_lists_its_commands_and_says_which_kernels_there_are() -> None:
+    helped = run("-m", "lightning_megatron", "--help")
+    for command in COMMANDS:
+        assert command in helped
+    assert "gpt_speeches_cpu" in run("-m", "lightning_megatron", "recipes")
+    assert "forward_cooperative" in run("-m", "lightning_megatron", "kernels", "show")
