@@ -9,15 +9,24 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 from torch.utils.data import BatchSampler, DataLoader
+
+if find_spec("hypothesis") is None:
+    raise SystemExit(
+        "hypothesis is not installed, and the tests need it: "
+        'pip install -c constraints.txt -e ".[test,text,hf,lora,plot]"'
+    )
+
+from hypothesis import settings
 
 from tests.cpu_seconds import CpuSeconds
 from tests.gpu.shared_gpu import num_ranks_at_most
+from tests.not_run import NotRun
 from tests.startup import shape_checks
 from tests.sweeps import VARIABLE
 
@@ -60,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Tests compare slow paths with the fast ones. The settings in pyproject.toml cannot say this:
     pytest would import the package to find the category, before the checks of shapes are installed.
     """
+    config.pluginmanager.register(NotRun())
     config.pluginmanager.register(CpuSeconds(config))
     settings.load_profile("sweeps" if config.getoption("--sweeps") else "few")
     if config.getoption("--sweeps"):
@@ -122,9 +132,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for marker, needed in (("gpu", 1), ("gpu2", 2), ("gpu4", 4)):
             if item.get_closest_marker(marker) and available < needed:
-                item.add_marker(
-                    pytest.mark.skip(reason=f"needs {needed} GPU(s), found {available}")
-                )
+                reason = f"they need {needed} GPU(s) and found {available}"
+                item.add_marker(pytest.mark.skip(reason=reason))
     if is_worker(config):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
