@@ -16,10 +16,12 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from tests.fits import STEPS, Job, Module, Report, run_job, run_jobs_on
 from tests.oracles import assert_equal, float32_as_float64
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
 
 VOCABULARY, LENGTH, BATCH = 61, 12, 4
@@ -34,6 +36,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=1, eos_token_id=None,
     ),
     "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama with adapters": lambda: transformers.LlamaConfig(**SIZES),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
     "bert": lambda: transformers.BertConfig(
         **{**SIZES, "num_key_value_heads": None}, hidden_dropout_prob=0.0,
@@ -47,6 +50,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, pp2": ("llama", {"pp": 2}),
     "mixtral, ep2": ("mixtral", {"ep": 2, "microbatch_size": 2}),
     "bert, tp2": ("bert", {"tp": 2}),
+    "llama with adapters, tp2": ("llama with adapters", {"tp": 2}),
+}
+
+
+#: Ways to choose tokens.
+BEAMS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True},
 }
 
 
@@ -85,6 +96,10 @@ class FineTune(Module):
         self.model = getattr(transformers, kind).from_pretrained(
             self.folder, dtype="float32", experts_implementation="eager"
         )
+        if "adapters" in self.folder.name:
+            self.model = peft.PeftModel.from_pretrained(
+                self.model, self.folder / "adapter", is_trainable=True
+            )
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         # Hugging Face's norms and routers compute in float32, even in a float64 model.
@@ -93,11 +108,14 @@ class FineTune(Module):
             return self.model(**batch).loss
 
     def on_train_end(self) -> None:
-        self.outcomes["class"] = type(self.model).__mro__[1].__name__
+        self.outcomes["is_replaced"] = any(isinstance(m, ReplacedModel) for m in self.modules())
         if self.model.config.model_type != "bert":
             prompt = torch.tensor([[5, 6, 7, 8], [9, 3, 2, 4]])
-            tokens = self.model.generate(input_ids=prompt, max_new_tokens=5, do_sample=False)
-            self.outcomes["tokens"] = tokens.tolist()
+            for name, options in BEAMS.items():
+                tokens = self.model.generate(
+                    input_ids=prompt, max_new_tokens=5, do_sample=False, **options
+                )
+                self.outcomes[name] = tokens.tolist()
         self.model.save_pretrained(self.saved)
 
 
@@ -108,7 +126,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, config in CONFIGS.items():
         torch.manual_seed(0)
         builder = "AutoModelForMaskedLM" if kind == "bert" else "AutoModelForCausalLM"
-        getattr(transformers, builder).from_config(config()).save_pretrained(path / kind)
+        model = getattr(transformers, builder).from_config(config())
+        model.save_pretrained(path / kind)
+        if "adapters" in kind:
+            settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+            adapted = peft.get_peft_model(model, settings)
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(parameter, std=0.3)
+            adapted.save_pretrained(path / kind / "adapter")
     return path
 
 
@@ -141,10 +167,10 @@ def test_every_layout_trains_as_the_code_of_hugging_face(name, reports, twins, f
     for report in reports[name]:
         torch.testing.assert_close(report.losses, twin.losses, rtol=0.0, atol=1e-9)
         torch.testing.assert_close(report.norms, twin.norms, rtol=0.0, atol=1e-8)
-        assert report.outcomes.get("tokens") == twin.outcomes.get("tokens")
-        assert report.outcomes["class"] != twin.outcomes["class"], "the model was not replaced"
+        assert report.outcomes == twin.outcomes | {"is_replaced": True}
+    file = "adapter_model" if "adapters" in kind else "model"
     saved, expected = (
-        safetensors.load_file(folder / path / "model.safetensors")
+        safetensors.load_file(folder / path / f"{file}.safetensors")
         for path in (name, f"{kind}, plain")
     )
     assert saved.keys() == expected.keys()

@@ -39,6 +39,9 @@ class Logs(Language):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.calls["optimizer step"] += 1
 
+    def on_after_backward(self) -> None:
+        self.calls["backward pass"] += 1
+
     def on_train_epoch_end(self) -> None:
         self.calls["epoch"] += 1
 
