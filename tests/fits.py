@@ -219,7 +219,8 @@ class Record(pl.Callback):
             self.report.norms.append(float(grad_norm(strategy.run.state.main)))
         else:
             grads = [p.grad for p in module.parameters() if p.grad is not None]
-            self.report.norms.append(float(torch.stack([g.norm() for g in grads]).norm()))
+            norms = torch.tensor([float(g.norm()) for g in grads], dtype=torch.float64)
+            self.report.norms.append(float(norms.norm()))
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         loss = outputs["loss"].detach().clone()

@@ -1,18 +1,28 @@
-"""Values logged for each microbatch are logged once for the batch."""
+"""What is logged for each microbatch reaches loggers once for the batch."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torchmetrics import Metric
 from torchmetrics.aggregation import MeanMetric
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.log_replay import LogReplay
+from lightning_megatron.strategy.logs.output_calls import OutputCalls, Target
+from lightning_megatron.strategy.logs.step_output import StepOutput
+from lightning_megatron.strategy.private.callback_patches import count_replicas_once
 
 
 class LoggingModule(nn.Module):
@@ -58,19 +68,12 @@ def test_values_of_microbatches_are_merged_with_the_requested_reduction(
     assert options["reduce_fx"] is reduce_fx
 
 
-def test_batch_size_argument_weighs_the_mean() -> None:
-    def record(module: Any, recorder: Recorder) -> None:
-        module.log("value", 1.0, batch_size=3)
-        module.log("value", 5.0, batch_size=1)
-
-    value, options = replay(record)[0]["value"]
-    assert (value.item(), options["batch_size"]) == (2.0, 4)
-
-
-def test_batch_size_argument_may_be_a_tensor() -> None:
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_batch_size_argument_weighs_the_mean(kind: Any) -> None:
     def record(module: Any, recorder: Recorder) -> None:
         for value, size in ((1.0, 3), (5.0, 1), (torch.nan, 0)):
-            module.log("value", value, batch_size=torch.tensor(size))
+            if size or kind is torch.tensor:
+                module.log("value", value, batch_size=kind(size))
 
     value, options = replay(record)[0]["value"]
     assert (value.item(), float(options["batch_size"])) == (2.0, 4.0)
@@ -180,3 +183,70 @@ def test_log_method_of_the_module_is_restored_after_an_error() -> None:
     with pytest.raises(KeyError), LogReplay(ParallelMesh.single()).record(module):
         raise KeyError
     assert module.log.__self__ is module
+
+
+def test_a_value_that_differs_between_microbatches_is_averaged_over_their_samples() -> None:
+    calls = OutputCalls()
+    module = LightningModule()
+    for run, (size, value) in enumerate([(3, 1.0), (1, 5.0)]):
+        metrics = {"value": value, "tensor": torch.tensor([value]), "step": 7, "text": f"{run}"}
+        calls.keep(Target(0, ()), ((metrics,), {"step": 7}), module, run, size)
+    (merged,) = calls.merged(None)
+    assert merged.args == ({"value": 2.0, "tensor": torch.tensor([2.0]), "step": 7, "text": "0"},)
+    assert merged.kwargs == {"step": 7}
+    (by_tokens,) = calls.merged([1, 3])
+    assert by_tokens.args[0]["value"] == 4.0
+
+
+class RunError(Exception):
+    """Error of a package whose run exists on rank 0 only."""
+
+    __module__ = "wandb.errors"
+
+
+def test_an_error_in_code_for_rank_zero_says_which_rank_has_run_it() -> None:
+    strategy = MegatronStrategy()
+    trainer = SimpleNamespace(strategy=strategy, loggers=[])
+    module: Any = SimpleNamespace(trainer=trainer)
+    mesh: Any = SimpleNamespace(pp=SimpleNamespace(size=2, ranks=(7, 0)), rank=0)
+    executor: Any = SimpleNamespace(is_probe=False, is_repeated=False)
+
+    def fail(error: Exception) -> None:
+        with StepOutput(mesh).of(module, Recorder(), executor):
+            assert strategy.global_rank == rank_zero_only.rank == 7
+            raise error
+
+    def notes_of(error: Exception) -> str:
+        with pytest.raises(type(error)):
+            fail(error)
+        assert strategy.global_rank == rank_zero_only.rank == 0
+        return " ".join(error.__notes__)
+
+    assert "Rank 0 counts as rank 7 in this step" in notes_of(AttributeError("writer"))
+    assert "Use self.logger.experiment.log(...)" in notes_of(RunError("call init first"))
+
+
+def test_throughput_counts_the_operations_of_a_replica_once() -> None:
+    monitor = ThroughputMonitor(len)
+    monitor._throughputs = {
+        RunningStage.TRAINING: Throughput(available_flops=100.0, world_size=8, window_size=2)
+    }
+    trainer: Any = SimpleNamespace(callbacks=[monitor])
+    count_replicas_once(trainer, ranks_per_replica=4)
+    for number in range(2):
+        monitor._throughputs[RunningStage.TRAINING].update(
+            time=float(number), batches=number, samples=3 * number, lengths=6 * number, flops=200
+        )
+    metrics = monitor._throughputs[RunningStage.TRAINING].compute()
+    per_second = {name: value for name, value in metrics.items() if name.endswith("_per_sec")}
+    assert per_second == {
+        "device/batches_per_sec": 1.0,
+        "batches_per_sec": 2.0,
+        "device/samples_per_sec": 3.0,
+        "samples_per_sec": 6.0,
+        "device/items_per_sec": 6.0,
+        "items_per_sec": 12.0,
+        "device/flops_per_sec": 50.0,
+        "flops_per_sec": 400.0,
+    }
+    assert metrics["device/mfu"] == 0.5

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_megatron import MegatronStrategy, UnsupportedError
+from lightning_megatron import UnsupportedError
 from lightning_megatron.pipeline.microbatch import Microbatch
+from tests.fits import Job, trainer_of
 
 SIZE, FEATURES, CLASSES = 4, 6, 4
 
@@ -168,20 +169,10 @@ mixes_samples_by_both = mixes_samples_with(lambda: np.random.beta(2, 2), torch.r
 
 COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "negatives in the batch": (contrast, "the loss of two microbatches is"),
-    "a sum": (
-        lambda module, batch: mean(module, batch) * len(batch["x"]),
-        "the loss of two microbatches",
-    ),
+    "a sum": (lambda module, batch: mean(module, batch) * len(batch["x"]), "the loss of two microbatches"),
     "a ragged mean": (ragged, "Return num_tokens beside the loss"),
-    "wrong token counts": (
-        miscounted,
-        "num_tokens of two microbatches is 7 in one call and 14 in separate calls",
-    ),
+    "wrong token counts": (miscounted, "num_tokens of two microbatches is 7 in one call and 14 in separate calls"),
     "a median": (lambda module, batch: logits(module, batch).norm(dim=1).median(), "the loss"),
-    "a quantile": (
-        lambda module, batch: logits(module, batch).norm(dim=1).quantile(0.8),
-        "the loss",
-    ),
     # The median of two samples is their mean.
     "a median of single samples": (median_of_norms, "the loss of t"),
     "halves of a batch": (halves, "training_step must run on microbatches|the loss"),
@@ -190,16 +181,10 @@ COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
     "samples mixed by Python": (mixes_samples_by_python, "the loss"),
     "samples mixed by NumPy and torch": (mixes_samples_by_both, "the loss"),
     "statistics by hand": (normalises_by_hand, "the loss"),
-    "counted calls": (
-        counts_calls,
-        "training_step must not depend on the number of its calls.*self.calls changes",
-    ),
-    "weights that a step writes": (
-        writes_weights,
-        "must not write weights.*'net.0.weight' has changed",
-    ),
+    "counted calls": (counts_calls, "training_step must not depend on the number of its calls.*self.calls changes"),
+    "weights that a step writes": (writes_weights, "must not write weights.*'net.0.weight' has changed"),
     "an average in a buffer": (updates_average, "self.level changes at every call"),
-}
+}  # fmt: skip
 
 
 def derivative(module: Step, batch: Any) -> Tensor:
@@ -262,12 +247,15 @@ def fit(
     step: Any, strategy: Any, net: nn.Module | None = None, collate: Any = None, precision: Any = "64-true",
     **attributes: Any,
 ) -> Step:  # fmt: skip
+    """Fit two batches; options of MegatronStrategy check microbatches unless they say otherwise."""
     module = Step(step, net, **attributes)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, precision=precision, logger=False,
-        use_distributed_sampler=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    checked = (
+        None
+        if strategy is None
+        else {"microbatch_size": None, "check_microbatches": True, **strategy}
+    )
+    options = {"max_epochs": 1, "gradient_clip_val": None}
+    trainer = trainer_of(Job(strategy=checked, steps=-1, precision=precision, trainer=options))
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
@@ -276,18 +264,14 @@ def fit(
 
 
 def attributes_of(step: Any) -> dict[str, Any]:
-    attributes: dict[str, Any] = {"calls": 0} if step is counts_calls else {}
+    if step is counts_calls:
+        return {"calls": 0}
     if step is updates_average:
-        attributes["level"] = nn.Buffer(torch.zeros(1, dtype=torch.float64))
+        return {"level": nn.Buffer(torch.zeros(1, dtype=torch.float64))}
     if step is stores_values:
-        attributes |= {
-            "accuracy": MulticlassAccuracy(CLASSES),
-            "outputs": [],
-            "last": 0.0,
-            "total": 0.0,
-            "num_samples": 0,
-        }
-    return attributes
+        zeros = {"last": 0.0, "total": 0.0, "num_samples": 0}
+        return {"accuracy": MulticlassAccuracy(CLASSES), "outputs": [], **zeros}
+    return {}
 
 
 def weighted(module: Step, batch: Any) -> Tensor:
@@ -326,10 +310,9 @@ SHAPED: dict[str, tuple[Callable[..., Any], Any, Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SHAPED)
 def test_tensors_whose_first_dimension_is_not_samples_are_refused_with_microbatches(
-    name: str, size: int
+    name: str,
 ) -> None:
     step, net, collate, words = SHAPED[name]
 
@@ -337,11 +320,11 @@ def test_tensors_whose_first_dimension_is_not_samples_are_refused_with_microbatc
         return fit(step, strategy, net() if net else None, collate)
 
     torch.manual_seed(1)
-    plain = run("auto")
+    plain = run(None)
     torch.manual_seed(1)
-    assert run(MegatronStrategy()).losses == pytest.approx(plain.losses, rel=1e-12)
+    assert run({}).losses == pytest.approx(plain.losses, rel=1e-12)
     with pytest.raises(UnsupportedError, match=f"(?s){words}.*microbatch_size='batch'"):
-        run(MegatronStrategy(microbatch_size=size))
+        run({"microbatch_size": 2})
 
 
 def cut_by_hand(samples: list[dict[str, Tensor]]) -> list[Microbatch]:
@@ -358,38 +341,31 @@ def test_batch_norm_is_refused_by_name_with_microbatches_unless_frozen(size: int
             norm.eval().train = lambda mode=True: norm
         return nn.Sequential(nn.Linear(FEATURES, 16), norm)
 
-    with pytest.raises(
-        UnsupportedError, match=r"batch statistics need the whole batch, .* net\.1 would use"
-    ):
-        fit(mean, MegatronStrategy(microbatch_size=size), net(False))
+    cut = {"microbatch_size": size}
+    words = r"batch statistics need the whole batch, .* net\.1 would use"
+    with pytest.raises(UnsupportedError, match=words):
+        fit(mean, cut, net(False))
     with pytest.raises(UnsupportedError, match="batch statistics need the whole batch"):
-        fit(mean, MegatronStrategy(), net(False), cut_by_hand)
-    fit(mean, MegatronStrategy(microbatch_size=size), net(True))
-    assert fit(mean, MegatronStrategy(), net(False)).losses == fit(mean, "auto", net(False)).losses
+        fit(mean, {}, net(False), cut_by_hand)
+    fit(mean, cut, net(True))
+    assert fit(mean, {}, net(False)).losses == fit(mean, None, net(False)).losses
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", COUPLED)
-def test_steps_that_couple_samples_are_refused_with_microbatches(name: str, size: int) -> None:
+def test_steps_that_couple_samples_are_refused_with_microbatches_and_train_on_complete_batches(
+    name: str,
+) -> None:
     step, words = COUPLED[name]
-    with pytest.raises(
-        UnsupportedError, match=f"(?s){words}.*microbatch_size='batch'.*check_microbatches=False"
-    ):
-        fit(step, MegatronStrategy(microbatch_size=size), **attributes_of(step))
-
-
-@pytest.mark.parametrize("name", [name for name in COUPLED if name != "wrong token counts"])
-def test_steps_that_couple_samples_match_one_device_on_complete_batches(name: str) -> None:
-    step = COUPLED[name][0]
-    if step in (mixes_samples, mixes_samples_by_both):
-        pytest.skip("its draws are those of one process only with one seed")
-    plain, ours = (
-        fit(step, "auto", **attributes_of(step)),
-        fit(step, MegatronStrategy(), **attributes_of(step)),
-    )
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-12)
-    if step is counts_calls:
-        assert (ours.calls, plain.calls) == (2, 2)
+    size = 1 if name == "a median of single samples" else 2
+    remedies = f"(?s){words}.*microbatch_size='batch'.*check_microbatches=False"
+    with pytest.raises(UnsupportedError, match=remedies):
+        fit(step, {"microbatch_size": size}, **attributes_of(step))
+    # The draws of two generators are those of one process only with one seed.
+    if step not in (miscounted, mixes_samples, mixes_samples_by_both):
+        plain, ours = (fit(step, strategy, **attributes_of(step)) for strategy in (None, {}))
+        assert ours.losses == pytest.approx(plain.losses, rel=1e-12)
+        if step is counts_calls:
+            assert (ours.calls, plain.calls) == (2, 2)
 
 
 @pytest.mark.parametrize(("step", "warns"), [(ragged, True), (counted, False)])
@@ -400,31 +376,29 @@ def test_half_precision_warns_of_uneven_labels_unless_the_step_counts_tokens(
         return step(module, {**batch, "x": 0.01 * batch["x"]})
 
     with caplog.at_level(logging.WARNING):
-        fit(small, MegatronStrategy(microbatch_size=1), precision="bf16-mixed")
+        fit(small, {"microbatch_size": 1}, precision="bf16-mixed")
     assert ("different numbers of labels of -100" in caplog.text) == warns
 
 
-@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize(
+    "name", ["negatives in the batch", "counted calls", "weights that a step writes"]
+)
 def test_disabled_check_accepts_steps_that_couple_samples(name: str) -> None:
     step = COUPLED[name][0]
-    fit(step, MegatronStrategy(microbatch_size=2, check_microbatches=False), **attributes_of(step))
+    fit(step, {"microbatch_size": 2, "check_microbatches": False}, **attributes_of(step))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, 1) for name in SOUND), ("noise and dropout", 2), ("metrics and lists", 4)],
+)
 def test_steps_that_treat_samples_equally_are_accepted_and_unchanged_by_the_trial(
     name: str, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    step = SOUND[name]
-    if size == 3:
-        size = 4
+    step, cut = SOUND[name], {"microbatch_size": size}
     with caplog.at_level(logging.WARNING):
-        checked = fit(step, MegatronStrategy(microbatch_size=size), **attributes_of(step))
-        unchecked = fit(
-            step,
-            MegatronStrategy(microbatch_size=size, check_microbatches=False),
-            **attributes_of(step),
-        )
+        checked = fit(step, cut, **attributes_of(step))
+        unchecked = fit(step, {**cut, "check_microbatches": False}, **attributes_of(step))
     assert checked.losses == unchecked.losses
     for actual, expected in zip(checked.parameters(), unchecked.parameters(), strict=True):
         assert torch.equal(actual, expected)
@@ -434,7 +408,7 @@ def test_steps_that_treat_samples_equally_are_accepted_and_unchanged_by_the_tria
         assert "self._hparams" not in caplog.text
     else:
         assert "stores values" not in caplog.text
-    if step in (python_draws, numpy_draws) and size < SIZE:
+    if step in (python_draws, numpy_draws):
         assert "cannot compare the loss of training_step" in caplog.text
 
 
@@ -442,7 +416,7 @@ def test_logged_values_that_depend_on_the_cut_are_named_in_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        fit(logs_other_values, MegatronStrategy(microbatch_size=2), **metrics_of_classes())
+        fit(logs_other_values, {"microbatch_size": 2}, **metrics_of_classes())
     (warning,) = [record.getMessage() for record in caplog.records if "is cut" in record.message]
     assert warning.startswith("training_step logs values that depend on how a batch is cut")
     assert "log 'ppl' of two microbatches is" in warning
@@ -461,5 +435,5 @@ def test_a_trial_calls_the_step_seldom(num_parts: int, num_calls: int) -> None:
         calls.append(len(batch["x"]))
         return mean(module, batch)
 
-    fit(step, MegatronStrategy(microbatch_size=SIZE // num_parts))
+    fit(step, {"microbatch_size": SIZE // num_parts})
     assert len(calls) == num_calls + num_parts * 8 // SIZE

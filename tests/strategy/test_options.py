@@ -47,100 +47,62 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"cp_transport": "ring"}, ParallelPlanError, "needs cp above 1"),
-        ({"cp": 2, "cp_transport": "bus"}, ParallelPlanError, "or hierarchical: it is 'bus'"),
-        ({"cp_groups": "documents"}, ParallelPlanError, r"cp \(1\) must be a power of two.*Use 2"),
-        ({"cp": 6, "cp_groups": "documents"}, ParallelPlanError, "Use 4 or 8. Or leave cp_groups"),
-        ({"cp": 2, "cp_groups": "rows"}, ParallelPlanError, "all or documents: it is 'rows'"),
-        (
-            {"cp": 4, "cp_groups": "documents", "cp_transport": "hierarchical"},
-            UnsupportedError,
-            "cp_groups .'documents'. cannot be used with cp_transport 'hierarchical'",
-        ),
-        (
-            {"cp": 4, "cp_groups": "documents", "cuda_graphs": "segments"},
-            UnsupportedError,
-            "cp_groups .'documents'. cannot be used with cuda_graphs",
-        ),
-        ({"ep": 0}, ParallelPlanError, "ep must be a whole number of at least 1: it is 0"),
-        (
-            {"expert_transport": "pigeons"},
-            ParallelPlanError,
-            "must be auto, all_gather, all_to_all or one_sided: it is 'pigeons'",
-        ),
-        ({"tp": 0}, ParallelPlanError, "tp"),
-        ({"order": "tp-xp"}, ParallelPlanError, "'xp'"),
-        ({"order": "tp-tp"}, ParallelPlanError, "at most once"),
-        ({"vpp": 2}, ParallelPlanError, "needs pp above 1"),
-        ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, ParallelPlanError, "must be 'interleaved'"),
-        ({"pp": 2, "schedule": "interleaved"}, ParallelPlanError, "needs vpp above 1"),
-        ({"pp": 2, "stage_layers": [1, 2, 3]}, ParallelPlanError, "it names 3 of them"),
-        ({"pp": 2, "stage_layers": "Et|t,m|L"}, UnsupportedError, "'m' at position 6"),
-        ({"pp": 2, "vpp": 2, "schedule": "zb-h2"}, ParallelPlanError, "must be 'interleaved'"),
-        ({"pp": 2, "schedule": "zb-v"}, ParallelPlanError, "pp is 2, vpp is 1.*with vpp=2"),
-        ({"pp": 4, "vpp": 3, "schedule": "zb-v"}, ParallelPlanError, "pp is 4, vpp is 3"),
-        ({"vpp": 2, "schedule": "dualpipe-v"}, ParallelPlanError, "pp is 1, vpp is 2"),
-        (
-            {"schedule": "zigzag"},
-            ParallelPlanError,
-            "must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v, auto, a path that ends "
-            "in .csv, a function or None: it is 'zigzag'.*cannot name a function",
-        ),
-        (
-            {"schedule": 3},
-            ParallelPlanError,
-            "auto, text, a function or None: it is 3, of type int",
-        ),
-        ({"schedule": "no/such.csv"}, ParallelPlanError, "no/such.csv cannot be read"),
-        (
-            {"pp": 2, "schedule": print, "microbatch_group_size": 2},
-            ParallelPlanError,
-            "microbatch_group_size .2. must be None with a custom schedule .print.",
-        ),
-        (
-            {"microbatch_size": 0},
-            ParallelPlanError,
-            "microbatch_size must be a whole number of at least 1",
-        ),
-        ({"sequence_parallel": True}, ParallelPlanError, "needs tp above 1"),
-        (
-            {"overlap_tensor_parallel": True},
-            ParallelPlanError,
-            "needs tp above 1 and sequence_parallel: tp is 1",
-        ),
-        (
-            {"tp": 2, "sequence_parallel": False, "overlap_tensor_parallel": True},
-            ParallelPlanError,
-            "sequence_parallel False",
-        ),
-        (
-            {"zero": 0, "optimizer_slices": "elements"},
-            ParallelPlanError,
-            "optimizer_slices .'elements'. needs zero=1",
-        ),
-        (
-            {"recompute": "some"},
-            ParallelPlanError,
-            "must be none, selective, norms, activations, experts, expert_inputs, full_except_core, full",
-        ),
-        ({"loss_chunk": 0}, ParallelPlanError, "loss_chunk must be a whole number of at least 1"),
-        ({"loss_chunk": "never"}, ParallelPlanError, "auto, forward or None: it is 'never'"),
-        ({"cuda_graphs": "parts"}, ParallelPlanError, "cuda_graphs must be segments, full"),
-        (
-            {"cuda_graphs": {"mode": "segments", "warmup_steps": 0}},
-            ParallelPlanError,
-            "cuda_graphs.warmup_steps must be a whole number of at least 1",
-        ),
-    ],
-)
-def test_invalid_arguments_are_refused_by_the_constructor(
-    arguments: Any, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        MegatronStrategy(**arguments)
+#: Arguments that the constructor refuses, and what the error says.
+INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"cp_transport": "ring"}, ParallelPlanError, "needs cp above 1"),
+    ({"cp": 2, "cp_transport": "bus"}, ParallelPlanError, "it is 'bus'"),
+    ({"cp_groups": "documents"}, ParallelPlanError, r"cp \(1\) must be a power of two.*Use 2"),
+    ({"cp": 6, "cp_groups": "documents"}, ParallelPlanError, "Use 4 or 8. Or leave cp_groups"),
+    ({"cp": 2, "cp_groups": "rows"}, ParallelPlanError, "it is 'rows'"),
+    ({"cp": 4, "cp_groups": "documents", "cp_transport": "hierarchical"}, UnsupportedError, "cannot be used with cp_transport"),
+    ({"cp": 4, "cp_groups": "documents", "cuda_graphs": "segments"}, UnsupportedError, "cannot be used with cuda_graphs"),
+    ({"ep": 0}, ParallelPlanError, "ep must be a whole number of at least 1: it is 0"),
+    ({"expert_transport": "pigeons"}, ParallelPlanError, "it is 'pigeons'"),
+    ({"tp": 0}, ParallelPlanError, "tp"),
+    ({"order": "tp-xp"}, ParallelPlanError, "'xp'"),
+    ({"order": "tp-tp"}, ParallelPlanError, "at most once"),
+    ({"vpp": 2}, ParallelPlanError, "needs pp above 1"),
+    ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, ParallelPlanError, "must be 'interleaved'"),
+    ({"pp": 2, "schedule": "interleaved"}, ParallelPlanError, "needs vpp above 1"),
+    ({"pp": 2, "stage_layers": [1, 2, 3]}, ParallelPlanError, "it names 3 of them"),
+    ({"pp": 2, "stage_layers": "Et|t,m|L"}, UnsupportedError, "'m' at position 6"),
+    ({"pp": 2, "vpp": 2, "schedule": "zb-h2"}, ParallelPlanError, "must be 'interleaved'"),
+    ({"pp": 2, "schedule": "zb-v"}, ParallelPlanError, "pp is 2, vpp is 1.*with vpp=2"),
+    ({"pp": 4, "vpp": 3, "schedule": "zb-v"}, ParallelPlanError, "pp is 4, vpp is 3"),
+    ({"vpp": 2, "schedule": "dualpipe-v"}, ParallelPlanError, "pp is 1, vpp is 2"),
+    ({"schedule": "zigzag"}, ParallelPlanError, "it is 'zigzag'.*cannot name a function"),
+    ({"schedule": 3}, ParallelPlanError, "it is 3, of type int"),
+    ({"schedule": "no/such.csv"}, ParallelPlanError, "no/such.csv cannot be read"),
+    ({"pp": 2, "schedule": print, "microbatch_group_size": 2}, ParallelPlanError, "must be None with a custom schedule .print."),
+    *(({"microbatch_size": size}, ParallelPlanError, "at least 1, batch or None") for size in (0, True, 1.5, "all", -1)),
+    ({"sequence_parallel": True}, ParallelPlanError, "needs tp above 1"),
+    ({"overlap_tensor_parallel": True}, ParallelPlanError, "needs tp above 1 and sequence_parallel: tp is 1"),
+    ({"tp": 2, "sequence_parallel": False, "overlap_tensor_parallel": True}, ParallelPlanError, "sequence_parallel False"),
+    ({"zero": 0, "optimizer_slices": "elements"}, ParallelPlanError, "optimizer_slices .'elements'. needs zero=1"),
+    ({"recompute": "some"}, ParallelPlanError, "must be none, selective, norms"),
+    ({"loss_chunk": 0}, ParallelPlanError, "loss_chunk must be a whole number of at least 1"),
+    ({"loss_chunk": "never"}, ParallelPlanError, "auto, forward or None: it is 'never'"),
+    ({"cuda_graphs": "parts"}, ParallelPlanError, "cuda_graphs must be segments, full"),
+    ({"cuda_graphs": {"mode": "segments", "warmup_steps": 0}}, ParallelPlanError, "cuda_graphs.warmup_steps must be"),
+]  # fmt: skip
+#: Callbacks, an argument that they refuse, and what they accept.
+INVALID_OF_CALLBACKS: list[tuple[Any, str, Any, str]] = [
+    (MemoryReport, "after_steps", "2", "a whole number of at least 1"),
+    (MemoryReport, "after_steps", 0, "a whole number of at least 1"),
+    (TokensProgressBar, "refresh_rate", 1.5, "a whole number of at least 0"),
+    (LossCurve, "train", None, "text"),
+    (ExpertLoad, "per_expert", 1, "True or False"),
+    (ExpertLoad, "filename", float("nan"), "text"),
+]
+
+
+def test_invalid_arguments_are_refused_by_constructors() -> None:
+    for arguments, error, words in INVALID:
+        with pytest.raises(error, match=words):
+            MegatronStrategy(**arguments)
+    for callback, name, value, legal in INVALID_OF_CALLBACKS:
+        with pytest.raises(ParallelPlanError, match=f"{name} must be {legal}: it is"):
+            callback(**{name: value})
 
 
 def without_ranges(kind: Any) -> Any:
@@ -217,26 +179,22 @@ def test_every_argument_reaches_the_options() -> None:
     assert {name: options[name] for name in changed} == changed
 
 
-def test_sizes_that_do_not_divide_the_world_size_are_refused_by_the_trainer() -> None:
-    with pytest.raises(
-        ParallelPlanError, match="world_size .4. must be a multiple of tp x cp x pp"
+def test_what_the_trainer_cannot_run_is_refused() -> None:
+    for devices, layout, error, words, options in (
+        (4, {"tp": 3}, ParallelPlanError, "world_size .4. must be a multiple of tp x cp x pp", {}),
+        (
+            2,
+            {"process_group_backend": "nccl"},
+            UnsupportedError,
+            "'nccl' needs GPUs, .* is cpu",
+            {},
+        ),
+        (1, {}, UnsupportedError, "CheckpointIO plugin", {"plugins": [AsyncCheckpointIO()]}),
+        (1, {}, UnsupportedError, "sync_batchnorm", {"sync_batchnorm": True}),
     ):
-        trainer(4, MegatronStrategy(tp=3))
-
-
-def test_nccl_without_gpus_is_refused_by_the_trainer() -> None:
-    with pytest.raises(UnsupportedError, match="'nccl' needs GPUs, .* the Trainer's device is cpu"):
-        trainer(2, MegatronStrategy(process_group_backend="nccl"))
-
-
-def test_checkpoint_io_plugins_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="CheckpointIO plugin"):
-        trainer(1, MegatronStrategy(), plugins=[AsyncCheckpointIO()])
-
-
-def test_synchronised_batch_norm_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="sync_batchnorm"):
-        trainer(1, MegatronStrategy(), sync_batchnorm=True)
+        strategy = MegatronStrategy(**layout)  # type: ignore[arg-type]
+        with pytest.raises(error, match=words):
+            trainer(devices, strategy, **options)
 
 
 def test_strategy_is_registered_as_megatron() -> None:
@@ -245,10 +203,19 @@ def test_strategy_is_registered_as_megatron() -> None:
     MegatronStrategy.register_strategies(StrategyRegistry)
 
 
-def test_sequence_parallel_defaults_to_on_with_tp_above_1() -> None:
+def test_defaults_follow_other_options() -> None:
     assert MegatronStrategy(tp=2).options.shards_sequence
     assert not MegatronStrategy().options.shards_sequence
     assert not MegatronStrategy(tp=2, sequence_parallel=False).options.shards_sequence
+    assert MegatronStrategy(pp=2).options.schedule_name == "1f1b"
+    assert MegatronStrategy(pp=2, vpp=2).options.schedule_name == "interleaved"
+    delta = MegatronStrategy(timeout=60).options.timeout_delta
+    assert delta is not None
+    assert delta.total_seconds() == 60
+    for size in (None, "batch", 3):
+        options = MegatronStrategy(pp=2, microbatch_size=size).options  # type: ignore[arg-type]
+        rule = options.microbatches(ParallelLayout(2, pp=2))
+        assert (rule.is_whole, rule.is_chosen) == (size == "batch", size is None)
 
 
 def test_overlap_tensor_parallel_without_effect_is_reported() -> None:
@@ -288,11 +255,6 @@ def test_ranks_that_share_memory_must_be_on_one_host(
         return
     with pytest.raises(ParallelPlanError, match=re.escape(f"ranks {spanning_ranks} are not")):
         check_hosts(options, layout, ranks_per_host)
-
-
-def test_schedule_defaults_to_interleaved_with_vpp_above_1() -> None:
-    assert MegatronStrategy(pp=2).options.schedule_name == "1f1b"
-    assert MegatronStrategy(pp=2, vpp=2).options.schedule_name == "interleaved"
 
 
 def test_layout_places_chunks_in_the_shape_of_the_schedule() -> None:
@@ -347,47 +309,3 @@ def test_batches_that_a_schedule_file_cannot_order_are_refused(
         check_batch_size(4, options, layout)
     with pytest.raises(ParallelPlanError, match="6 samples, which are 3.*Use drop_last=True"):
         check_last_batch(6, options, layout)
-
-
-@pytest.mark.parametrize("timeout", [60, 60.0])
-def test_timeout_is_in_seconds(timeout: float) -> None:
-    delta = MegatronStrategy(timeout=timeout).options.timeout_delta
-    assert delta is not None
-    assert delta.total_seconds() == 60
-
-
-@pytest.mark.parametrize("size", [None, "batch", 3])
-def test_microbatch_size_is_a_number_the_batch_or_chosen_by_the_strategy(size: Any) -> None:
-    rule = MegatronStrategy(pp=2, microbatch_size=size).options.microbatches(
-        ParallelLayout(2, pp=2)
-    )
-    assert (rule.is_whole, rule.is_chosen) == (size == "batch", size is None)
-
-
-@pytest.mark.parametrize("size", [True, 1.5, "all", -1])
-def test_invalid_microbatch_sizes_are_refused(size: Any) -> None:
-    with pytest.raises(
-        ParallelPlanError,
-        match=r"microbatch_size must be a whole number of at least 1, batch or None",
-    ):
-        MegatronStrategy(microbatch_size=size)
-
-
-@pytest.mark.parametrize(
-    ("callback", "name", "value", "legal"),
-    [
-        (MemoryReport, "after_steps", "2", "a whole number of at least 1"),
-        (MemoryReport, "after_steps", 0, "a whole number of at least 1"),
-        (TokensProgressBar, "refresh_rate", 1.5, "a whole number of at least 0"),
-        (TokensProgressBar, "refresh_rate", -1, "a whole number of at least 0"),
-        (LossCurve, "train", None, "text"),
-        (LossCurve, "filename", ["loss.png"], "text"),
-        (ExpertLoad, "per_expert", 1, "True or False"),
-        (ExpertLoad, "filename", float("nan"), "text"),
-    ],
-)
-def test_invalid_arguments_of_callbacks_are_refused(
-    callback: Any, name: str, value: Any, legal: str
-) -> None:
-    with pytest.raises(ParallelPlanError, match=f"{name} must be {legal}: it is"):
-        callback(**{name: value})

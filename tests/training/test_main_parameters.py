@@ -18,8 +18,8 @@ from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shar
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.training import DistributedOptimizerConfig, MainParameters
 from lightning_megatron.training.shard_granularity import check_granularity, finest_granularity
-from tests.strategy.hook_cases import Lookahead, SharpnessAware
 from tests.training.runs import Run, single
+from tests.worlds.test_hooks import Lookahead, SharpnessAware
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),

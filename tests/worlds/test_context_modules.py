@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -18,13 +18,13 @@ from lightning_megatron import (
     GPT,
     BERTPretraining,
     GPTConfig,
-    MegatronStrategy,
     ParallelPlanError,
     UnsupportedError,
     position_wise,
 )
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig
+from tests.fits import Job, trainer_of
 from tests.world import run_world
 
 SIZES = {"vocab_size": 32, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
@@ -82,68 +82,40 @@ def replaced_mlp(part: nn.Module) -> GPT:
     return model
 
 
+OTHER = "is not a language model of a supported family"
 REFUSED: dict[str, tuple[Any, str]] = {
-    "attention of torch": (
-        lambda: {"mix": nn.MultiheadAttention(16, 2)},
-        "'mix' (MultiheadAttention) attends to all positions",
-    ),
+    "attention of torch": (lambda: {"mix": nn.MultiheadAttention(16, 2)}, "'mix' (MultiheadAttention) attends to all"),
     "encoder of torch": (
-        lambda: {
-            "mix": nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1)
-        },
+        lambda: {"mix": nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1)},
         "'mix.layers.0' (TransformerEncoderLayer) attends to all positions",
     ),
-    "convolution": (
-        lambda: {"mix": nn.Conv1d(16, 16, 3)},
-        "'mix' (Conv1d) reads neighbouring positions",
-    ),
-    "recurrence": (
-        lambda: {"mix": nn.LSTM(16, 16)},
-        "'mix' (LSTM) carries a state from position to position",
-    ),
-    "pooling": (
-        lambda: {"mix": nn.AdaptiveAvgPool1d(1)},
-        "'mix' (AdaptiveAvgPool1d) pools over positions",
-    ),
-    "statistics": (
-        lambda: {"mix": nn.BatchNorm1d(16)},
-        "'mix' (BatchNorm1d) takes statistics over positions",
-    ),
-    "own attention": (
-        lambda: {"mix": OwnAttention()},
-        "'mix' (OwnAttention) calls scaled_dot_product_attention",
-    ),
+    "convolution": (lambda: {"mix": nn.Conv1d(16, 16, 3)}, "'mix' (Conv1d) reads neighbouring positions"),
+    "recurrence": (lambda: {"mix": nn.LSTM(16, 16)}, "'mix' (LSTM) carries a state from position to position"),
+    "pooling": (lambda: {"mix": nn.AdaptiveAvgPool1d(1)}, "'mix' (AdaptiveAvgPool1d) pools over positions"),
+    "statistics": (lambda: {"mix": nn.BatchNorm1d(16)}, "'mix' (BatchNorm1d) takes statistics over positions"),
+    "own attention": (lambda: {"mix": OwnAttention()}, "'mix' (OwnAttention) calls scaled_dot_product_attention"),
     "no mixing at all": (lambda: {"mix": nn.Linear(16, 16)}, "Plain has none."),
     "other architecture": (
-        lambda: {"model": hugging_face("OPTForCausalLM", ffn_dim=16, word_embed_proj_dim=16)},
-        "'model' (OPTForCausalLM) is not a language model of a supported family",
+        lambda: {"model": hugging_face("OPTForCausalLM", ffn_dim=16, word_embed_proj_dim=16)}, f"(OPTForCausalLM) {OTHER}",
     ),
-    "other head": (
-        lambda: {"model": hugging_face("LlamaForSequenceClassification")},
-        "'model' (LlamaForSequenceClassification) is not a language model of a supported family",
-    ),
+    "other head": (lambda: {"model": hugging_face("LlamaForSequenceClassification")}, OTHER),
     "setting": (
         lambda: {"model": hugging_face("LlamaForCausalLM", hidden_act="quick_gelu")},
         "'model' (LlamaForCausalLM) has a setting that its family does not support",
     ),
-    "other head of an encoder": (
-        lambda: {"model": hugging_face("BertForNextSentencePrediction")},
-        "'model' (BertForNextSentencePrediction) is not a language model of a supported family",
-    ),
+    "other head of an encoder": (lambda: {"model": hugging_face("BertForNextSentencePrediction")}, OTHER),
     "attention inside an encoder": (
         lambda: {"model": decoder(), "other": encoder(OwnAttention())},
         "'other.layers.1.mlp' (OwnAttention) calls scaled_dot_product_attention",
     ),
     "attention inside a decoder": (
-        lambda: {"model": replaced_mlp(OwnAttention())},
-        "'model.layers.1.mlp' (OwnAttention) calls scaled_dot_product_attention",
+        lambda: {"model": replaced_mlp(OwnAttention())}, "'model.layers.1.mlp' (OwnAttention) calls scaled_dot_product",
     ),
     "unknown code inside a decoder": (
         lambda: {"model": replaced_mlp(nn.Sequential(Gate()))},
-        "'model.layers.1.mlp.0' (Gate) has code of its own. Declare it with "
-        "lightning_megatron.position_wise",
+        "'model.layers.1.mlp.0' (Gate) has code of its own. Declare it with lightning_megatron.position_wise",
     ),
-}
+}  # fmt: skip
 
 
 class Gate(nn.Module):
@@ -157,12 +129,9 @@ class Gate(nn.Module):
         return hidden * self.gate(hidden).sigmoid()
 
 
-def trainer(devices: int, strategy: MegatronStrategy, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        **options,
-    )  # fmt: skip
+def trainer(devices: int, layout: dict[str, Any], **options: Any) -> Trainer:
+    options = {"gradient_clip_val": None, **options}
+    return trainer_of(Job(strategy=layout, steps=-1, trainer=options), devices)
 
 
 @pytest.fixture
@@ -180,7 +149,7 @@ def test_modules_that_cannot_be_split_by_positions_are_refused_before_a_launch(c
     make, message = REFUSED[case]
     module = Plain(**make())
     with pytest.raises(UnsupportedError) as caught:
-        trainer(2, MegatronStrategy(cp=2), max_steps=1).fit(module, DataLoader(ROWS))
+        trainer(2, {"cp": 2}, max_steps=1).fit(module, DataLoader(ROWS))
     assert message in str(caught.value)
     assert "cp (2)" in str(caught.value)
     assert "se cp=1" in str(caught.value), "the remedy"
@@ -198,9 +167,8 @@ def test_berts_that_cannot_be_split_by_positions_are_refused_before_a_launch() -
         ),
     ):
         module = BERTPretraining(EncoderConfig(**ENCODER | changes))
-        strategy = MegatronStrategy(**options)
         with pytest.raises((ParallelPlanError, UnsupportedError), match=message):
-            trainer(8, strategy, max_steps=1).fit(module, DataLoader(ROWS))
+            trainer(8, options, max_steps=1).fit(module, DataLoader(ROWS))
 
 
 class MixesAroundDecoder(LightningModule):
@@ -256,38 +224,16 @@ class WronglyDeclared(OwnAttention):
 
 
 def train(inner: nn.Module, devices: int, **layout: Any) -> tuple[list[float], list[Tensor]]:
-    seed_everything(3, verbose=False)
+    runner = trainer(devices, {"microbatch_size": "batch", **layout}, max_steps=2)
     torch.manual_seed(4)
     module = MixesAroundDecoder(inner)
-    strategy = MegatronStrategy(microbatch_size="batch", **layout)
-    fit_trainer = trainer(devices, strategy, precision="64-true", max_steps=3)
-    fit_trainer.fit(module, DataLoader(ROWS[:, :9], batch_size=4))
+    runner.fit(module, DataLoader(ROWS[:, :9], batch_size=4))
     return module.losses, [p.detach().clone() for p in module.parameters()]
 
 
-def train_on_four_ranks(rank: int, size: int) -> tuple[list[Any], str]:
-    results = []
-    for layout in ({"cp": 4}, {"cp": 2, "tp": 2, "sequence_parallel": False}):
-        torch.manual_seed(2)
-        results.append(train(DeclaredGate(), size, **layout))
-    with pytest.raises(UnsupportedError) as caught:
-        train(WronglyDeclared(), size, cp=4)
-    with pytest.raises(UnsupportedError, match="lightning_megatron.position_wise"):
-        train(Gate(), size, cp=4)
-    return results, str(caught.value)
-
-
-def test_modules_around_a_decoder_compute_on_full_sequences() -> None:
+def declared(devices: int, **layout: Any) -> tuple[list[float], list[Tensor]]:
     torch.manual_seed(2)
-    expected_losses, expected_weights = train(DeclaredGate(), 1)
-    for results, refusal in run_world(train_on_four_ranks, 4):
-        for actual_losses, _ in results:
-            assert actual_losses == pytest.approx(expected_losses, rel=1e-12)
-        # With tp a rank holds parts of the weights.
-        for actual, expected in zip(results[0][1], expected_weights, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-        assert "the result of 'layers.1.mlp' (WronglyDeclared) for" in refusal
-    assert len(set(expected_losses)) == 3
+    return train(DeclaredGate(), devices, **layout)
 
 
 class SentenceClassifier(LightningModule):
@@ -329,33 +275,53 @@ def make_sentence_loader() -> DataLoader:
 
 def classify(devices: int, **layout: Any) -> list[float]:
     module = SentenceClassifier()
-    strategy = MegatronStrategy(microbatch_size=2, **layout)
-    fit_trainer = trainer(devices, strategy, precision="64-true", max_epochs=2)
-    fit_trainer.fit(module, make_sentence_loader())
+    runner = trainer(devices, layout, max_epochs=1)
+    runner.fit(module, make_sentence_loader())
     return module.losses
 
 
-def classify_on_four_ranks(rank: int, size: int) -> list[list[float]]:
-    return [
-        classify(size, **layout)
-        for layout in (
-            {"cp": 4, "cp_transport": "ring"},
-            {"cp": 2, "tp": 2},
-            {"cp": 2, "pp": 2, "cp_transport": "all_gather"},
-        )
-    ]
+def four_ranks(rank: int, size: int) -> tuple[list[Any], list[list[float]], str]:
+    layouts: tuple[dict[str, Any], ...] = (
+        {"cp": 4, "cp_transport": "ring"},
+        {"cp": 2, "tp": 2},
+        {"cp": 2, "pp": 2, "cp_transport": "all_gather"},
+    )
+    classified = [classify(size, **layout) for layout in layouts]
+    mixed = [declared(size, cp=4), declared(size, cp=2, tp=2, sequence_parallel=False)]
+    with pytest.raises(UnsupportedError, match="lightning_megatron.position_wise"):
+        train(Gate(), size, cp=4)
+    with pytest.raises(UnsupportedError) as caught:
+        train(WronglyDeclared(), size, cp=4)
+    return mixed, classified, str(caught.value)
 
 
-def test_an_unchanged_hugging_face_encoder_matches_a_plain_training_loop() -> None:
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[list[Any], list[list[float]], str]]:
+    return run_world(four_ranks, 4)
+
+
+def test_modules_around_a_decoder_compute_on_full_sequences(ranks: list[Any]) -> None:
+    losses, weights = declared(1)
+    for mixed, _, refusal in ranks:
+        for actual, _ in mixed:
+            assert actual == pytest.approx(losses, rel=1e-12)
+        # With tp a rank holds parts of the weights.
+        for actual, expected in zip(mixed[0][1], weights, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+        assert "the result of 'layers.1.mlp' (WronglyDeclared) for" in refusal
+    assert len(set(losses)) == 2
+
+
+def test_an_unchanged_hugging_face_encoder_matches_a_plain_training_loop(ranks: list[Any]) -> None:
     module = SentenceClassifier().double()
     optimizer: Any = module.configure_optimizers()
     losses = []
-    for batch in [*make_sentence_loader(), *make_sentence_loader()]:
+    for batch in make_sentence_loader():
         optimizer.zero_grad()
         loss = module.model(**batch).loss
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    assert len(set(losses)) == 6
-    for actual in run_world(classify_on_four_ranks, 4):
-        assert actual == [pytest.approx(losses, rel=0, abs=1e-10)] * 3
+    assert len(set(losses)) == 3
+    for _, classified, _ in ranks:
+        assert classified == [pytest.approx(losses, rel=0, abs=1e-10)] * 3

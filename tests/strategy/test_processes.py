@@ -1,9 +1,11 @@
-"""A rank that raises ends the job, and its traceback is printed first."""
+"""Processes of a job: the launcher's variables, the port of its store, failures, and what is left.
+
+No process of a training is started here.
+"""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -12,82 +14,218 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import (
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+from torch.utils.data import DataLoader, RandomSampler
 
+from lightning_megatron import MegatronStrategy, UnsupportedError
+from lightning_megatron.groups.agent_store import open_store
 from lightning_megatron.strategy.process import children as children_module
-from lightning_megatron.strategy.process import parent_watch
 from lightning_megatron.strategy.process.children import ChildProcesses
+from lightning_megatron.strategy.process.dataloaders import seed_dataloader
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.job_folder import JobFolder
+from lightning_megatron.strategy.process.launcher import MegatronLauncher
 from lightning_megatron.strategy.process.parent_watch import (
     LAUNCHER,
     launcher_is_gone,
     launcher_mark,
 )
 from lightning_megatron.strategy.process.rank_status import start_time_of
-from tests.strategy.scripts import ROOT, run_script
-from tests.sweeps import chosen
+from lightning_megatron.strategy.process.reserved_port import ReservedPort
 
+TIMEOUT = timedelta(seconds=30)
 #: What a launcher does outside of a run when a process ends.
 NOTE_EXIT = FailureWatch(0).note_exit
 
+# ---- ranks
 
-@pytest.mark.parametrize(
-    ("kind", "rank"),
-    chosen(
-        [("raise", 3), ("raise", 1), ("hang", 1), ("teardown", 1)],
-        ("raise", 1),
-        ("hang", 1),
-        ("teardown", 1),
-    ),
-)
-def test_a_failing_rank_ends_the_job_with_its_traceback_first(
-    kind: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    result = run_script("run_failure", kind, str(rank), timeout=120)
-    assert result.returncode == 1
-    assert not list(tmp_path.glob("lightning_megatron*"))
-    error_position = result.stderr.index("ArithmeticError: the third batch is bad")
-    assert (
-        f"[rank {rank}] failed; the other ranks will be stopped." in result.stderr[:error_position]
+
+def strategy_of(devices: int, num_nodes: int = 1, **sizes: Any) -> MegatronStrategy:
+    strategy = MegatronStrategy(**sizes)
+    Trainer(
+        accelerator="cpu", devices=devices, num_nodes=num_nodes, strategy=strategy, logger=False
     )
-    assert result.stderr.count("Traceback (most recent call last)") == 1
-    later_positions = [
-        match.start() for match in re.finditer(r"\[rank \d\] (stops|waits)", result.stderr)
-    ]
-    # Ranks that hang may be stopped before they print anything, and no rank waits for the last hook
-    # of another rank.
-    assert later_positions or kind != "raise"
-    assert all(position > error_position for position in later_positions)
+    return strategy
+
+
+SLURM = {
+    "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_PROCID": "6", "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1", "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "node[3-4]",
+}  # fmt: skip
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "run", "RANK": "3", "LOCAL_RANK": "3", "GROUP_RANK": "0", "WORLD_SIZE": "4",
+    "MASTER_ADDR": "localhost", "MASTER_PORT": "1234",
+}  # fmt: skip
+
+
+def test_variables_of_launchers_determine_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        for name, value in SLURM.items():
+            patch.setenv(name, value)
+        strategy = strategy_of(4, num_nodes=2, tp=2, pp=2)
+        environment: Any = strategy.cluster_environment
+        assert isinstance(environment, SLURMEnvironment)
+        assert (strategy.global_rank, strategy.local_rank, strategy.node_rank) == (6, 2, 1)
+        assert strategy.world_size == 8
+        assert environment.main_address == "node3"
+        assert strategy.layout.coordinates(6) == {"tp": 0, "cp": 0, "dp": 1, "pp": 1}
+        assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
+        assert not strategy.is_global_zero
+    with monkeypatch.context() as patch:
+        for name, value in TORCHRUN.items():
+            patch.setenv(name, value)
+        strategy = strategy_of(4, tp=2)
+        assert isinstance(strategy.cluster_environment, TorchElasticEnvironment)
+        assert strategy.global_rank == 3
+        assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
+    strategy = strategy_of(4, tp=2, pp=2)
+    assert isinstance(strategy.cluster_environment, LightningEnvironment)
+    assert isinstance(strategy.launcher, MegatronLauncher)
+    assert not strategy.cluster_environment.creates_processes_externally
+    assert (strategy.num_processes, strategy.num_nodes) == (4, 1)
+    assert strategy.root_device == torch.device("cpu")
+    assert strategy.is_distributed
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    chosen(
-        [
-            ("os_exit", "ended with exit code 7 and without an error message"),
-            ("sys_exit", r"left the run by SystemExit\(0\) at .*run_failure.py:\d+"),
-            ("sigsegv", "was ended by SIGSEGV"),
-            ("interrupt", r"left the run by KeyboardInterrupt\(\) at .*run_failure.py:\d+"),
-        ],
-        ("os_exit", "ended with exit code 7 and without an error message"),
-        ("sys_exit", r"left the run by SystemExit\(0\) at .*run_failure.py:\d+"),
-    ),
+    ("program", "source"), [("-c", "python -c"), ("-", "standard input"), ("", "standard input")]
 )
-def test_a_rank_that_ends_by_itself_is_named_before_the_ranks_that_miss_it(
-    kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_programs_without_a_file_are_refused_before_processes_start(
+    program: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    result = run_script("run_failure", kind, "1", timeout=120)
-    assert result.returncode != 0
-    reports = re.findall(r"^\[rank \d\].*", result.stderr, re.MULTILINE)
-    assert re.fullmatch(rf"\[rank 1\] {how}; the other ranks will be stopped\.", reports[0])
-    assert all(report.startswith("[rank 0] stops after rank 1 failed") for report in reports[1:])
-    assert not list(tmp_path.glob("lightning_megatron*"))
+    monkeypatch.setattr(sys, "argv", [program])
+    launcher = strategy_of(2, tp=2).launcher
+    assert isinstance(launcher, MegatronLauncher)
+    monkeypatch.setattr(launcher, "_check", lambda arguments: None)
+    with pytest.raises(UnsupportedError, match=f"must be a file, .*: it comes from {source}"):
+        launcher.launch(lambda: None)
+
+
+def test_launched_processes_get_the_process_id_of_their_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[dict[str, str]] = []
+
+    class Process:
+        def __init__(self, command: Any, env: dict[str, str], cwd: Any) -> None:
+            started.append(env)
+
+    monkeypatch.setattr("subprocess.Popen", Process)
+    launcher = strategy_of(3, tp=3).launcher
+    assert isinstance(launcher, MegatronLauncher)
+    launcher._call_children_scripts()
+    assert [env["LOCAL_RANK"] for env in started] == ["1", "2"]
+    assert all(env[LAUNCHER].split()[0] == str(os.getpid()) for env in started)
+
+
+def test_seeds_of_data_loaders_depend_on_the_data_rank_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(os.environ, "PL_SEED_WORKERS", "1")
+    strategy = strategy_of(4, tp=2)
+    draws = []
+    for rank in range(4):
+        strategy.cluster_environment.set_global_rank(rank)  # type: ignore[union-attr]
+        prepared: Any = strategy.process_dataloader(DataLoader(range(4), shuffle=True))
+        draws.append((prepared.generator.initial_seed(), prepared.worker_init_fn.keywords["rank"]))
+        assert prepared.sampler.generator.initial_seed() not in dict(draws)
+    assert draws[0] == draws[1] != draws[2] == draws[3]
+
+
+def test_samplers_that_users_divide_have_one_order_on_all_data_ranks() -> None:
+    loaders = [DataLoader(range(32), sampler=RandomSampler(range(32))) for _ in range(3)]
+    for loader, seed, data_rank in zip(loaders, (1, 1, 2), (0, 1, 0), strict=True):
+        seed_dataloader(loader, seed, data_rank)
+    first, second, reseeded = (list(loader.sampler) for loader in loaders)
+    assert first == second != reseeded
+    own, other, _ = (loader.generator.initial_seed() for loader in loaders)
+    assert own != other
+
+
+# ---- the port of the store
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> LightningEnvironment:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    return LightningEnvironment()
+
+
+def test_rank_that_connects_first_waits_for_the_store_on_the_reserved_port(
+    environment: LightningEnvironment,
+) -> None:
+    reserved = ReservedPort()
+    reserved.hold(environment)
+    port = environment.main_port
+    with pytest.raises(OSError, match="in use"), socket.socket() as other_socket:
+        other_socket.bind(("127.0.0.1", port))
+
+    stores: list[dist.Store] = []
+
+    def connect() -> None:
+        stores.append(open_store("127.0.0.1", port, 1, 2, TIMEOUT, use_agent_store=False))
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    store = open_store(
+        "127.0.0.1", port, 0, 2, TIMEOUT, use_agent_store=False, listener=reserved.detach()
+    )
+    thread.join(timeout=30)
+    store.set("key", "value")
+    assert stores[0].get("key") == b"value"
+    assert reserved.detach() is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_ranks_that_meet_at_a_loopback_address_are_not_reachable_from_outside(
+    address: str, environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    reserved = ReservedPort()
+    reserved.hold(environment)
+    descriptor = reserved.detach()
+    assert descriptor is not None
+    with socket.socket(fileno=descriptor) as held:
+        bound = ip_address(held.getsockname()[0])
+    assert bound.is_loopback == (address != "0.0.0.0")
+
+
+def test_port_in_use_is_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("", 0)) as other_socket:
+        port = other_socket.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(UnsupportedError, match=f"port {port} cannot be used .*MASTER_PORT"):
+            ReservedPort().hold(LightningEnvironment())
+
+
+def test_port_is_free_after_its_release(environment: LightningEnvironment) -> None:
+    reserved = ReservedPort()
+    reserved.hold(environment)
+    reserved.release()
+    assert reserved.detach() is None
+    second = ReservedPort()
+    second.hold(environment)
+    second.release()
+    with socket.create_server(("", environment.main_port)) as other_socket:
+        assert other_socket.getsockname()[1] == environment.main_port
+
+
+# ---- failures
 
 
 def test_the_first_failing_rank_prints_its_traceback_and_later_ranks_refer_to_it(
@@ -134,105 +272,7 @@ def test_keyboard_interrupts_and_system_exits_are_not_failures(
     assert not capsys.readouterr().err
 
 
-def processes_with(argument: str) -> list[str]:
-    """List the processes that were started with an argument."""
-    return [
-        path.parent.name
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if has_argument(path, argument)
-    ]
-
-
-def has_argument(path: Path, argument: str) -> bool:
-    try:
-        return argument in path.read_text(errors="replace")
-    except OSError:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"still not so after {seconds} seconds"
-        time.sleep(0.2)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the list of processes from /proc")
-@pytest.mark.parametrize(
-    ("launcher", "number"),
-    chosen(
-        [("own", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("own", signal.SIGINT)],
-        ("own", signal.SIGKILL),
-        ("own", signal.SIGINT),
-    ),
-)
-def test_launched_ranks_end_after_the_process_that_launched_them(
-    launcher: str, number: signal.Signals, tmp_path: Path
-) -> None:
-    marker = f"marker-{launcher}-{number.name}-{os.getpid()}"
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        if launcher == "torchrun"
-        else []
-    )
-    with subprocess.Popen(
-        [sys.executable, *torchrun, "-m", "tests.strategy.run_failure", "hang", "-1", marker],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        for _ in range(2 if torchrun else 1):
-            while "waits forever" not in process.stderr.readline():
-                assert process.poll() is None
-        process.send_signal(number)
-        process.wait()
-        killed = time.monotonic()
-        wait_until(lambda: not processes_with(marker), 30)
-        # An idle machine needs less than a second.
-        assert time.monotonic() - killed < 5
-    assert not list(tmp_path.glob("lightning_megatron*"))
-
-
-HUNG_WORKER = """
-import time, torch
-from torch.utils.data import DataLoader, Dataset
-from lightning_megatron.strategy.process.dataloaders import seed_dataloader
-
-class Hangs(Dataset):
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        time.sleep(600 * index)
-        return torch.zeros(3)
-
-batches = iter(seed_dataloader(DataLoader(Hangs(), num_workers=1), 0, 0))
-next(batches)
-print("hangs", flush=True)
-next(batches)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the list of processes from /proc")
-def test_a_data_worker_that_hangs_ends_with_its_rank_and_leaves_no_files(tmp_path: Path) -> None:
-    marker = f"marker-worker-{os.getpid()}"
-    with subprocess.Popen(
-        [sys.executable, "-c", HUNG_WORKER, marker],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "hangs\n"
-        assert len(processes_with(marker)) == 2
-        assert list(tmp_path.glob("pymp-*"))
-        process.kill()
-        process.wait()
-        wait_until(lambda: not processes_with(marker), 60)
-    assert not list(tmp_path.glob("pymp-*"))
+# ---- launched processes and files
 
 
 def start(code: str) -> subprocess.Popen:
@@ -258,7 +298,6 @@ def test_a_script_that_raises_stops_launched_processes_that_do_not_end(
 ) -> None:
     monkeypatch.setattr(sys, "last_value", ValueError("after the fit"), raising=False)
     monkeypatch.setattr(children_module, "_GRACE_SECONDS", 0.2)
-    begun = time.monotonic()
     ended: list[int] = []
     processes = [start(code) for code in ("", "import time; time.sleep(60)")]
 
@@ -269,27 +308,20 @@ def test_a_script_that_raises_stops_launched_processes_that_do_not_end(
     with pytest.raises(SystemExit):
         ChildProcesses(processes, 1, end, NOTE_EXIT)._wait()
     assert processes[1].wait() == -signal.SIGKILL
-    assert time.monotonic() - begun < 30
     assert ended == [1]
     expected = "rank 2 did not end within 0.2 s after the script of rank 0 and will be stopped."
     assert expected in capsys.readouterr().err
 
 
-def test_a_launched_process_that_succeeds_does_not_end_its_launcher() -> None:
+def test_launched_processes_that_succeed_or_are_forgotten_do_not_end_their_launcher() -> None:
     ended: list[int] = []
-    processes = [start("import time; time.sleep(0.2)")]
-    ChildProcesses(processes, 1, ended.append, NOTE_EXIT)._wait()
-    assert processes[0].returncode == 0
-    assert not ended
-
-
-def test_a_launched_process_that_the_launcher_kills_is_not_a_failure() -> None:
-    ended: list[int] = []
-    processes = [start("import time; time.sleep(60)")]
-    children = ChildProcesses(processes, 1, ended.append, NOTE_EXIT)
+    succeeds, forgotten = start(""), start("import time; time.sleep(60)")
+    ChildProcesses([succeeds], 1, ended.append, NOTE_EXIT)._wait()
+    assert succeeds.returncode == 0
+    children = ChildProcesses([forgotten], 1, ended.append, NOTE_EXIT)
     children.forget()
-    processes[0].kill()
-    processes[0].wait()
+    forgotten.kill()
+    forgotten.wait()
     children._wait()
     assert not ended
 
@@ -307,23 +339,6 @@ def test_a_rank_detects_that_its_launcher_is_gone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("os.getppid", lambda: 1)
     assert [is_gone() for is_gone in checks] == [True, True]  # type: ignore[misc]
     assert launcher_is_gone({"TORCHELASTIC_RUN_ID": "x"}) is None
-
-
-def test_the_watch_of_a_launcher_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Owner:
-        def end(self) -> None:
-            """End nothing: the launcher lives."""
-
-    monkeypatch.setattr(parent_watch, "launcher_is_gone", lambda environment: lambda: False)
-    before = set(threading.enumerate())
-    owner = Owner()
-    parent_watch.watch_launcher(owner.end)
-    (thread,) = set(threading.enumerate()) - before
-    thread.join(0.5)
-    assert thread.is_alive()
-    del owner
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 def test_the_last_rank_to_leave_removes_the_folder_of_a_job(

@@ -1,0 +1,397 @@
+"""What steps and hooks log, write to loggers and print is what they do with Lightning's strategies."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron.errors import UnsupportedError
+from tests.fits import Job, loader_of, trainer_of
+from tests.world import run_world
+
+PP: dict[str, Any] = {"pp": 2, "pipeline_plan": {"blocks": "blocks"}, "microbatch_size": 4}
+#: Strategies under which all hooks log; with stages, hooks of the backward pass are refused.
+LOGGED: dict[str, Any] = {
+    "ddp": "ddp",
+    "dp2": {},
+    "tp2": {"tp": 2, "tensor_parallel_plan": {}, "microbatch_size": 4},
+    "pp2": PP,
+}
+#: Strategies under which steps write.
+WRITTEN: dict[str, Any] = {
+    "tp2": {
+        **{"tp": 2, "tensor_parallel_plan": {"blocks.0": "replicate"}, "microbatch_size": 1},
+        "check_microbatches": True,
+    },
+    "pp2": {**PP, "microbatch_size": 1, "check_microbatches": True},
+}
+#: Options of ``log`` by name.
+WAYS: dict[str, dict[str, Any]] = {
+    "step": {"on_step": True, "on_epoch": False},
+    "epoch": {"on_step": False, "on_epoch": True},
+    "both": {"on_step": True, "on_epoch": True},
+    "synced": {"on_step": True, "on_epoch": True, "sync_dist": True},
+    "sum": {"on_step": False, "on_epoch": True, "reduce_fx": "sum", "sync_dist": True},
+    "max": {"on_step": True, "on_epoch": True, "reduce_fx": torch.max, "sync_dist": True},
+    "min": {"on_step": True, "on_epoch": True, "reduce_fx": min},
+    "weighed": {"on_step": False, "on_epoch": True, "batch_size": 3, "sync_dist": True},
+    "of rank 0": {"on_step": True, "on_epoch": False, "rank_zero_only": True},
+}
+BY_EPOCH_ONLY = (
+    *("on_train_start", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end"),
+)
+HOOKS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_after_backward"),
+    *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end"),
+    *BY_EPOCH_ONLY,
+)
+
+
+class Block(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(super().forward(hidden))
+
+
+class Logs(pl.LightningModule):
+    """Log the loss in every step, in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.last = nn.Linear(8, 1)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        hidden = self.first(batch[0])
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.mse_loss(self.last(hidden), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        log_all(self, "training_step", loss)
+        self.log_dict({"pair/a": loss, "pair/b": loss * 2}, sync_dist=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self.loss(batch)
+        log_all(self, "validation_step", loss)
+        if dataloader_idx == 0:
+            self.log("plain", loss, add_dataloader_idx=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def log_all(module: Any, prefix: str, value: float | Tensor, is_epoch: bool = False) -> None:
+    for way, options in WAYS.items():
+        if not (is_epoch and options["on_step"]):
+            module.log(f"{prefix}/{way}", value, **options)
+
+
+def add_logging_hooks(owner: Any, hooks: tuple[str, ...], owner_name: str, factor: int) -> None:
+    """Let an object's hooks log their number of calls times a factor that differs between ranks."""
+    counts = dict.fromkeys(hooks, 0)
+    for hook in hooks:
+
+        def log_count(*args: Any, _hook: str = hook, **kwargs: Any) -> None:
+            counts[_hook] += 1
+            module = owner if isinstance(owner, pl.LightningModule) else args[1]
+            number = float(counts[_hook] * factor)
+            log_all(module, f"{owner_name}.{_hook}", number, _hook in BY_EPOCH_ONLY)
+
+        setattr(type(owner), hook, staticmethod(log_count))
+
+
+def data() -> TensorDataset:
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(2))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def trainer(strategy: Any, size: int, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+    options = {"log_every_n_steps": 1, "gradient_clip_val": None, **options}
+    return trainer_of(Job(strategy=strategy, steps=-1, trainer=options), size, *callbacks)
+
+
+def rows_of(folder: Path) -> list[dict[str, float]]:
+    """Return the rows of a CSVLogger."""
+    text = (folder / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
+    names = text[0].split(",")
+    pairs = [zip(names, row.split(","), strict=True) for row in text[1:]]
+    return [{name: float(value) for name, value in row if value} for row in pairs]
+
+
+def log(
+    strategy: Any, size: int, folder: Path, has_backward: bool = True, kind: type[Logs] = Logs
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Fit, and return the metrics of callbacks and the rows of the logger."""
+    hooks = (*HOOKS, "on_before_backward") if has_backward else HOOKS
+    module, callback = type("Everywhere", (kind,), {})(), type("Too", (pl.Callback,), {})()
+    logger = CSVLogger(folder, "csv", version=0)
+    options = {"accumulate_grad_batches": 2, "max_epochs": 2, "logger": logger}
+    runner = trainer(strategy, size, callback, **options)
+    place = getattr(runner, "distributed_sampler_kwargs", None) or {"rank": 0}
+    add_logging_hooks(module, hooks, "module", 1 + place["rank"])
+    add_logging_hooks(callback, hooks, "callback", 1 + place["rank"])
+    loader = loader_of(data(), 4, runner)
+    runner.fit(module, loader, [loader, loader])
+    metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
+    return metrics, rows_of(folder) if runner.is_global_zero else []
+
+
+# ---- loggers and standard output
+
+
+class Experiment:
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.summary: dict[str, Any] = {}
+        self.parts = {"text": self}
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self.rows.append((tag, text, step))
+
+    def add_scalar(self, tag: str, value: Tensor, step: int) -> None:
+        self.rows.append((tag, float(value), step))
+
+    def add_image(self, tag: str, image: Tensor, step: int) -> None:
+        self.rows.append((tag, image.tolist(), step))
+
+
+class ListLogger(Logger):
+    """Logger that keeps what it gets on rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Experiment()
+
+    @property
+    def name(self) -> str:
+        return "list"
+
+    @property
+    def version(self) -> str:
+        return f"of rank {rank_zero_only.rank}"
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        return self.kept
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.kept.rows.append((dict(metrics), step))
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.kept.rows.append(("parameters", params))
+
+    @rank_zero_only
+    def log_table(self, key: str, data: list[Any]) -> None:
+        self.kept.rows.append((key, data))
+
+
+class Writes(Logs):
+    """Write in every way after the call of the model, and before it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def write(self, batch: list[Tensor], loss: Tensor, name: str) -> None:
+        logger: Any = self.logger
+        step, experiment = self.global_step, logger.experiment
+        for each in self.loggers:
+            each.log_metrics({f"{name}/direct": loss.item(), "all": 2.0}, step=step)
+        experiment.add_text(f"{name}/text", f"first sample {batch[1][0].item():.6f}", step)
+        experiment.add_image("image", batch[0][0], step=step)
+        for number in range(2):
+            experiment.add_scalar(f"{name}/{number}", loss * number, step)
+        experiment.parts["text"].add_text(logger.version, "item", step)
+        experiment.summary["version"] = logger.version
+        logger.log_table("table", data=[[step, name]])
+        self.print(name, step, logger.version)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.logger.experiment.add_text("before", "the model", batch_idx)
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.write(batch, loss, "train")
+        if self.trainer.is_global_zero and self.global_rank == 0:
+            with (self.folder / "lines").open("a") as file:
+                file.write(f"{batch_idx} ")
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.write(batch, self.loss(batch), "validation")
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.loss(batch)
+        print("in a test")
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.logger.experiment.add_scalar("predicted", loss, batch_idx)
+        return loss
+
+
+def write(strategy: Any, size: int, folder: Path) -> dict[str, Any]:
+    """Fit, predict and test, and return what the steps have written on this rank."""
+    logger, module = ListLogger(), Writes(folder)
+    folder.mkdir(exist_ok=True)
+    options = {
+        "limit_train_batches": 2,
+        "limit_val_batches": 2,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    }
+    runner = trainer(
+        strategy, size, logger=[logger, CSVLogger(folder, "csv", version=0)], **options
+    )
+    loader = DataLoader(data(), 4)
+    printed, tested = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runner.fit(module, loader, loader)
+    after_fit = len(logger.kept.rows)
+    runner.predict(module, loader)
+    with contextlib.redirect_stdout(tested):
+        runner.test(module, loader, verbose=False)
+    is_first = rank_zero_only.rank == 0
+    return {
+        "rows": logger.kept.rows[:after_fit],
+        "predicted": logger.kept.rows[after_fit:],
+        "summary": logger.kept.summary,
+        "printed": printed.getvalue(),
+        "tested": tested.getvalue().count("in a test"),
+        "csv": rows_of(folder) if is_first else [],
+        "lines": (folder / "lines").read_text().split() if is_first else [],
+        "left": [name for name in ("print", "log") if name in vars(module)],
+        "kind": type(logger) is ListLogger,
+    }
+
+
+def quiet() -> None:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.CRITICAL)
+
+
+def two_ranks(rank: int, size: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    quiet()
+    logged = {}
+    for name, strategy in LOGGED.items():
+        logged[name] = log(strategy, size, folder / name, has_backward=name != "pp2")
+        dist.barrier()
+    written = {name: write(layout, size, folder / f"{name} w") for name, layout in WRITTEN.items()}
+    return logged, written
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return run_world(two_ranks, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    quiet()
+    return write(None, 1, tmp_path_factory.mktemp("one"))
+
+
+def assert_same_logs(actual: Any, expected: Any) -> None:
+    assert len(expected[0]) > 100
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+    if actual[1]:
+        assert actual[1] == [pytest.approx(row, rel=1e-6) for row in expected[1]]
+
+
+def test_logs_of_data_ranks_are_those_of_ddp(ranks: list[Any]) -> None:
+    for logged, _ in ranks:
+        assert_same_logs(logged["dp2"], logged["ddp"])
+
+
+def test_logs_of_divided_models_are_those_of_one_process(ranks: list[Any], tmp_path: Path) -> None:
+    quiet()
+    whole = log(None, 1, tmp_path / "whole")
+    staged = log(None, 1, tmp_path / "staged", has_backward=False)
+    assert_same_logs(log({"microbatch_size": 4}, 1, tmp_path / "ours"), whole)
+    for logged, _ in ranks:
+        assert_same_logs(logged["tp2"], whole)
+        assert_same_logs(logged["pp2"], staged)
+
+
+def rounded(node: Any) -> Any:
+    if isinstance(node, float):
+        return round(node, 10)
+    if isinstance(node, dict):
+        return {key: rounded(value) for key, value in node.items()}
+    return [rounded(value) for value in node] if isinstance(node, list | tuple) else node
+
+
+@pytest.mark.parametrize("layout", WRITTEN)
+def test_steps_write_to_loggers_files_and_standard_output_once_for_a_batch(
+    ranks: list[Any], expected: dict[str, Any], layout: str
+) -> None:
+    first, second = (written[layout] for _, written in ranks)
+    assert len(expected["rows"]) > 20
+    for name in ("rows", "predicted", "csv"):
+        assert rounded(first[name]) == rounded(expected[name]), name
+        assert second[name] == []
+    assert first["summary"] == expected["summary"] == {"version": "of rank 0"}
+    assert first["printed"] == expected["printed"]
+    assert "train 1 of rank 0" in first["printed"]
+    assert second["printed"] == ""
+    assert first["left"] == []
+    assert first["kind"]
+    # A batch has four microbatches; the probe, which has no values, runs the line once more.
+    assert first["lines"].count("1") == 4
+
+
+def test_trials_print_nothing(ranks: list[Any]) -> None:
+    """Four batches of four microbatches; only the last stage runs the code after the model."""
+    assert [written["tp2"]["tested"] for _, written in ranks] == [16, 16]
+    assert [written["pp2"]["tested"] for _, written in ranks] == [0, 16]
+
+
+def test_arguments_that_cannot_be_kept_are_refused_with_their_line() -> None:
+    class Unpicklable(Logs):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.logger.log_metrics({"lock": threading.Lock()})
+            return loss
+
+    runner = trainer({"microbatch_size": 1}, 1, logger=ListLogger(), max_epochs=1)
+    with pytest.raises(UnsupportedError, match=r"self\.logger\.log_metrics .*test_logs\.py"):
+        runner.fit(Unpicklable(), DataLoader(data(), 4))
+
+
+def test_an_unknown_reduction_raises_lightnings_error(tmp_path: Path) -> None:
+    class Strange(Logs):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("strange", loss, on_epoch=True, reduce_fx=lambda values: values.median())
+            return loss
+
+    for strategy in (None, {}):
+        with pytest.raises(MisconfigurationException, match="reduce_fx"):
+            log(strategy, 1, tmp_path, kind=Strange)

@@ -1,0 +1,239 @@
+"""The comparison of microbatches with their batch works over stages and data ranks, and in later
+batches: the first with uneven microbatches, and others at intervals.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_megatron import UnsupportedError
+from tests.fits import Job, trainer_of
+from tests.world import run_world
+
+SIZE, WORDS, LENGTH, BATCHES = 4, 9, 6, 20
+STAGES: dict[str, Any] = {"pp": 2, "pipeline_plan": {"blocks": "blocks"}}
+
+
+class Texts(Dataset):
+    """Samples of which every ``every``-th batch from batch ``first`` on has padding."""
+
+    def __init__(self, first: int = BATCHES, every: int = 1, num_batches: int = BATCHES) -> None:
+        self.first, self.every, self.num_batches = first, every, num_batches
+
+    def __len__(self) -> int:
+        return self.num_batches * SIZE
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(1, WORDS, (LENGTH,), generator=generator)
+        mask, batch = torch.ones(LENGTH), index // SIZE
+        if batch >= self.first and (batch - self.first) % self.every == 0:
+            mask[2 + index % SIZE :] = 0
+        return {"tokens": tokens, "labels": tokens.masked_fill(mask == 0, -100), "mask": mask}
+
+
+class Step(pl.LightningModule):
+    """A word model, with dropout between attending blocks or without, whose loss depends on ``case``."""
+
+    def __init__(self, case: str, drops: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.case, self.num_steps, self.calls = case, 0, 0
+        self.words = nn.Embedding(WORDS, 8)
+        make = (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)) if drops else (
+            lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        )  # fmt: skip
+        self.blocks = nn.ModuleList(make() for _ in range(2))
+        self.head = nn.Linear(8, WORDS)
+
+    def loss_of(self, batch: dict[str, Tensor]) -> Any:
+        hidden, labels = self.words(batch["tokens"]), batch["labels"]
+        for block in self.blocks:
+            hidden = block(hidden)
+        is_mixed = {
+            "contrast": True,
+            "mixed epoch": self.current_epoch > 0,
+            "mixed step": self.global_step >= 7,
+        }
+        if is_mixed.get(self.case, False):
+            means = hidden.mean(1)
+            return F.cross_entropy(means @ means.T, torch.arange(len(means)))
+        logits = self.head(hidden).transpose(1, 2)
+        if self.case == "counts":
+            self.calls += 1
+        if self.case == "labels" or (self.case == "validation" and not self.training):
+            return F.cross_entropy(logits, labels)
+        if self.case == "counted":
+            return {"loss": F.cross_entropy(logits, labels), "num_tokens": (labels != -100).sum()}
+        losses = F.cross_entropy(logits, batch["tokens"], reduction="none") * batch["mask"]
+        if self.case == "mask":
+            return losses.sum() / batch["mask"].sum()
+        return (losses.sum(1) / batch["mask"].sum(1)).mean()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.loss_of(batch)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        output = self.loss_of(batch)
+        self.log("val_loss", output["loss"] if isinstance(output, dict) else output)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.num_steps += 1
+        self.log("loss", outputs["loss"], sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(
+    case: str, strategy: Any, size: int = 1, data: Texts | None = None, validation: Any = None, drops: bool = False,
+    epochs: int = 1,
+) -> Step:  # fmt: skip
+    """Fit, on the same batches on all ranks."""
+    if strategy is not None:
+        strategy = {"microbatch_size": None, "check_microbatches": True, **strategy}
+    options = {"max_epochs": epochs, "gradient_clip_val": None}
+    trainer, module = (
+        trainer_of(Job(strategy=strategy, steps=-1, trainer=options), size),
+        Step(case, drops),
+    )
+    loaders = [
+        DataLoader(d, SIZE) if d is not None else None for d in (data or Texts(), validation)
+    ]
+    try:
+        trainer.fit(module, *loaders)
+    except UnsupportedError as error:
+        error.num_steps = module.num_steps  # type: ignore[attr-defined]
+        raise
+    return module
+
+
+def refused(words: str, *args: Any, **options: Any) -> int:
+    """Return the number of steps before a fit is refused."""
+    with pytest.raises(UnsupportedError, match=f"(?s){words}") as caught:
+        fit(*args, **options)
+    return caught.value.num_steps  # type: ignore[attr-defined]
+
+
+TOKENS = "in separate calls.*Return num_tokens"
+#: Cases that stages and data ranks refuse at their first batch, and what the errors say.
+FIRST = {
+    "contrast": "the loss of two microbatches is.*microbatch_size='batch'",
+    "labels": "Return num_tokens beside the loss",
+    "validation": "validation_step must give the same .* log 'val_loss' of (two|three) microbatches",
+    "counts": "self.calls changes at every call",
+}
+
+
+def late_phases(size: int = 1) -> dict[str, int]:
+    """Return the steps before losses are refused that mix samples from a later step on."""
+    stages = STAGES if size > 1 else {}
+    return {
+        case: refused(
+            "the loss of two microbatches is .* in one call",
+            *(case, {"microbatch_size": 1, "replica_check_interval": interval, **stages}, size),
+            epochs=2,
+        )
+        for case, interval in (("mixed epoch", 0), ("mixed step", 5))
+    }
+
+
+def two_ranks(rank: int, size: int) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    cut: dict[str, Any] = {"microbatch_size": 1}
+    staged, uneven = {**cut, **STAGES}, Texts(0, num_batches=2)
+    for layout in (STAGES, {"microbatch_size": 2}):
+        for case, words in FIRST.items():
+            validation = uneven if case == "validation" else None
+            refused(words, case, layout, size, uneven, validation=validation, drops=True)
+    metrics = {}
+    for name, layout in {"pp2": STAGES, "dp2": {"microbatch_size": 2}}.items():
+        for check in (True, False):
+            options = {**layout, "check_microbatches": check}
+            module = fit(
+                "samples", options, size, Texts(num_batches=2), validation=uneven, drops=True
+            )
+            metrics[name, check] = {k: float(v) for k, v in module.trainer.callback_metrics.items()}
+    whole = fit("contrast", {**STAGES, "microbatch_size": "batch"}, size, uneven, drops=True)
+    return {
+        "metrics": metrics,
+        "whole": float(whole.trainer.callback_metrics["loss"]),
+        "phases": late_phases(size),
+        "steps": {
+            "pp2": refused(TOKENS, "labels", staged, size, Texts(12)),
+            "pp2 counted": fit("samples", staged, size, Texts(12)).num_steps,
+            "dp2 samples": fit("samples", cut, size, Texts(12)).num_steps,
+            "dp2 early": refused(TOKENS, "labels", cut, size, Texts(3)),
+            "dp2 late": refused(TOKENS, "labels", cut, size, Texts(12)),
+            "dp2 seldom": refused(TOKENS, "labels", cut, size, Texts(9, 9)),
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_world(two_ranks, 2)
+
+
+@pytest.mark.parametrize(("case", "first"), [("labels", 13), ("mask", 1)])
+def test_a_mean_over_tokens_is_refused_at_the_first_uneven_batch(case: str, first: int) -> None:
+    assert refused(TOKENS, case, {"microbatch_size": 1}, data=Texts(first)) == first
+
+
+@pytest.mark.parametrize("case", ["counted", "samples"])
+def test_steps_with_correct_weights_train_on_uneven_batches(case: str) -> None:
+    module, plain = fit(case, {"microbatch_size": 1}, data=Texts(3)), fit(case, None, data=Texts(3))
+    assert module.num_steps == BATCHES
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=1e-12)
+
+
+def test_complete_batches_may_be_uneven_and_uneven_validation_batches_are_refused() -> None:
+    assert fit("labels", {}, data=Texts(3)).num_steps == BATCHES
+    words = "validation_step must give the same"
+    refused(words, "validation", {"microbatch_size": 2}, validation=Texts(0, num_batches=2))
+
+
+def test_a_loss_that_mixes_samples_from_a_later_step_on_is_refused_at_the_next_trial(
+    ranks: list[dict[str, Any]],
+) -> None:
+    expected = {"mixed epoch": BATCHES, "mixed step": 9}
+    assert late_phases() == expected
+    assert [results["phases"] for results in ranks] == [expected] * 2
+
+
+def test_losses_with_dropout_are_accepted_and_unchanged_by_the_trial(
+    ranks: list[dict[str, Any]],
+) -> None:
+    """Ranks run all refusals first."""
+    for results in ranks:
+        for layout in ("pp2", "dp2"):
+            checked = results["metrics"][layout, True]
+            assert checked == results["metrics"][layout, False]
+            assert 0 < checked["loss"] < 5
+    assert ranks[0]["whole"] == ranks[1]["whole"] > 0.5
+
+
+def test_stages_and_data_ranks_refuse_uneven_batches_at_the_same_step(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for results in ranks:
+        assert results["steps"] == {
+            "pp2": 12,
+            "pp2 counted": BATCHES,
+            "dp2 samples": BATCHES,
+            "dp2 early": 3,
+            # The ranks examine again 16 batches after the first one.
+            "dp2 late": 16,
+            # Batches 9 and 18 are uneven; the examination finds batch 18.
+            "dp2 seldom": 18,
+        }
