@@ -30,7 +30,10 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
 
     Communication: one all-reduce of a scalar over the world.
     """
-    counted = main.counted_gradients(names)
+    counted = [
+        torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        for gradient in main.counted_gradients(names)
+    ]
     total = torch.zeros((), dtype=torch.float64, device=main.mesh.device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in counted):
         of_dtype = [gradient for gradient in counted if gradient.dtype == dtype]
