@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,19 +19,15 @@ from lightning_megatron.checkpoint import (
     verify_checkpoint,
 )
 from lightning_megatron.cli.main import main
-from tests.fits import Job, Language, Report, Tokens, run_job, trainer_of
-
-
-def train(steps: int, **options: object) -> Report:
-    """Train on four batches an epoch."""
-    return run_job(Job(strategy={}, steps=steps, data=partial(Tokens, 32), **options))  # type: ignore[arg-type]
+from tests.proof.training import Tokens
+from tests.strategy.checkpoint_runs import Trained, train, trainer_of
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two steps and save."""
     path = tmp_path_factory.mktemp("cli") / "two"
-    train(2, save=str(path))
+    train({}, 1, 2, save=path)
     return path
 
 
@@ -110,8 +105,7 @@ def test_a_resharded_checkpoint_continues_like_the_original(saved: Path, tmp_pat
     assert saved_tensors(tmp_path / "three") == saved_tensors(saved)
     resharded, original = read_full(tmp_path / "three"), read_full(saved)
     assert all(torch.equal(resharded[name], original[name]) for name in original)
-    resumed = [train(4, resume=str(path)).losses for path in (tmp_path / "three", saved)]
-    assert resumed[0] == resumed[1]
+    assert train({}, 1, 4, resume=tmp_path / "three").losses == train({}, 1, 4, resume=saved).losses
 
 
 def test_reshard_writes_only_weights_in_another_dtype(saved: Path, tmp_path: Path) -> None:
@@ -157,9 +151,10 @@ def test_python_objects_are_refused_without_the_unsafe_option(
         def state_dict(self) -> dict[str, object]:
             return {**super().state_dict(), "where": tmp_path}
 
-    job = Job(strategy={}, steps=1, trainer={"enable_checkpointing": True})
-    trainer = trainer_of(job, 1, CheckpointWithPath(tmp_path / "folder", save_top_k=0))
-    trainer.fit(Language(), DataLoader(Tokens(), batch_size=2))
+    trainer = trainer_of(
+        {}, 1, 1, callbacks=[CheckpointWithPath(tmp_path / "folder", save_top_k=0)]
+    )
+    trainer.fit(Trained(), DataLoader(Tokens(), batch_size=2))
     trainer.save_checkpoint(tmp_path / "objects")
     with pytest.raises(SystemExit):
         main(["checkpoint", "consolidate", str(tmp_path / "objects"), str(tmp_path / "out.ckpt")])

@@ -24,8 +24,8 @@ from torchmetrics import MeanMetric
 
 from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy, TokenDataModule
 from tests.data.recorder import write_corpus
+from tests.strategy.log_cases import Block
 from tests.world import run_world
-from tests.worlds.test_logs import Block
 
 CONFIG = GPTConfig.llama(
     vocab_size=128, max_seq_length=8, num_layers=2, hidden_size=16, num_heads=2, ffn_hidden_size=32

@@ -247,7 +247,7 @@ def fit(
     step: Any, strategy: Any, net: nn.Module | None = None, collate: Any = None, precision: Any = "64-true",
     **attributes: Any,
 ) -> Step:  # fmt: skip
-    """Fit two batches; options of MegatronStrategy check microbatches unless they say otherwise."""
+    """Fit two batches; the strategy checks microbatches unless its options say otherwise."""
     module = Step(step, net, **attributes)
     checked = (
         None
@@ -256,9 +256,6 @@ def fit(
     )
     options = {"max_epochs": 1, "gradient_clip_val": None}
     trainer = trainer_of(Job(strategy=checked, steps=-1, precision=precision, trainer=options))
-    torch.manual_seed(5)
-    random.seed(5)
-    np.random.seed(5)
     trainer.fit(module, DataLoader(Samples(), batch_size=SIZE, collate_fn=collate))
     return module
 
