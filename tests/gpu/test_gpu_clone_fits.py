@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_megatron.experts.transport import cloning_dispatcher, peer_cloning
+from tests.fits import BATCH, MIXTURE, Job, Tokens, run_job
 from tests.gpu.shared_gpu import require_gpus
-from tests.proof.training import Job, train
 from tests.world import run_world
 
 #: Clones of every size, so that as many rows as possible move.
@@ -42,8 +43,15 @@ def _losses(
                     return clones
 
                 patch.setattr(module, "place_clones", counted)
-            job = Job("experts", "bf16-mixed", layout, compares=False)
-            losses[name] = train(job, size, accelerator, steps=steps).losses
+            job = Job(
+                MIXTURE,
+                layout,
+                "bf16-mixed",
+                steps,
+                {"accelerator": accelerator},
+                partial(Tokens, steps * BATCH),
+            )
+            losses[name] = run_job(job, size).losses
     return losses, moved
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.test_gpu_layouts import compare
-from tests.proof.training import Job
+from tests.gpu.test_gpu_layouts import compare, on_gpu
+from tests.worlds.test_experts import KINDS
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}, "experts again": {"recompute": "experts"}},
@@ -32,8 +32,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 #: The reference jobs; only the strategy updates the router's bias and the shares of the last step.
 TWINS = {
-    "experts": Job("experts", "32-true"),
-    "experts, whole step": Job("experts, whole step", "32-true", {}),
+    "experts": on_gpu(KINDS["plain"], precision="32-true"),
+    "experts, whole step": on_gpu(KINDS["whole step"], {}, "32-true"),
 }
 
 

@@ -15,18 +15,16 @@ from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.stored_weight import FORMAT
 from lightning_megatron.plan.fp8 import FP8
+from tests.fits import BATCH, Job, Report, Tokens, joined, run_job
 from tests.gpu.shared_gpu import require_gpus
 from tests.layers.test_fp8_products import draw
-from tests.proof import training
-from tests.proof.test_fp8 import CONFIGS
-from tests.proof.test_fp8_parameters import CheckBytes, cast_whole
-from tests.proof.training import Job, Report, train
 from tests.strategy.graph_fits import Fit
 from tests.strategy.test_fp8_parameters_graphs import Stored
 from tests.strategy.test_fp8_parameters_graphs import run as run_graphs
 from tests.strategy.update_fits import UpdatedLM, differences
 from tests.strategy.update_fits import run as run_updates
 from tests.world import run_world
+from tests.worlds.test_fp8 import CONFIGS, CheckBytes, cast_whole
 
 #: Start in the numbers, start in the bytes, size (elements), and weight of each slice.
 SLICES = [(64, 0, 20000, 1), (20064, 30000, 9000, 0), (30000, 20480, 5, 1), (31000, 50000, 800, 3)]
@@ -128,17 +126,28 @@ def test_transposes_of_bytes_equal_those_of_torch(sizes: tuple[int, int], multip
     assert torch.equal(actual, torch_casts.padded_transpose(matrix, multiple))
 
 
-def _train(
-    layout: dict[str, Any], size: int, folder: str | None = None, **settings: Any
-) -> tuple[Report, int]:
+class RecordChecks(CheckBytesOfKernels):
+    def on_train_end(self, *_: Any) -> None:
+        self.outcomes = {"checked": self.num_checked}
+
+
+def checking() -> list[CheckBytes]:
+    return [RecordChecks()]
+
+
+def _job(layout: dict[str, Any], fp8: FP8, steps: int = STEPS, **options: Any) -> Job:
+    return Job(
+        CONFIGS["llama"], {**layout, "fp8": fp8, "microbatch_size": 1}, "bf16-mixed", steps,
+        {"accelerator": "gpu"}, partial(Tokens, STEPS * BATCH), **options,
+    )  # fmt: skip
+
+
+def _train(layout: dict[str, Any], size: int, **settings: Any) -> tuple[Report, int]:
     """Train with weights in 8 bits; return the report and the number of compared weights."""
-    training.KINDS.update(CONFIGS)
-    check = CheckBytesOfKernels()
     fp8 = FP8(**{"last_bf16": 1, "keep": ("layers.0.mlp.*",), "parameters": "fp8", **settings})
-    options = {**layout, "fp8": fp8, "microbatch_size": 1}
-    callbacks = (check,) if fp8.parameters is not None else ()
-    job = Job("fp8", "bf16-mixed", layout=options, compares=False, callbacks=callbacks)
-    return train(job, size, "gpu", folder, steps=STEPS), check.found.num_checked
+    callbacks = tuple if fp8.parameters is None else checking
+    report = run_job(_job(layout, fp8, callbacks=callbacks), size)
+    return report, report.outcomes.get("checked", 0)
 
 
 def _world(rank: int, size: int) -> dict[str, tuple[Report, int]]:
@@ -168,17 +177,15 @@ def test_training_with_8_bit_weights_is_near_emulation_and_near_casts() -> None:
 
 @pytest.mark.gpu
 def test_a_resumed_fit_has_the_bits_of_an_uninterrupted_fit(tmp_path: Path) -> None:
-    training.KINDS.update(CONFIGS)
-    options = {"fp8": FP8(parameters="fp8"), "microbatch_size": 1}
-    job = Job("fp8", "bf16-mixed", layout=options, compares=False)
-    uninterrupted = train(job, 1, "gpu", str(tmp_path / "whole"), steps=STEPS)
-    train(job, 1, "gpu", str(tmp_path / "half"), steps=2)
-    resumed = train(
-        job, 1, "gpu", str(tmp_path / "later"), steps=STEPS, resume_from=str(tmp_path / "half")
-    )
+    half = str(tmp_path / "half")
+    fp8 = FP8(parameters="fp8")
+    uninterrupted = run_job(_job({}, fp8))
+    run_job(_job({}, fp8, 2, save=half))
+    resumed = run_job(_job({}, fp8, resume=half))
     assert resumed.losses == uninterrupted.losses[2:]
-    for name, weight in resumed.weights.items():
-        assert torch.equal(weight, uninterrupted.weights[name]), name
+    weights = joined([uninterrupted])
+    for name, weight in joined([resumed]).items():
+        assert torch.equal(weight, weights[name]), name
 
 
 @pytest.mark.parametrize(

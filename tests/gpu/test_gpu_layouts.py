@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fits import BATCH, GPT2, LLAMA, Job, Report, Tokens, run_job, run_jobs
 from tests.gpu.shared_gpu import require_gpus
-from tests.proof.training import Job, Report, train
 from tests.world import run_world
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -61,7 +63,13 @@ OVERLAPPED = {
         "tp2+sp dp2 overlapped": {"tp": 2, "overlap_tensor_parallel": True},
     },
 }
-TWINS = {kind: Job(kind, "32-true") for kind in ("gpt2-tied", "llama-untied")}
+STEPS = 4
+on_gpu = partial(
+    Job, steps=STEPS, trainer={"accelerator": "gpu"}, data=partial(Tokens, STEPS * BATCH)
+)
+TWINS = {
+    name: on_gpu(kind, precision="32-true") for name, kind in {"gpt2": GPT2, "llama": LLAMA}.items()
+}
 # Half precision rounds at 2^-8 and 2^-11; the losses are near 5.7.
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 3e-2, "16-mixed": 1e-2}
 
@@ -70,23 +78,21 @@ SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.m
 Case = tuple[str, str, str]
 
 
-def _world(rank: int, size: int, jobs: dict[Case, Job]) -> dict[Case, Report]:
-    return {name: train(job, size, "gpu") for name, job in jobs.items()}
-
-
 def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]) -> None:
     """Train every kind of model in every layout and precision, and compare with the job of this
     kind on one GPU.
     """
     require_gpus(size)
     jobs = {
-        (kind, name, precision): Job(kind, precision, layout)
-        for kind in twins
+        (kind, name, precision): replace(
+            twin, strategy={"check_microbatches": True, **layout}, precision=precision
+        )
+        for kind, twin in twins.items()
         for name, layout in layouts.items()
         for precision in TOLERANCE
     }
-    twin_reports = {kind: train(job, 1, "gpu") for kind, job in twins.items()}
-    for rank, reports in enumerate(run_world(_world, size, jobs, backend="nccl")):
+    twin_reports = {kind: run_job(job) for kind, job in twins.items()}
+    for rank, reports in enumerate(run_world(run_jobs, size, jobs, backend="nccl")):
         for (kind, layout, precision), report in reports.items():
             where = f"{kind}, {layout}, {precision}, rank {rank}"
             twin = twin_reports[kind]
@@ -127,19 +133,15 @@ CHANGES = {2: ("pp2", ("tp2+sp", "dp2", "pp2 vpp2")), 4: ("tp2 pp2", ("tp4+sp", 
 
 def _save_and_resume(rank: int, size: int, folder: str) -> dict[str, Report]:
     first, resuming = CHANGES[size]
-    train(Job("gpt2-tied", "bf16-mixed", LAYOUTS[size][first]), size, "gpu", folder, steps=3)
-    return {
-        name: train(
-            Job("gpt2-tied", "bf16-mixed", LAYOUTS[size][name]), size, "gpu", resume_from=folder
-        )
-        for name in resuming
-    }
+    half = partial(on_gpu, GPT2, precision="bf16-mixed")
+    run_job(half(LAYOUTS[size][first], steps=3, save=folder), size)
+    return {name: run_job(half(LAYOUTS[size][name], resume=folder), size) for name in resuming}
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_checkpoint_continues_under_other_layouts(size: int, tmp_path: Path):
     require_gpus(size)
-    uninterrupted = train(Job("gpt2-tied", "32-true"), 1, "gpu")
+    uninterrupted = run_job(TWINS["gpt2"])
     for reports in run_world(_save_and_resume, size, str(tmp_path / "saved"), backend="nccl"):
         for layout, report in reports.items():
             gaps = [

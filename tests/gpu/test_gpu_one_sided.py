@@ -19,8 +19,8 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.row_limit import limited_rows
+from tests.fits import MIXTURE, Job, Report, run_job
 from tests.gpu.shared_gpu import gpu_of, require_gpus
-from tests.proof.training import Job, Report, train
 from tests.world import run_world
 
 NUM_EXPERTS, TOP_K, WIDTH, INNER = 16, 3, 256, 128
@@ -215,9 +215,11 @@ def _grow_in_capture(rank: int, size: int) -> str:
 
 
 def _train(rank: int, size: int, kinds: tuple[str, ...]) -> list[Report]:
-    job = Job("experts", "bf16-mixed")
+    on_gpu = {"accelerator": "gpu"}
     return [
-        train(replace(job, layout={"ep": size, "expert_transport": kind}), size, "gpu")
+        run_job(
+            Job(MIXTURE, {"ep": size, "expert_transport": kind}, "bf16-mixed", trainer=on_gpu), size
+        )
         for kind in kinds
     ]
 

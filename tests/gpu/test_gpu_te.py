@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,10 @@ from lightning_megatron.layers.transformer_engine.engine_regions import (
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling, engine_recipe
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.layered import single_mesh
+from tests.fits import BATCH, Job, Report, Tokens, run_job, run_jobs
 from tests.gpu.shared_gpu import require_gpus
 from tests.layers.test_fp8_products import draw
 from tests.oracles import relative_difference
-from tests.proof import training
-from tests.proof.training import Job, Report, train
 from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world
 
@@ -244,10 +244,10 @@ def test_norms_equal_those_of_torch(kind, is_added):
         assert gap(actual_parameter.grad, expected_parameter.grad) < 1e-2
 
 
-def job(kind: str, layout: dict[str, Any], backend: str = "te", **more: Any) -> Job:
-    training.KINDS.update(CONFIGS)
-    options = {**layout, "backend": backend, "microbatch_size": 2}
-    return Job(kind, "bf16-mixed", options, compares=False, **more)
+def job(kind: str, layout: dict[str, Any], backend: str = "te") -> Job:
+    options, on_gpu = {**layout, "backend": backend}, {"accelerator": "gpu"}
+    data = partial(Tokens, STEPS * BATCH)
+    return Job(CONFIGS[kind], options, "bf16-mixed", STEPS, on_gpu, data)
 
 
 def assert_near(actual: Report, expected: Report, tolerance: float, where: str) -> None:
@@ -261,12 +261,12 @@ def assert_near(actual: Report, expected: Report, tolerance: float, where: str) 
 
 @pytest.mark.parametrize("kind", ["te", "te, gpt2", "te, offset"])
 def test_training_with_transformer_engine_is_near_native_training(kind, capsys):
-    actual = train(job(kind, {}), 1, "gpu", steps=STEPS)
-    expected = train(job(kind, {}, "native"), 1, "gpu", steps=STEPS)
+    actual = run_job(job(kind, {}))
+    expected = run_job(job(kind, {}, "native"))
     assert_near(actual, expected, TOLERANCE[None], kind)
-    assert actual.weights.keys() == expected.weights.keys()
-    for name, weight in actual.weights.items():
-        assert gap(weight, expected.weights[name]) < 3e-2, name
+    assert actual.pieces.keys() == expected.pieces.keys()
+    for name, (weight, _) in actual.pieces.items():
+        assert gap(weight, expected.pieces[name][0]) < 3e-2, name
     with capsys.disabled():
         print("\nlosses", kind, actual.losses, expected.losses)
 
@@ -274,17 +274,12 @@ def test_training_with_transformer_engine_is_near_native_training(kind, capsys):
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_training_in_8_bits_is_near_training_in_16_bits(recipe, capsys):
     kind = "te, blocks" if recipe == "blockwise" else "te"
-    actual = train(job(kind, {"fp8": recipe}), 1, "gpu", steps=STEPS)
-    expected = train(job(kind, {}, "native"), 1, "gpu", steps=STEPS)
+    actual = run_job(job(kind, {"fp8": recipe}))
+    expected = run_job(job(kind, {}, "native"))
     assert_near(actual, expected, TOLERANCE[recipe], recipe)
     assert actual.losses != expected.losses
     with capsys.disabled():
         print("\nlosses", recipe, actual.losses, expected.losses)
-
-
-def _train_all(rank: int, size: int, jobs: dict[str, Job]) -> dict[str, Report]:
-    training.KINDS.update(CONFIGS)
-    return {name: train(rank_job, size, "gpu", steps=STEPS) for name, rank_job in jobs.items()}
 
 
 @pytest.mark.gpu2
@@ -295,8 +290,8 @@ def test_layouts_of_two_ranks_match_one_gpu(capsys):
         (kind, layout.get("fp8")): job(kind, {"fp8": layout.get("fp8")})
         for kind, layout in LAYOUTS.values()
     }
-    expected = {key: train(twin_job, 1, "gpu", steps=STEPS) for key, twin_job in twins.items()}
-    for rank, reports in enumerate(run_world(_train_all, 2, jobs, backend="nccl")):
+    expected = {key: run_job(twin_job) for key, twin_job in twins.items()}
+    for rank, reports in enumerate(run_world(run_jobs, 2, jobs, backend="nccl")):
         for name, report in reports.items():
             kind, layout = LAYOUTS[name]
             recipe = layout.get("fp8")

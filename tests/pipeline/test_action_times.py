@@ -1,17 +1,17 @@
-"""Measured times of actions belong to the virtual stages that run the actions."""
+"""Measured times belong to the chunks and kinds of actions, and transfers are timed between the
+stages between which microbatches pass; several ranks: see tests/worlds/test_pipelines.py.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline import device_clock
-from lightning_megatron.pipeline.action_times import ActionTimes, gather_measurements
+from lightning_megatron.pipeline.action_times import ActionTimes
+from lightning_megatron.pipeline.transfer_times import neighbours
 from lightning_megatron.plan.actions import Action, Kind
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.placement import Placement
-from tests.world import run_world
 
 MILLISECONDS: dict[Kind, int] = {"F": 4, "I": 3, "W": 2}
 
@@ -54,40 +54,9 @@ def test_message_bytes_is_the_median_size_of_messages() -> None:
     assert times.message_bytes == 16
 
 
-def _measured(rank: int, size: int) -> tuple[tuple[int, ...], ...]:
-    mesh = ParallelMesh.create(ParallelLayout(size, pp=2, vpp=2), device="cpu")
-    clock = Clock()
-    device_clock.time = clock
-    times = ActionTimes(mesh.device)
-    for chunk in range(2):
-        virtual = chunk * 2 + mesh.pp.rank
-        for kind, duration in MILLISECONDS.items():
-            clock.work(times, kind, chunk, [duration + 10 * virtual])
-    placement = Placement("loop", 2, 2)
-    measured = gather_measurements(times.medians(2), mesh, placement, 10 + rank, 0.002 * rank)
-    assert measured.free == 10, "the fullest rank counts"
-    assert measured.costs.transfer == 2000, "the slowest transfer counts"
-    assert measured.as_dict()["transfer"] == 2000
-    costs = measured.costs
-    return costs.forward, costs.input_half, costs.weight_half
-
-
-def test_all_ranks_get_the_costs_of_all_virtual_stages() -> None:
-    costs = run_world(_measured, 2)
-    assert costs[0] == costs[1]
-    for ticks, duration in zip(costs[0], MILLISECONDS.values(), strict=True):
-        assert ticks == tuple(1000 * (duration + 10 * virtual) for virtual in range(4))
-
-
-def _slower(rank: int, size: int) -> tuple[int, ...]:
-    mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
-    clock = Clock()
-    device_clock.time = clock
-    times = ActionTimes(mesh.device)
-    for kind, duration in MILLISECONDS.items():
-        clock.work(times, kind, 0, [duration + rank])
-    return gather_measurements(times.medians(1), mesh, Placement("loop", 1, 1), None).costs.forward
-
-
-def test_the_slowest_rank_of_a_stage_counts() -> None:
-    assert run_world(_slower, 2) == [(5000,), (5000,)]
+def test_neighbours_are_the_stages_between_which_microbatches_pass() -> None:
+    assert neighbours(Placement("loop", 1, 1)) == []
+    assert neighbours(Placement("loop", 2, 2)) == [(0, 1)]
+    assert neighbours(Placement("loop", 4, 1)) == [(0, 1), (2, 3), (1, 2)]
+    assert neighbours(Placement("loop", 3, 2)) == [(0, 1), (0, 2), (1, 2)]
+    assert neighbours(Placement("v", 4, 2)) == [(0, 1), (2, 3), (1, 2)]

@@ -1,0 +1,400 @@
+"""Every schedule trains as one process of ordinary Lightning: named ones, halves of backward passes,
+a user's own order of actions, an order chosen by measured times, and any division of layers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from jaxtyping import config as shape_checks
+from torch._dynamo.utils import counters
+
+from lightning_megatron import GPTConfig, MegatronStrategy
+from lightning_megatron.cli.schedule_costs import read_costs
+from lightning_megatron.errors import ParallelPlanError, RankMismatchError
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.transfer_times import measure_transfer
+from lightning_megatron.plan import Action, Placement, StageCosts, build_schedule, format_schedule
+from lightning_megatron.plan.custom_order import order_from_function
+from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRule
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.placement import PlacementShape
+from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.strategy.logs import compiled_blocks
+from lightning_megatron.strategy.step import schedule_choice
+from lightning_megatron.strategy.step.custom_order_check import CustomOrderCheck
+from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
+from tests.fits import (
+    BATCH,
+    EXPERTS,
+    GPT2,
+    LLAMA,
+    LLAMA_SIZES,
+    MIXTURE,
+    SIZES,
+    Job,
+    Language,
+    Report,
+    Tokens,
+    check_equal,
+    gpt_twin,
+    run_job,
+    run_jobs,
+)
+from tests.pipeline.halves import with_halves
+from tests.sweeps import chosen
+from tests.world import run_world
+from tests.worlds.test_experts import KINDS as MIXTURES
+
+KINDS = {
+    "gpt2": GPT2,
+    "gpt2 untied": GPTConfig.gpt2(**SIZES, tie_embeddings=False),
+    "llama": LLAMA,
+    "llama tied": GPTConfig.llama(**LLAMA_SIZES, tie_embeddings=True),
+    "eight layers": GPTConfig.gpt2(**{**SIZES, "num_layers": 8}),
+    "post-norm": GPTConfig.gpt2(**SIZES, norm_position="post"),
+    "experts": MIXTURE,
+    "some experts": MIXTURES["some layers"],
+    "whole step": MIXTURES["whole step"],
+}
+V = {"pp": 2, "vpp": 2}
+ONE = {"microbatch_size": 1}
+PARTS = {"parts": ["norms", "activations", "selective"]}
+H1, H2 = {"pp": 2, "schedule": "zb-h1"}, {"pp": 2, "schedule": "zb-h2"}
+ZBV = {**V, "schedule": "zb-v"}
+#: Needs two microbatches for each stage.
+DUAL = {**V, "schedule": "dualpipe-v", **ONE}
+NAMED: dict[str, tuple[str, dict[str, Any]]] = chosen(
+    {
+        "zb-h1 pp4": ("gpt2", {**H1, "pp": 4}),
+        "zb-h1 pp4, recomputed": ("llama", {**H1, **ONE, "pp": 4, "recompute": "full"}),
+        "zb-h1 tp2": ("llama tied", {**H1, "tp": 2}),
+        "zb-h1 tp2, overlapped": ("llama", {**H1, "tp": 2, "overlap_tensor_parallel": True}),
+        "zb-h1 ep2": ("experts", {**H1, "ep": 2}),
+        "zb-h2 pp4": ("gpt2", {**H2, "pp": 4, "check_microbatches": True}),
+        "zb-h2 pp4, recomputed": ("llama", {**H2, **ONE, "pp": 4, "recompute": "full"}),
+        "zb-h2 tp2": ("gpt2", {**H2, "tp": 2, "sequence_parallel": False}),
+        "zb-h2 ep2": ("some experts", {**H2, **ONE, "ep": 2}),
+        "zb-v pp4": ("eight layers", {**ZBV, "pp": 4, "check_microbatches": True}),
+        "zb-v pp4, one": ("eight layers", {**ZBV, **ONE, "pp": 4, "recompute": "selective"}),
+        "zb-v tp2": ("llama tied", {**ZBV, "tp": 2}),
+        "zb-v tp2, recomputed": (
+            "gpt2",
+            {**ZBV, "tp": 2, "sequence_parallel": False, "recompute": "full"},
+        ),
+        "zb-v tp2, overlapped": ("gpt2 untied", {**ZBV, "tp": 2, "overlap_tensor_parallel": True}),
+        "zb-v, parts recomputed": ("gpt2", {**ZBV, "recompute": PARTS}),
+        "zb-v, zero 0": ("llama tied", {**ZBV, "zero": 0, "overlap_gradients": False}),
+        "zb-v ep2": ("whole step", {**ZBV, "ep": 2}),
+        "dualpipe-v pp4": ("eight layers", {**DUAL, "pp": 4}),
+        "dualpipe-v, whole parameters": ("gpt2 untied", {**DUAL, "optimizer_slices": "parameters"}),
+        "dualpipe-v, recomputed": ("post-norm", {**DUAL, "recompute": "full"}),
+        "dualpipe-v tp2 ep2": ("some experts", {**DUAL, "tp": 2, "ep": 2, "etp": 1}),
+    },
+    "zb-h1 tp2, overlapped",
+    "zb-h2 pp4",
+    "zb-v pp4",
+    "zb-v tp2, recomputed",
+    "zb-v, zero 0",
+    "dualpipe-v, whole parameters",
+    "dualpipe-v tp2 ep2",
+)
+#: Schedules of full backward passes whose passes are cut in halves.
+HALVES: dict[str, tuple[str, dict[str, Any]]] = chosen(
+    {
+        "1f1b in halves": ("gpt2", {"pp": 4}),
+        "1f1b tp2 in halves": ("llama tied", {"pp": 2, "tp": 2}),
+        "interleaved in halves": ("llama", V),
+        "experts in halves": ("some experts", {"pp": 2, "ep": 2}),
+    },
+    "interleaved in halves",
+    "experts in halves",
+)
+#: Divisions of four layers among the stages.
+DIVIDED: dict[str, tuple[str, dict[str, Any]]] = chosen(
+    {
+        f"{kind}: {name}": (kind, layout)
+        for kind in ("gpt2", "llama", "post-norm", "some experts")
+        for name, layout in {
+            "none in the last stage": {"pp": 2, "stage_layers": [4, 0]},
+            "none in the first stage": {"pp": 2, "stage_layers": "E|t*4L"},
+            "none at both ends": {"pp": 4, "stage_layers": "E|(tt|)*2L"},
+            "by cost": {"pp": 4},
+            "uneven chunks": {**V, "stage_layers": [0, 1, 2, 1]},
+            "none in the last chunk": {**V, "stage_layers": [1, 2, 1, 0]},
+        }.items()
+    },
+    "gpt2: none in the last stage",
+    "llama: none at both ends",
+    "post-norm: uneven chunks",
+    "some experts: none in the last chunk",
+)
+#: Orders that are chosen by the times of a step.
+AUTO = {
+    "auto, four stages": ("gpt2", {"pp": 4, **ONE, "schedule": "auto"}),
+    "auto, in a V": ("llama tied", {**V, **ONE, "tp": 2, "schedule": "auto"}),
+    "auto, experts": ("experts", {"pp": 2, "ep": 2, **ONE, "schedule": "auto"}),
+}
+
+
+def halves_from_the_last(rank: int, pp: int, num_microbatches: int, vpp: int) -> Iterator[Action]:
+    """All forwards, all input halves from the last microbatch on, and then all weight halves."""
+    numbers = range(num_microbatches)
+    yield from (Action("F", 0, number) for number in numbers)
+    yield from (Action("I", 0, number) for number in reversed(numbers))
+    yield from (Action("W", 0, number) for number in numbers)
+
+
+def chunk_after_chunk(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+    """Full backward passes, one microbatch after the other, chunk after chunk."""
+    forwards = [Action("F", chunk, n) for chunk in range(vpp) for n in range(num_microbatches)]
+    return [*forwards, *(Action("B", a.chunk, a.microbatch) for a in reversed(forwards))]
+
+
+def searched(
+    shape: PlacementShape, num_stages: int, num_chunks: int, num_microbatches: int
+) -> Schedule:
+    """Construct the rows for stages of unequal times."""
+    placement = Placement(shape, num_stages, num_chunks)
+    count = placement.num_virtual_stages
+    costs = StageCosts(*(tuple(range(first, first + count)) for first in (2, 3, 1)), transfer=1)
+    rule = GreedyRule(num_chunks * 2.0, (1.0,) * count, 0.9, True, True, 0.5)
+    rows = GreedyConstruction(placement, num_microbatches, costs, rule).rows()
+    assert rows is not None, "the limit is above one microbatch in each chunk"
+    return Schedule("", num_stages, num_microbatches, num_chunks, rows, shape=shape).validate()
+
+
+FILES = {
+    "halves": searched("loop", 2, 1, 4),
+    "v": searched("v", 2, 2, 4),
+    "v of three": searched("v", 2, 3, 4),
+}
+#: Orders by functions, and by files of this name.
+CUSTOM: dict[str, tuple[str, dict[str, Any]]] = chosen(
+    {
+        "file of halves": ("gpt2", {"pp": 2, "schedule": "halves", **ONE}),
+        "file of halves, experts": ("experts", {"pp": 2, "ep": 2, "schedule": "halves", **ONE}),
+        "file of a V": ("llama tied", {**V, "tp": 2, "schedule": "v"}),
+        "file of three chunks": (
+            "eight layers",
+            {"pp": 2, "vpp": 3, "schedule": "v of three", **ONE},
+        ),
+        "function of halves": ("gpt2", {"pp": 4, "schedule": halves_from_the_last, **ONE}),
+        "function of chunks": ("llama", {**V, "schedule": chunk_after_chunk}),
+    },
+    "file of halves",
+    "file of three chunks",
+    "function of halves",
+    "function of chunks",
+)
+CASES = {**NAMED, **HALVES, **DIVIDED, **AUTO, **CUSTOM}
+
+
+def job_of(name: str, folder: Path) -> Job:
+    kind, layout = CASES[name]
+    if layout.get("schedule") in FILES:
+        layout = {**layout, "schedule": str(folder / f"{layout['schedule']}.csv")}
+    return Job(KINDS[kind], layout, steps=4 if name in AUTO else 2)
+
+
+def run_all(rank: int, size: int, folder: Path) -> tuple[dict[str, Report], list[Any], list[str]]:
+    """Return the reports, the chosen schedules with the measured times, and the log of the choice.
+
+    The time of a transfer follows from the size of the message and the rank.
+    """
+    build: Any = PipelineExecutor._build_schedule
+    search: Any = ScheduleChoice._search
+    found: list[Any] = []
+    messages: list[str] = []
+
+    def split(self: PipelineExecutor, number: int, forward_only: bool) -> Schedule:
+        return with_halves(build(self, number, forward_only), 2)
+
+    def search_and_record(self: ScheduleChoice, *args: Any) -> Schedule:
+        found.append((search(self, *args), self.measured))
+        return found[-1][0]
+
+    def slow_transfer(num_bytes: int, mesh: ParallelMesh) -> float:
+        measure_transfer(num_bytes, mesh)
+        return (num_bytes + mesh.rank) / 1e6
+
+    jobs = {name: job_of(name, folder) for name in CASES}
+    reports = {n: run_job(jobs[n], size) for n in (*NAMED, *DIVIDED, *CUSTOM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineExecutor, "_build_schedule", split)
+        reports |= {name: run_job(jobs[name], size) for name in HALVES}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule_choice, "WARMUP_STEPS", 1)
+        patch.setattr(schedule_choice, "MEASURED_STEPS", 1)
+        patch.setattr(ScheduleChoice, "_search", search_and_record)
+        patch.setattr(schedule_choice, "measure_transfer", slow_transfer)
+        patch.setattr(schedule_choice, "rank_zero_info", messages.append)
+        reports |= {name: run_job(jobs[name], size) for name in AUTO}
+    return reports, found, messages
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("schedules")
+    for name, schedule in FILES.items():
+        (folder / f"{name}.csv").write_text(format_schedule(schedule))
+    return run_world(run_all, 4, folder)
+
+
+@cache
+def twin(kind: str, steps: int) -> Report:
+    # Only the strategy changes the router's bias.
+    return run_job(Job(KINDS[kind], {} if kind == "whole step" else None, steps=steps))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_schedule_trains_as_one_process(name: str, ranks: Any) -> None:
+    check_equal(
+        [reports[name] for reports, *_ in ranks], twin(CASES[name][0], 4 if name in AUTO else 2)
+    )
+
+
+def test_all_ranks_choose_one_schedule_by_the_times_of_the_slowest(
+    ranks: Any, tmp_path: Path
+) -> None:
+    _, found, messages = ranks[0]
+    assert all(other == found for _, other, _ in ranks)
+    shapes = [(s.num_stages, s.num_chunks, s.shape) for s, _ in found]
+    assert shapes == [(4, 1, "loop"), (2, 2, "v"), (2, 1, "loop")]
+    # A message is one sample of 16 tokens with 32 features in float64, or with tp its half. The
+    # slowest rank counts.
+    transfers = [measured.costs.transfer for _, measured in found]
+    assert transfers == [4096 + 3, 2048 + 3, 4096 + 3]
+    for transfer, line in zip(transfers, messages, strict=True):
+        assert f"and {transfer / 1e3:.3g} ms for a transfer between stages." in line
+    costs = tmp_path / "costs.yaml"
+    costs.write_text(yaml.safe_dump(found[0][1].as_dict()))
+    assert read_costs(costs, 4).times == found[0][1].costs
+
+
+def test_automatic_schedules_with_microbatch_groups_are_refused() -> None:
+    with pytest.raises(ParallelPlanError, match=r"microbatch_group_size \(4\) must be None"):
+        MegatronStrategy(pp=2, vpp=4, schedule="auto", microbatch_group_size=4)
+
+
+# ---- two processes: compiled blocks, evaluation and refusals
+
+
+class Compiled(Language):
+    """Compile every block when the fit starts; refuse to run a block uncompiled."""
+
+    def on_fit_start(self) -> None:
+        assert self.model is not None, "configure_model ran"
+        torch.compiler.reset()
+        # The wrappers of the tests' shape checks share one code object.
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        for block in self.model.layers.values():
+            block.compile(backend="aot_eager")
+
+
+#: Dense layers leave four products to weight halves: two of attention, and two of the MLP; layers
+#: of experts leave those of attention, and a model that of its head.
+HALF_EXPERTS = GPTConfig.llama(
+    **LLAMA_SIZES, experts={**EXPERTS, "layers": [False, True, False, True]}
+)
+COMPILED, PRODUCTS = Job(partial(Compiled, HALF_EXPERTS), ZBV, steps=2), 2 * 4 + 2 * 2 + 1
+
+
+def other_rows_on_each_rank(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+    """Rows that are legal, but of a different schedule on process 1 from four microbatches on."""
+    is_different = num_microbatches > 3 and os.environ["LOCAL_RANK"] == "1"
+    name = "gpipe" if is_different else "1f1b"
+    return list(build_schedule(name, pp, num_microbatches, vpp).actions(rank))
+
+
+def fails_on_one_rank(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+    """Rows of a function that one process cannot run from four microbatches on."""
+    if num_microbatches > 3 and os.environ["LOCAL_RANK"] == "1":
+        raise KeyError(num_microbatches)
+    return list(build_schedule("1f1b", pp, num_microbatches, vpp).actions(rank))
+
+
+def forgets_the_last(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+    """Rows of at most three microbatches."""
+    return list(build_schedule("1f1b", pp, min(num_microbatches, 3), vpp).actions(rank))
+
+
+REFUSED: tuple[tuple[Callable[..., Any], type[Exception], str], ...] = (
+    (
+        other_rows_on_each_rank,
+        RankMismatchError,
+        "rank 1 has rows of other_rows_on_each_rank for 4 microbatches=",
+    ),
+    (fails_on_one_rank, RankMismatchError, "it raised KeyError"),
+    (
+        forgets_the_last,
+        ParallelPlanError,
+        "'forgets_the_last' is not legal: on stage 0, F of microbatch 3",
+    ),
+)
+#: Validation has batches of other sizes than training.
+VALIDATED = Job(GPT2, {"pp": 2, **ONE}, validation=partial(Tokens, BATCH + 3))
+
+
+def run_two(rank: int, size: int, path: str) -> tuple[dict[str, Report], int, list[str]]:
+    """Return the reports, the number of products that the compiled job left to weight halves, and
+    the log.
+    """
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=2))
+    for function, error, message in REFUSED:
+        check = CustomOrderCheck(mesh, order_from_function(function, 2, 1))
+        check.check(2)
+        with pytest.raises(error) as caught:
+            check.check(4)
+        assert message in str(caught.value)
+    mesh.destroy()
+    job = replace(VALIDATED, strategy={"pp": 2, **ONE, "schedule": path})
+    reports = run_jobs(rank, size, {"validated": job})
+    # The compiler would trace the checks of shapes.
+    shape_checks.update("jaxtyping_disable", True)
+    products: list[Any] = []
+    messages: list[str] = []
+    put = WeightGradientQueue.put
+
+    def put_and_count(self: WeightGradientQueue, start: Any, slots: Any) -> None:
+        products.append(start)
+        put(self, start, slots)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightGradientQueue, "put", put_and_count)
+        patch.setattr(compiled_blocks, "rank_zero_info", messages.append)
+        reports["compiled"] = run_job(COMPILED, size)
+    assert counters["stats"]["unique_graphs"], "blocks are compiled"
+    return reports, len(products), messages
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    # Validation batches are of other sizes than the rows of the file.
+    path = tmp_path_factory.mktemp("mine") / "mine.csv"
+    path.write_text(format_schedule(searched("loop", 2, 1, 8)))
+    return run_world(run_two, 2, str(path))
+
+
+def test_compiled_blocks_split_their_backward_passes_and_train_as_one_process(two: Any) -> None:
+    check_equal([reports["compiled"] for reports, *_ in two], gpt_twin(HALF_EXPERTS, 2))
+    assert sum(count for _, count, _ in two) == PRODUCTS * 4 * COMPILED.steps
+    for *_, (note,) in two:
+        assert "mlp.experts and 1 others: not split into halves" in note
+
+
+def test_evaluation_under_an_order_of_training_has_the_metrics_of_one_process(two: Any) -> None:
+    expected = run_job(VALIDATED.twin())
+    for reports, *_ in two:
+        assert reports["validated"].metrics == pytest.approx(expected.metrics, abs=1e-10)
