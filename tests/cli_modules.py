@@ -57,3 +57,18 @@ class Points(LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         """Return the same batches."""
         return self.train_dataloader()
+
+
+class Counting(LightningDataModule):
+    """Rows of token ids that count upwards, below 20."""
+
+    bytes_per_token = 2.0
+
+    def train_dataloader(self) -> DataLoader:
+        """Return four batches of four rows."""
+        rows = [(torch.arange(9) + start) % 20 for start in range(16)]
+        return DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=4)
+
+    def val_dataloader(self) -> DataLoader:
+        """Return the same batches."""
+        return self.train_dataloader()

@@ -158,7 +158,7 @@ class Job:
         steps: Number of optimizer steps.
         trainer: Further options of the Trainer; a logger as a function that makes it.
         data: Makes the training data; all data-parallel ranks together get ``batch`` samples a step
-            in order.
+            in order. Or it makes a data module, which has batches and validation of its own.
         validation: Makes the validation data, if there is any.
         batch: Samples in a step.
         callbacks: Makes callbacks.
@@ -172,7 +172,7 @@ class Job:
     precision: Any = "64-true"
     steps: int = STEPS
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    data: Callable[[], Dataset] = Tokens
+    data: Callable[[], Dataset | pl.LightningDataModule] = Tokens
     validation: Callable[[], Dataset] | None = None
     batch: int = BATCH
     callbacks: Callable[[], Sequence[pl.Callback]] = tuple
@@ -307,8 +307,12 @@ def run_job(job: Job, size: int = 1) -> Report:
     """Train a job in this process, which may be one of ``size`` ranks of a world."""
     record = Record() if job.norms else RecordWithoutNorms()
     trainer, module = trainer_of(job, size, record), module_of(job)
-    validation = None if job.validation is None else loader_of(job.validation(), job.batch, trainer)
-    trainer.fit(module, loader_of(job.data(), job.batch, trainer), validation, ckpt_path=job.resume)
+    data = job.data()
+    if isinstance(data, pl.LightningDataModule):
+        trainer.fit(module, datamodule=data, ckpt_path=job.resume)
+    else:
+        validation = job.validation and loader_of(job.validation(), job.batch, trainer)
+        trainer.fit(module, loader_of(data, job.batch, trainer), validation, ckpt_path=job.resume)
     for owner in (module, *trainer.callbacks):  # type: ignore[attr-defined]
         record.report.outcomes |= getattr(owner, "outcomes", {})
     if job.save is not None:

@@ -22,20 +22,17 @@ from lightning_megatron.evaluation.wikitext import (
 WIKITEXT_2 = Path(__file__).parents[3] / "shared" / "data" / "wikitext2-test.txt"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a role @-@ playing game , sold 1 @,@ 200 @.@ 5 times .\n", "a role-playing game, sold 1,200.5 times .\n"),
-        (" \n = = = Plot = = = \n \n It 's the boys ' ball ; no ? \n", "\n=== Plot ===\n\nIt's the boys' ball; no?\n"),
-        ('He said : " yes ! " ( or [ no ] { so } ) . It is 20 ° C', 'He said: "yes!" (or [no] {so}). It is 20°C'),
-        ("the ' Bill ' of N pages", "the 'Bill' of 1 pages"),
-    ],
-)  # fmt: skip
-def test_wikitext_is_detokenized_to_plain_text(text: str, expected: str) -> None:
-    assert detokenize(text) == expected
+TEXTS = {
+    "a role @-@ playing game , sold 1 @,@ 200 @.@ 5 times .\n": "a role-playing game, sold 1,200.5 times .\n",
+    " \n = = = Plot = = = \n \n It 's the boys ' ball ; no ? \n": "\n=== Plot ===\n\nIt's the boys' ball; no?\n",
+    'He said : " yes ! " ( or [ no ] { so } ) . It is 20 ° C': 'He said: "yes!" (or [no] {so}). It is 20°C',
+    "the ' Bill ' of N pages": "the 'Bill' of 1 pages",
+}  # fmt: skip
 
 
-def test_word_counts_match_the_published_figures(tmp_path: Path) -> None:
+def test_wikitext_becomes_plain_text_with_the_published_number_of_words(tmp_path: Path) -> None:
+    for text, plain in TEXTS.items():
+        assert detokenize(text) == plain
     path = tmp_path / "text"
     path.write_bytes(b" \n = A = \n \n b c . \n")
     assert read_wikitext(path) == ("\n= A =\n\nb c.\n", 8)
@@ -71,13 +68,9 @@ def test_windows_score_each_token_once_with_its_context(
     assert rows.num_targets == len(scored)
 
 
-def test_the_number_of_windows_matches_the_paper() -> None:
-    # WikiText-103 has 270,329 tokens there: one window, and one for each 32 further targets.
-    rows = SlidingWindows(range(270_329), 1024, 32)
-    assert len(rows) == 1 + -(-(270_328 - 1024) // 32) == 8417
-
-
-def test_windows_that_skip_tokens_and_texts_without_targets_are_refused() -> None:
+def test_windows_are_as_many_as_in_the_paper_and_skip_no_tokens() -> None:
+    # WikiText-103 has 270,329 tokens in the paper: one window, and one for each 32 further targets.
+    assert len(SlidingWindows(range(270_329), 1024, 32)) == 1 + -(-(270_328 - 1024) // 32) == 8417
     with pytest.raises(ParallelPlanError, match=r"stride \(9\) must be at least 1 and at most the"):
         SlidingWindows(range(20), 8, 9)
     with pytest.raises(CorruptDataError, match="at least two tokens.*it has 1"):
@@ -103,24 +96,18 @@ def test_a_passage_has_labels_for_its_last_word(tmp_path: Path) -> None:
     assert rows[1]["labels"].tolist() == [32, 98, *[-100] * 10]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "a b"', "is not valid JSON: Expecting ',' delimiter"),
-        ('{"words": "a b"}', "has no text under the key 'text'"),
-        ('{"text": "alone "}', "has fewer than two words: 'alone '"),
-        ('{"text": "a \\ud800"}', "is half of a surrogate pair"),
-    ],
-)
-def test_errors_name_a_line_without_a_passage(tmp_path: Path, line: str, message: str) -> None:
+def test_errors_name_a_line_without_a_passage(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"text": "good line"}\n' + line)
-    with pytest.raises(CorruptDataError, match=message) as raised:
-        read_passages(path)
-    assert str(raised.value).startswith(f"{path}:2 ")
-
-
-def test_errors_name_a_passage_that_does_not_fit_or_has_no_tokens() -> None:
+    for line, message in {
+        '{"text": "a b"': "is not valid JSON: Expecting ',' delimiter",
+        '{"words": "a b"}': "has no text under the key 'text'",
+        '{"text": "alone "}': "has fewer than two words: 'alone '",
+        '{"text": "a \\ud800"}': "is half of a surrogate pair",
+    }.items():
+        path.write_text('{"text": "good line"}\n' + line)
+        with pytest.raises(CorruptDataError, match=message) as raised:
+            read_passages(path)
+        assert str(raised.value).startswith(f"{path}:2 ")
     passages = [Passage("abc", "def", "file:7")]
     with pytest.raises(ParallelPlanError, match=r"file:7 has 6 tokens .* window \(5\)"):
         ClozeRows(passages, lambda text: list(text.encode()), window=5)

@@ -10,45 +10,11 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "man",
-    "woman",
-    "house",
-    "tree",
-    "river",
-    "town",
-    "day",
-    "night",
-    "sees",
-    "likes",
-    "finds",
-    "loses",
-    "eats",
-    "runs",
-    "slept",
-    "red",
-    "blue",
-    "old",
-    "new",
-    "big",
-    "small",
-    "not",
-    "never",
-    "always",
-    "in",
-    "on",
-    "under",
-    "near",
-    "who",
-    "what",
-    "where",
-    "when",
-    "why",
-]
+_TEXT = (
+    "the a cat dog man woman house tree river town day night sees likes finds loses eats runs slept "
+    "red blue old new big small not never always in on under near who what where when why"
+)
+WORDS = _TEXT.split()
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 PIECES = [*SPECIAL, *WORDS, *"?.,'\"_", "##s", "##ed", "##er"]
 SIZES: dict[str, Any] = {

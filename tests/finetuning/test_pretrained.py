@@ -1,149 +1,59 @@
 """Fine-tuning starts from Hugging Face folders and from checkpoints of BERTPretraining, resumes
-exactly, and refuses sources that it does not support.
+exactly, also while batches grow, and refuses sources that it does not support.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_megatron import (
-    BERTClassifier,
-    BERTPretraining,
-    BERTQuestionAnswering,
-    EncoderConfig,
-    GlueDataModule,
-)
+from lightning_megatron import BERTClassifier, BERTQuestionAnswering, GlueDataModule, RampUp
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     ParallelPlanError,
     UnsupportedError,
 )
-from tests.finetuning.fits import Record, module_and_data, trainer_of
-from tests.finetuning.folders import PIECES, save_encoder, save_tokenizer, write_mnli
-from tests.world import run_world
+from tests.finetuning.folders import save_encoder, write_mnli
+from tests.finetuning.tasks import data_of
+from tests.fits import Job, run_job, trainer_of
+from tests.worlds.test_tasks import RAMP, Segments, pretraining
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:Rows of ")
 
 
-def pretraining(head: str = "pretraining") -> BERTPretraining:
-    config = EncoderConfig.bert(
-        vocab_size=len(PIECES), num_positions=32, num_layers=2, hidden_size=16, num_heads=2,
-        init_std=0.3, head=head,
-    )  # fmt: skip
-    return BERTPretraining(config, learning_rate=0.01, schedule="constant")
-
-
-class PairDataset(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.arange(16) % 11 + index
-        return {
-            "tokens": tokens, "labels": tokens, "token_types": tokens % 2,
-            "valid": torch.ones(16, dtype=torch.bool), "lengths": torch.tensor(16), "order": torch.tensor(index % 2),
-        }  # fmt: skip
-
-
-def pretrain(path: str, layout: dict[str, Any], size: int, **options: Any) -> None:
-    pl.seed_everything(5, verbose=False)
-    trainer = trainer_of(layout, size, **{"max_steps": 1, **options})
-    loader = torch.utils.data.DataLoader(PairDataset(), batch_size=4)
-    trainer.fit(pretraining(), loader)
-    trainer.save_checkpoint(path)
-    trainer.strategy.barrier()
-
-
-def tensors_of(path: str) -> dict[str, Tensor]:
-    saved = OpenCheckpoint.open(path)
-    prefix = "state_dict.model."
-    names = [name for name in saved.tensors if name.startswith(prefix)]
-    return {name.removeprefix(prefix): tensor for name, tensor in saved.read_full(names).items()}
-
-
-def expected_of(pretrained: dict[str, Tensor], has_pooler: bool) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint of pre-training gives a model with another head."""
-    body = {name: tensor for name, tensor in pretrained.items() if not name.startswith("head.")}
-    pooler = {
-        name.replace("head.pooler.", "head."): tensor
-        for name, tensor in pretrained.items()
-        if name.startswith("head.pooler.")
-    }
-    return {**body, **(pooler if has_pooler else {})}
-
-
-def start_in_layouts(rank: int, size: int, folder: str) -> dict[str, dict[str, Tensor]]:
-    """Pre-train under one layout; return the tensors with which fine-tuning starts under others."""
-    source = os.path.join(folder, "pretrained")
-    pretrain(source, {"tp": 2, "sequence_parallel": True}, size)
-    tensors = {"source": tensors_of(source)}
-    files = {
-        "folder": os.path.join(folder, "mnli"), "tokenizer": os.path.join(folder, "tokenizer"),
-        "seq_length": 16, "global_batch_size": 4,
-    }  # fmt: skip
-    for name, layout in {"tp2": {"tp": 2}, "pp2": {"pp": 2}}.items():
-        pl.seed_everything(9, verbose=False)
-        trainer = trainer_of(layout, size, max_steps=1, limit_val_batches=0)
-        module = BERTClassifier(source, 3, learning_rate=0.0, schedule="constant", weight_decay=0.0)
-        trainer.fit(module, datamodule=GlueDataModule("mnli", **files))
-        path = os.path.join(folder, name)
-        trainer.save_checkpoint(path)
-        trainer.strategy.barrier()
-        tensors[name] = tensors_of(path)
-    return tensors
-
-
-def test_layouts_start_from_the_tensors_of_a_checkpoint(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path / "tokenizer")
-    write_mnli(tmp_path / "mnli")
-    tensors = run_world(start_in_layouts, 2, str(tmp_path))[0]
-    expected = expected_of(tensors["source"], has_pooler=True)
-    assert len(expected) > 20
-    for name in ("tp2", "pp2"):
-        new_keys = tensors[name].keys() - expected.keys()
-        assert new_keys == {"head.output.weight", "head.output.bias"}
-        for key, value in expected.items():
-            assert torch.equal(tensors[name][key], value), key
-    weight = tensors["tp2"]["head.output.weight"]
-    assert torch.equal(weight, tensors["pp2"]["head.output.weight"])
-    assert weight.std() > 0.1
-
-
-@pytest.mark.parametrize("is_single_file", [False, True])
-def test_spans_start_from_either_kind_of_checkpoint(tmp_path: Path, is_single_file: bool) -> None:
+@pytest.mark.parametrize("strategy", [{}, None])
+def test_spans_start_from_either_kind_of_checkpoint(tmp_path: Path, strategy: Any) -> None:
     path = str(tmp_path / "pretrained.ckpt")
-    pretrain(path, {}, 1, **({"strategy": "auto"} if is_single_file else {}))
-    assert Path(path).is_file() == is_single_file
+    run_job(Job(pretraining, strategy, steps=1, data=Segments, batch=4, save=path))
+    assert Path(path).is_file() == (strategy is None)
     module = BERTQuestionAnswering(path, dropout=0.0)
     assert module.config.norm_position == "pre"
     assert module.config.hidden_dropout == module.config.attention_dropout == 0.0
     module.configure_model()
     assert module.model is not None
-    source = (
-        {
-            name.removeprefix("model."): tensor
-            for name, tensor in torch.load(path, weights_only=False)["state_dict"].items()
+    if strategy is None:
+        source = torch.load(path, weights_only=False)["state_dict"]
+    else:
+        saved = OpenCheckpoint.open(path)
+        names = [name for name in saved.tensors if name.startswith("state_dict.model.")]
+        source = {
+            name.removeprefix("state_dict."): tensor
+            for name, tensor in saved.read_full(names).items()
         }
-        if is_single_file
-        else tensors_of(path)
-    )
     parameters = dict(module.model.named_parameters())
-    for name, value in expected_of(source, has_pooler=False).items():
+    heads = {name for name in parameters if name.startswith("head.")}
+    assert heads == {"head.output.weight", "head.output.bias"}
+    for name in parameters.keys() - heads:
+        value = source[f"model.{name}"]
         rows = min(len(value), len(parameters[name]))
         assert torch.equal(parameters[name][:rows], value[:rows].to(parameters[name].dtype)), name
-    assert {name for name in parameters if name.startswith("head.")} == {
-        "head.output.weight", "head.output.bias",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
@@ -170,32 +80,61 @@ def test_a_folder_without_a_head_gets_a_new_head(tmp_path: Path, kind: str) -> N
     assert not torch.equal(random_weight[:16], query)
 
 
-class SaveSecondStep(pl.Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
+class Steps(pl.Callback):
+    """Callback that keeps the rates of all steps, and saves checkpoints after some."""
+
+    def __init__(self, folder: Path, saved_after: tuple[int, ...]) -> None:
+        self.folder, self.saved_after = folder, saved_after
+        self.outcomes: dict[str, list[float]] = {"rates": []}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.outcomes["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
-            trainer.save_checkpoint(self.path)
+        if trainer.global_step in self.saved_after:
+            trainer.save_checkpoint(self.folder / str(trainer.global_step))
 
 
-def test_a_fit_resumes_exactly(tmp_path: Path) -> None:
+def test_a_fit_of_epochs_resumes_exactly_also_while_batches_grow(tmp_path: Path) -> None:
     save_encoder(tmp_path / "classes", "BertForSequenceClassification", num_labels=3, dropout=0.1)
-    write_mnli(tmp_path / "classes_files", num_train=24)
-    # An epoch has three steps of eight rows, so the second run starts within an epoch.
-    path = str(tmp_path / "second")
-    losses = []
-    for start, callbacks in ((None, [SaveSecondStep(path)]), (path, [])):
-        pl.seed_everything(1, verbose=False)
-        record = Record()
-        limits = {"max_steps": -1, "max_epochs": 2, "limit_val_batches": 0}
-        trainer = trainer_of({}, 1, callbacks=[record, *callbacks], **limits)
-        module, data = module_and_data("classes", str(tmp_path))
-        trainer.fit(module, datamodule=data, ckpt_path=start)
-        losses.append(record.report.losses)
-    uninterrupted, resumed = losses
-    assert len(uninterrupted) == 6
-    assert resumed == uninterrupted[2:]
+    write_mnli(tmp_path / "classes_files")
+
+    def fit(*saved_after: int, resume: str | None = None) -> Any:
+        rate = {"learning_rate": 0.01, "schedule": "linear", "min_lr_ratio": 0.0}
+        return run_job(
+            Job(
+                lambda: BERTClassifier(str(tmp_path / "classes"), 3, **rate, warmup_share=0.25),
+                {"microbatch_size": 2},
+                steps=-1,
+                trainer={"max_epochs": 3, "limit_val_batches": 0, "use_distributed_sampler": True},
+                data=lambda: data_of("classes", str(tmp_path), ramp_up=RAMP),
+                callbacks=lambda: [Steps(tmp_path, saved_after)],
+                resume=resume,
+            )
+        )
+
+    # The first epoch of 40 rows has six batches (4, 4, 6, and three of 8), and each later epoch
+    # has five.
+    whole = fit(2, 8)
+    rates = whole.outcomes["rates"]
+    assert len(whole.losses) == 6 + 5 + 5
+    assert rates.index(max(rates)) == 0.25 * 16
+    assert max(rates) == pytest.approx(0.01)
+    # The last step has the rate of one step before zero.
+    assert rates[-1] == pytest.approx(0.01 / (16 - 4))
+    for stop in (2, 8):
+        resumed = fit(resume=str(tmp_path / str(stop)))
+        assert resumed.outcomes["rates"] == rates[stop:]
+        assert resumed.losses == whole.losses[stop:]
+
+
+def test_a_ramp_up_that_misses_the_global_batch_size_is_refused(tmp_path: Path) -> None:
+    save_encoder(tmp_path / "classes")
+    write_mnli(tmp_path / "classes_files")
+    with pytest.raises(ParallelPlanError, match="ramp_up must grow from start to global_batch"):
+        data_of("classes", str(tmp_path), ramp_up=RampUp(3, 2, 12))
+    with pytest.raises(ParallelPlanError, match="ramp_up needs global_batch_size"):
+        data_of("classes", str(tmp_path), ramp_up=RAMP, global_batch_size=None)
 
 
 def test_unsupported_sources_and_settings_are_refused(tmp_path: Path) -> None:
@@ -207,7 +146,7 @@ def test_unsupported_sources_and_settings_are_refused(tmp_path: Path) -> None:
     write_mnli(tmp_path / "mnli")
     data = GlueDataModule("mnli", str(tmp_path / "mnli"), str(folder), seq_length=16)
     with pytest.raises(ParallelPlanError, match=r"num_labels \(2\) must be 3"):
-        trainer_of({}, 1).validate(BERTClassifier(str(folder)), data)
+        trainer_of(Job(strategy={})).validate(BERTClassifier(str(folder)), data)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "electra"}))
     with pytest.raises(UnsupportedError, match="model_type bert or roberta, .* has 'electra'"):
@@ -216,4 +155,4 @@ def test_unsupported_sources_and_settings_are_refused(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path / "roberta", "RobertaModel", num_labels=3)
     data = GlueDataModule("mnli", str(tmp_path / "mnli"), str(folder), seq_length=63)
     with pytest.raises(ParallelPlanError, match=r"seq_length \(63\) must not exceed .* \(62\)"):
-        trainer_of({}, 1).validate(BERTClassifier(str(folder), 3), data)
+        trainer_of(Job(strategy={})).validate(BERTClassifier(str(folder), 3), data)

@@ -139,6 +139,12 @@ def test_answers_are_normalised_and_compared_like_the_official_evaluation() -> N
     assert exact_score("", ("the",)) == 1.0
     assert f1_score("a red cat", ("red cat", "cat")) == 1.0
     assert f1_score("big cat", ("red cat",)) == 0.5
+    assert Answer(("cat",), (3.0,), 4.5).advantage == 1.5, "of no answer above the best span"
+    assert Answer((), (), 0.0).advantage == float("inf")
+    # No answer counts where the right one has only articles.
+    questions = [SimpleNamespace(answers=("the",)), SimpleNamespace(answers=("red river",))]
+    answers = {0: Answer(("blue",), (1.0,), 3.0), 1: Answer(("red river",), (2.0,), 1.0)}
+    assert SpanScores._best_f1(SimpleNamespace(questions=questions), answers) == (1.0, -1.0)
 
 
 def perfect_scores(data: SquadDataModule, strength: float = 9.0) -> tuple[SpanScores, torch.Tensor]:
@@ -207,26 +213,19 @@ def test_questions_with_unseen_windows_do_not_count(tmp_path: Path) -> None:
     assert sorted(metric.results(scores, is_seen)) == ["exact_match", "f1"]
 
 
-def test_the_advantage_of_no_answer_is_its_score_above_the_best_span() -> None:
-    assert Answer(("cat",), (3.0,), 4.5).advantage == 1.5
-    assert Answer((), (), 0.0).advantage == float("inf")
-
-
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
+def test_damaged_questions_are_named(tmp_path: Path) -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"answers": [{"text": "zebra", "answer_start": 0}]}, "answer in the context"),
         ({"answers": []}, r"must have an answer: it has none.*version='2.0'"),
         ({"question": None}, "must have an id, a question and the context"),
-    ],
-)
-def test_damaged_questions_are_named(tmp_path: Path, change: dict[str, Any], fault: str) -> None:
-    content = squad_content(random.Random(1), 3, may_lack=False)
-    content["data"][1]["paragraphs"][0]["qas"][1].update(change)
-    path = tmp_path / "dev-v1.1.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(CorruptDataError, match=f"dev-v1.1.json, question '1-1' .*{fault}"):
-        read_squad(path, "1.1")
+    ]
+    for change, fault in changes:
+        content = squad_content(random.Random(1), 3, may_lack=False)
+        content["data"][1]["paragraphs"][0]["qas"][1].update(change)
+        path = tmp_path / "dev-v1.1.json"
+        path.write_text(json.dumps(content))
+        with pytest.raises(CorruptDataError, match=f"dev-v1.1.json, question '1-1' .*{fault}"):
+            read_squad(path, "1.1")
 
 
 def test_windows_without_new_tokens_are_refused(tmp_path: Path) -> None:
@@ -249,9 +248,3 @@ def test_answers_have_all_bytes_of_their_characters(tmp_path: Path) -> None:
     assert decoder.decode(windows["tokens"][first : last + 1]).strip() == "\u20ac"
     begin, end = windows["contexts"][0].tolist()
     assert decoder.decode(windows["tokens"][begin:end]) == context
-
-
-def test_no_answer_counts_where_the_right_one_has_only_articles() -> None:
-    questions = [SimpleNamespace(answers=("the",)), SimpleNamespace(answers=("red river",))]
-    answers = {0: Answer(("blue",), (1.0,), 3.0), 1: Answer(("red river",), (2.0,), 1.0)}
-    assert SpanScores._best_f1(SimpleNamespace(questions=questions), answers) == (1.0, -1.0)

@@ -1,4 +1,6 @@
-"""Sampling uses the logits of transformers and their probabilities; invalid settings raise."""
+"""Sampling uses the logits of transformers and their probabilities; replayed passes are launched before
+the host reads the token of the previous one.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_megatron import GenerationSettings, ParallelPlanError
+from lightning_megatron.generation import decoding
 from lightning_megatron.generation.sampling import Sampler, argmax, sampling_logits
 
 processors = pytest.importorskip("transformers.generation.logits_process")
@@ -55,9 +59,8 @@ def test_without_sampling_the_most_probable_token_is_chosen() -> None:
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
+def test_errors_name_invalid_settings() -> None:
+    for setting, value in (
         ("max_new_tokens", 0),
         ("temperature", 0.0),
         ("temperature", float("nan")),
@@ -67,18 +70,71 @@ def test_without_sampling_the_most_probable_token_is_chosen() -> None:
         ("stop_tokens", (-1,)),
         ("seed", -1),
         ("sample", "yes"),
-    ],
-)
-def test_errors_name_invalid_settings(setting: str, value: Any) -> None:
-    with pytest.raises(ParallelPlanError, match=setting):
-        GenerationSettings(**{setting: value})
+    ):
+        with pytest.raises(ParallelPlanError, match=setting):
+            GenerationSettings(**{setting: value})
 
 
-@pytest.mark.parametrize("width", [5, 256, 768, 1000])
-def test_argmax_in_groups_equals_that_of_torch(width: int) -> None:
-    torch.manual_seed(0)
-    # Few different values, so that several logits are the largest.
-    logits = torch.randint(0, 30, (7, width)).bfloat16()
-    assert torch.equal(argmax(logits), logits.argmax(-1))
-    logits[2, width // 2] = torch.nan
-    assert torch.equal(argmax(logits), logits.argmax(-1))
+def test_argmax_in_groups_equals_that_of_torch() -> None:
+    for width in (5, 256, 768, 1000):
+        # Few different values, so that several logits are the largest.
+        logits = torch.randint(0, 30, (7, width)).bfloat16()
+        assert torch.equal(argmax(logits), logits.argmax(-1))
+        logits[2, width // 2] = torch.nan
+        assert torch.equal(argmax(logits), logits.argmax(-1))
+
+
+class FakeSession:
+    """Session of one row that counts upwards. Passes are captured from the second pass on."""
+
+    num_prompts = 1
+    max_new_tokens = 5
+
+    def __init__(self, events: list[str], can_capture: bool) -> None:
+        self.events = events
+        self.can_capture = can_capture
+        self.num_passes = 0
+
+    @property
+    def is_captured(self) -> bool:
+        return self.can_capture and self.num_passes > 1
+
+    def logits(self, tokens: Tensor | None) -> Tensor:
+        self.num_passes += 1
+        self.events.append(f"pass {self.num_passes}")
+        return torch.zeros(1, 9) if tokens is None else tokens[:, None].float()
+
+    def broadcast_tokens(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+
+def next_token(logits: Tensor) -> Tensor:
+    return logits[:, 0].long() + 1
+
+
+def test_a_replay_is_launched_before_the_last_token_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The copy is needed because the device holds later tokens when the host reads.
+    monkeypatch.setattr(decoding, "_start_read", lambda tokens: tokens.clone().tolist)
+
+    def chosen(events: list[str], can_capture: bool) -> Any:
+        session: Any = FakeSession(events, can_capture)
+        sampler: Any = next_token
+        return decoding._chosen_tokens(session, sampler)
+
+    for can_capture, expected in (
+        (False, "pass 1, got 1, pass 2, got 2, pass 3, got 3, pass 4, got 4, pass 5, got 5"),
+        # The pass of the second token is the first captured one.
+        (True, "pass 1, got 1, pass 2, pass 3, got 2, pass 4, got 3, pass 5, got 4, got 5"),
+    ):
+        events: list[str] = []
+        for tokens in chosen(events, can_capture):
+            events.append(f"got {tokens[0]}")
+        assert ", ".join(events) == expected
+    # One pass is wasted when generation ends early.
+    events = []
+    ended = chosen(events, True)
+    assert [next(ended), next(ended)] == [[1], [2]]
+    ended.close()
+    assert events == ["pass 1", "pass 2", "pass 3"]

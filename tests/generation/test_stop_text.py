@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.data.tokenizer import ByteTokenizer
@@ -24,7 +24,6 @@ def test_a_character_appears_when_its_bytes_are_complete() -> None:
 
 
 @given(data=st.binary(max_size=40), before=st.text(max_size=5))
-@settings(max_examples=300, deadline=None)
 def test_pieces_of_any_bytes_join_to_the_full_text(data: bytes, before: str) -> None:
     assert "".join(pieces_of(data, before=before.encode())) == data.decode(errors="replace")
 
@@ -33,7 +32,6 @@ def test_pieces_of_any_bytes_join_to_the_full_text(data: bytes, before: str) -> 
     data=st.text(alphabet="abé", max_size=30),
     strings=st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_size=3),
 )
-@settings(max_examples=300, deadline=None)
 def test_pieces_end_before_the_first_stop_string(data: str, strings: list[str]) -> None:
     tokens = list(data.encode())
     stops = StopStrings(BYTES.decode, strings)

@@ -1,4 +1,4 @@
-"""DPO has the losses of the papers' formulas, and keeps its reference after a restart."""
+"""DPO has the losses of the papers' formulas, and keeps its reference after a restart, also of streams."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor, nn
 
-from lightning_megatron import DPO, MegatronStrategy, PreferenceDataModule
+from lightning_megatron import (
+    DPO,
+    ChatDataModule,
+    MegatronStrategy,
+    PreferenceDataModule,
+    Streaming,
+)
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     ParallelPlanError,
     UnsupportedError,
 )
 from lightning_megatron.models.lora import LoraSettings
+from lightning_megatron.preferences.reference import ReferenceLogProbs
 from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
 from tests.data.test_datamodule_resume import StopAfter
 from tests.preferences.parts import loss_and_rewards, perturbed
@@ -82,50 +89,46 @@ def expected_loss(name: str, smoothing: float, ratios: Tensor, counts: Tensor) -
     return total / len(ratios)
 
 
-@pytest.mark.parametrize(
-    ("name", "smoothing", "is_reference_free"),
-    [
-        ("sigmoid", 0.0, False),
-        ("sigmoid", 0.1, False),
-        ("sigmoid", 0.0, True),
-        ("robust", 0.2, False),
-        ("hinge", 0.0, False),
-        ("ipo", 0.0, False),
-        ("apo_zero", 0.0, False),
-    ],
-)
-def test_losses_match_the_formulas_on_plain_logits(
-    folder: Path, name: Any, smoothing: float, is_reference_free: bool
-) -> None:
+#: Loss, label smoothing, and whether there is no reference.
+LOSSES: list[tuple[Any, float, bool]] = [
+    ("sigmoid", 0.0, False),
+    ("sigmoid", 0.1, False),
+    ("sigmoid", 0.0, True),
+    ("robust", 0.2, False),
+    *((name, 0.0, False) for name in ("hinge", "ipo", "apo_zero")),
+]
+
+
+def test_losses_match_the_formulas_on_plain_logits(folder: Path) -> None:
     batch = pairs_of(folder).each_pair_once("train").batches[[0, 1, 2, -1]]
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / "model", dtype=torch.float64
-    )
+    auto = transformers.AutoModelForCausalLM
+    reference = auto.from_pretrained(folder / "model", dtype=torch.float64)
     model = perturbed(copy.deepcopy(reference))
     real = {key: value[:3] for key, value in batch.items()}
     with torch.no_grad():
         (log_probs, counts), (reference_log_probs, _) = (
             plain_log_probs(network, real) for network in (model, reference)
         )
-    ratios = log_probs if is_reference_free else log_probs - reference_log_probs
-    module = module_of(
-        folder, loss_type=name, label_smoothing=smoothing, reference_free=is_reference_free
-    )
-    loss, rewards = loss_and_rewards(module, model, reference, batch)
-    assert loss.dtype == torch.float64
-    expected = expected_loss(name, smoothing, ratios, counts)
-    assert float(loss.detach()) == pytest.approx(expected, rel=0, abs=1e-10)
-    means = (BETA * ratios).mean(0)
-    assert {key: float(value) for key, value in rewards.items()} == pytest.approx(
-        {
-            "rewards/chosen": float(means[0]),
-            "rewards/rejected": float(means[1]),
-            "rewards/margins": float(means[0] - means[1]),
-            "rewards/accuracies": float((ratios[:, 0] > ratios[:, 1]).double().mean()),
-        },
-        rel=0,
-        abs=1e-10,
-    )
+    for name, smoothing, is_reference_free in LOSSES:
+        ratios = log_probs if is_reference_free else log_probs - reference_log_probs
+        module = module_of(
+            folder, loss_type=name, label_smoothing=smoothing, reference_free=is_reference_free
+        )
+        loss, rewards = loss_and_rewards(module, model, reference, batch)
+        assert loss.dtype == torch.float64
+        expected = expected_loss(name, smoothing, ratios, counts)
+        assert float(loss.detach()) == pytest.approx(expected, rel=0, abs=1e-10)
+        means = (BETA * ratios).mean(0)
+        assert {key: float(value) for key, value in rewards.items()} == pytest.approx(
+            {
+                "rewards/chosen": float(means[0]),
+                "rewards/rejected": float(means[1]),
+                "rewards/margins": float(means[0] - means[1]),
+                "rewards/accuracies": float((ratios[:, 0] > ratios[:, 1]).double().mean()),
+            },
+            rel=0,
+            abs=1e-10,
+        )
 
 
 def test_invalid_settings_raise(folder: Path) -> None:
@@ -165,7 +168,7 @@ class LossRecorder(DPO):
 
 def fit(
     folder: Path, *callbacks: Any, ckpt_path: Path | None = None, rows: str = "rows.jsonl",
-    strategy: Any = None, **options: Any,
+    strategy: Any = None, streaming: Streaming | None = None, **options: Any,
 ) -> LossRecorder:  # fmt: skip
     seed_everything(1, verbose=False)
     module = LossRecorder(
@@ -173,7 +176,8 @@ def fit(
     )
     trainer = trainer_of(folder, *callbacks, strategy=strategy or MegatronStrategy())
     try:
-        trainer.fit(module, pairs_of(folder, rows, global_batch_size=2), ckpt_path=ckpt_path)
+        data = pairs_of(folder, rows, global_batch_size=2, streaming=streaming)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
     except (KeyboardInterrupt, SystemExit):
         assert callbacks, "only a callback stops a run"
     return module
@@ -234,10 +238,7 @@ def test_a_trained_model_is_refused_as_reference_unless_adapters_can_be_disabled
     )
 
 
-@pytest.mark.parametrize("strategy", ["auto", None])
-def test_named_sets_have_the_values_of_each_set_validated_alone(
-    folder: Path, strategy: str | None
-) -> None:
+def test_named_sets_have_the_values_of_each_set_validated_alone(folder: Path) -> None:
     sets = {
         "few": write_lines(folder / "few.jsonl", preferences(3, seed=3)),
         "many": write_lines(folder / "many.jsonl", preferences(5, seed=4)),
@@ -245,27 +246,46 @@ def test_named_sets_have_the_values_of_each_set_validated_alone(
     metrics = {}
     for name, val in {**sets, "all": sets}.items():
         seed_everything(1, verbose=False)
-        module = module_of(folder, learning_rate=0.003, schedule="constant")
-        trainer = trainer_of(folder, strategy=strategy or MegatronStrategy(), steps=2)
-        trainer.fit(module, pairs_of(folder, global_batch_size=2, val=val))
-        trainer.validate(module, pairs_of(folder, global_batch_size=2, val=val), verbose=False)
+        module, trainer = module_of(folder), trainer_of(folder, steps=2)
+        data = pairs_of(folder, global_batch_size=2, val=val)
+        trainer.fit(module, data)
+        trainer.validate(module, data, verbose=False)
         metrics[name] = {key: float(value) for key, value in trainer.callback_metrics.items()}
     assert module.reference.state().keys() == {"train", "val/few", "val/many"}
-    means = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
-    close = {"rel": 0, "abs": 1e-12 if strategy is None else 1e-6}
-    for mean in means:
+    for mean in ("loss", *(f"rewards/{kind}" for kind in ("chosen", "margins", "accuracies"))):
         few, many = (metrics[name][f"val_{mean}"] for name in sets)
-        all_sets = metrics["all"]
-        assert all_sets[f"val_{mean}/few"] == pytest.approx(few, **close)
-        assert all_sets[f"val_{mean}/many"] == pytest.approx(many, **close)
-        assert all_sets[f"val_{mean}"] == pytest.approx((3 * few + 5 * many) / 8, **close)
+        actual = [metrics["all"][f"val_{mean}{end}"] for end in ("/few", "/many", "")]
+        expected = [few, many, (3 * few + 5 * many) / 8]
+        assert actual == pytest.approx(expected, rel=0, abs=1e-12)
     assert metrics["few"]["val_loss"] != pytest.approx(math.log(2), abs=1e-4)
 
 
 def test_a_reference_needs_numbered_pairs(folder: Path) -> None:
-    from lightning_megatron import ChatDataModule
-
     rows = write_lines(folder / "chat.jsonl", conversations(4))
     data = ChatDataModule(rows, str(folder / "model"), seq_length=250)
     with pytest.raises(UnsupportedError, match="the Trainer is ChatDataModule"):
         trainer_of(folder, strategy="auto").fit(module_of(folder), data)
+
+
+def test_a_section_of_a_complete_file_trains_like_an_unstreamed_file(folder: Path) -> None:
+    for options in ({}, {"reference_free": True}):
+        unstreamed, whole, sections = (
+            fit(folder, streaming=streaming, **options).losses
+            for streaming in (None, Streaming(), Streaming(4))
+        )
+        assert unstreamed == whole
+        # Smaller sections have another order.
+        assert unstreamed != sections
+
+
+def test_log_probabilities_of_unknown_pairs_are_nan() -> None:
+    reference = ReferenceLogProbs()
+    numbers = torch.tensor([0, 3, 2**40])
+    values = torch.arange(6.0).view(3, 2)
+    reference.load_state({"train": {"key": "", "pairs": numbers, "values": values}})
+    actual = reference.of("train", torch.tensor([2**40, 3, 0]))
+    assert torch.equal(actual, values.flip(0))
+    actual = reference.of("train", torch.tensor([2, -1, 2**41]))
+    assert actual.isnan().all(1).tolist() == [True, False, True]
+    with pytest.raises(CheckpointMismatchError, match=r"they have \['key', 'values'"):
+        reference.load_state({"train": {"key": "", "values": values}})

@@ -17,6 +17,7 @@ from tests.preferences.parts import as_messages, loss_and_rewards, perturbed
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.extras
 
 LENGTH, NUM = 160, 6
 LOSSES = {

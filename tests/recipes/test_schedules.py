@@ -1,4 +1,4 @@
-"""Tests that recipes set the schedules of the learning rate and of the weight decay."""
+"""Recipes set schedules of the learning rate and of the weight decay, and name validation sets."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.models.token_module import TokenModule
 from lightning_megatron.strategy.cli import MegatronCLI
 
@@ -40,14 +42,17 @@ model:
       class_path: lightning_megatron.WeightDecaySchedule
       init_args: {start: 0.0, end: 0.4, num_steps: "${trainer.max_steps}"}
 data:
-  class_path: tests.models.test_causal_lm.Counting
+  class_path: tests.cli_modules.Counting
 """
 
 
-def test_schedules_of_a_recipe_set_learning_rate_and_weight_decay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the arguments of pytest."""
     monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
+
+
+def test_schedules_of_a_recipe_set_learning_rate_and_weight_decay(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     # The fit ends in the middle of the schedules, which span the number of steps in the recipe.
@@ -70,44 +75,18 @@ CosineSchedule: {warmup_steps: 2, num_steps: 8, min_lr: 0.001}
 WSDSchedule: {warmup_steps: 2, num_steps: 8, decay_steps: 4, min_ratio: 0.1}
 InverseSqrtSchedule: {warmup_steps: 2, min_lr: 0.001}
 """
-MODELS = """
-CausalLM: {config: {vocab_size: 20, max_seq_length: 8, num_layers: 1, hidden_size: 16, num_heads: 2}}
-HuggingFaceCausalLM: {path: FOLDER}
-BERTPretraining:
-  config:
-    vocab_size: 20
-    num_positions: 8
-    num_layers: 1
-    hidden_size: 16
-    num_heads: 2
-    ffn_hidden_size: 32
-    head: pretraining
-"""
 
 
-@pytest.mark.parametrize("model", yaml.safe_load(MODELS))
-def test_every_model_takes_every_schedule_from_a_recipe(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
-    settings = yaml.safe_load(MODELS)[model]
-    if model == "HuggingFaceCausalLM":
-        pytest.importorskip("transformers")
-        from tests.tiny_llama import save_tiny_llama
-
-        save_tiny_llama(tmp_path / "llama")
-        settings = {"path": str(tmp_path / "llama")}
+def test_every_schedule_is_taken_from_a_recipe(tmp_path: Path) -> None:
+    config = yaml.safe_load(RECIPE)
     for name, arguments in yaml.safe_load(SCHEDULES).items():
-        config = yaml.safe_load(RECIPE)
         rate = {"class_path": f"lightning_megatron.{name}", "init_args": arguments}
-        shared = config["model"]["init_args"]
-        shared = {key: shared[key] for key in ("learning_rate", "weight_decay_schedule")}
-        init_args = {**settings, **shared, "lr_schedule": rate}
-        config["model"] = {"class_path": f"lightning_megatron.{model}", "init_args": init_args}
+        config["model"]["init_args"]["lr_schedule"] = rate
         recipe = tmp_path / f"{name}.yaml"
         recipe.write_text(yaml.safe_dump(config))
-        module = MegatronCLI(TokenModule, args=["-c", str(recipe)], run=False).model
-        (optimizer,), (rates, decays) = _optimizers_of(module)
+        module: Any = MegatronCLI(TokenModule, args=["-c", str(recipe)], run=False).model
+        module.configure_model()
+        (optimizer,), (rates, decays) = module.configure_optimizers()
         values = []
         for _ in range(3):
             values.append(optimizer.param_groups[0]["lr"])
@@ -120,6 +99,25 @@ def test_every_model_takes_every_schedule_from_a_recipe(
         assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.4 * 3 / 8)
 
 
-def _optimizers_of(module: Any) -> Any:
-    module.configure_model()
-    return module.configure_optimizers()
+def write_corpus(prefix: Path) -> str:
+    with TokenFileWriter(prefix, dtype="i4") as writer:
+        writer.add_document(np.arange(20))
+    return str(prefix)
+
+
+def test_validation_sets_of_a_recipe_are_logged_by_name(tmp_path: Path) -> None:
+    config = yaml.safe_load(RECIPE)
+    news = write_corpus(tmp_path / "news")
+    val = {"news": news, "code": [write_corpus(tmp_path / name) for name in ("c", "python")]}
+    config["trainer"] |= {"limit_val_batches": None, "default_root_dir": str(tmp_path)}
+    config["trainer"] |= {"val_check_interval": 8, "check_val_every_n_epoch": None}
+    files = {"train": news, "val": val, "test": {"only": news}, "seq_length": 8}
+    config["data"] = {"class_path": "lightning_megatron.TokenDataModule", "init_args": files}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(config, sort_keys=False))
+    cli = MegatronCLI(args=["fit", "-c", str(recipe)])
+    assert cli.datamodule.set_names == {"val": ("news", "code"), "test": ("only",)}
+    metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
+    assert (metrics["val_tokens/news"], metrics["val_tokens/code"]) == (19.0, 38.0)
+    mean = (19 * metrics["val_loss/news"] + 38 * metrics["val_loss/code"]) / 57
+    assert metrics["val_loss"] == pytest.approx(mean)

@@ -1,4 +1,4 @@
-"""Tests of fine-tuning recipes: settings of the paper, and ensembles of several seeds."""
+"""``seeds`` has the median of several fits and the ensemble of their models."""
 
 from __future__ import annotations
 
@@ -11,62 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from lightning_megatron.cli.main import main
 from lightning_megatron.cli.seeds import SeedRun
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.finetuning.saved_scores import SavedScores, best_scores
-from lightning_megatron.strategy.cli import MegatronCLI
 from tests.finetuning.folders import save_encoder, write_qqp
-from tests.sweeps import all_run
-
-#: Batch size, learning rate and epochs of table 6 for 336 million parameters.
-TABLE_6 = {
-    "mnli": (128, 1e-5, 10),
-    "qqp": (128, 5e-5, 12),
-    "race": (32, 2e-5, 3),
-    "squad": (64, 3e-5, 2),
-}
-MONITORED = {"squad": "val_f1"}
-
-
-@pytest.mark.parametrize("task", TABLE_6)
-def test_recipe_has_the_settings_of_the_paper(
-    task: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
-    with pytest.raises(SystemExit) as stopped:
-        MegatronCLI(args=["fit", "-c", f"recipe:bert_{task}", "--print_config"])
-    assert stopped.value.code == 0
-    config = yaml.safe_load(capsys.readouterr().out)
-    data, model, trainer = (config[name] for name in ("data", "model", "trainer"))
-    settings = (
-        data["init_args"]["global_batch_size"],
-        model["init_args"]["learning_rate"],
-        trainer["max_epochs"],
-    )
-    assert settings == TABLE_6[task]
-    assert data["init_args"]["tokenizer"] == model["init_args"]["path"]
-    # Batches of eight GPUs are multiples of the microbatch.
-    assert settings[0] // 8 % trainer["strategy"]["init_args"]["microbatch_size"] == 0
-    [monitored] = [
-        callback["init_args"]["monitor"]
-        for callback in trainer["callbacks"]
-        if callback["class_path"].endswith("ModelCheckpoint")
-    ]
-    assert monitored == MONITORED.get(task, "val_accuracy")
-
-
-def test_version_of_squad_is_chosen_by_an_option(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
-    options = ["--data.version", "2.0", "--data.global_batch_size", "48", "--print_config"]
-    with pytest.raises(SystemExit):
-        MegatronCLI(args=["fit", "-c", "recipe:bert_squad", *options])
-    config = yaml.safe_load(capsys.readouterr().out)
-    assert config["data"]["init_args"]["version"] == "2.0"
 
 
 def test_a_folder_with_another_fit_is_refused(tmp_path: Path) -> None:
@@ -79,6 +29,13 @@ def test_a_folder_with_another_fit_is_refused(tmp_path: Path) -> None:
     run.fit(["a"])  # A finished fit is not repeated.
     with pytest.raises(UnsupportedError, match="must be new"):
         run.fit(["b"])
+
+
+def test_a_fit_that_fails_is_reported_with_its_exit_code(tmp_path: Path) -> None:
+    run = SeedRun(1, tmp_path)
+    run._run("layout", ["--world-size", "4"])
+    with pytest.raises(UnsupportedError, match="layout of seed 1 must succeed: .* exit code 2"):
+        run._run("layout", ["--world-size", "4", "--tp", "3"])
 
 
 def test_best_scores_of_a_fit_belong_to_its_best_result(tmp_path: Path) -> None:
@@ -95,18 +52,12 @@ def test_best_scores_of_a_fit_belong_to_its_best_result(tmp_path: Path) -> None:
         best_scores(tmp_path, "test", "accuracy")
 
 
-@pytest.mark.slow
 def test_several_seeds_have_a_median_and_an_ensemble(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    start = SeedRun._run
 
     def run(self: SeedRun, name: str, options: Sequence[str]) -> None:
-        if all_run() or (self.seed, name) == (1, "fit"):
-            start(self, name, options)
-            return
-        # One process tests as much as four.
         with redirect_stdout(sys.stderr):
             main([name, *options])
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from tests.world import run_world
 
 pytest.importorskip("lm_eval")
 pytest.importorskip("datasets")
+pytestmark = pytest.mark.extras
 
 from lightning_megatron.evaluation.harness import harness_lm  # noqa: E402
 
@@ -38,26 +38,19 @@ DOCUMENTS = [
 ]
 TASKS: dict[str, dict[str, Any]] = {
     "own_choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "answer",
-        "doc_to_choice": "choices",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "answer",
+        "doc_to_choice": "choices", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     },
     "own_text": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "text",
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text",
         "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
     },
     "own_answer": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{choices[answer]}}",
+        "output_type": "generate_until", "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[answer]}}", "metric_list": [{"metric": "exact_match"}],
         "generation_kwargs": {"until": ["Q", "\n"], "max_gen_toks": 12, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -102,35 +95,39 @@ def numbers(results: dict[str, Any]) -> dict[tuple[str, str], float]:
     }
 
 
+def arguments(folder: Path, *more: str) -> list[str]:
+    options = f"harness {folder} --tasks {','.join(TASKS)} --include-path {folder / 'tasks'}"
+    options += " --own-tasks-only --batch-size 2 --json --precision 64-true --accelerator cpu"
+    return [*options.split(), *more]
+
+
 def test_results_match_the_hf_model_of_lm_eval(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    # A run in this process leaves its rank and port behind, which a launcher would give to ranks.
-    environment = dict(os.environ)
     expected = results_of_hf(folder)
-    arguments = ["--tasks", ",".join(TASKS), "--include-path", str(folder / "tasks")]
-    arguments += ["--own-tasks-only", "--batch-size", "2", "--json"]
-    arguments += ["--precision", "64-true", "--accelerator", "cpu"]
     capsys.readouterr()
-    main(["harness", str(folder), *arguments])
+    main(arguments(folder))
     actual = numbers(json.loads(capsys.readouterr().out))
     expected_numbers = numbers(expected["results"])
     assert {task for task, _ in expected_numbers} == set(TASKS)
     assert actual == pytest.approx(expected_numbers, rel=1e-9)
-    command = [sys.executable, "-m", "lightning_megatron", "harness", str(folder), *arguments]
-    command += ["--cp", "2", "--devices", "2"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert numbers(json.loads(run.stdout)) == pytest.approx(actual, rel=1e-10)
     answers = [entry["resps"][0][0] for entry in expected["samples"]["own_answer"]]
     assert len(set(answers)) == len(DOCUMENTS)
-    lm = harness_lm(
-        parallel_model(folder, ParallelMesh.single()), load_tokenizer(str(folder)), prefix_token=256
-    )
+    mesh, tokenizer = ParallelMesh.single(), load_tokenizer(str(folder))
+    lm = harness_lm(parallel_model(folder, mesh), tokenizer, prefix_token=256)
     kwargs = TASKS["own_answer"]["generation_kwargs"]
-    requests = [Request((entry["question"], kwargs)) for entry in DOCUMENTS]
-    assert lm.generate_until(requests) == answers
+    assert (
+        lm.generate_until([Request((entry["question"], kwargs)) for entry in DOCUMENTS]) == answers
+    )
+    outputs = run_world(outputs_of_layouts, 2, folder)
+    assert numbers(json.loads(outputs[0])) == pytest.approx(actual, rel=1e-10)
+
+
+def outputs_of_layouts(rank: int, size: int, folder: Path) -> str:
+    with redirect_stdout(StringIO()) as output:
+        main(arguments(folder, "--cp=2", f"--devices={size}"))
+    return output.getvalue()
 
 
 class Request(NamedTuple):
@@ -140,13 +137,8 @@ class Request(NamedTuple):
 
 
 def answers_of(model: nn.Module, folder: Path, batch_size: int = 2) -> list[list[Any]]:
-    lm = harness_lm(
-        model,
-        load_tokenizer(str(folder)),
-        prefix_token=256,
-        end_tokens=(256,),
-        batch_size=batch_size,
-    )
+    tokens: Any = {"prefix_token": 256, "end_tokens": (256,)}
+    lm = harness_lm(model, load_tokenizer(str(folder)), **tokens, batch_size=batch_size)
     pairs = [("ab", "cd"), ("The state", " of"), ("", "x"), ("Why? ", "not"), ("abc" * 40, "d")]
     texts = [(item["text"],) for item in DOCUMENTS]
     kwargs = {"until": ["Q"], "max_gen_toks": 8}
@@ -169,13 +161,10 @@ def parallel_model(folder: Path, mesh: ParallelMesh) -> nn.Module:
 def check_layouts(rank: int, size: int, folders: list[Path], expected_answers: list[Any]) -> None:
     cases = (
         (0, {"tp": 2, "pp": 2}, True),
-        (0, {"pp": 2, "vpp": 2}, False),
         (0, {}, False),
         (0, {"cp": 2, "tp": 2}, True),
-        (0, {"cp": 2}, False),
         (0, {"cp": 2, "pp": 2}, False),
         (1, {"ep": 2, "tp": 2}, True),
-        (1, {"ep": 4}, False),
         (1, {"ep": 2, "cp": 2}, False),
     )
     for kind, sizes, shares_sequence in cases:
@@ -205,18 +194,14 @@ def test_every_layout_answers_like_one_process(folder: Path, tmp_path: Path) -> 
 def test_unknown_tasks_and_unsupported_requests_are_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task_options = ["--include-path", str(folder / "tasks"), "--own-tasks-only"]
-    for arguments, message in (
-        (
-            ["--tasks", "own_choise", *task_options],
-            "'own_choise' is none. Did you mean own_choice?",
-        ),
-        (["--tasks", ",", *task_options], "at least one task"),
-        (["--tasks", "own_text", "--include-path", str(folder / "none")], "must be a folder"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["harness", str(folder), *arguments])
-        assert ended.value.code == 2
+    own = f"--include-path {folder / 'tasks'} --own-tasks-only"
+    for options, message in {
+        f"--tasks own_choise {own}": "'own_choise' is none. Did you mean own_choice?",
+        f"--tasks , {own}": "at least one task",
+        f"--tasks own_text --include-path {folder / 'none'}": "must be a folder",
+    }.items():
+        with pytest.raises(SystemExit, match="^2$"):
+            main(["harness", str(folder), *options.split()])
         assert message in capsys.readouterr().err
     model = parallel_model(folder, ParallelMesh.single())
     lm = harness_lm(model, load_tokenizer(str(folder)), prefix_token=None)

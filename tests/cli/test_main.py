@@ -1,0 +1,236 @@
+"""The command line: help, errors, recipes by name, and interpolation after all overrides."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_megatron.cli.main import COMMANDS
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.recipe_files import recipe_path, recipe_summaries, with_recipe_paths
+from lightning_megatron.strategy.cli import MegatronCLI
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+STRATEGY = "--trainer.strategy=lightning_megatron.MegatronStrategy"
+BASE = """
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 3
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+model:
+  class_path: tests.cli_modules.Line
+  init_args:
+    context: 8
+data:
+  class_path: tests.cli_modules.Points
+  init_args:
+    context: ${model.init_args.context}
+    batch_size: ${trainer.devices}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a recipe whose data follow the model and the trainer."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def config_of(capsys: pytest.CaptureFixture[str], text: str, *more: str) -> Any:
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="^0$"):
+        MegatronCLI(args=["fit", *text.split(), *more, "--print_config"])
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+PROGRAM = """
+import contextlib, runpy, sys
+for command in sys.argv[1:]:
+    sys.argv = ["lightning-megatron", *command.split()]
+    with contextlib.suppress(SystemExit):
+        runpy.run_module("lightning_megatron", run_name="__main__")
+    print("loaded:", *(name for name in ("torch", "lightning.pytorch") if name in sys.modules))
+"""
+
+
+def test_commands_load_neither_lightning_nor_torch_before_they_need_them(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
+    commands = ["--help", "recipes", f"checkpoint show {tmp_path / 'x.ckpt'}"]
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *commands], capture_output=True, text=True, check=True
+    )
+    helped, listed, shown, _ = re.split("loaded:", run.stdout)
+    assert all(f"  {name} " in helped for name in COMMANDS)
+    summaries = {line.partition(" ")[0]: line for line in listed.splitlines() if line}
+    for name in NAMES:
+        first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
+        assert summaries[name].endswith(first)
+        assert recipe_summaries()[name] == first
+        assert first.endswith(".")
+        assert len(first) <= 98, "a line of the list"
+    assert "a file of another strategy" in shown
+    assert re.findall("loaded:(.*)", run.stdout) == ["", "", " torch"]
+
+
+def test_errors_are_one_message_without_traceback(refused: Any, base: Path) -> None:
+    for command, message in {
+        "train": "'fit'",
+        "preprocess --input /no/file.txt --output x": "lightning-megatron preprocess: error: ",
+        "fit --model lightning_megatron.HuggingFaceCausalLM --model.path nowhere": "lightning-megatron fit: error: path must be a local folder with config.json",
+        f"fit -c {base} {STRATEGY} --trainer.strategy.tp 2": "fit: error: world_size (1) must be a multiple of tp",
+        "fit -c recipe:gpt": "recipe:gpt is not a recipe of this package. The recipes are: bert_336m_gpu,",
+        f"fit -c {base} --model.init_args.contex 16": "contex",
+        f"fit -c {base} {STRATEGY} --trainer.strategy.tq 2": "tq",
+    }.items():
+        assert message in refused(command), command
+    with pytest.raises(UnsupportedError, match="is not a recipe"):
+        recipe_path("../pyproject")
+
+
+def test_interpolation_takes_the_values_of_all_files_and_options(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = base.with_name("second.yaml")
+    width = "{init_args: {width: '${model.init_args.width}'}}"
+    second.write_text(f"trainer: {{devices: 2}}\ndata: {width}\n")
+    for options, expected in {
+        "": (8, 1, 4),
+        "--trainer.devices 4 --model.init_args.context 16": (16, 4, 4),
+        f"-c {second} --model.width 6": (8, 2, 6),
+    }.items():
+        data = config_of(capsys, f"-c {base} {options}")["data"]["init_args"]
+        assert (data["context"], data["batch_size"], data["width"]) == expected, options
+
+
+def test_a_fit_saves_its_resolved_configuration_and_runs_from_it_again(base: Path) -> None:
+    options = [f"--trainer.default_root_dir={base.parent}"]
+    MegatronCLI(args=["fit", "-c", str(base), *options])
+    saved = base.parent / "config.yaml"
+    assert yaml.safe_load(saved.read_text())["data"]["init_args"]["context"] == 8
+    assert MegatronCLI(args=["fit", "-c", str(saved), *options]).trainer.global_step == 3
+
+
+def test_model_and_data_default_to_classes_of_the_package(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(capsys, "--model.config.num_layers 3 --data.seq_length 12")
+    assert config["model"]["class_path"] == "lightning_megatron.CausalLM"
+    assert config["model"]["init_args"]["config"]["num_layers"] == 3
+    assert config["data"]["init_args"]["seq_length"] == 12
+
+
+def test_schedule_option_takes_a_file_and_refuses_the_name_of_a_function(base: Path) -> None:
+    (base.parent / "mine.csv").write_text("0F0,0I0,0W0\n")
+    schedule = [STRATEGY, f"--trainer.strategy.schedule={base.parent / 'mine.csv'}"]
+    assert MegatronCLI(args=["fit", "-c", str(base), *schedule]).trainer.global_step == 3
+    # The text is a name or a path, never a function to import.
+    schedule[-1] = "--trainer.strategy.schedule=json.dumps"
+    with pytest.raises(ValueError, match=r"it is 'json\.dumps'\. A YAML file cannot name"):
+        MegatronCLI(args=["fit", "-c", str(base), *schedule])
+
+
+def test_help_lists_the_options_of_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="^0$"):
+        MegatronCLI(args=["fit", "--trainer.strategy.help", "lightning_megatron.MegatronStrategy"])
+    text = capsys.readouterr().out
+    for name in ("tp", "pp", "vpp", "schedule", "microbatch_size"):
+        assert f"--trainer.strategy.{name} " in text
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected", "refusal"),
+    [
+        ("cuda_graphs.mode", "full", {"mode": "full"}, "cuda_graphs .full. needs GPUs"),
+        ("init_args.cuda_graphs", "{mode: full, warmup_steps: 4}", {"mode": "full", "warmup_steps": 4}, "cuda_graphs .full. needs GPUs"),
+        ("expert_clones", "2", 2, r"expert_clones \(\d\) needs ep"),
+        ("expert_clones", "{places: 2, min_rows: 9}", {"places": 2, "min_rows": 9}, r"expert_clones \(\d\) needs ep"),
+        ("expert_clones.places", "3", {"places": 3, "min_rows": None}, r"expert_clones \(\d\) needs ep"),
+    ],
+)  # fmt: skip
+def test_options_of_the_strategy_take_a_value_or_a_mapping(
+    option: str, value: str, expected: Any, refusal: str, base: Path, capsys: Any
+) -> None:
+    options = [f"--trainer.strategy.{option}", value]
+    config = config_of(capsys, f"-c {base} {STRATEGY}", *options)
+    name = option.removeprefix("init_args.").partition(".")[0]
+    actual = config["trainer"]["strategy"]["init_args"][name]
+    if isinstance(expected, dict):
+        assert expected.items() <= actual.items()
+    else:
+        assert actual == expected
+    with pytest.raises(ValueError, match=refusal):
+        MegatronCLI(args=["fit", "-c", str(base), STRATEGY, *options])
+
+
+def test_a_recipe_is_read_by_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    expected = config_of(capsys, f"-c {RECIPES / 'gpt_speeches_cpu.yaml'}")
+    assert expected["trainer"]["strategy"]["init_args"]["pp"] == 2
+    assert config_of(capsys, "-c recipe:gpt_speeches_cpu") == expected
+    arguments = ["fit", "--config=recipe:gpt_speeches_cpu.yaml", "--print_config"]
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron", *arguments])
+    with pytest.raises(SystemExit, match="^0$"):
+        MegatronCLI()
+    assert yaml.safe_load(capsys.readouterr().out) == expected
+
+
+def test_recipe_names_are_replaced_only_in_the_config_option() -> None:
+    arguments = [
+        "fit",
+        "--model.text",
+        "recipe:gpt_speeches_cpu",
+        "--data.text=recipe:x",
+        "-c",
+        "a.yaml",
+    ]
+    assert with_recipe_paths(arguments) == arguments
+
+
+LAUGHS = "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
+    for before, name in pairwise("abcdefghi")
+)
+REFERENCES = "".join(
+    f"{name}: '{('${' + before + '}') * 10}'\n" for before, name in pairwise("abcdefghi")
+)
+DAMAGED: dict[str, tuple[bytes, str]] = {
+    "bytes": (b"# \xff", r"x\.yaml: byte 2 is not UTF-8"),
+    "unknown key": (b"trainer: {max_steps: '${nope}'}", r"trainer\.max_steps: .*'fit\.nope'"),
+    "no end": (b"trainer: {max_steps: '${trainer'}", r"trainer\.max_steps: no viable alternative"),
+    "resolver": (b"trainer: {max_steps: '${foo:3}'}", "Unsupported interpolation type foo"),
+    "cycle": (b"trainer: {max_steps: '${trainer.max_epochs}', max_epochs: '${trainer.max_steps}'}", r"x\.yaml:1: .* holds itself"),
+    "alias of itself": (b"trainer: &a [*a]", r"x\.yaml:1: .* holds itself"),
+    "aliases of aliases": (f"a: &a [1]\n{LAUGHS}".encode(), r"x\.yaml:\d: .* counting aliases"),
+    "references": (f"a: 1\n{REFERENCES}".encode(), r"x\.yaml:\d: .* counting aliases and"),
+    "nested": (b"trainer: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+    "binary": (b"trainer: !!binary aGVsbG8=", r"x\.yaml:1: .* has the type 'binary'"),
+    "object": (b"trainer: !!python/object/apply:os.getpid []", "has the type 'python/object"),
+    "digits": (b"trainer: {max_steps: " + b"9" * 5000 + b"}", "integer of too many digits"),
+    "large": (b"a" * (1 << 19), "has more than 262144 bytes"),
+    "syntax": (b"trainer: [1", "Problems parsing config"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_recipes_end_with_one_error(name: str, tmp_path: Path, refused: Any) -> None:
+    content, message = DAMAGED[name]
+    (tmp_path / "x.yaml").write_bytes(content)
+    assert re.search(f"error: .*{message}", refused(f"fit --config={tmp_path / 'x.yaml'}"))

@@ -1,0 +1,131 @@
+"""``preprocess`` writes all documents in order with any number of workers, and reports invalid lines
+by number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.cli.preprocess import main
+from lightning_megatron.data.token_file import TokenFile
+from lightning_megatron.data.tokenizer import ByteTokenizer
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+
+
+def write_jsonl(path: Path, texts: Sequence[str], key: str = "text") -> None:
+    path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def preprocess(folder: Path, name: str, options: str = "--workers 1", out: str = "out") -> None:
+    paths = ["--input", str(folder / name), "--output", str(folder / out)]
+    main([*paths, *options.split(), "--no-progress"])
+
+
+def documents(prefix: Path) -> list[str]:
+    corpus = TokenFile(prefix)
+    bounds = corpus.document_index
+    tokens = [
+        corpus.tokens[corpus.starts[a] : corpus.starts[b]]
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+    return [ByteTokenizer().decode(piece.tolist()) for piece in tokens]
+
+
+def test_json_lines_become_documents_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["first", "", "third é", "fourth"]
+    write_jsonl(tmp_path / "in.jsonl", texts)
+    preprocess(tmp_path, "in.jsonl", "--append-eod --workers 1")
+    assert documents(tmp_path / "out") == texts
+    corpus = TokenFile(tmp_path / "out")
+    # An empty text is an empty document, without end-of-document token.
+    assert corpus.document_index.tolist() == [0, 1, 1, 2, 3]
+    assert [int(corpus[i][-1]) for i in range(3)] == [256, 256, 256]
+    assert corpus.description is not None
+    assert corpus.description.num_bytes == sum(len(text.encode()) for text in texts)
+    assert "4 documents" in capsys.readouterr().out
+    write_jsonl(tmp_path / "other.jsonl", ["a"], key="content")
+    preprocess(tmp_path, "other.jsonl", "--json-key content")
+    assert documents(tmp_path / "out") == ["a"]
+
+
+def test_output_files_do_not_depend_on_the_number_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_megatron.data.preprocess.CHUNK_BYTES", 200)
+    for part in range(3):
+        write_jsonl(tmp_path / f"in{part}.jsonl", [f"{part} {i} " + "x" * i for i in range(50)])
+    for workers in (1, 3):
+        preprocess(tmp_path, "in*.jsonl", f"--workers {workers}", f"out{workers}")
+    for suffix in ("bin", "idx", "json"):
+        one, three = (tmp_path / f"out{workers}.{suffix}" for workers in (1, 3))
+        assert one.read_bytes() == three.read_bytes()
+    assert len(documents(tmp_path / "out3")) == 150
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ("file", ["one\ntwo\n\n\nthree\n", "four"]),
+        ("line", ["one", "two", "three", "four"]),
+        ("paragraph", ["one\ntwo", "three", "four"]),
+    ],
+)
+def test_plain_text_is_cut_by_file_line_or_paragraph(
+    tmp_path: Path, document: str, expected: list[str]
+) -> None:
+    directory = tmp_path / "texts"
+    directory.mkdir()
+    (directory / "a.txt").write_text("one\ntwo\n\n\nthree\n")
+    with gzip.open(directory / "b.txt.gz", "wt") as file:
+        file.write("four")
+    (directory / "ignored.bin").write_bytes(b"\xff")
+    preprocess(tmp_path, "texts", f"--document {document}")
+    assert documents(tmp_path / "out") == expected
+
+
+FIRST = b'{"text": "first"}\n'
+FAULTS = [
+    (FIRST + b'\n{"text": "b"\n', "in.jsonl:3 is not valid JSON"),
+    (b'{"content": "a"}\n', "in.jsonl:1 has no text under the key 'text': ['content']"),
+    (FIRST + b"[" * 100_000, "in.jsonl:2 is not valid JSON: "),
+    (FIRST + b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "in.jsonl:2 is not valid JSON: "),
+    (FIRST + b'{"text": "a", "text": "b"}', "in.jsonl:2 is not valid JSON: the key 'text' occurs"),
+    (FIRST + b'{"text": "a\\ud800b"}', "in.jsonl:2 is not valid text: character 2 is half of a"),
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_invalid_line_is_reported_by_number_and_nothing_is_written(
+    tmp_path: Path, workers: int
+) -> None:
+    path = tmp_path / "in.jsonl"
+    for content, message in FAULTS if workers == 1 else FAULTS[:1]:
+        path.write_bytes(content)
+        with pytest.raises(CorruptDataError) as caught:
+            preprocess(tmp_path, "in.jsonl", f"--workers {workers}")
+        assert message in str(caught.value)
+        assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_text_that_is_not_utf8_and_missing_files_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"good\nb\xe9d\n")
+    with pytest.raises(CorruptDataError, match=r"in\.txt:2 is not UTF-8"):
+        preprocess(tmp_path, "in.txt", "--document line")
+    with pytest.raises(UnsupportedError, match="no input was found"):
+        preprocess(tmp_path, "*.jsonl")
+
+
+def test_a_damaged_gzip_file_is_reported_by_name(tmp_path: Path) -> None:
+    packed = gzip.compress(b"".join(b'{"text": "line %d"}\n' % n for n in range(500)))
+    zeros = packed[:40] + bytes(40) + packed[80:]
+    for content in (packed[:-9], packed[: len(packed) // 2], zeros, b"no gzip", packed[:3]):
+        (tmp_path / "in.jsonl.gz").write_bytes(content)
+        with pytest.raises(CorruptDataError, match=r"in\.jsonl\.gz cannot be read to its end"):
+            preprocess(tmp_path, "in.jsonl.gz")

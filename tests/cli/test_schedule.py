@@ -1,0 +1,248 @@
+"""The command ``schedule``: its tables, comparisons, pictures, files and errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.cli import draw_schedule
+from lightning_megatron.cli.schedule_costs import equal_costs, read_costs
+from lightning_megatron.cli.schedule_outcome import NAMES, PipelineSizes, compare
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError
+from lightning_megatron.plan import StageCosts, build_schedule, read_schedule, simulate
+from tests.cli.test_layout import png_size
+
+SIZES = "--pp 4 --microbatches 8"
+UNEVEN: dict[str, Any] = {
+    "forward": [13, 10, 10, 10, 10, 10, 10, 14],
+    "input_half": [12, 12, 12, 12, 12, 12, 12, 18],
+    "weight_half": [8, 8, 8, 8, 8, 8, 8, 11],
+    "transfer": 1,
+}
+
+
+@pytest.fixture
+def shown(printed: Callable[..., str]) -> Callable[..., str]:
+    return lambda text, *more: printed(f"schedule {text}", *more)
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> Path:
+    """Write uneven costs."""
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(UNEVEN))
+    return path
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Return the rows of the table in a text by their first cell; two blanks divide cells."""
+    lines = [re.split(r"\s{2,}", line) for line in text.splitlines()]
+    return {cells[0]: cells[1:] for cells in lines if len(cells) > 5}
+
+
+def test_a_schedule_is_printed_rank_by_rank(shown: Any) -> None:
+    text = shown(f"--name 1f1b {SIZES}")
+    assert text.startswith(
+        "schedule 1f1b: pp 4, 8 microbatches, 1 chunk\nstep 33 ticks, bubble 27.3%;"
+    )
+    assert rows_of(text) == {
+        "rank": ["busy", "idle", "waits", "in flight", "activations"],
+        "0": ["24", "9", "9", "4", "4"],
+        "1": ["24", "9", "6", "3", "3"],
+        "2": ["24", "9", "3", "2", "2"],
+        "3": ["24", "9", "0", "1", "1"],
+    }
+    text = shown(f"--name interleaved --chunks 4 {SIZES}")
+    assert "interleaved: pp 4, 8 microbatches, 4 chunks in a loop\nstep 105 ticks" in text
+    assert "weight half of 1/4 of a stage take a tick each" in text
+    assert rows_of(text)["0"] == ["96", "9", "9", "19", "4.75"]
+
+
+def test_a_comparison_gives_every_schedule_the_same_work(shown: Any) -> None:
+    rows = rows_of(shown(f"--compare {SIZES}"))
+    assert list(rows) == ["schedule", *NAMES[:-1], "auto (zb-v)"]
+    ticks = {name: int(cells[1]) for name, cells in rows.items() if name != "schedule"}
+    # A stage takes two ticks, because each of its two chunks takes one.
+    for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
+        assert ticks[name] == 2 * simulate(build_schedule(name, 4, 8)).length
+    for name in ("interleaved", "zb-v", "dualpipe-v"):
+        assert ticks[name] == simulate(build_schedule(name, 4, 8, 2)).length
+    assert ticks["auto (zb-v)"] == min(ticks.values())
+
+
+def test_schedules_that_cannot_run_are_listed_with_the_reason(shown: Any) -> None:
+    sizes = "--compare --pp 4 --microbatches 6"
+    table, reasons = shown(sizes).split("cannot run at these sizes:")
+    names = ["schedule", "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "auto (zb-v)"]
+    assert list(rows_of(table)) == names
+    words = " ".join(reasons.split())
+    assert "dualpipe-v: schedule 'dualpipe-v' needs at least two microbatches per stage" in words
+    assert "interleaved: microbatch groups must have at least pp" in words
+    assert "interleaved" in rows_of(shown(f"{sizes} --microbatch-group-size 6"))
+
+
+def test_costs_of_small_chunks_are_summed_for_larger_chunks(uneven: Path, shown: Any) -> None:
+    per_stage = StageCosts((23, 20, 20, 24), (24, 24, 24, 30), (16, 16, 16, 19), 1)
+    per_chunk = StageCosts(*(tuple(UNEVEN[name]) for name in list(UNEVEN)[:3]), 1)
+    rows = rows_of(shown(f"--compare --costs {uneven} {SIZES}"))
+    assert rows["1f1b"][1] == str(simulate(build_schedule("1f1b", 4, 8), per_stage).length)
+    assert rows["zb-v"][1] == str(simulate(build_schedule("zb-v", 4, 8, 2), per_chunk).length)
+    text = shown(f"--name zb-h1 --costs {uneven} {SIZES}")
+    assert f"step {simulate(build_schedule('zb-h1', 4, 8), per_stage).length} ticks" in text
+    assert f"times of {uneven}" in text
+
+
+def test_activations_are_printed_in_the_unit_of_the_costs_file(
+    tmp_path: Path, shown: Any, refused: Any
+) -> None:
+    path = tmp_path / "costs.yaml"
+    lines = [f"{name}: [1, 1]" for name in list(UNEVEN)[:3]]
+    path.write_text("\n".join([*lines, "kept: [250, 1.5e2]", "weight_half_share: 0.5"]))
+    sizes = "--pp 2 --microbatches 4"
+    rows = rows_of(shown(f"--name 1f1b {sizes} --costs {path}"))
+    assert [rows["0"][-1], rows["1"][-1]] == ["500", "150"]
+    # The last stage of zb-h1 keeps a microbatch, and a second one whose weight half waits.
+    rows = rows_of(shown(f"--name zb-h1 {sizes} --costs {path}"))
+    assert [rows["0"][-1], rows["1"][-1]] == ["500", "225"]
+    message = refused(f"schedule --name 1f1b {sizes} --costs {path} --memory 499")
+    assert "keeps 500 on stage 0, the limit is 499. Use a limit of 500 or" in message
+    text = shown(f"--compare {sizes} --memory 1.9")
+    assert rows_of(text)["1f1b"][-1] == "2*"
+    assert not rows_of(text)["auto"][-1].endswith("*")
+    assert "* more than the limit of 1.9" in text
+
+
+def test_auto_prints_the_schedules_that_it_was_compared_with(uneven: Path, shown: Any) -> None:
+    text = shown(f"--name auto --pp 4 --microbatches 16 --costs {uneven}")
+    costs = read_costs(uneven, 4).times
+    zb_v = simulate(build_schedule("zb-v", 4, 16, 2), costs).length
+    beside = rf"beside it: interleaved .*keeps too much: 5.5\), zb-v {zb_v} ticks, dualpipe-v "
+    assert re.search(beside, text)
+    # The default limit is the memory of 1f1b.
+    assert max(float(cells[-1]) for rank, cells in rows_of(text).items() if rank != "rank") <= 4
+
+
+def test_a_custom_schedule_is_written_and_read_and_checked_after_an_edit(
+    tmp_path: Path, shown: Any, refused: Any
+) -> None:
+    path = tmp_path / "mine.csv"
+    assert shown(f"--name zb-v {SIZES} --csv {path}").endswith(f"\nactions: {path}\n")
+    assert read_schedule(path).rows == build_schedule("zb-v", 4, 8, 2).rows
+    text = shown(f"--name {path} --pp 4")
+    assert f"schedule {path}: pp 4, 8 microbatches, 2 chunks in a V\n" in text
+    rows = rows_of(shown(f"--compare --name {path} --chunks 4"))
+    assert rows[str(path)][1:] == rows["zb-v"][1:]
+    assert rows["interleaved"][0] == "4 chunks in a loop"
+    message = refused(f"schedule --name {path} --pp 2")
+    assert "--pp must be that of the file: it is 2," in message
+    path.write_text(path.read_text().replace("0F0,0F1", "0F1"))
+    message = refused(f"schedule --name {path}")
+    assert "I of microbatch 0 in chunk 0 happens before its F" in message
+
+
+def test_timelines_are_drawn_as_svg_png_and_pdf(
+    tmp_path: Path, shown: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "all.svg"
+    text = shown(f"--compare --pp 2 --microbatches 4 --png {path}")
+    assert text.endswith(f"\ntimelines: {path}\n")
+    assert text.splitlines()[0] in path.read_text(encoding="utf-8"), "the table is in the file"
+    shown(f"--name gpipe {SIZES} --png {tmp_path / 'one.pdf'}")
+    assert (tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
+    path = tmp_path / "one.png"
+    shown(f"--name zb-v {SIZES} --png {path}")
+    assert b"schedule zb-v: pp 4, 8 microbatches, 2 chunks in a V" in path.read_bytes()
+    monkeypatch.setattr(draw_schedule, "MAX_PIXELS", 400)
+    shown(f"--name zb-v {SIZES} --png {path}")
+    assert 390 < max(png_size(path)) <= 400
+
+
+def test_invalid_arguments_and_impossible_sizes_end_the_command_with_a_message(
+    refused: Any,
+) -> None:
+    for arguments, message in {
+        "": "--name NAME, or --compare, is required",
+        "--name 1f1b --pp 4": "--pp and --microbatches are required",
+        f"--compare {SIZES} --csv x.csv": "--csv writes one schedule, and --compare",
+        f"--compare {SIZES} --png x.doc": "'x.doc' must end in .png, .svg, .pdf",
+        f"--compare {SIZES} --png nowhere/x.png": "folder 'nowhere' does not exist",
+        f"--name 1f1b {SIZES} --csv x.txt": "'x.txt' must end in .csv",
+        f"--compare {SIZES} --memory 0": "must be a number above 0: it is '0'",
+        f"--compare {SIZES} --memory nan": "must be a number above 0: it is 'nan'",
+        f"--name zb {SIZES}": "schedule: error: schedule must be 1f1b, interleaved",
+        "--name zb-v --pp 0 --microbatches 8": "pp must be a whole number of at least 1",
+        "--compare --pp 4 --microbatches 0": "num_microbatches must be a whole",
+        f"--compare {SIZES} --chunks -1": "vpp must be a whole number of at least 1",
+        f"--name zb-h1 {SIZES} --chunks 2": "schedule 'zb-h1' runs one chunk per stage",
+        f"--name auto {SIZES} --memory 0.5": "activations must fit into memory: the limit is 0.5,",
+    }.items():
+        assert message in refused(f"schedule {arguments}"), arguments
+
+
+LISTS = "forward: [1, 1]\ninput_half: [1, 1]\nweight_half: [1, 1]\n"
+WHOLE = "forward[1] must be a whole number of at least 1"
+INVALID_COSTS = {
+    "": "costs must be a mapping of names to lists: they are None",
+    "[1, 1]": "costs must be a mapping of names to lists: they are [1, 1].",
+    "forward: [1, 1]\n": "costs must have input_half, weight_half: it has forward.",
+    LISTS + "backward: [1, 1]\n": "costs has no setting 'backward'. Its settings are forward,",
+    LISTS.replace("1]", "1.5]"): f"{WHOLE}: it is 1.5",
+    LISTS.replace("1]", "0]"): f"{WHOLE}: it is 0.",
+    LISTS.replace("1]", "12:30]"): f"{WHOLE}: it is '12:30'",
+    LISTS.replace("1]", "true]"): f"{WHOLE}: it is 'true'",
+    LISTS.replace("1]", "'1']"): f"{WHOLE}: it is '1'",
+    LISTS.replace("1]", f"{'9' * 5000}]"): WHOLE,
+    LISTS.replace("1]", "99999999999]"): f"{WHOLE} and at most 2147483647",
+    LISTS + "transfer: -1\n": "transfer must be a whole number of at least 0: it is -1.",
+    LISTS + "kept: [1, 0]\n": "kept[1] must be a finite number above 0: it is 0.",
+    LISTS + "kept: [1, 1e999]\n": "kept[1] must be a finite number above 0: it is inf",
+    LISTS + "kept: [1]\n": "kept must have a size for every virtual stage: it has 1",
+    LISTS + "weight_half_share: 1.5\n": "weight_half_share must be a finite number of at least 0",
+    LISTS.replace("[1, 1]", "[1]", 1): "the lengths of the lists are {'forward': 1,",
+    LISTS.replace("1]", "1, 1]"): "they name 3, pp is 2. Use 2 times in each list",
+}
+DAMAGED_COSTS: list[tuple[str, str | bytes, str]] = [
+    ("json", "{'forward': 1}", "costs.json is not valid JSON: Expecting property name"),
+    ("json", '{"forward": [NaN]}', "NaN is no number of JSON"),
+    ("yaml", b"\xff", "costs.yaml is not valid YAML: 'utf-8' codec can't decode"),
+    ("yaml", "forward: [1", "costs.yaml is not valid YAML: while parsing a flow sequence"),
+    ("yaml", "[" * 100000, "must hold lists in a mapping: it is nested more deeply."),
+    ("yaml", LISTS + "forward: [2, 2]\n", "name every list once: 'forward' occurs twice."),
+    ("yaml", "forward: &a [1, 1]\ninput_half: *a\n", "must not refer to its own parts (*name)."),
+    ("yaml", "a: 1\n---\nb: 1\n", "expected a single document"),
+    ("yaml", "# long\n" * 20000, "has more than 131072 bytes"),
+]
+
+
+def test_invalid_and_damaged_costs_are_refused(tmp_path: Path) -> None:
+    invalid = [("yaml", text, message) for text, message in INVALID_COSTS.items()]
+    for error, cases in ((ParallelPlanError, invalid), (CorruptDataError, DAMAGED_COSTS)):
+        for suffix, text, message in cases:
+            path = tmp_path / f"costs.{suffix}"
+            path.write_bytes(text if isinstance(text, bytes) else text.encode())
+            with pytest.raises(error) as raised:
+                read_costs(path, 2)
+            assert message in str(raised.value)
+            assert str(path) in str(raised.value)
+
+
+def test_costs_in_yaml_and_json_are_the_same(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(json.dumps({**UNEVEN, "kept": [0.5] * 8}))
+    lines = [f"{name}: {value}" for name, value in UNEVEN.items()]
+    (tmp_path / "costs.yml").write_text("\n".join(["# measured", *lines, f"kept: {[5e-1] * 8}"]))
+    assert read_costs(tmp_path / "costs.yml", 4) == read_costs(tmp_path / "costs.json", 4)
+    (tmp_path / "costs.yml").write_text("\n".join([*lines, "kept:"]))
+    assert read_costs(tmp_path / "costs.yml", 2).kept == (0.25,) * 8
+
+
+def test_costs_for_another_number_of_virtual_stages_are_refused() -> None:
+    with pytest.raises(ParallelPlanError, match=r"has 12 virtual stages\. Use 12 times in each"):
+        equal_costs(4, 2).of(12)
+    comparison = compare(PipelineSizes(4, 8, 3), equal_costs(4, 2), None)
+    assert list(comparison.refusals) == ["interleaved", "auto"]

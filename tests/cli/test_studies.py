@@ -1,0 +1,278 @@
+"""The commands ``scaling-study`` and ``tune``: models of the paper, the search for the fastest
+settings, and jobs that run, fail or take too long.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_megatron.cli import separate_job
+from lightning_megatron.cli.scaling_cases import SIZES, STUDIES, cases_of, found_in_paper
+from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of
+from lightning_megatron.cli.separate_job import reason_in, run_job
+from lightning_megatron.cli.tune import TunedRun, Tuning, advice_of
+from lightning_megatron.cli.tune import table_of as table_of_runs
+from lightning_megatron.cli.tune_candidates import Machine, candidates_of
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.model_flops import flops_per_token
+from tests.forked_script import run_python
+
+TINY = "scaling-study --size tiny --steps 2 --warmup 1"
+
+
+def test_reason_of_a_failure_comes_from_output_or_exit_code() -> None:
+    for text, code, reason in (
+        ("a\ntorch.OutOfMemoryError: CUDA out of memory. Tried\nb", 1, "out of memory"),
+        ("", -9, "ended by SIGKILL, perhaps for lack of host memory"),
+        ("  File x\nValueError: tp must\n\nlater", 1, "exit code 1: ValueError: tp must"),
+        ("last words\n\n", 3, "exit code 3: last words"),
+        ("", 1, "exit code 1: no output"),
+    ):
+        assert reason_in(text, code) == reason
+
+
+def test_jobs_end_with_their_reason_or_after_the_timeout(tmp_path: Path) -> None:
+    for program, reason in {
+        "print(1)": None,
+        "raise ValueError('tp must')": "exit code 1: ValueError: tp must",
+        "import time; time.sleep(600)": "took longer than 1 s (--timeout)",
+    }.items():
+        command = [sys.executable, "-S", "-c", program]
+        assert run_job(command, tmp_path / "log.txt", 1 if "sleep" in program else 60) == reason
+
+
+@pytest.fixture
+def quick_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fork jobs from a process that has done their imports."""
+
+    def start(command: Sequence[str], timeout: int = 280, **_: Any) -> CompletedProcess[str]:
+        return run_python(list(command[1:]), tmp_path, dict(os.environ), timeout)
+
+    def run(command: Sequence[str], log: Path, timeout: int) -> str | None:
+        ended = start(command, timeout)
+        text = f"{ended.stdout}\n{ended.stderr}"
+        log.write_text(text)
+        return reason_in(text, ended.returncode) if ended.returncode else None
+
+    monkeypatch.setattr(separate_job, "run_job", run)
+    monkeypatch.setattr("lightning_megatron.cli.tune.subprocess", SimpleNamespace(run=start))
+
+
+def test_models_match_table_1_of_the_paper() -> None:
+    cases = cases_of("model+data", "paper", 64, 8)
+    sizes = [(case.hidden_size, case.num_heads, case.num_layers, case.tp) for case in cases[1:]]
+    assert sizes == [(1536, 16, 40, 1), (1920, 20, 54, 2), (2304, 24, 64, 4), (3072, 32, 72, 8)]
+    assert [round(case.parameters / 1e9, 1) for case in cases[1:]] == [1.2, 2.5, 4.2, 8.3]
+    assert [case.devices for case in cases] == [1, 64, 128, 256, 512]
+    assert {case.batch_size for case in cases[1:]} == {512}
+    assert {case.hidden_size // case.num_heads for case in cases} == {96}
+    heads = [
+        (case.num_heads, case.hidden_size // case.num_heads)
+        for case in cases_of("heads", "paper", 2, 8)
+    ]
+    assert heads == [(16, 96), (16, 192), (24, 128), (32, 96)]
+    published = [found_in_paper("strong", case) for case in cases_of("strong", "paper", 2, 8)]
+    assert published == ["1.0 x", "1.64 x", "2.34 x", "2.98 x"]
+
+
+def test_layouts_divide_heads_and_widths_and_parameters_are_counted() -> None:
+    for case in (
+        case for size in SIZES for study in STUDIES for case in cases_of(study, size, 2, 8)
+    ):
+        assert case.num_heads % case.tp == case.vocab_size % case.tp == 0
+        assert case.hidden_size % case.num_heads == case.batch_size % case.dp == 0
+    case = cases_of("model", "tiny", 2, 8)[1]
+    assert case.parameters == sum(parameter.numel() for parameter in GPT(case.config).parameters())
+
+
+def test_efficiency_and_speedup_compare_with_the_first_row() -> None:
+    first, second, third, _ = cases_of("model", "tiny", 2, 8)
+    rows = [
+        ScalingRow("model", first, 0.5, None, 6.0, ""),
+        ScalingRow("model", second, 1.0, 2.5, 6.0, ""),
+        ScalingRow("model", third, None, None, None, "out of memory"),
+    ]
+    records = records_of(rows)
+    tokens = 8 * 64
+    assert [record["tokens_per_second"] for record in records] == [tokens / 0.5, tokens, None]
+    rates = [
+        tokens / 0.5 * flops_per_token(first.config, 64) / 1e12,
+        tokens * flops_per_token(second.config, 64) / 2 / 1e12,
+    ]
+    assert [record["tflops_per_device"] for record in records] == [*map(pytest.approx, rates), None]
+    assert records[1]["efficiency"] == pytest.approx(rates[1] / rates[0])
+    assert records[1]["speedup"] == 0.5
+    assert records[2]["efficiency"] is None
+    assert "100.0%" in table_of(records)
+    assert "24 heads, tp 4, dp 1: out of memory" in table_of(records)
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_a_study_runs_its_jobs_and_writes_their_rows(tmp_path: Path, printed: Any) -> None:
+    settings = '{"zero":0,"sequence_parallel":true}'
+    command = f"{TINY} --devices 2 --studies strong --output {tmp_path}"
+    text = printed(command, "--strategy", settings)
+    study = json.loads((tmp_path / "study.json").read_text())
+    assert study["strategy"] == json.loads(settings)
+    # One device has no tokens to divide: the strategy refuses sequence parallelism there.
+    rows = study["rows"]
+    assert "sequence_parallel" in rows[0]["failure"]
+    assert rows[0]["efficiency"] is None
+    assert [row["failure"] for row in rows[1:]] == [
+        "", "needs 4 devices: there are 2", "needs 8 devices: there are 2",
+    ]  # fmt: skip
+    assert [row["devices"] for row in rows] == [1, 2, 4, 8]
+    assert rows[1]["tokens_per_second"] == pytest.approx(512 / rows[1]["seconds_per_step"])
+    assert study["flop_rule"].startswith("model FLOPs of forward and backward")
+    with (tmp_path / "study.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert float(read[1]["seconds_per_step"]) == rows[1]["seconds_per_step"]
+    assert "strong scaling of the first model (table 8)" in text
+    assert (tmp_path / "study.png").is_file() or "No picture" in text
+
+
+def test_invalid_options_of_a_study_and_of_its_strategy_are_refused(
+    tmp_path: Path, refused: Any
+) -> None:
+    for options, message in (
+        (["--replicas", "1"], "--replicas must be at least 2"),
+        (["--strategy", '{"sequence": true}'], "got ['sequence']"),
+        (["--strategy", '{"tp": 2}'], "got ['tp']"),
+        (["--strategy", "[1]"], "--strategy must hold a JSON object"),
+    ):
+        assert message in refused(TINY, *options, "--output", tmp_path)
+
+
+STRATEGY: dict[str, Any] = {
+    "tp": 1,
+    "pp": 1,
+    "zero": 1,
+    "sequence_parallel": None,
+    "bucket_size": 40_000_000,
+    "overlap_parameters": None,
+    "overlap_tensor_parallel": False,
+    "cuda_graphs": None,
+    "nccl_options": None,
+}
+
+
+def tried_values(machine: Machine, **changes: Any) -> dict[str, Sequence[Any]]:
+    candidates = candidates_of({**STRATEGY, **changes}, machine)
+    return {candidate.option: candidate.values for candidate in candidates}
+
+
+def test_options_are_tried_only_where_they_have_an_effect() -> None:
+    buckets = [10_000_000, 20_000_000, 80_000_000, 160_000_000]
+    assert tried_values(Machine(False, 1)) == {}
+    assert tried_values(Machine(True, 1)) == {"cuda_graphs": ["segments"]}
+    data_parallel = {"bucket_size": buckets, "overlap_parameters": [True, False]}
+    assert tried_values(Machine(False, 4)) == data_parallel
+    assert tried_values(Machine(False, 4), zero=0) == {}
+    assert tried_values(Machine(False, 4), tp=2, pp=2) == {"overlap_tensor_parallel": [True]}
+    assert tried_values(Machine(False, 4), tp=4, sequence_parallel=False) == {}
+    settings = {"tp": {"max_ctas": 2}, "data": {"high_priority": True, "max_ctas": 8}}
+    actual = tried_values(Machine(True, 2), nccl_options=settings)["nccl_options"]
+    assert [options["data"] for options in actual] == [
+        {"high_priority": True, "max_ctas": 4},
+        {"high_priority": True, "max_ctas": 16},
+    ]
+    assert all(options["tp"] == {"max_ctas": 2} for options in actual), "other settings stay"
+    assert "nccl_options" not in tried_values(Machine(True, 2), nccl_options="settings.yaml")
+
+
+def tuning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[dict[str, Any]], float | str]
+) -> Tuning:
+    """Return a tuning whose runs take times, or fail for reasons, that a function returns."""
+
+    def run(command: Sequence[str], log: Path, timeout: int) -> str | None:
+        start = "--trainer.strategy."
+        texts = (text[len(start) :].split("=") for text in command if text.startswith(start))
+        result = seconds({name: yaml.safe_load(value) for name, value in texts})
+        if isinstance(result, str):
+            return result
+        content = {"seconds_per_step": result, "peak_gib": None, "num_ranks": 4}
+        log.with_suffix(".json").write_text(json.dumps(content))
+        return None
+
+    monkeypatch.setattr(separate_job, "run_job", run)
+    return Tuning([], folder, steps=2, warmup=1, timeout=60, gain=0.01)
+
+
+def test_the_search_keeps_the_best_values_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(settings: dict[str, Any]) -> float | str:
+        bucket = settings.get("bucket_size", 40_000_000)
+        if bucket == 160_000_000:
+            return "out of memory"
+        duration = 1.0 if bucket == 40_000_000 else 0.9 if bucket == 80_000_000 else 1.1
+        # This gain is below the threshold.
+        return duration * (0.995 if settings.get("overlap_parameters") else 1.0)
+
+    search = tuning(tmp_path, monkeypatch, seconds)
+    best = search.search(STRATEGY)
+    assert best.settings == {"bucket_size": 80_000_000}
+    assert [trial.settings for trial in search.trials[-2:]] == [
+        {"bucket_size": 80_000_000, "overlap_parameters": True},
+        {"bucket_size": 80_000_000, "overlap_parameters": False},
+    ]
+    table = table_of_runs(search.trials)
+    assert "| the recipe's | 1000.0 | 1.000 |  |" in table
+    assert "| `bucket_size=80000000` | 900.0 | 0.900 |  |" in table
+    assert "| `bucket_size=160000000` | out of memory | | |" in table
+    advice = yaml.safe_load(advice_of(best).removeprefix("Set in the recipe:\n\n"))
+    assert advice == {"trainer": {"strategy": {"init_args": {"bucket_size": 80_000_000}}}}
+    fastest = advice_of(TunedRun({}, 1.0, 2.0, "", 1))
+    assert fastest == "No setting is faster than the recipe's own."
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_recipes_that_fail_or_have_another_strategy_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
+) -> None:
+    search = tuning(tmp_path, monkeypatch, lambda settings: "out of memory")
+    with pytest.raises(UnsupportedError, match="recipe must run .* out of memory"):
+        search.search(STRATEGY)
+    path = tmp_path / "job.yaml"
+    model = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
+    for trainer, reason in (
+        ({"max_step": 3}, "options that fit accepts: error:"),
+        ({"strategy": "ddp"}, "its strategy is 'ddp'"),
+    ):
+        path.write_text(yaml.safe_dump({"trainer": trainer, "model": model}))
+        assert reason in refused("tune -c", path)
+
+
+RECIPE = """
+seed_everything: 1
+trainer: {accelerator: cpu, devices: 2, strategy: {class_path: lightning_megatron.MegatronStrategy, init_args: {tp: 2, sequence_parallel: true}}}
+model: {init_args: {config: {vocab_size: 20, max_seq_length: 8, num_layers: 1, hidden_size: 16, num_heads: 2}}}
+data: {class_path: tests.cli_modules.Counting}
+"""
+
+
+@pytest.mark.usefixtures("quick_jobs")
+def test_a_recipe_is_tuned_with_real_runs(tmp_path: Path, printed: Any) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    text = printed(f"tune --steps=2 --warmup=1 --output {tmp_path / 'tune'} -c", path)
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("tune/*.json"))]
+    assert [result["num_ranks"] for result in results] == [2, 2]
+    # The overlap does not change the training.
+    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-5)
+    assert f"| the recipe's | {results[0]['seconds_per_step'] * 1e3:.1f} | 1.000 |" in text
+    assert "| `overlap_tensor_parallel=true` | " in text
+    assert "Set in the recipe" in text or "No setting is faster" in text
