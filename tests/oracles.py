@@ -48,7 +48,7 @@ def full_weights(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
     placed = {
         name: (p.detach(), shard_spec_of(p, mesh.tp.rank)) for name, p in module.named_parameters()
     }
-    return _gather_all(placed, mesh, sum_copies=False)
+    return gather_all(placed, mesh, sum_copies=False)
 
 
 def full_gradients(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
@@ -59,12 +59,15 @@ def full_gradients(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
         placed[name] = parameter.grad, shard_spec_of(parameter, mesh.tp.rank)
-    return _gather_all(placed, mesh, sum_copies=True)
+    return gather_all(placed, mesh, sum_copies=True)
 
 
-def _gather_all(
+def gather_all(
     placed: Mapping[str, tuple[Tensor, ShardSpec]], mesh: ParallelMesh, *, sum_copies: bool
 ) -> dict[str, Tensor]:
+    """Return full tensors on every rank of the tensor axis, by name; copies of partial parameters are
+    added with ``sum_copies``.
+    """
     # One all-reduce for all tensors: on few cores, waking up every rank is the main cost.
     fulls = {name: local.new_zeros(spec.full_shape) for name, (local, spec) in placed.items()}
     for name, (local, spec) in placed.items():

@@ -1,92 +1,481 @@
-"""Errors about damaged checkpoints name the file, and the newest undamaged checkpoint is found."""
+"""A damaged or edited checkpoint gives exactly the saved values, or an error that names one of its files;
+the newest undamaged checkpoint is found.
+
+Edited files get valid checksums, so values that only checksums protect may change unnoticed.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import logging
+import os
+import pickle
+import random
 import shutil
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_megatron.checkpoint import (
     find_newest,
     list_checkpoints,
     load_metadata,
+    load_rank_states,
     read_full,
     read_header,
-    save,
     save_checkpoint,
     verify_checkpoint,
 )
-from lightning_megatron.checkpoint.header import _sum_of
+from lightning_megatron.checkpoint import save as save_module
+from lightning_megatron.checkpoint.consolidate import consolidate
+from lightning_megatron.checkpoint.header import Header, _sum_of
+from lightning_megatron.checkpoint.rewrite import rewrite
+from lightning_megatron.checkpoint.storage import FileRecord, LocalFolder
+from lightning_megatron.checkpoint.values import to_bytes
+from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
-from tests.checkpoint.pieces import entries, value_in
+from tests.checkpoint.pieces import entries, entry_of, value_in
 
 MESH = ParallelMesh.single()
-FILES = ["__0_0.distcp", ".metadata", "meta.pt", "checkpoint.json"]
+FILES = ("__0_0.distcp", "__1_0.distcp", ".metadata", "meta.pt", "checkpoint.json")
+HEADER = "checkpoint.json"
 
 
-def flip(file: Path) -> None:
+def tensors_at(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    shapes = {"embedding": (12, 4), "up": (4, 4), "down": (4, 4), "bias": (4,)}
+    names = [f"state_dict.{name}" for name in shapes]
+    names += [
+        f"optimizer.0.state.{name}.{key}" for name in shapes for key in ("exp_avg", "exp_avg_sq")
+    ]
+    tensors = {name: torch.randn(shapes[name.split(".")[-1 if "state_dict" in name else 3]], generator=generator)
+             for name in names}  # fmt: skip
+    return {
+        **tensors,
+        "state_dict.count": torch.tensor(step),
+        "state_dict.half": torch.randn(4, 4).bfloat16(),
+    }
+
+
+def metadata_at(step: int) -> dict[str, Any]:
+    trained = [["embedding", "up"], ["down", "bias"]]
+    groups = [
+        {"hyperparameters": {"lr": 0.1}, "parameters": names, "states": ["exp_avg", "exp_avg_sq"]}
+        for names in trained
+    ]
+    order = ["embedding", "up", "down", "bias", "count", "half", "head", "nothing"]
+    one_process = {
+        "order": order,
+        "aliases": {"head": "embedding"},
+        "padded_rows": {"embedding": 16},
+    }
+    return {
+        "epoch": 0,
+        "global_step": step,
+        "loops": {"fit_loop": {"state_dict": {}}},
+        "megatron_optimizers": [{"groups": groups, "values": {"up": {"count": 3}}}],
+        "megatron_one_process": {
+            **one_process,
+            "empty": {"nothing": [0, 4]},
+            "numbering": [trained],
+        },
+    }
+
+
+def save(path: Path, step: int) -> Path:
+    single_file = path.with_suffix(".whole")
+    named = {name: entry_of(tensor) for name, tensor in tensors_at(step).items()}
+    save_checkpoint(single_file, named, metadata_at(step), {"seen": step}, MESH)
+    rewrite(single_file, path, num_files=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return two checkpoints of the same run."""
+    folder = tmp_path_factory.mktemp("run")
+    return save(folder / "a", 1), save(folder / "b", 2)
+
+
+def resharded(path: Path, out: Path) -> dict[str, Tensor]:
+    rewrite(path, out / "again", num_files=1)
+    tensors = read_full(out / "again")
+    assert load_metadata(out / "again") == metadata_at(1)
+    assert load_rank_states(out / "again") == {0: {"seen": 1}}
+    return tensors
+
+
+def as_one_file(path: Path, out: Path) -> dict[str, Tensor]:
+    consolidate(path, out / "plain.ckpt")
+    loaded = torch.load(out / "plain.ckpt", weights_only=True)
+    state, optimizer = loaded["state_dict"], loaded["optimizer_states"][0]
+    names = ["embedding", "up", "down", "bias"]
+    assert list(state) == metadata_at(1)["megatron_one_process"]["order"]
+    assert torch.equal(state["head"], state["embedding"])
+    assert state.pop("head").shape[0] == 16
+    assert state.pop("nothing").shape == (0, 4)
+    assert [group["params"] for group in optimizer["param_groups"]] == [[0, 1], [2, 3]]
+    assert optimizer["state"][1].pop("count") == 3
+    tensors = {f"state_dict.{name}": tensor for name, tensor in state.items()}
+    for number, values in optimizer["state"].items():
+        tensors |= {
+            f"optimizer.0.state.{names[number]}.{key}": tensor for key, tensor in values.items()
+        }
+    return {name: tensor[:12] if tensor.dim() == 2 else tensor for name, tensor in tensors.items()}
+
+
+USES: dict[str, Callable[[Path, Path], dict[str, Tensor]]] = {
+    "reshard": resharded,
+    "consolidate": as_one_file,
+}
+
+
+def check_use(path: Path, name: str, label: str) -> str:
+    """Use a checkpoint. Return the text of the error, or an empty text if all values are the saved
+    values.
+    """
+    out = path.parent / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    refusal = None
+    try:
+        actual = USES[name](path, out)
+    except OUR_ERRORS as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert str(path) in refusal, f"{label}: the error names no file: {refusal}"
+        left = [file.name for file in out.iterdir()]
+        assert not left, f"{label}: {left} is left of a failed result"
+        return refusal
+    expected = tensors_at(1) | {
+        "state_dict.half": read_full(path.parent / "whole")["state_dict.half"]
+    }
+    assert actual.keys() == expected.keys(), label
+    for key, tensor in actual.items():
+        same = tensor.dtype == expected[key].dtype and torch.equal(tensor, expected[key])
+        assert same, f"{label}: {key} differs from the saved value"
+    return ""
+
+
+def copy_of(saved: tuple[Path, Path], tmp_path: Path) -> Path:
+    path = tmp_path / "c"
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(saved[0], path)
+    if not (tmp_path / "whole").exists():
+        shutil.copytree(saved[0], tmp_path / "whole")
+    return path
+
+
+# ---- accidents
+
+
+def other_file(file: Path, draw: random.Random) -> Path:
+    return file.with_name(draw.choice([name for name in FILES if name != file.name]))
+
+
+Accident = Callable[[Path, Path, random.Random], object]
+
+
+def flip(file: Path, _: Any = None, draw: random.Random | None = None) -> None:
+    """Flip a bit, which is in the middle of the file unless it is drawn."""
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    place = draw.randrange(len(content)) if draw else len(content) // 2
+    content[place] ^= 1 << (draw.randrange(8) if draw else 0)
     file.write_bytes(content)
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-5])
+def cut(file: Path, _: Any = None, draw: random.Random | None = None) -> None:
+    size = file.stat().st_size
+    os.truncate(file, draw.randrange(size) if draw else size - 5)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {"flip": flip, "cut": cut, "remove": Path.unlink}
+def zero(file: Path, _: Any, draw: random.Random) -> None:
+    content, start = file.read_bytes(), draw.randrange(file.stat().st_size // 2)
+    file.write_bytes(content[:start] + bytes(64) + content[start + 64 :])
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_verification_finds_every_damage_and_names_the_file(
-    tmp_path: Path, name: str, damage: str
+def exchange_files(file: Path, _: Any, draw: random.Random) -> None:
+    other = other_file(file, draw)
+    other.rename(file.with_name("x"))
+    file.rename(other)
+    file.with_name("x").rename(file)
+
+
+def instead(make: Callable[[Path, Path, random.Random], object]) -> Accident:
+    return lambda file, source, draw: (file.unlink(), make(file, source, draw))
+
+
+ACCIDENTS: dict[str, Accident] = {
+    "flip": flip,
+    "zero": zero,
+    "cut": cut,
+    "extend": lambda file, _, draw: file.write_bytes(
+        file.read_bytes() + bytes(draw.randrange(1, 9))
+    ),
+    "remove": lambda file, *_: file.unlink(),
+    "empty": lambda file, *_: file.write_bytes(b""),
+    "of another checkpoint": lambda file, source, _: shutil.copy(source / file.name, file),
+    "link to another checkpoint": instead(
+        lambda file, source, _: file.symlink_to(source / file.name)
+    ),
+    "hard link to another file": instead(
+        lambda file, _, draw: os.link(other_file(file, draw), file)
+    ),
+    "exchange with another file": exchange_files,
+    "a directory": instead(lambda file, *_: file.mkdir()),
+    "a pipe": instead(lambda file, *_: os.mkfifo(file)),
+    "a link to itself": instead(lambda file, *_: file.symlink_to(file.name)),
+    "a link to an endless file": instead(lambda file, *_: file.symlink_to("/dev/zero")),
+}
+
+
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_an_accident_to_any_file_is_detected(
+    accident: str, saved: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    save_checkpoint(tmp_path / "a", entries(size=1000), {"global_step": 1}, {}, MESH)
-    verify_checkpoint(tmp_path / "a")
-    DAMAGES[damage](tmp_path / "a" / name)
-    header_is_removed = name == "checkpoint.json" and damage == "remove"
-    with pytest.raises(
-        CheckpointMismatchError if header_is_removed else CorruptDataError, match=name
-    ):
-        verify_checkpoint(tmp_path / "a")
-    if damage != "flip" and not header_is_removed:
-        with pytest.raises(CorruptDataError, match=name):
-            verify_checkpoint(tmp_path / "a", deep=False)
+    for number, name in enumerate(FILES):
+        for seed in range(2 if accident in ("flip", "zero", "cut") else 1):
+            path, use = copy_of(saved, tmp_path), list(USES)[(number + seed) % 2]
+            ACCIDENTS[accident](path / name, saved[1], random.Random(seed))
+            if (path / name).is_file() and (path / name).read_bytes() == (
+                saved[0] / name
+            ).read_bytes():
+                continue
+            # The reader of headers ignores blanks at the end.
+            is_blank = name == HEADER and accident == "extend"
+            assert check_use(path, use, f"{accident} {name} {seed}") or is_blank, (
+                f"{accident} of {name} is not detected"
+            )
+
+
+# ---- edits
+
+
+def put(path: Path, name: str, content: bytes) -> None:
+    (path / name).write_bytes(content)
+    fields = json.loads((path / HEADER).read_text())
+    fields["files"][name] = dataclasses.asdict(
+        FileRecord(len(content), f"{zlib.crc32(content):08x}")
+    )
+    put_header(path, fields)
+
+
+def put_header(path: Path, fields: dict[str, Any]) -> None:
+    fields.pop("checksum", None)
+    (path / HEADER).write_text(json.dumps({**fields, "checksum": _sum_of(fields)}))
+
+
+def parts_of(value: Any, depth: int = 6) -> Iterator[tuple[Any, Callable[[Any], None]]]:
+    """List the parts inside a value, each with a function that replaces the part."""
+    pairs: list[tuple[Any, Callable[[Any], None]]] = []
+    if isinstance(value, (dict, list)):
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        pairs = [(value[key], lambda new, key=key: value.__setitem__(key, new)) for key in keys]  # type: ignore[misc]
+        if isinstance(value, dict):
+            pairs += [
+                (key, lambda new, key=key: value.__setitem__(new, value.pop(key))) for key in keys
+            ]  # type: ignore[misc]
+    elif dataclasses.is_dataclass(value):
+        pairs = [(getattr(value, field.name), lambda new, field=field: object.__setattr__(value, field.name, new))
+                 for field in dataclasses.fields(value) if hasattr(value, field.name)]  # type: ignore[misc]  # fmt: skip
+    for part, replace in pairs:
+        yield part, replace
+        if depth:
+            yield from parts_of(part, depth - 1)
+
+
+ODD: tuple[Any, ...] = (
+    0, 1, -1, 3, 2**40, 2**70, 1.5, float("nan"), True, None, "", "x", "../x", [], [1], {}, {"a": 1}, (), b"x",
+    torch.float64, torch.int32, torch.qint8, torch.Size((2, 2)), torch.Size(()), torch.Size((2**31, 2**31)),
+)  # fmt: skip
+
+
+def change_randomly(value: Any, draw: random.Random) -> str:
+    """Replace a part of a value by an odd value or by another part of the same type."""
+    parts = list(parts_of(value))
+    part, replace = draw.choice(parts)
+    same_type = [other for other, _ in parts if type(other) is type(part) and other is not part]
+    new = draw.choice(same_type if same_type and draw.random() < 0.4 else ODD)
+    try:
+        replace(copy.deepcopy(new))
+    except TypeError:
+        return ""  # the part cannot be replaced by such a value
+    return f"{part!r} became {new!r}"[:300]
+
+
+def test_edits_change_no_value_silently(saved: tuple[Path, Path], tmp_path: Path) -> None:
+    index = pickle.loads((saved[0] / ".metadata").read_bytes())
+    fields, refused = json.loads((saved[0] / HEADER).read_text()), 0
+    for seed in range(150):
+        path, draw = copy_of(saved, tmp_path), random.Random(seed)
+        kind, use = ("index", "bytes", "header")[seed % 3], list(USES)[seed % 2]
+        if kind == "bytes":
+            content = bytearray((path / ".metadata").read_bytes())
+            for _ in range(draw.choice((1, 1, 8))):
+                content[draw.randrange(len(content))] = draw.randrange(256)
+            put(path, ".metadata", bytes(content))
+            check_use(path, use, f"seed {seed}")
+            continue
+        edited = copy.deepcopy(index if kind == "index" else fields)
+        change = change_randomly(edited, draw)
+        try:
+            if kind == "index":
+                put(path, ".metadata", pickle.dumps(edited))
+            else:
+                put_header(path, edited)
+        except (RuntimeError, TypeError, ValueError):
+            continue  # such a value cannot be written
+        refused += bool(check_use(path, use, f"seed {seed}: {change}"))
+    assert refused > 30
+
+
+def test_edited_metadata_is_refused_or_leaves_the_weights_unchanged(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for seed in range(30):
+        edited, path = copy.deepcopy(metadata_at(1)), copy_of(saved, tmp_path)
+        change = change_randomly(edited, random.Random(seed))
+        put(path, "meta.pt", to_bytes(edited))
+        refusal = None
+        try:
+            consolidate(path, tmp_path / "plain.ckpt")
+        except OUR_ERRORS as error:
+            refusal = str(error)
+        if refusal is not None:
+            assert str(path) in refusal, change
+            continue
+        # No check can find an edit of learning rates and the like, because any value is valid.
+        state = torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"]
+        for name in ("embedding", "up", "down", "bias"):
+            expected = tensors_at(1)[f"state_dict.{name}"]
+            # Nor can a check find an edited number of padded rows of one process: loading a wrong
+            # number fails there.
+            assert torch.equal(state[name][: len(expected)], expected), change
+            assert not state[name][len(expected) :].any(), change
+
+
+def exchange(index: Any, first: str, second: str) -> None:
+    keys = {key.fqn: key for key in index.storage_data}
+    places = index.storage_data
+    places[keys[first]], places[keys[second]] = places[keys[second]], places[keys[first]]
+
+
+def shift(index: Any, start: int, length: int) -> None:
+    place = next(candidate for candidate in index.storage_data.values() if candidate.offset)
+    place.offset, place.length = place.offset + start, place.length + length
+
+
+def with_chunk(index: Any, **values: Any) -> None:
+    entry = index.state_dict_metadata["state_dict.up"]
+    for name, value in values.items():
+        object.__setattr__(entry.chunks[0], name, torch.Size(value))
+
+
+def repeat_chunk(index: Any) -> None:
+    entry = index.state_dict_metadata["state_dict.up"]
+    entry.chunks.append(entry.chunks[0])
+
+
+EDITS: list[tuple[Callable[[Any], object], str]] = [
+    (lambda index: exchange(index, "state_dict.up", "state_dict.down"), "is listed at byte"),
+    (
+        lambda index: setattr(index.state_dict_metadata["state_dict.up"].properties, "dtype", torch.int32),
+        r"torch\.float32, but the list of tensors says \(4, 4\) and torch\.int32",
+    ),
+    (
+        lambda index: (setattr(index.state_dict_metadata["state_dict.up"], "size", torch.Size((2, 4))),
+                       with_chunk(index, sizes=(2, 4))),
+        r"has the shape \(4, 4\)",
+    ),
+    (lambda index: with_chunk(index, sizes=(2, 4)), "each of its 16 elements once"),
+    (lambda index: with_chunk(index, offsets=(1, 0)), "outside of"),
+    (repeat_chunk, "each of its 16 elements once"),
+    (lambda index: shift(index, 1, -1), "is listed at byte"),
+    (lambda index: shift(index, 0, -1), "is listed at byte|but its tensors have"),
+    (lambda index: index.storage_data.pop(MetadataIndex("state_dict.up", torch.Size((0, 0)))), "pieces and"),
+    (
+        lambda index: index.storage_data.update({MetadataIndex("x"): _StorageInfo("__0_0.distcp", 0, 1)}),
+        "pieces and places",
+    ),
+    (
+        lambda index: index.state_dict_metadata.pop("rank_state.0") and index.storage_data.pop(
+            MetadataIndex("rank_state.0")), "but its tensors have|should be at",
+    ),
+]  # fmt: skip
+
+
+def test_edits_of_the_list_of_tensors_are_refused_with_their_reason(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for change, message in EDITS:
+        path = copy_of(saved, tmp_path)
+        index = pickle.loads((path / ".metadata").read_bytes())
+        change(index)
+        put(path, ".metadata", pickle.dumps(index))
+        with pytest.raises(CorruptDataError, match=message):
+            read_full(path)
+
+
+def test_an_undamaged_checkpoint_passes_all_checks(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path = copy_of(saved, tmp_path)
+    assert [check_use(path, use, use) for use in USES] == ["", ""]
+    put(path, ".metadata", pickle.dumps(pickle.loads((path / ".metadata").read_bytes())))
+    assert [check_use(path, use, use) for use in USES] == ["", ""]
+    assert Header.read(LocalFolder(path)).global_step == 1
+
+
+# ---- verification and the newest checkpoint
+
+
+def save_small(path: Path, step: int = 1) -> Path:
+    save_checkpoint(path, entries(size=1000), {"global_step": step}, {}, MESH)
+    return path
+
+
+DAMAGES: tuple[Callable[[Path], None], ...] = (flip, cut, Path.unlink)
+
+
+def test_verification_and_loading_find_damage_and_name_the_file(tmp_path: Path) -> None:
+    loads = {"meta.pt": load_metadata, ".metadata": read_full, "__0_0.distcp": read_full}
+    for damage, name in product(DAMAGES, (*loads, HEADER)):
+        path = save_small(tmp_path / "a")
+        verify_checkpoint(path)
+        damage(path / name)
+        header_is_removed = name == HEADER and damage is Path.unlink
+        kind = CheckpointMismatchError if header_is_removed else CorruptDataError
+        with pytest.raises(kind, match=name):
+            verify_checkpoint(path)
+        if damage is not flip and not header_is_removed:
+            with pytest.raises(CorruptDataError, match=name):
+                verify_checkpoint(path, deep=False)
+        # Only verification finds a flipped bit of a tensor.
+        if name in loads and (name, damage) != ("__0_0.distcp", flip):
+            with pytest.raises(CorruptDataError, match=name):
+                loads[name](path)
 
 
 @pytest.mark.parametrize("name", [".metadata", "meta.pt"])
 def test_verification_finds_files_that_the_header_does_not_list(tmp_path: Path, name: str) -> None:
-    save_checkpoint(tmp_path / "a", entries(size=1000), {"global_step": 1}, {}, MESH)
-    header = tmp_path / "a" / "checkpoint.json"
+    header = save_small(tmp_path / "a") / HEADER
     fields = json.loads(header.read_text())
     del fields["checksum"], fields["files"][name]
     header.write_text(json.dumps({**fields, "checksum": _sum_of(fields)}))
     with pytest.raises(CorruptDataError, match=rf"{name}.*does not list it"):
         verify_checkpoint(tmp_path / "a")
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_loading_refuses_small_files_that_are_damaged_and_tensor_files_that_are_cut(
-    tmp_path: Path, damage: str
-) -> None:
-    for name, load in (
-        ("meta.pt", load_metadata),
-        (".metadata", read_full),
-        ("__0_0.distcp", read_full),
-    ):
-        path = tmp_path / name
-        save_checkpoint(path, entries(size=1000), {}, {}, MESH)
-        DAMAGES[damage](path / name)
-        if (name, damage) != ("__0_0.distcp", "flip"):  # only verification finds this
-            with pytest.raises(CorruptDataError, match=name):
-                load(path)
 
 
 def test_the_newest_undamaged_checkpoint_is_the_one_that_was_saved_last(
@@ -97,7 +486,7 @@ def test_the_newest_undamaged_checkpoint_is_the_one_that_was_saved_last(
     (tmp_path / "logs").mkdir()
     # The clock runs backwards, and the job returns to an earlier step.
     clock = SimpleNamespace(time=iter((9.0, 8.0, 7.0, 6.0, 5.0)).__next__)
-    monkeypatch.setattr(save, "time", clock)
+    monkeypatch.setattr(save_module, "time", clock)
     for name, step in (("z", 5), ("a", 7), ("m", 12), ("k", 9)):
         save_checkpoint(tmp_path / name, entries(float(step)), {"global_step": step}, {}, MESH)
     assert list_checkpoints(tmp_path) == [str(tmp_path / name) for name in "akmz"]

@@ -68,7 +68,7 @@ def tensors(
     return shape, draw(cuts(shape)), draw(cuts(shape))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None)
 @given(st.lists(tensors(), min_size=1, max_size=3))
 def test_a_tensor_saved_in_one_cut_loads_into_any_other_cut(
     drawn: list[

@@ -21,7 +21,7 @@ from lightning_megatron.checkpoint import (
     read_full,
     staging,
 )
-from lightning_megatron.checkpoint.entries import boxes_to_write
+from lightning_megatron.checkpoint.entries import assign_writers, boxes_to_write
 from lightning_megatron.checkpoint.save import CollectiveSave
 from lightning_megatron.checkpoint.staging import HostCopies, choose_fitting
 from lightning_megatron.errors import CheckpointSaveError
@@ -234,6 +234,14 @@ def test_a_save_uses_the_reserved_memory(tmp_path: Path, writer: CheckpointWrite
     writer.wait()
     assert writer._copies._buffers == [buffer]
     assert read_full(tmp_path / "a")["4"].tolist() == [4.0] * 4000
+
+
+def test_data_parallel_ranks_divide_the_writing() -> None:
+    large, small = 10 * 65536, 100
+    writers = assign_writers([large, small, large, large, small, large], 2)
+    assert writers[1] == writers[4] == 0
+    assert sorted(writers[index] for index in (0, 2, 3, 5)) == [0, 0, 1, 1]
+    assert assign_writers([], 3) == []
 
 
 def test_tensors_that_fit_into_spare_memory_are_chosen_in_order() -> None:

@@ -13,142 +13,86 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 
-LONGROPE = {
-    "kind": "longrope",
-    "original_length": 8,
-    "short_factors": [1.0] * 3,
-    "long_factors": [2.0] * 3,
-}
-SIZES = {
-    "vocab_size": 100,
-    "max_seq_length": 32,
-    "num_layers": 4,
-    "hidden_size": 36,
-    "num_heads": 9,
-}
+SIZES: dict[str, Any] = {"vocab_size": 100, "max_seq_length": 32, "num_layers": 4}
+SIZES |= {"hidden_size": 36, "num_heads": 9}
+LONGROPE: dict[str, Any] = {"kind": "longrope", "original_length": 8}
+LONGROPE |= {"short_factors": [1.0] * 3, "long_factors": [2.0] * 3}
+ROTARY = {"position": "rotary"}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "layout", "message"),
-    [
-        (
-            {},
-            {"tp": 2},
-            (
-                "num_attention_heads (9) must be a multiple of tp (2), because each rank holds "
-                "whole heads"
-            ),
-        ),
+def test_layouts_that_do_not_divide_the_model_raise() -> None:
+    cases: list[tuple[dict[str, Any], dict[str, int], str]] = [
+        ({}, {"tp": 2}, "num_attention_heads (9) must be a multiple of tp (2), because each rank holds whole heads"),
         ({"ffn_hidden_size": 40}, {"tp": 3}, "ffn_hidden_size (40) must be a multiple of tp (3)"),
-        (
-            {"num_heads": 12, "num_kv_heads": 4},
-            {"tp": 6},
-            "num_kv_heads (4) must be a multiple or a divisor of tp (6)",
-        ),
+        ({"num_heads": 12, "num_kv_heads": 4}, {"tp": 6}, "num_kv_heads (4) must be a multiple or a divisor of tp (6)"),
         ({}, {"pp": 6}, "num_layers (4) must be at least pp x vpp (6 x 1 = 6)"),
         ({}, {"pp": 3, "vpp": 2}, "num_layers (4) must be at least pp x vpp (3 x 2 = 6)"),
         ({}, {"ep": 2}, "ep (2) needs a model with experts"),
-    ],
-)
-def test_layouts_that_do_not_divide_the_model_raise(
-    sizes: dict[str, Any], layout: dict[str, int], message: str
-) -> None:
-    config = GPTConfig.gpt2(**(SIZES | sizes))
-    with pytest.raises(ParallelPlanError, match=re.escape(message)):
-        config.check_layout(ParallelLayout(world_size=6, **layout))
+    ]  # fmt: skip
+    for sizes, layout, message in cases:
+        with pytest.raises(ParallelPlanError, match=re.escape(message)):
+            GPTConfig.gpt2(**(SIZES | sizes)).check_layout(ParallelLayout(6, **layout))
 
 
-def test_sequences_must_be_a_multiple_of_2_cp() -> None:
+def test_lengths_of_sequences_must_fit_the_model_and_the_layout() -> None:
     config = GPTConfig.gpt2(**SIZES)
-    config.check_layout(ParallelLayout(world_size=4, cp=4), seq_length=16)
-    message = "seq_length (12) must be a multiple of 2 cp (8), because each rank holds two of 2 cp "
-    with pytest.raises(ParallelPlanError, match=re.escape(message) + ".*Use 8 or 16"):
-        config.check_layout(ParallelLayout(world_size=4, cp=4), seq_length=12)
+    config.check_layout(ParallelLayout(4, cp=4), seq_length=16)
+    config.check_layout(ParallelLayout(3, tp=3), sequence_parallel=False, seq_length=31)
+    cases: list[tuple[dict[str, int], bool, int, str]] = [
+        ({"cp": 4}, False, 12, r"seq_length \(12\) must be a multiple of 2 cp \(8\).*Use 8 or 16"),
+        ({"tp": 3}, True, 31, r"seq_length \(31\) must be a multiple of tp \(3\).*Use 30, or"),
+        ({"tp": 3}, False, 33, r"seq_length \(33\) must not exceed max_seq_length \(32\)"),
+        ({"tp": 3, "cp": 2}, True, 36, "rows of a multiple of 12 tokens. Use at most 24 tokens"),
+    ]
+    for sizes, shares, length, message in cases:
+        layout = ParallelLayout(12, **sizes)
+        with pytest.raises(ParallelPlanError, match=message):
+            config.check_layout(layout, sequence_parallel=shares, seq_length=length)
 
 
-def test_sequences_must_fit_the_model_and_be_a_multiple_of_tp() -> None:
-    config, layout = GPTConfig.gpt2(**SIZES), ParallelLayout(world_size=3, tp=3)
-    config.check_layout(layout, sequence_parallel=False, seq_length=31)
-    with pytest.raises(
-        ParallelPlanError, match=r"seq_length \(31\) must be a multiple of tp \(3\).*Use 30, or"
-    ):
-        config.check_layout(layout, sequence_parallel=True, seq_length=31)
-    with pytest.raises(
-        ParallelPlanError, match=r"seq_length \(33\) must not exceed max_seq_length \(32\)"
-    ):
-        config.check_layout(layout, seq_length=33)
-    message = "and the layout needs rows of a multiple of 12 tokens. Use at most 24 tokens"
-    shared = ParallelLayout(world_size=6, tp=3, cp=2)
-    with pytest.raises(ParallelPlanError, match=re.escape(message)):
-        config.check_layout(shared, sequence_parallel=True, seq_length=36)
+INCONSISTENT: list[tuple[dict[str, Any], str]] = [
+    ({"num_layers": 0}, "num_layers must be a whole number of at least 1: it is 0"),
+    ({"ffn_hidden_size": 0}, "ffn_hidden_size must be a whole number of at least 1 or None: it is 0"),
+    ({"hidden_dropout": 1.0}, "hidden_dropout must be a finite number of at least 0 and below 1: it is 1.0"),
+    ({"activation": "tanh"}, "activation must be gelu, gelu_tanh, relu, swiglu, geglu"),
+    ({"norm": "batch"}, "norm must be layernorm or rmsnorm: it is 'batch'"),
+    ({"hidden_size": 40}, "hidden_size (40) must be a multiple of num_heads (9)"),
+    ({**ROTARY, "head_dim": 5}, "head_dim (5) must be even"),
+    ({"num_kv_heads": 4}, "num_attention_heads (9) must be a multiple of num_kv_heads (4)"),
+    ({"rotary_dim": 2}, "rotary_dim (2) must be None, because position (learned) has no rotary angles"),
+    ({**ROTARY, "rotary_dim": 3}, "rotary_dim (3) must be even and at most head_dim (4)"),
+    ({**ROTARY, "rotary_dim": 6}, "rotary_dim (6) must be even and at most head_dim (4)"),
+    ({**ROTARY, "rotary_scaling": LONGROPE}, "rotary_scaling's factors (3) must be 2"),
+    ({"sliding_window": 0}, "sliding_window must be a whole number of at least 1 or None: it is 0"),
+    ({"window_layers": (True,) * 4}, "must be None without sliding_window"),
+    ({"sliding_window": 8, "window_layers": (True,)}, "the number of window_layers (1) must be num_layers"),
+    ({"alibi_bias_max": 4.0}, "alibi_bias_max (4.0) must be 8.0, because position (learned) has no slopes"),
+    ({"position": "alibi", "rotary_dim": 2}, "rotary_dim (2) must be None, because position (alibi)"),
+    ({"norm_offset": 1.0}, "norm_offset (1.0) must be 0, because norm (layernorm)"),
+    ({"parallel_residual": True, "norm_position": "post"}, "norm_position (post) must be pre"),
+    ({"embedding_scale": 0.0}, "embedding_scale must be a finite number above 0: it is 0.0"),
+    ({"attention_scale": -1.0}, "attention_scale must be a finite number above 0 or None: it is -1.0"),
+]  # fmt: skip
+SCALINGS: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "dynamic"}, "kind must be linear, llama3, yarn or longrope: it is 'dynamic'"),
+    ({"kind": "linear", "factor": 0.0}, "rotary_scaling.factor must be a finite number above 0: it is 0.0"),
+    ({"kind": "yarn", "factor": 4.0}, "original_length (None) must be given"),
+    (
+        {"kind": "llama3", "original_length": 8, "high_frequency_factor": 1.0},
+        "high_frequency_factor (1.0) must exceed low_frequency_factor (1.0)",
+    ),
+    ({"kind": "longrope", "original_length": 8}, "short_factors (()) must be numbers above 0"),
+    ({**LONGROPE, "long_factors": [1.0]}, "short_factors and long_factors (3 and 1) must be equally many"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"num_layers": 0}, "num_layers must be a whole number of at least 1: it is 0"),
-        (
-            {"ffn_hidden_size": 0},
-            "ffn_hidden_size must be a whole number of at least 1 or None: it is 0",
-        ),
-        (
-            {"hidden_dropout": 1.0},
-            "hidden_dropout must be a finite number of at least 0 and below 1: it is 1.0",
-        ),
-        (
-            {"activation": "tanh"},
-            "activation must be gelu, gelu_tanh, relu, swiglu, geglu, geglu_tanh or clamped_swiglu: "
-            "it is 'tanh'",
-        ),
-        ({"norm": "batch"}, "norm must be layernorm or rmsnorm: it is 'batch'"),
-        ({"hidden_size": 40}, "hidden_size (40) must be a multiple of num_heads (9)"),
-        ({"position": "rotary", "head_dim": 5}, "head_dim (5) must be even"),
-        ({"num_kv_heads": 4}, "num_attention_heads (9) must be a multiple of num_kv_heads (4)"),
-        (
-            {"rotary_dim": 2},
-            "rotary_dim (2) must be None, because position (learned) has no rotary angles",
-        ),
-        (
-            {"position": "rotary", "rotary_dim": 3},
-            "rotary_dim (3) must be even and at most head_dim (4)",
-        ),
-        (
-            {"position": "rotary", "rotary_dim": 6},
-            "rotary_dim (6) must be even and at most head_dim (4)",
-        ),
-        (
-            {"position": "rotary", "rotary_scaling": LONGROPE},
-            "rotary_scaling's factors (3) must be 2",
-        ),
-        (
-            {"sliding_window": 0},
-            "sliding_window must be a whole number of at least 1 or None: it is 0",
-        ),
-        ({"window_layers": (True,) * 4}, "must be None without sliding_window"),
-        (
-            {"sliding_window": 8, "window_layers": (True,)},
-            "the number of window_layers (1) must be num_layers",
-        ),
-        (
-            {"alibi_bias_max": 4.0},
-            "alibi_bias_max (4.0) must be 8.0, because position (learned) has no slopes",
-        ),
-        (
-            {"position": "alibi", "rotary_dim": 2},
-            "rotary_dim (2) must be None, because position (alibi) has no rotary angles",
-        ),
-        ({"norm_offset": 1.0}, "norm_offset (1.0) must be 0, because norm (layernorm)"),
-        ({"parallel_residual": True, "norm_position": "post"}, "norm_position (post) must be pre"),
-        ({"embedding_scale": 0.0}, "embedding_scale must be a finite number above 0: it is 0.0"),
-        (
-            {"attention_scale": -1.0},
-            "attention_scale must be a finite number above 0 or None: it is -1.0",
-        ),
-    ],
-)
-def test_inconsistent_sizes_raise(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParallelPlanError, match=re.escape(message)):
-        GPTConfig.gpt2(**(SIZES | sizes))
+def test_inconsistent_sizes_and_rotary_scalings_raise() -> None:
+    for sizes, message in INCONSISTENT:
+        with pytest.raises(ParallelPlanError, match=re.escape(message)):
+            GPTConfig.gpt2(**(SIZES | sizes))
+    for numbers, message in SCALINGS:
+        with pytest.raises(ParallelPlanError, match=re.escape(message)):
+            RotaryScaling(**numbers)
 
 
 def test_layers_are_divided_among_stages_by_work() -> None:
@@ -156,8 +100,7 @@ def test_layers_are_divided_among_stages_by_work() -> None:
         config = GPTConfig.gpt2(num_layers=num_layers, vocab_size=vocab_size)
         return list(config.partition(ParallelLayout(world_size=pp, pp=pp, vpp=vpp)).counts)
 
-    # A vocabulary of 50257 costs as much as 5 layers of GPT-2 small; a vocabulary of 256 costs almost
-    # nothing.
+    # A vocabulary of 50257 costs as much as 5 layers of GPT-2 small; one of 256 almost nothing.
     assert layers_of_stages(12, 50257, 4) == [4, 4, 4, 0]
     assert layers_of_stages(12, 256, 4) == [3, 3, 3, 3]
     assert layers_of_stages(8, 50257, 2, 2) == [3, 2, 3, 0]
@@ -174,44 +117,12 @@ def test_default_sizes_of_families_equal_the_published_ones() -> None:
 
 
 def test_configurations_from_plain_values_are_hashable() -> None:
-    scaling = {
-        "kind": "longrope",
-        "original_length": 8,
-        "short_factors": [1.0, 1.0],
-        "long_factors": [2.0, 3.0],
-    }
+    scaling = LONGROPE | {"short_factors": [1.0, 1.0], "long_factors": [2.0, 3.0]}
     layers: Any = [True, False, True, False]
-    config = GPTConfig.llama(
-        **SIZES, rotary_scaling=scaling, sliding_window=8, window_layers=layers
-    )
-    assert config.rotary_scaling == RotaryScaling(
-        kind="longrope", original_length=8, short_factors=(1.0, 1.0), long_factors=(2.0, 3.0)
-    )
+    windows: dict[str, Any] = {"sliding_window": 8, "window_layers": layers}
+    config = GPTConfig.llama(**SIZES, **windows, rotary_scaling=scaling)
+    factors = {"short_factors": (1.0, 1.0), "long_factors": (2.0, 3.0)}
+    assert config.rotary_scaling == RotaryScaling(kind="longrope", original_length=8, **factors)
     assert [config.window_of(layer) for layer in range(4)] == [8, None, 8, None]
     assert GPTConfig(**asdict(config)) == config
     assert hash(GPTConfig(**asdict(config))) == hash(config)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ({"kind": "dynamic"}, "kind must be linear, llama3, yarn or longrope: it is 'dynamic'"),
-        (
-            {"kind": "linear", "factor": 0.0},
-            "rotary_scaling.factor must be a finite number above 0: it is 0.0",
-        ),
-        ({"kind": "yarn", "factor": 4.0}, "original_length (None) must be given"),
-        (
-            {"kind": "llama3", "original_length": 8, "high_frequency_factor": 1.0},
-            "high_frequency_factor (1.0) must exceed low_frequency_factor (1.0)",
-        ),
-        ({"kind": "longrope", "original_length": 8}, "short_factors (()) must be numbers above 0"),
-        (
-            {**LONGROPE, "long_factors": [1.0]},
-            "short_factors and long_factors (3 and 1) must be equally many",
-        ),
-    ],
-)
-def test_invalid_rotary_scalings_raise(numbers: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParallelPlanError, match=re.escape(message)):
-        RotaryScaling(**numbers)

@@ -1,4 +1,6 @@
-"""Encoders check their settings, and have the same weights and results in every layout."""
+"""Encoders check their settings and compute the same from lengths of rows as from their mask, with every
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -8,167 +10,232 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.init import initialize_
-from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.models.encoder import Encoder, EncoderResult
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap import parallelize
-from tests.oracles import assert_equal, full_weights
-from tests.world import run_world
+from tests.models.flash_stand_in import flash_stand_in, padded_on_the_right
+from tests.models.test_settings import in_float64
+from tests.oracles import assert_equal, full_gradients
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 53,
-    "num_positions": 20,
-    "num_layers": 4,
-    "hidden_size": 24,
-    "num_heads": 4,
-    "ffn_hidden_size": 32,
-    "padding_id": 1,
-}
+SIZES: dict[str, Any] = {"vocab_size": 53, "num_positions": 20, "num_layers": 4, "hidden_size": 24}
+SIZES |= {"num_heads": 4, "ffn_hidden_size": 32, "padding_id": 1}
 TOKENS = torch.arange(2, 26).view(2, 12)
-VALID = torch.arange(12).expand(2, 12) < torch.tensor([[12], [9]])
+#: The second row has 4 tokens of padding, the third row has no tokens.
+LENGTHS = [12, 8, 0]
+ROWS = torch.cat((TOKENS, TOKENS[:1].flip(1)))
+VALID = padded_on_the_right(LENGTHS, 12)
+LABELS = torch.where(VALID & (ROWS % 3 == 0), ROWS.flip(0), -100)
+HEADS = ("none", "pooler", "classifier", "masked_lm", "pretraining", "span")
 
 
 def build_encoder(mesh: ParallelMesh | None = None, **changes: Any) -> Encoder:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with in_float64():
         return Encoder(EncoderConfig(**(SIZES | changes)), mesh, seed=3).eval()
-    finally:
-        torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def rows_with_mask() -> EncoderInput:
+    return EncoderInput(ROWS, valid=VALID, token_types=ROWS % 2)
+
+
+def rows_with_lengths() -> EncoderInput:
+    return EncoderInput(ROWS, token_types=ROWS % 2, lengths=torch.tensor(LENGTHS))
+
+
+def outputs_of(model: Encoder, result: EncoderResult) -> dict[str, Tensor]:
+    """Return all outputs of all tokens."""
+    outputs = {"pooled": result.pooled, "losses": result.losses, "order": result.order_logits}
+    if result.hidden is not None:
+        outputs["hidden"] = model.gather_hidden(result.hidden)
+    if model.config.head not in ("masked_lm", "pretraining"):
+        outputs["logits"] = result.logits
+    elif result.losses is None:
+        outputs["logits"] = model.gather_logits(result.logits)
+    return {name: value for name, value in outputs.items() if value is not None}
+
+
+def run(model: Encoder, rows: EncoderInput, labels: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the outputs and gradients, which are those of a loss of all outputs, by name."""
+    model.zero_grad()
+    outputs = outputs_of(model, model(rows, labels))
+    # Not every parameter contributes to the outputs.
+    total = 0.0 * sum(parameter.sum() for parameter in model.parameters())
+    for value in outputs.values():
+        weights = torch.linspace(-1, 1, value.numel(), dtype=value.dtype)
+        total = total + (value * weights.view_as(value)).sum()
+    total.backward()
+    return outputs | {f"gradient of {k}": g for k, g in full_gradients(model, model.mesh).items()}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], label: str) -> None:
+    assert actual.keys() == expected.keys(), label
+    for name, value in expected.items():
+        assert_equal(actual[name], value, f"{label}: {name}")
+
+
+# ---- settings
+
+
+def test_inconsistent_settings_and_layouts_raise() -> None:
+    for change, message in (
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1: it is 0"),
         ({"hidden_size": 25}, r"hidden_size \(25\) must be a multiple of num_heads"),
         ({"hidden_dropout": 1.0}, r"hidden_dropout .* at least 0 and below 1: it is 1.0"),
-        (
-            {"head": "tail"},
-            "head must be none, pooler, masked_lm, classifier, pretraining or span: it is 'tail'",
-        ),
+        ({"head": "tail"}, "head must be none, pooler, masked_lm, .* or span: it is 'tail'"),
         ({"positions": "other"}, "positions must be row or tokens: it is 'other'"),
         ({"padding_id": 53}, r"padding_id \(53\) must be in \[0, 53\)"),
         ({"positions": "tokens", "padding_id": None}, r"padding_id \(None\) must be a token"),
         ({"positions": "tokens", "padding_id": 30}, r"num_positions \(20\) must be above"),
-    ],
-)
-def test_inconsistent_settings_raise(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParallelPlanError, match=message):
-        EncoderConfig(**(SIZES | change))
-
-
-def test_layouts_that_do_not_divide_the_encoder_raise() -> None:
-    config = EncoderConfig(**SIZES)
-    for layout, message in (
-        (ParallelLayout(3, tp=3), "num_heads|heads"),
-        (ParallelLayout(8, pp=8), "num_layers|layers"),
     ):
         with pytest.raises(ParallelPlanError, match=message):
-            config.check_layout(layout)
+            EncoderConfig(**(SIZES | change))
+    config = EncoderConfig(**SIZES)
     config.check_layout(ParallelLayout(2, cp=2), seq_length=16)
-    with pytest.raises(ParallelPlanError, match=r"seq_length \(18\) must be a multiple of 2 cp"):
-        config.check_layout(ParallelLayout(2, cp=2), seq_length=18)
-    with pytest.raises(ParallelPlanError, match=r"ep \(2\) needs a model with experts"):
-        config.check_layout(ParallelLayout(2, ep=2))
-    with pytest.raises(ParallelPlanError, match=r"seq_length \(21\) must not exceed"):
-        config.check_layout(ParallelLayout(2, tp=2), seq_length=21)
-    with pytest.raises(ParallelPlanError, match=r"seq_length \(7\) must be a multiple of tp"):
-        config.check_layout(ParallelLayout(2, tp=2), True, seq_length=7)
+    layouts: list[tuple[dict[str, int], dict[str, Any], str]] = [
+        ({"tp": 3}, {}, "heads"),
+        ({"pp": 8}, {}, "layers"),
+        ({"cp": 2}, {"seq_length": 18}, r"seq_length \(18\) must be a multiple of 2 cp"),
+        ({"ep": 2}, {}, r"ep \(2\) needs a model with experts"),
+        ({"tp": 2}, {"seq_length": 21}, r"seq_length \(21\) must not exceed"),
+        ({"tp": 2}, {"sequence_parallel": True, "seq_length": 7}, r"seq_length \(7\) must be a multiple of tp"),
+    ]  # fmt: skip
+    for sizes, options, message in layouts:
+        with pytest.raises(ParallelPlanError, match=message):
+            config.check_layout(ParallelLayout(max(sizes.values()), **sizes), **options)
 
 
 def test_rows_longer_than_the_position_table_are_refused() -> None:
     long_rows = torch.full((1, 30), 1)
     long_rows[0, :4] = 5
-    with pytest.raises(
-        ParallelPlanError, match=r"seq_length \(30\) must not exceed max_seq_length \(20\)"
-    ):
+    with pytest.raises(ParallelPlanError, match=r"\(30\) must not exceed max_seq_length \(20\)"):
         build_encoder()(EncoderInput(long_rows))
-    model_with_token_positions = build_encoder(positions="tokens")
-    assert torch.isfinite(
-        model_with_token_positions(EncoderInput(long_rows, valid=long_rows != 1)).hidden
-    ).all(), "padding has one position"
+    model = build_encoder(positions="tokens")
+    hidden = model(EncoderInput(long_rows, valid=long_rows != 1)).hidden
+    assert torch.isfinite(hidden).all(), "padding has one position"
     with pytest.raises(IndexError):
-        model_with_token_positions(EncoderInput(long_rows + 1))
-
-
-def test_outputs_and_gradients_of_a_row_of_only_padding_are_finite() -> None:
-    model = build_encoder()
-    result = model(EncoderInput(TOKENS, valid=VALID & torch.tensor([[True], [False]])))
-    (result.hidden.sum() + result.pooled.sum()).backward()
-    assert torch.isfinite(result.hidden).all()
-    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+        model(EncoderInput(long_rows + 1))
 
 
 def test_an_encoder_draws_new_dropout_at_every_call() -> None:
     model = build_encoder(hidden_dropout=0.3, attention_dropout=0.3).train()
-    rows = EncoderInput(TOKENS, valid=VALID)
+    rows = rows_with_mask()
     assert not torch.equal(model(rows).hidden, model(rows).hidden)
     model.eval()
     assert torch.equal(model(rows).hidden, model(rows).hidden)
 
 
-def run_in_chunks(model: Encoder, rows: EncoderInput) -> Tensor:
-    """Run the two chunks of a model one after the other in one process."""
-    model.cursor = StageCursor(chunk=0)
-    with pytest.raises(StageDone):
-        model(rows)
-    sent, model.cursor = model.cursor.sent, StageCursor(chunk=0, probe=True)
-    with pytest.raises(StageDone):
-        model(rows)
-    assert model.cursor.tensor_specs == [(sent[0].shape, sent[0].dtype)]
-    model.cursor = StageCursor(chunk=1, received=sent)
-    return model(rows).pooled
+# ---- padding
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("order", ["pre", "post"])
+def test_results_with_lengths_equal_those_with_the_mask(order: str, head: str) -> None:
+    for positions in ("row", "tokens"):
+        model = build_encoder(head=head, norm_position=order, positions=positions)
+        for labels in {LABELS if head in ("masked_lm", "pretraining") else None, None}:
+            expected = run(model, rows_with_mask(), labels)
+            assert all(value.isfinite().all() for value in expected.values()), (
+                "a row without tokens"
+            )
+            label = f"{head} {order} {positions}"
+            assert_same(run(model, rows_with_lengths(), labels), expected, label)
+            with flash_stand_in() as spans:
+                assert_same(run(model, rows_with_lengths(), labels), expected, f"{label}, flash")
+            assert len(spans) == 8, "four layers, forward and backward"
+            for span in spans:
+                assert isinstance(span, AttentionSpan)
+                assert span.key_borders is not None
+
+
+def test_vectors_and_positions_with_lengths_equal_those_with_the_mask() -> None:
+    vectors = torch.linspace(-1, 1, 3 * 12 * 24, dtype=torch.float64).view(3, 12, 24)
+    positions = (torch.arange(36).view(3, 12) * 7) % 12
+    inputs: dict[str, Any] = {"vectors": vectors, "positions": positions}
+    model = build_encoder()
+    expected = outputs_of(model, model(EncoderInput(**inputs, valid=VALID)))
+    with flash_stand_in() as spans:
+        rows = EncoderInput(**inputs, lengths=torch.tensor(LENGTHS))
+        assert_same(outputs_of(model, model(rows)), expected, "vectors")
+    assert spans
+
+
+def test_layers_process_padded_rows_as_one_row_with_flash_attention() -> None:
+    model, shapes = build_encoder(), []
+    model.layers["1"].register_forward_hook(lambda *call: shapes.append(tuple(call[-1].shape)))
+    with flash_stand_in():
+        model(rows_with_lengths())
+    model(rows_with_lengths())
+    model(rows_with_mask())
+    assert shapes == [(36, 1, 24), (12, 3, 24), (12, 3, 24)]
+
+
+class Reversed(nn.Module):
+    """Reverse positions."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.flip(0)
+
+
+def test_rows_are_not_joined_if_a_module_may_mix_positions() -> None:
+    model = build_encoder()
+    model.layers["1"].mlp = nn.Sequential(model.layers["1"].mlp, Reversed())
+    expected = outputs_of(model, model(rows_with_mask()))
+    with flash_stand_in() as spans:
+        assert_same(outputs_of(model, model(rows_with_lengths())), expected, "mixed")
+    assert spans, "attention needs no mask nevertheless"
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "full_except_core"])
+def test_recomputation_and_attention_dropout_need_no_mask(recompute: Any) -> None:
+    expected = run(build_encoder(), rows_with_mask())
+    for dropout in (0.0, 0.3) if recompute != "full_except_core" else (0.0,):
+        model = build_encoder(attention_dropout=dropout)
+        model.recompute = recompute
+        with flash_stand_in() as calls:
+            # The stand-in drops nothing.
+            assert_same(run(model.train(), rows_with_lengths()), expected, recompute)
+            assert not dropout or calls == [dropout] * (4 if recompute == "none" else 8)
+            calls.clear()
+            model.eval()(rows_with_lengths())
+            assert len(calls) == 4
+            assert 0.3 not in calls
+
+
+def test_contradictory_descriptions_of_padding_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="either valid or lengths"):
+        EncoderInput(ROWS, valid=VALID, lengths=torch.tensor(LENGTHS))
+    with pytest.raises(UnsupportedError, match=r"each of the 3 rows: its shape is \(2,\)"):
+        EncoderInput(ROWS, lengths=torch.tensor([3, 4]))
+
+
+# ---- chunks
+
+
+def encoder_in_two_chunks() -> Encoder:
+    layout, mesh = ParallelLayout(1), ParallelMesh.single(seed=3)
+    object.__setattr__(layout, "vpp", 2)
+    object.__setattr__(mesh, "layout", layout)
+    return build_encoder(mesh)
 
 
 def test_chunks_run_one_after_the_other_equal_the_full_model() -> None:
-    rows = EncoderInput(TOKENS, valid=VALID)
-    layout = ParallelLayout(1)
-    object.__setattr__(layout, "vpp", 2)
-    mesh = ParallelMesh.single(seed=3)
-    object.__setattr__(mesh, "layout", layout)
-    model = build_encoder(mesh)
+    model, expected = encoder_in_two_chunks(), build_encoder()(rows_with_mask()).pooled
     assert model.num_chunks == 2
-    assert {model.chunk_of(f"layers.{index}.mlp.up.weight") for index in (0, 1)} == {0}
-    assert [model.chunk_of(name) for name in ("embedding.norm.weight", "head.dense.bias")] == [0, 1]
-    assert_equal(run_in_chunks(model, rows), build_encoder()(rows).pooled, "two chunks")
-
-
-def check_tensor_parallel_models(rank: int, size: int) -> None:
-    rows = EncoderInput(TOKENS, valid=VALID)
-    for head in ("none", "pooler", "classifier", "masked_lm"):
-        full_model = build_encoder(head=head)
-        expected, weights = full_model(rows), full_weights(full_model, ParallelMesh.single())
-        for sequence_parallel in (False, True):
-            mesh = ParallelMesh.create(
-                ParallelLayout(size, tp=size), sequence_parallel=sequence_parallel
-            )
-            # Models sharded when built, filled later, and sharded after the full model was built.
-            with torch.device("meta"):
-                late_model = build_encoder(mesh, head=head)
-            initialize_(late_model, mesh.device, 3)
-            root = nn.ModuleDict({"model": build_encoder(head=head)})
-            (record,) = parallelize(root, mesh)
-            assert (record.source, record.target) == ("Encoder", "Encoder")
-            for model in (build_encoder(mesh, head=head), late_model, root["model"].eval()):
-                for name, weight in full_weights(model, mesh).items():
-                    assert_equal(
-                        weight, weights[name], f"{head}: {name} does not depend on the layout"
-                    )
-                result = model.eval()(rows)
-                if expected.hidden is not None:
-                    assert_equal(
-                        model.gather_hidden(result.hidden), expected.hidden.transpose(0, 1), head
-                    )
-                if expected.pooled is not None:
-                    assert_equal(result.pooled, expected.pooled, head)
-            mesh.destroy()
-
-
-def test_tensor_parallel_encoders_equal_the_full_model() -> None:
-    run_world(check_tensor_parallel_models, 2)
+    names = ("layers.0.mlp.up.weight", "layers.1.mlp.up.weight", "embedding.norm.weight")
+    assert [model.chunk_of(name) for name in (*names, "head.dense.bias")] == [0, 0, 0, 1]
+    for rows, shape in ((rows_with_mask(), (12, 3, 24)), (rows_with_lengths(), (36, 1, 24))):
+        with flash_stand_in():
+            model.cursor = StageCursor(chunk=0)
+            with pytest.raises(StageDone):
+                model(rows)
+            sent, model.cursor = model.cursor.sent, StageCursor(chunk=0, probe=True)
+            assert [tensor.shape for tensor in sent] == [shape], "joined rows are sent"
+            with pytest.raises(StageDone):
+                model(rows)
+            assert model.cursor.tensor_specs == [(sent[0].shape, sent[0].dtype)]
+            model.cursor = StageCursor(chunk=1, received=sent)
+            assert_equal(model(rows).pooled, expected, "two chunks")

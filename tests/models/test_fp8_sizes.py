@@ -21,8 +21,8 @@ from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.linear_sizes import linear_sizes
 from lightning_megatron.strategy.options.sizes import check_sizes
-from tests.layers.test_init import mesh_of
-from tests.models.test_kept_activations import CONFIGS
+from tests.models.memory import CONFIGS
+from tests.swap.parts import mesh_of
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_length": 16, "num_layers": 2, "num_heads": 4}
 SHARED = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 48}
@@ -40,19 +40,19 @@ INDIVISIBLE = GPTConfig.gpt2(**SIZES, hidden_size=32, ffn_hidden_size=80)
 MESSAGE = "multiples of 16: layers.0.mlp.up has 40 output and 32 input features"
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("kind", [*CONFIGS, "experts"])
-def test_linear_sizes_equal_those_of_the_built_layers(kind: str, tp: int) -> None:
-    config = EXPERTS if kind == "experts" else CONFIGS[kind]
-    model = GPT(config, mesh_of(tp - 1, tp=tp), seed=1)
-    expected = {name: _local_sizes(linear) for _, name, linear in _linears(model)}
-    shape = config.memory_shape()
-    actual = {
-        f"layers.{layer}.{name}": sizes
-        for layer in range(config.num_layers)
-        for name, sizes in linear_sizes(shape, layer, tp).items()
-    }
-    assert actual == expected
+def test_linear_sizes_equal_those_of_the_built_layers() -> None:
+    for config in (*CONFIGS.values(), EXPERTS):
+        for tp in (1, 2, 4):
+            with torch.device("meta"):
+                model = GPT(config, mesh_of(tp, tp_rank=tp - 1), seed=1)
+            expected = {name: _local_sizes(linear) for _, name, linear in _linears(model)}
+            shape = config.memory_shape()
+            actual = {
+                f"layers.{layer}.{name}": sizes
+                for layer in range(config.num_layers)
+                for name, sizes in linear_sizes(shape, layer, tp).items()
+            }
+            assert actual == expected
 
 
 def test_an_encoder_with_indivisible_layers_is_refused() -> None:

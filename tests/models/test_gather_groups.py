@@ -10,9 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import GPT
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.stage import PipelinedModule
-from tests.proof.training import KINDS, SEQUENCE, VOCABULARY
+from tests.fits import GPT2, LLAMA_SIZES, MIXTURE, SEQUENCE, SIZES, VOCABULARY
 
+LATENT = {"key_value_rank": 12, "query_rank": 20, "plain_dim": 6, "rotary_dim": 4, "value_dim": 8}
+KINDS = {
+    "gpt2": GPT2,
+    "untied": GPTConfig.gpt2(**SIZES, tie_embeddings=False, norm_position="post"),
+    "llama": GPTConfig.llama(**LLAMA_SIZES, tie_embeddings=True, attention_sinks=True),
+    "latent": GPTConfig.llama(**SIZES, ffn_hidden_size=48, latent_attention=LATENT),
+    "mixture": MIXTURE,
+}
 CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "losses": lambda model, tokens: model(tokens, tokens),
     "sum": lambda model, tokens: model(tokens, tokens, sums=True),

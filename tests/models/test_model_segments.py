@@ -11,20 +11,16 @@ from torch._dynamo.testing import CompileCounter
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.segments import split
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Recompute
 from lightning_megatron.plan.segment_scopes import SegmentScope
 from tests.models.flash_stand_in import flash_stand_in, padded_on_the_right
 from tests.models.pieces import PieceRunner
-from tests.models.stages import run_pipeline
-from tests.world import run_world
 
 V, S = 40, 8
 SIZES: dict[str, Any] = {
@@ -137,8 +133,15 @@ def test_pieces_of_every_scope_compute_the_same_bits(name: str) -> None:
     assert len(set(num_pieces)) > 2
 
 
-@pytest.mark.parametrize("recompute", ["selective", "experts", "full"])
-@pytest.mark.parametrize("name", ["gpt2", "shared expert"])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        ("gpt2", "selective"),
+        ("gpt2", "full"),
+        ("shared expert", "experts"),
+        ("shared expert", "full"),
+    ],
+)
 def test_pieces_compute_the_same_bits_with_recomputation(name: str, recompute: Recompute) -> None:
     scopes = [("all",), ("attention",), ("mlp", "router", "head")]
     check_scopes(CONFIGS[name], ParallelMesh.single(seed=4), recompute, scopes)
@@ -228,69 +231,3 @@ def test_compiled_blocks_share_one_graph_and_are_one_segment_each() -> None:
     assert [segment.name for segment in expanded] == ["embedding", "layers.0", "layers.1", "head"]
     assert expanded.is_static
     assert expanded.segments[1].scopes == ("attention", "mlp")
-
-
-def _check_ranks(rank: int, size: int) -> list[Any]:
-    torch.set_default_dtype(torch.float64)
-    scopes = [("all",), ("router", "preprocess"), ("attention", "combine")]
-    results = []
-    for options, sequence_parallel in (({"tp": 2}, True), ({"ep": 2}, False)):
-        mesh = ParallelMesh.create(
-            ParallelLayout(size, **options), seed=4, sequence_parallel=sequence_parallel
-        )
-        for name, config in CONFIGS.items():
-            if name in (DENSE if mesh.ep.size > 1 else {"gpt2 parallel", "experts post"}):
-                continue
-            transports = (
-                ("all_gather", "all_to_all", "one_sided") if mesh.ep.size > 1 else ("auto",)
-            )
-            for transport in transports:
-                num_pieces = check_scopes(config, mesh, "none", scopes, transport)
-                model = build_gpt(config, mesh, "none", transport)
-                eager = [
-                    [segment.name.removeprefix("layers.1.mlp.") for segment in piece]
-                    for piece in split(model.segments())
-                    if not piece.is_static
-                ]
-                results.append((name, transport, num_pieces[0], eager))
-        mesh.destroy()
-    return results
-
-
-def test_pieces_of_parallel_ranks_compute_the_same_bits() -> None:
-    for results in run_world(_check_ranks, 2):
-        assert len(results) == len(CONFIGS) - 2 + 3 * len(WITH_EXPERTS)
-        for name, transport, number, eager in results:
-            assert number == (5 if transport == "all_to_all" else 1), (name, transport)
-            # Only exchanges, experts and the shared expert during an exchange are eager.
-            shared_expert = ["shared"] if name == "shared expert" else []
-            eager_segments = ["send", *shared_expert, "receive", "experts", "send_back"]
-            assert eager[1:] == ([eager_segments] if transport == "all_to_all" else []), (
-                name,
-                transport,
-            )
-
-
-def _check_stages(rank: int, size: int) -> list[list[str]]:
-    torch.set_default_dtype(torch.float64)
-    mesh = ParallelMesh.create(ParallelLayout(size, pp=2), seed=4)
-    config = GPTConfig.gpt2(**SIZES | {"num_layers": 3})
-    tokens = draw_tokens(0, mesh)
-    grad = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(3))
-    results = []
-    for options in (None, {"scopes": ("attention",)}):
-        model = GPT(config, mesh, seed=1)
-        if options is not None:
-            PieceRunner(model, **options)
-        mesh.random.begin_microbatch(5, 0)
-        losses = run_pipeline(model, tokens, tokens, grad)
-        results.append({"losses": losses} | {n: p.grad for n, p in model.named_parameters()})
-    assert_same_bits(results[1], results[0], f"stage {rank}")
-    return [list(model.segments().inputs), [segment.name for segment in model.segments()]]
-
-
-def test_segments_of_a_later_stage_begin_with_the_received_hidden_state() -> None:
-    first, second = run_world(_check_stages, 2)
-    assert first[0] == ["tokens", "positions", "vectors", "cut", "rotary", "rows"]
-    assert second[0][:3] == ["hidden", "rotary", "rows"]
-    assert [*first[1], *second[1]] == ["embedding", "layers.0", "layers.1", "layers.2", "head"]

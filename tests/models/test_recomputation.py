@@ -1,7 +1,10 @@
-"""Recomputation of parts of blocks in all or some layers keeps gradients and saves memory."""
+"""Recomputation of parts of blocks in all or some layers, or of all but the attention core, keeps
+gradients.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,105 +13,114 @@ from torch import Tensor
 
 from lightning_megatron import Recomputation
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers import attention_parts
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.budget import TrainingShape, estimate_memory
-from lightning_megatron.plan.layout import ParallelLayout
-from tests.live_memory import LiveMemory
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "max_seq_length": 64,
-    "num_layers": 3,
-    "hidden_size": 64,
-    "num_heads": 4,
-}
-GROUPED_QUERY = {"num_kv_heads": 2, "ffn_hidden_size": 160}
-EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "aux_loss": 0.1}
+S, LAYERS = 32, 3
+SIZES: dict[str, Any] = {"vocab_size": 256, "max_seq_length": S, "num_layers": LAYERS}
+SIZES |= {"hidden_size": 64, "num_heads": 4}
+GROUPED: dict[str, Any] = {**SIZES, "num_kv_heads": 2, "ffn_hidden_size": 160}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "aux_loss": 0.1}
+LATENT = {"key_value_rank": 12, "query_rank": 20, "plain_dim": 6, "rotary_dim": 4, "value_dim": 8}
 CONFIGS = {
     "gpt2": GPTConfig.gpt2(**SIZES, hidden_dropout=0.1),
-    # LayerNorm, because torch computes RMSNorm on CPUs by smaller operations, which keep more.
-    "llama": GPTConfig.llama(**SIZES, **GROUPED_QUERY, norm="layernorm"),
-    "geglu": GPTConfig.gpt2(**SIZES, **GROUPED_QUERY, activation="geglu", mlp_bias=False),
+    "llama": GPTConfig.llama(**GROUPED),
+    "geglu": GPTConfig.gpt2(**GROUPED, activation="geglu", mlp_bias=False),
     "relu": GPTConfig.gpt2(**SIZES, activation="relu"),
-    "experts": GPTConfig.llama(**SIZES, **GROUPED_QUERY, experts=EXPERTS),
+    "experts": GPTConfig.llama(**GROUPED, experts=EXPERTS),
 }
-SETTINGS = {
-    "norms": Recomputation(("norms",)),
-    "activations": Recomputation(("activations",)),
-    "all cheap parts": Recomputation(("norms", "activations", "selective")),
-    "two whole layers": Recomputation(("full",), layers=2),
-    "inputs on the host": Recomputation(("full",), offload=True),
-    "norms of the last layer": Recomputation(("norms",), layers=1, at="last"),
-}
+SETTINGS = (
+    Recomputation(("norms", "activations", "selective")),
+    Recomputation(("full",), layers=2),
+    Recomputation(("full",), offload=True),
+    Recomputation(("norms",), layers=1, at="last"),
+)
+#: Models of which all but the attention core is recomputed.
+WITHOUT_CORE = {
+    "gpt2": CONFIGS["gpt2"],
+    "post-norm": GPTConfig.gpt2(**SIZES, norm_position="post"),
+    "parallel": GPTConfig.gpt2(**SIZES, parallel_residual=True),
+    "window, sinks": GPTConfig.llama(**GROUPED, qk_norm=True, attention_sinks=True, sliding_window=5),
+    "soft cap": GPTConfig.llama(**GROUPED, attention_soft_cap=0.5),
+    "alibi": GPTConfig.gpt2(**SIZES, position="alibi"),
+    "latent, experts": GPTConfig.llama(**SIZES, ffn_hidden_size=48, latent_attention=LATENT, experts=EXPERTS),
+}  # fmt: skip
 
 
-def gradients_of(model: GPT, settings: Any, autocast: bool = False) -> list[Tensor]:
-    model.recompute = settings
-    model.mesh.random.begin_microbatch(0, 0)
-    tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(1))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        losses = model(tokens, labels=tokens)
-    return [losses, *torch.autograd.grad(losses.mean(), list(model.parameters()))]
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("kind", list(CONFIGS))
-def test_gradients_with_recomputation_have_the_same_bits(kind: str, autocast: bool) -> None:
-    model = GPT(CONFIGS[kind], seed=1)
+def build_model(config: GPTConfig, mesh: ParallelMesh | None = None) -> GPT:
+    model = GPT(config, mesh, seed=1).double()
     model._owns_mesh = False
-    model.train()
-    expected_results = gradients_of(model, "none", autocast)
-    for name, settings in SETTINGS.items():
-        actual_results = gradients_of(model, settings, autocast)
-        for number, (actual, expected) in enumerate(
-            zip(actual_results, expected_results, strict=True)
-        ):
-            assert torch.equal(actual, expected), f"{name}: {number}"
+    return model.train()
 
 
-@pytest.mark.parametrize("settings", list(SETTINGS))
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "geglu", "relu"])
-def test_kept_and_peak_memory_equal_the_estimate(kind: str, settings: str) -> None:
-    # The head needs the most memory.
-    config = GPTConfig(**{**vars(CONFIGS[kind]), "hidden_dropout": 0.0, "vocab_size": 1024})
-    torch.set_default_dtype(torch.bfloat16)
-    model = GPT(config, seed=1)
-    torch.set_default_dtype(torch.float32)
-    shape = config.memory_shape()
-    sizes = {"seq_length": 64, "microbatch_size": 4}
-    measured, peaks, estimates = [], [], []
-    for recompute in ("none", SETTINGS[settings]):
-        model.recompute = recompute
-        memory, tokens = LiveMemory(), torch.randint(0, 256, (4, 64))
-        for parameter in model.parameters():
-            slot = GradientSlot(torch.zeros_like(parameter), lambda: None)
-            set_slot(parameter, slot)
-            memory.leave_out([parameter, slot.gradient])
-        # The first call fills the cache of rotary tables.
-        model(tokens, labels=tokens)
-        with memory:
-            loss = model(tokens, labels=tokens).mean()
-            measured.append(memory.now)
-            loss.backward()
-        peaks.append(memory.peak)
-        training = TrainingShape(**sizes, recompute=recompute)
-        estimates += estimate_memory(shape, ParallelLayout(1), training)
-    # On the CPU the measured memory includes that of the host.
-    measured[1] -= estimates[1].host
-    peaks[1] -= estimates[1].host
-    estimated = [estimate.activations + estimate.loss for estimate in estimates]
-    estimated_saving = estimated[0] - estimated[1]
-    if settings == "activations" and kind == "relu":
-        assert measured[0] == measured[1]
-    else:
-        assert measured[1] < measured[0]
-        # Both peaks are at the head, while all blocks hold their kept activations.
-        assert estimates[0].moment == estimates[1].moment == "backward"
-        assert measured[0] - measured[1] == pytest.approx(estimated_saving, rel=0.02)
-    for peak, estimate in zip(peaks, estimates, strict=True):
-        assert estimate.peak - estimate.static == pytest.approx(peak, rel=0.1)
+def gradients_of(model: GPT, settings: Any, packed: bool = False) -> list[Tensor]:
+    """Return losses and gradients of two microbatches, both forward passes first."""
+    model.recompute = settings
+    results = []
+    for number in range(2):
+        model.mesh.random.begin_microbatch(0, number)
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, 256, (2, S), generator=generator)
+        span = AttentionSpan.packed([[20, 5], [3, 29]], S) if packed else None
+        results.append(model(tokens, labels=tokens, span=span))
+    for losses in tuple(results):
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(losses.mean(), parameters, allow_unused=True)
+        results += [gradient for gradient in gradients if gradient is not None]
+    return results
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_gradients_with_recomputation_have_the_same_bits(kind: str) -> None:
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model = build_model(CONFIGS[kind]).float()
+            expected = gradients_of(model, "none")
+            for settings in SETTINGS:
+                actual = gradients_of(model, settings)
+                assert all(map(torch.equal, actual, expected)), f"{settings}, {autocast}"
+
+
+@pytest.mark.parametrize("kind", WITHOUT_CORE)
+def test_gradients_without_recomputed_cores_equal_those_of_kept_activations(kind: str) -> None:
+    model = build_model(WITHOUT_CORE[kind])
+    for options in ({"layers": 1}, {"offload": True}):
+        packed = kind == "window, sinks"
+        settings = Recomputation(("full_except_core",), **options)
+        actual, expected = (gradients_of(model, s, packed) for s in (settings, "none"))
+        for pair in zip(actual, expected, strict=True):
+            torch.testing.assert_close(*pair, rtol=0, atol=1e-12)
+
+
+def test_the_core_runs_forward_once_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    for name in ("forward_part", "backward_part"):
+        function = getattr(attention_parts, name)
+
+        def call(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(attention_parts, name, call)
+    model = build_model(WITHOUT_CORE["window, sinks"])
+    gradients_of(model, "full_except_core")
+    assert calls == {"forward_part": 2 * LAYERS, "backward_part": 2 * LAYERS}
+    with torch.no_grad():
+        model(torch.zeros(1, S, dtype=torch.long))
+    assert calls["forward_part"] == 2 * LAYERS, "nothing is kept without gradients"
+
+
+def test_two_backward_passes_give_the_same_gradients() -> None:
+    model = build_model(WITHOUT_CORE["soft cap"])
+    model.recompute = "full_except_core"
+    tokens = torch.arange(S)[None]
+    loss = model(tokens, labels=tokens).mean()
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def test_recomputed_layers_are_counted_from_the_start_or_end_of_each_chunk() -> None:
@@ -127,32 +139,36 @@ def test_recomputed_layers_are_counted_from_the_start_or_end_of_each_chunk() -> 
     assert not model.layers["2"].mlp.recomputes_activation
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
+def test_settings_that_cannot_be_followed_are_refused() -> None:
+    for value, message in (
         (
             "some",
-            "must be none, selective, norms, activations, experts, expert_inputs, full_except_core, full",
+            "must be none, selective, norms, activations, experts, expert_inputs, full_except",
         ),
         ({"parts": []}, "at least one part, and each once: it is empty"),
         ({"parts": ["norms", "norms"]}, "it is norms, norms"),
         ({"parts": ["full", "norms"]}, "must be full alone, or parts without it"),
         ({"parts": ["none", "norms"]}, "must be none alone"),
+        ({"parts": ["norms", "full_except_core"]}, "must be full_except_core alone"),
         ({"layers": 0}, "recompute.layers must be a whole number of at least 1"),
         ({"at": "middle"}, "recompute.at must be first"),
-    ],
-)
-def test_illegal_settings_are_refused(value: Any, message: str) -> None:
-    with pytest.raises(ParallelPlanError, match=message):
-        Recomputation.of(value)
-
-
-def test_recomputation_of_norms_with_other_readers_is_refused() -> None:
-    for settings in (
-        {"norm_position": "post"},
-        {"norm_position": "output"},
-        {"parallel_residual": True},
+    ):
+        with pytest.raises(ParallelPlanError, match=message):
+            Recomputation.of(value)
+    for settings, parts, message in (
+        ({"norm_position": "post"}, "norms", "recompute of norms needs norms before the"),
+        ({"norm_position": "output"}, "norms", "recompute of norms needs norms before the"),
+        ({"parallel_residual": True}, "norms", "recompute of norms needs norms before the"),
+        (
+            {"attention_dropout": 0.1},
+            "full_except_core",
+            r"layer 1 drops 0\.1 of its weights\. Use",
+        ),
     ):
         model = GPT(GPTConfig.gpt2(**SIZES, **settings), seed=1)
-        with pytest.raises(UnsupportedError, match="recompute of norms needs norms before the"):
-            model.recompute = "norms"
+        with pytest.raises(UnsupportedError, match=message):
+            model.recompute = parts
+    model = GPT(CONFIGS["gpt2"], seed=1)
+    model.layers["1"].compile()
+    with pytest.raises(UnsupportedError, match="layer 2 is compiled. Use full"):
+        model.recompute = "full_except_core"

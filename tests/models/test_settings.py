@@ -1,7 +1,10 @@
-"""GPT equals the formulas in plain torch for every setting and batch, in every layout."""
+"""GPT equals the formulas in plain torch for every setting and batch."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,27 +19,18 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.layout import ParallelLayout
 from tests.models.plain_gpt import PlainGPT
 from tests.models.stages import join_tied_gradients, run_pipeline
 from tests.oracles import assert_equal, assert_same_gradients, load_full_
-from tests.world import run_world
 
 B, S, V, D, LAYERS = 2, 8, 77, 16, 2
-SIZES: dict[str, Any] = {
-    "vocab_size": V,
-    "max_seq_length": 12,
-    "num_layers": LAYERS,
-    "hidden_size": D,
-    "num_heads": 4,
-    "vocab_multiple": 1,
-}
+SIZES: dict[str, Any] = {"vocab_size": V, "max_seq_length": 12, "num_layers": LAYERS}
+SIZES |= {"hidden_size": D, "num_heads": 4, "vocab_multiple": 1}
 LLAMA: dict[str, Any] = SIZES | {"ffn_hidden_size": 24, "num_kv_heads": 2}
+GEMMA: dict[str, Any] = LLAMA | {"num_kv_heads": 1, "head_dim": 6, "tie_embeddings": True}
 
 # The first row has padding before its tokens, the second row after them.
-VALID = torch.tensor(
-    [[False, False, False, True, True, True, True, True], [True] * 5 + [False] * 3]
-)
+VALID = torch.tensor([[False] * 3 + [True] * 5, [True] * 5 + [False] * 3])
 POSITIONS = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 0, 0]])
 PADDED = torch.tensor([[3, 5], [5, 0]])
 KEYS = VALID[:, None, None]
@@ -55,151 +49,94 @@ class Case:
     embeds: bool = False
 
 
-SCALED = {"factor": 2.5, "original_length": 6}
+SCALED: dict[str, Any] = {"factor": 2.5, "original_length": 6}
+LONG = {"kind": "longrope", **SCALED, "short_factors": (1.0, 1.5), "long_factors": (2.0, 3.0)}
+FIRST: dict[str, Any] = {"sliding_window": 4, "window_layers": (True, False)}
 CASES = {
     "biases of qkv alone": Case(GPTConfig.llama(**LLAMA, qkv_bias=True)),
     "biases but of qkv": Case(GPTConfig.gpt2(**LLAMA, qkv_bias=False, activation="relu")),
     "biases of the MLP alone": Case(GPTConfig.llama(**LLAMA, mlp_bias=True, activation="geglu")),
     "norms of heads": Case(GPTConfig.llama(**LLAMA, qk_norm=True), recompute="selective"),
-    "offset, scale, geglu": Case(
-        GPTConfig.llama(
-            **SIZES
-            | {"num_kv_heads": 1, "head_dim": 6, "ffn_hidden_size": 24, "tie_embeddings": True},
-            norm_offset=1.0,
-            embedding_scale=4.3,
-            activation="geglu_tanh",
-            qk_norm=True,
-            attention_scale=0.2,
-        )
-    ),  # fmt: skip
+    "offset, scale, geglu": Case(GPTConfig.llama(
+        **GEMMA, norm_offset=1.0, embedding_scale=4.3, activation="geglu_tanh", qk_norm=True, attention_scale=0.2,
+    )),
     "parallel, partly rotary": Case(
         GPTConfig.gpt2(
-            **SIZES,
-            parallel_residual=True,
-            position="rotary",
-            rotary_dim=2,
-            activation="gelu",
-            output_bias=False,
+            **SIZES, parallel_residual=True, position="rotary", rotary_dim=2, activation="gelu", output_bias=False
         ),
         recompute="full",
     ),
     "window": Case(GPTConfig.llama(**LLAMA, sliding_window=3)),
     "window of one layer, padding": Case(
         GPTConfig.llama(**LLAMA, sliding_window=4, window_layers=(False, True)),
-        AttentionSpan(PADDED, positions=POSITIONS),
-        recompute="selective",
+        AttentionSpan(PADDED, positions=POSITIONS), recompute="selective",
     ),
-    "padding, learned": Case(
-        GPTConfig.gpt2(**SIZES), AttentionSpan(mask=KEYS, positions=POSITIONS)
-    ),
+    "padding, learned": Case(GPTConfig.gpt2(**SIZES), AttentionSpan(mask=KEYS, positions=POSITIONS)),
     "padding alone": Case(
-        GPTConfig.gpt2(**SIZES, tie_embeddings=False),
-        AttentionSpan(PADDED, longest=5, restarts=False),
-        recompute="full",
+        GPTConfig.gpt2(**SIZES, tie_embeddings=False), AttentionSpan(PADDED, longest=5, restarts=False), recompute="full"
     ),
     "documents": Case(
-        GPTConfig.llama(**LLAMA, rotary_dim=2, rotary_scaling={"kind": "yarn", **SCALED}),
-        AttentionSpan(PACKED),
+        GPTConfig.llama(**LLAMA, rotary_dim=2, rotary_scaling={"kind": "yarn", **SCALED}), AttentionSpan(PACKED),
         recompute="full",
     ),
-    "documents, learned, window": Case(
-        GPTConfig.gpt2(**SIZES, sliding_window=2), AttentionSpan(PACKED, longest=4)
-    ),
-    "positions, longrope": Case(
-        GPTConfig.llama(
-            **LLAMA,
-            rotary_scaling={
-                "kind": "longrope",
-                **SCALED,
-                "short_factors": (1.0, 1.5),
-                "long_factors": (2.0, 3.0),
-            },
-        ),
-        AttentionSpan(positions=FAR),
-    ),
+    "documents, learned, window": Case(GPTConfig.gpt2(**SIZES, sliding_window=2), AttentionSpan(PACKED, longest=4)),
+    "positions, longrope": Case(GPTConfig.llama(**LLAMA, rotary_scaling=LONG), AttentionSpan(positions=FAR)),
     "sinks, bounded scores, window, documents": Case(
-        GPTConfig.llama(
-            **LLAMA,
-            sliding_window=3,
-            window_layers=(True, False),
-            attention_sinks=True,
-            attention_soft_cap=0.7,
-        ),
-        AttentionSpan(PACKED),
+        GPTConfig.llama(**LLAMA, **FIRST, attention_sinks=True, attention_soft_cap=0.7), AttentionSpan(PACKED),
         recompute="selective",
     ),
     "norms before and after, bounded and scaled logits": Case(
         GPTConfig.llama(
-            **LLAMA,
-            norm_position="sandwich",
-            norm_offset=1.0,
-            residual_scale=0.3,
-            logit_scale=0.5,
-            logit_soft_cap=0.9,
+            **LLAMA, norm_position="sandwich", norm_offset=1.0, residual_scale=0.3, logit_scale=0.5, logit_soft_cap=0.9
         ),
         recompute="full",
     ),
     "norms of outputs and of all heads": Case(
-        GPTConfig.llama(
-            **LLAMA, norm_position="output", qk_norm=True, qk_norm_over="layer", residual_scale=0.7
-        )
+        GPTConfig.llama(**LLAMA, norm_position="output", qk_norm=True, qk_norm_over="layer", residual_scale=0.7)
     ),
     "neighbours rotate, not in all layers": Case(
-        GPTConfig.llama(
-            **LLAMA, rotary_dim=2, rotary_interleaved=True, rotary_layers=(False, True)
-        ),
+        GPTConfig.llama(**LLAMA, rotary_dim=2, rotary_interleaved=True, rotary_layers=(False, True)),
         AttentionSpan(PADDED, positions=POSITIONS),
     ),
     "angles of layers with a window, vectors scaled": Case(
         GPTConfig.llama(
-            **LLAMA,
-            sliding_window=4,
-            window_layers=(True, False),
-            window_rotary_base=30.0,
-            rotary_scaling={"kind": "linear", "factor": 2.0},
-            embedding_scale=1.5,
-            scales_vectors=True,
+            **LLAMA, **FIRST, window_rotary_base=30.0, rotary_scaling={"kind": "linear", "factor": 2.0},
+            embedding_scale=1.5, scales_vectors=True,
         ),
         embeds=True,
     ),
     "both directions, window of one layer, documents": Case(
-        GPTConfig.llama(**LLAMA, causal=False, sliding_window=2, window_layers=(True, False)),
-        AttentionSpan(PACKED),
+        GPTConfig.llama(**LLAMA, **FIRST | {"sliding_window": 2}, causal=False), AttentionSpan(PACKED)
     ),
-    "embeddings": Case(
-        GPTConfig.gpt2(**SIZES, embedding_scale=3.0, tie_embeddings=False), embeds=True
-    ),
+    "embeddings": Case(GPTConfig.gpt2(**SIZES, embedding_scale=3.0, tie_embeddings=False), embeds=True),
     "slopes, norm of the embedding, documents": Case(
-        GPTConfig.gpt2(
-            **SIZES, position="alibi", embedding_norm=True, alibi_bias_max=3.0, sliding_window=4
-        ),
-        AttentionSpan(PACKED),
-        recompute="selective",
+        GPTConfig.gpt2(**SIZES, position="alibi", embedding_norm=True, alibi_bias_max=3.0, sliding_window=4),
+        AttentionSpan(PACKED), recompute="selective",
     ),
     "slopes, keys hidden without places": Case(
-        GPTConfig.gpt2(**SIZES, position="alibi", alibi_skips_padding=True, bias=False),
-        AttentionSpan(mask=KEYS),
+        GPTConfig.gpt2(**SIZES, position="alibi", alibi_skips_padding=True, bias=False), AttentionSpan(mask=KEYS),
         recompute="full",
     ),
     "embeddings, window, keys hidden": Case(
         GPTConfig.llama(**LLAMA, sliding_window=3), AttentionSpan(mask=KEYS), embeds=True
     ),
-}
-LAYOUTS = [
-    ({"tp": 1}, False),
-    ({"tp": 2}, False),
-    ({"tp": 2}, True),
-    ({"tp": 4}, False),
-    ({"tp": 4}, True),
-    ({"pp": 2}, False),
-    ({"tp": 2, "pp": 2}, True),
-]
+}  # fmt: skip
+SCALED_LOGITS = CASES["norms before and after, bounded and scaled logits"].config
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def draw(*shape: int, seed: int) -> Tensor:
-    return (
-        torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
 
 
 def draw_batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -222,123 +159,76 @@ class PlainResults:
 @cache
 def results_of_plain_model(name: str) -> PlainResults:
     case, (tokens, labels, embeddings) = CASES[name], draw_batch()
-    shapes = {
-        key: shard_spec_of(p).full_shape for key, p in GPT(case.config, seed=1).named_parameters()
-    }
-    weights = {
-        key: draw(*shape, seed=i + 5).requires_grad_()
-        for i, (key, shape) in enumerate(shapes.items())
-    }
+    shapes = [(k, shard_spec_of(p).full_shape) for k, p in GPT(case.config).named_parameters()]
+    weights = {k: draw(*shape, seed=i + 5).requires_grad_() for i, (k, shape) in enumerate(shapes)}
     inputs = embeddings.requires_grad_() if case.embeds else None
-    plain_model = PlainGPT(case.config, weights, case.span)
-    losses = plain_model.losses(tokens, labels, inputs)
+    plain = PlainGPT(case.config, weights, case.span)
+    losses = plain.losses(tokens, labels, inputs)
     losses.backward(draw(B, S, seed=2))
-    gradients = {
-        key: torch.zeros_like(w) if w.grad is None else w.grad for key, w in weights.items()
-    }
-    logits = plain_model.logits(tokens, inputs).detach()
-    return PlainResults(
-        weights, logits, losses.detach(), gradients, None if inputs is None else inputs.grad
-    )
+    gradients = {k: torch.zeros_like(w) if w.grad is None else w.grad for k, w in weights.items()}
+    logits = plain.logits(tokens, inputs).detach()
+    input_gradient = None if inputs is None else inputs.grad
+    return PlainResults(weights, logits, losses.detach(), gradients, input_gradient)
 
 
 def check_case(name: str, mesh: ParallelMesh) -> None:
-    case, expected, case_name = (
-        CASES[name],
-        results_of_plain_model(name),
-        f"{name} {mesh.layout} sp={mesh.sequence_parallel}",
-    )
+    """Compare a model in float64 with the plain model."""
+    case, expected = CASES[name], results_of_plain_model(name)
+    label = f"{name} {mesh.layout} sp={mesh.sequence_parallel}"
     tokens, labels, embeddings = draw_batch()
     model = GPT(case.config, mesh, seed=1)
     model.recompute = case.recompute
     weights, gradients = dict(expected.weights), dict(expected.gradients)
-    if case.config.tie_embeddings and mesh.pp.size > 1:
+    is_tied = case.config.tie_embeddings and mesh.pp.size > 1
+    if is_tied:
         weights["head.weight"] = weights["embedding.word.weight"]
     load_full_(model, weights)
     given_tokens = None if case.embeds else tokens
-    inputs: dict[str, Any] = {
-        "span": case.span,
-        "embeddings": embeddings.requires_grad_() if case.embeds else None,
-    }
+    given_embeddings = embeddings.requires_grad_() if case.embeds else None
+    inputs: dict[str, Any] = {"span": case.span, "embeddings": given_embeddings}
     if mesh.pp.size > 1:
         losses = run_pipeline(model, given_tokens, labels, draw(B, S, seed=2), **inputs)
     else:
-        assert_equal(model(given_tokens, **inputs), expected.logits, f"{case_name}: logits")
+        assert_equal(model(given_tokens, **inputs), expected.logits, f"{label}: logits")
         losses = model(given_tokens, labels, 0.1, **inputs)
         losses.backward(draw(B, S, seed=2))
-    assert_equal(losses, expected.losses, f"{case_name}: losses")
+    assert_equal(losses, expected.losses, f"{label}: losses")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    if case.config.tie_embeddings and mesh.pp.size > 1:
+    if is_tied:
         join_tied_gradients(model, gradients)
     names = {key for key, _ in model.named_parameters()}
-    assert_same_gradients(model, mesh, {key: gradients[key] for key in names}, case_name)
+    assert_same_gradients(model, mesh, {key: gradients[key] for key in names}, label)
     if expected.input_gradient is not None and mesh.pp.is_first:
-        assert embeddings.grad is not None, case_name
-        assert_equal(
-            embeddings.grad, expected.input_gradient, f"{case_name}: gradient of the embeddings"
-        )
+        assert embeddings.grad is not None, label
+        assert_equal(embeddings.grad, expected.input_gradient, f"{label}: embeddings")
 
 
-def check_layouts(rank: int, size: int) -> None:
-    torch.set_default_dtype(torch.float64)
-    for sizes, sequence_parallel in LAYOUTS:
-        mesh = ParallelMesh.create(
-            ParallelLayout(world_size=size, **sizes), seed=5, sequence_parallel=sequence_parallel
-        )
-        for name in CASES:
-            check_case(name, mesh)
-        mesh.destroy()
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_every_setting_equals_the_plain_model_in_one_process(name: str) -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+@pytest.mark.parametrize("name", CASES)
+def test_every_setting_equals_the_plain_model(name: str) -> None:
+    with in_float64():
         check_case(name, ParallelMesh.single())
-    finally:
-        torch.set_default_dtype(before)
-
-
-def test_every_setting_equals_the_plain_model_in_every_layout() -> None:
-    run_world(check_layouts, 4)
-
-
-def test_chunked_losses_use_the_scale_and_soft_cap_of_logits() -> None:
-    config = CASES["norms before and after, bounded and scaled logits"].config
-    tokens, labels, _ = draw_batch()
-    model = GPT(config, seed=1).double()
-    results = []
-    for chunk in (None, 5):
-        model.loss_chunk = chunk
-        model.zero_grad()
-        losses = model(tokens, labels, 0.1)
-        losses.sum().backward()
-        results.append([losses.detach(), *(parameter.grad for parameter in model.parameters())])
-    for stored, chunked in zip(*results, strict=True):
-        assert_equal(chunked, stored, "chunks")
 
 
 @pytest.mark.parametrize("loss_chunk", [None, 5, "forward"])
-def test_summed_losses_have_the_sum_and_gradients_of_the_losses(loss_chunk: Any) -> None:
-    config = CASES["norms before and after, bounded and scaled logits"].config
+def test_losses_of_chunks_and_their_sums_have_the_gradients_of_stored_losses(
+    loss_chunk: Any,
+) -> None:
     tokens, labels, _ = draw_batch()
-    model = GPT(config, seed=1).double()
-    expected_total = model(tokens, labels, 0.1).sum()
+    model = GPT(SCALED_LOGITS, seed=1).double()
+    expected = model(tokens, labels, 0.1)
     model.loss_chunk = loss_chunk
-    total = model(tokens, labels, 0.1, sums=True)
+    losses, total = model(tokens, labels, 0.1), model(tokens, labels, 0.1, sums=True)
     assert total.shape == ()
-    assert_equal(total, expected_total, "sum")
-    pairs = zip(
-        *(
-            torch.autograd.grad(2.0 * loss, list(model.parameters()))
-            for loss in (total, expected_total)
-        ),
-        strict=True,
-    )
-    for actual, expected in pairs:
-        assert_equal(actual, expected, "gradient")
+    assert_equal(losses, expected, "losses")
+    assert_equal(total, expected.sum(), "sum")
+    gradients = [
+        torch.autograd.grad(2.0 * loss, list(model.parameters()))
+        for loss in (expected.sum(), losses.sum(), total)
+    ]
+    for stored, chunked, summed in zip(*gradients, strict=True):
+        assert_equal(chunked, stored, "gradient of losses")
+        assert_equal(summed, stored, "gradient of the sum")
     names, node = [], model(tokens, labels, 0.1, sums=True).grad_fn
     while node is not None:
         names.append(type(node).__name__)
@@ -347,40 +237,84 @@ def test_summed_losses_have_the_sum_and_gradients_of_the_losses(loss_chunk: Any)
 
 
 def test_norm_weights_with_an_offset_start_at_zero() -> None:
-    config = CASES["offset, scale, geglu"].config
-    weights = dict(GPT(config, seed=1).named_parameters())
-    for name in (
-        "final_norm.weight",
-        "layers.0.mlp_norm.weight",
-        "layers.1.attention.key_norm.weight",
-    ):
-        assert torch.equal(weights[name], torch.zeros_like(weights[name])), name
+    weights = dict(GPT(CASES["offset, scale, geglu"].config, seed=1).named_parameters())
+    norms = [weight for name, weight in weights.items() if "norm" in name]
+    assert len(norms) == 9
+    assert not any(weight.any() for weight in norms)
 
 
 def test_invalid_batches_raise() -> None:
     model, (tokens, _, embeddings) = GPT(GPTConfig.gpt2(**SIZES), seed=1), draw_batch()
-    with pytest.raises(UnsupportedError, match="tokens or embeddings, .*: both were given"):
-        model(tokens, embeddings=embeddings.float())
-    with pytest.raises(UnsupportedError, match="tokens or embeddings, .*: neither were given"):
-        model(None)
-    with pytest.raises(
-        ParallelPlanError,
-        match=r"span.positions must have the shape of the tokens \(2, 8\).* is \(2, 7\)",
-    ):
-        model(tokens, span=AttentionSpan(positions=FAR[:, 1:]))
-    with pytest.raises(ParallelPlanError, match=r"span.lengths must have a row for each of the 2"):
-        model(tokens, span=AttentionSpan(PACKED[:1]))
-    with pytest.raises(ParallelPlanError, match=r"span.mask must have the shape \(2 or 1, 1, 8 or"):
-        model(tokens, span=AttentionSpan(mask=KEYS[..., 1:]))
-    with pytest.raises(IndexError, match=r"\[0, 12\): an id is 12"):
-        model(tokens, span=AttentionSpan(positions=FAR + 1))
+    inputs: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (tokens, {"embeddings": embeddings.float()}, UnsupportedError, "tokens or embeddings, .*: both were given"),
+        (None, {}, UnsupportedError, "tokens or embeddings, .*: neither were given"),
+        (tokens, {"span": AttentionSpan(positions=FAR[:, 1:])}, ParallelPlanError, r"span.positions must .* is \(2, 7\)"),
+        (tokens, {"span": AttentionSpan(PACKED[:1])}, ParallelPlanError, r"span.lengths must have a row for each of the 2"),
+        (tokens, {"span": AttentionSpan(mask=KEYS[..., 1:])}, ParallelPlanError, r"span.mask must have the shape \(2 or 1"),
+        (tokens, {"span": AttentionSpan(positions=FAR + 1)}, IndexError, r"\[0, 12\): an id is 12"),
+        (tokens.new_zeros(1, 13), {}, ParallelPlanError, r"seq_length \(13\) must not exceed max_seq_length \(12\)"),
+        (tokens.new_full((1, 4), V), {}, IndexError, r"\[0, 77\): an id is 77"),
+    ]  # fmt: skip
+    for given, options, kind, message in inputs:
+        with pytest.raises(kind, match=message):
+            model(given, **options)
+    with pytest.raises(ParallelPlanError, match="none, selective, norms, activations, experts"):
+        model.recompute = "some"
 
 
 def test_bfloat16_losses_of_long_padded_rows_are_finite() -> None:
     config = GPTConfig.llama(**(SIZES | {"max_seq_length": 640}), qk_norm=True)
-    model = GPT(config, seed=1).bfloat16()
-    tokens = torch.randint(0, V, (2, 640))
+    model, tokens = GPT(config, seed=1).bfloat16(), torch.randint(0, V, (2, 640))
     losses = model(tokens, tokens, span=AttentionSpan(torch.tensor([[600, 40], [0, 640]])))
     losses.sum().backward()
     assert losses.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_copies_have_separate_parameters_and_models_under_meta_stay_there() -> None:
+    model = GPT(GPTConfig.gpt2(**SIZES))
+    copied = copy.deepcopy(model)
+    for ours, theirs in zip(model.parameters(), copied.parameters(), strict=True):
+        assert ours is not theirs
+        assert shard_spec_of(ours) == shard_spec_of(theirs)
+    tokens, labels, _ = draw_batch()
+    assert_equal(copied(tokens, labels), model(tokens, labels), "losses")
+    with torch.device("meta"):
+        assert all(p.is_meta for p in GPT(SCALED_LOGITS, seed=1).parameters())
+
+
+# ---- half precision
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_half_precision_and_autocast_stay_close_to_float32(recompute: str) -> None:
+    scale = {"qk_norm": True, "norm_offset": 1.0, "embedding_scale": 5.7, "sliding_window": 5}
+    configs = (GPTConfig.gpt2(**SIZES), GPTConfig.llama(**LLAMA), GPTConfig.llama(**LLAMA, **scale))
+    tokens = draw_batch()[0]
+    for config in configs:
+        wide = GPT(config, seed=1)
+        expected = wide(tokens, tokens)
+        for dtype in (torch.bfloat16, torch.float16):
+            half = GPT(config, seed=1).to(dtype)
+            half.recompute = recompute
+            losses = half(tokens, tokens)
+            losses.mean().backward()
+            assert losses.dtype == torch.float32
+            assert half(tokens).dtype == half.boundary(tokens)[1] == dtype
+            torch.testing.assert_close(losses, expected, rtol=0.02, atol=0.02)
+            assert all(p.grad is not None and p.grad.dtype == dtype for p in half.parameters())
+        wide.recompute = recompute
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = wide(tokens, tokens)
+        losses.mean().backward()
+        torch.testing.assert_close(losses, expected, rtol=0.02, atol=0.02)
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in wide.parameters())
+
+
+def test_the_scale_of_token_vectors_is_rounded_to_their_dtype() -> None:
+    tokens = draw_batch()[0]
+    embedding = GPT(GPTConfig.llama(**LLAMA, embedding_scale=5.71), seed=1).bfloat16().embedding
+    assert embedding is not None
+    expected = embedding.word(tokens) * torch.tensor(5.71, dtype=torch.bfloat16)
+    assert torch.equal(embedding(tokens), expected)
+    assert not torch.equal(embedding(tokens), embedding.word(tokens) * 5.71)

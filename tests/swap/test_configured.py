@@ -4,7 +4,6 @@ refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -14,19 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import build_on_meta, parallelize
-from tests.oracles import assert_equal, gather_full
-from tests.swap.encoders import encoder_of
-from tests.swap.families import V, twin_of
-from tests.world import run_world
-
-transformers = pytest.importorskip("transformers")
+from tests.oracles import assert_equal
+from tests.swap.families import V, exact_twin, transformers, twin_of
 
 TOKENS = torch.randint(0, V - 2, (2, 8), generator=torch.Generator().manual_seed(0))
+AUTO = transformers.AutoModelForCausalLM
 
 
 @torch.no_grad()
@@ -50,9 +44,8 @@ def replace_head(model: Any) -> None:
 
 def load_state(model: Any) -> None:
     torch.manual_seed(4)
-    model.load_state_dict(
-        {name: torch.randn(tensor.shape) / 10 for name, tensor in model.state_dict().items()}
-    )
+    state = model.state_dict()
+    model.load_state_dict({name: torch.randn(t.shape) / 10 for name, t in state.items()})
 
 
 def add_tokens(model: Any) -> None:
@@ -69,20 +62,15 @@ def redraw_weights(model: Any) -> None:
     nn.init.normal_(model.model.layers[1].mlp.up_proj.weight)
 
 
+@torch.no_grad()
 def write_key_projection(model: Any) -> None:
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.copy_(
-            model.model.layers[0].self_attn.v_proj.weight
-        )
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight.copy_(attention.v_proj.weight)
 
 
 def read_weights(model: Any) -> None:
     assert model.model.norm.weight.abs().mean().item() > 0
     assert model.device.type == "cpu"
-
-
-def copy_model(model: Any) -> Any:
-    return deepcopy(model)
 
 
 def reinitialize(model: Any) -> None:
@@ -92,77 +80,63 @@ def reinitialize(model: Any) -> None:
 
 
 CHANGES = (
-    *(
-        zero_head,
-        scale_data,
-        clear_row,
-        replace_head,
-        load_state,
-        add_tokens,
-        remove_tokens,
-        redraw_weights,
-    ),
-    *(write_key_projection, read_weights, copy_model, reinitialize),
+    *(zero_head, scale_data, clear_row, replace_head, load_state, add_tokens, remove_tokens),
+    *(redraw_weights, write_key_projection, read_weights, deepcopy, reinitialize),
 )
 
 
 def saved_folder(case: str, folder: Path) -> Path:
-    maker = encoder_of if "bert" in case else twin_of
-    maker(case).save_pretrained(folder)
+    twin_of(case).save_pretrained(folder)
     return folder
 
 
 def changed_with_and_without_weights(
-    folder: Path, change: Callable[[Any], Any], builder: str = "AutoModelForCausalLM"
+    folder: Path, change: Callable[[Any], Any], library: Any = AUTO
 ) -> tuple[Any, Any]:
     """Return two models after the same change: built with weights, and built without weights."""
-    build = getattr(transformers, builder).from_pretrained
-    plain = build(folder)
+    plain = library.from_pretrained(folder)
     plain = change(plain) or plain
     with build_on_meta():
-        model = build(folder)
+        model = library.from_pretrained(folder)
         model = change(model) or model
     return plain, model
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_a_model_without_weights_take_effect(change: Any, tmp_path: Path) -> None:
-    plain, model = changed_with_and_without_weights(saved_folder("llama", tmp_path), change)
+def parallelized(model: Any, plan: dict[str, str] | None = None) -> Any:
     root = nn.ModuleDict({"model": model})
-    parallelize(root, ParallelMesh.single())
-    expected = plain(input_ids=TOKENS).logits
-    assert_equal(model(input_ids=TOKENS).logits, expected, change.__name__, 1e-4)
+    parallelize(root, ParallelMesh.single(), plan)
+    return root["model"]
+
+
+def test_changes_of_a_model_without_weights_take_effect(tmp_path: Path) -> None:
+    saved_folder("llama", tmp_path)
+    for change in CHANGES:
+        plain, model = changed_with_and_without_weights(tmp_path, change)
+        expected = plain(input_ids=TOKENS).logits
+        actual = parallelized(model)(input_ids=TOKENS).logits
+        assert_equal(actual, expected, change.__name__, 1e-4)
 
 
 def test_only_changed_parameters_are_materialized(tmp_path: Path) -> None:
     _, model = changed_with_and_without_weights(saved_folder("llama", tmp_path), zero_head)
-    assert [name for name, parameter in model.named_parameters() if not parameter.is_meta] == [
-        "lm_head.weight"
-    ]
+    assert [n for n, p in model.named_parameters() if not p.is_meta] == ["lm_head.weight"]
     with build_on_meta():
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        model = AUTO.from_pretrained(tmp_path)
         model.requires_grad_(False)
         model.to(torch.bfloat16)
         assert sum(parameter.numel() for parameter in model.parameters()) == model.num_parameters()
         assert repr(model)
-    assert all(
-        parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in model.parameters()
-    )
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
 
 
 @pytest.mark.parametrize("case", ["gpt2", "mixtral", "gpt_neox", "gemma"])
 def test_values_read_from_packed_and_tied_tensors_match_the_folder(
     case: str, tmp_path: Path
 ) -> None:
-    if case == "mixtral":
-        from tests.swap import expert_models
-
-        expert_models.exact_twin_of(case).float().save_pretrained(tmp_path)
-    else:
-        saved_folder(case, tmp_path)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    saved_folder(case, tmp_path)
+    plain = AUTO.from_pretrained(tmp_path)
     with build_on_meta():
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        model = AUTO.from_pretrained(tmp_path)
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     assert not any(parameter.is_meta for parameter in values.values())
     for name, parameter in plain.named_parameters():
@@ -170,46 +144,27 @@ def test_values_read_from_packed_and_tied_tensors_match_the_folder(
 
 
 def randomly_initialized(change: Callable[[Any], Any] | None) -> Any:
-    torch.manual_seed(11)
     config = twin_of("llama").config
     torch.manual_seed(11)
-    root = nn.ModuleDict()
     with build_on_meta():
-        root["model"] = transformers.AutoModelForCausalLM.from_config(config)
+        model = AUTO.from_config(config)
         if change is not None:
-            change(root["model"])
+            change(model)
     torch.manual_seed(11)
-    parallelize(root, ParallelMesh.single())
-    return root["model"]
+    return parallelized(model)
 
 
 def test_values_written_into_a_randomly_initialized_model_are_kept() -> None:
-    plain, read_only, changed = (
-        randomly_initialized(None),
-        randomly_initialized(read_weights),
-        randomly_initialized(write_key_projection),
-    )
+    changes = (None, read_weights, write_key_projection)
+    plain, read_only, changed = map(randomly_initialized, changes)
     for name, parameter in plain.named_parameters():
-        assert torch.equal(read_only.get_parameter(name), parameter), (
-            f"{name}: reading changes nothing"
-        )
+        assert torch.equal(read_only.get_parameter(name), parameter), f"{name}: reading is free"
         written = name == "model.layers.0.self_attn.k_proj.weight"
         values = plain.model.layers[0].self_attn.v_proj.weight if written else parameter
         assert torch.equal(changed.get_parameter(name), values), name
 
 
-def check_ranks(rank: int, size: int, folder: str) -> None:
-    plain, model = changed_with_and_without_weights(Path(folder), add_tokens)
-    mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=False)
-    parallelize(nn.ModuleDict({"model": model}), mesh)
-    for name, expected in plain.named_parameters():
-        parameter = model.get_parameter(name)
-        assert_equal(gather_full(parameter, shard_spec_of(parameter), mesh), expected, name)
-    assert_equal(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits, "logits", 1e-4)
-
-
-def test_a_resized_vocabulary_is_cut_over_ranks(tmp_path: Path) -> None:
-    run_world(check_ranks, 2, str(saved_folder("llama", tmp_path)))
+# ---- refusals
 
 
 def replace_activation(model: Any) -> None:
@@ -241,6 +196,10 @@ def tie_head(model: Any) -> None:
     model.lm_head.weight = model.model.embed_tokens.weight
 
 
+def untie_head(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
 def repeat_block(model: Any) -> None:
     model.model.layers[1] = model.model.layers[0]
 
@@ -249,85 +208,59 @@ def add_gradient_hook(model: Any) -> None:
     model.model.embed_tokens.weight.register_hook(lambda gradient: gradient * 0)
 
 
-@pytest.mark.parametrize("has_values", [False, True])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            replace_activation,
-            r"'model.model.layers.0.mlp.act_fn' is a ReLU, but its class builds a SiLU",
-        ),
-        (replace_forward, r"'model.lm_head' has a forward method of its own"),
-        (
-            change_dropout,
-            r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, but was built as 0.0",
-        ),
-        (add_head_bias, r"'lm_head.bias' unexpected"),
-        (enlarge_head, r"'lm_head.weight'"),
-        (change_rotary_table, r"the buffer inv_freq of 'model.model.rotary_emb' has other values"),
-        (
-            tie_head,
-            r"output head of 'model' is that of the embedding.*tie_word_embeddings=True",
-        ),
-        (repeat_block, r"'model.model.layers.1' is the module 'model.model.layers.0', too"),
-        (
-            add_gradient_hook,
-            r"'model.model.embed_tokens.weight' has gradient hooks.*on_fit_start",
-        ),
-    ],
-)
-def test_changes_that_replaced_layers_cannot_compute_are_refused(
-    change: Any, message: str, has_values: bool, tmp_path: Path
-) -> None:
-    plain, model = changed_with_and_without_weights(saved_folder("llama", tmp_path), change)
-    with pytest.raises((UnsupportedError, CheckpointMismatchError), match=message):
-        parallelize(nn.ModuleDict({"model": plain if has_values else model}), ParallelMesh.single())
+REFUSED: list[tuple[Callable[[Any], None], str]] = [
+    (replace_activation, r"'model.model.layers.0.mlp.act_fn' is a ReLU, but its class builds a SiLU"),
+    (replace_forward, r"'model.lm_head' has a forward method of its own"),
+    (change_dropout, r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, but was built as 0.0"),
+    (add_head_bias, r"'lm_head.bias' unexpected"),
+    (enlarge_head, r"'lm_head.weight'"),
+    (change_rotary_table, r"the buffer inv_freq of 'model.model.rotary_emb' has other values"),
+    (tie_head, r"output head of 'model' is that of the embedding.*tie_word_embeddings=True"),
+    (untie_head, r"is not that of the embedding.*tie_word_embeddings=False"),
+    (repeat_block, r"'model.model.layers.1' is the module 'model.model.layers.0', too"),
+    (add_gradient_hook, r"'model.model.embed_tokens.weight' has gradient hooks.*on_fit_start"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("has_values", [False, True])
-def test_tied_head_with_a_new_separate_weight_is_refused(has_values: bool, tmp_path: Path) -> None:
-    def untie(model: Any) -> None:
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-
-    plain, model = changed_with_and_without_weights(saved_folder("gpt2", tmp_path), untie)
-    with pytest.raises(
-        UnsupportedError, match=r"is not that of the embedding.*tie_word_embeddings=False"
-    ):
-        parallelize(nn.ModuleDict({"model": plain if has_values else model}), ParallelMesh.single())
+def test_changes_that_replaced_layers_cannot_compute_are_refused(tmp_path: Path) -> None:
+    for change, message in REFUSED:
+        case = "gpt2" if change is untie_head else "llama"
+        saved_folder(case, tmp_path / case)
+        for model in changed_with_and_without_weights(tmp_path / case, change):
+            with pytest.raises((UnsupportedError, CheckpointMismatchError), match=message):
+                parallelized(model)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("rms_norm_eps", 0.1), ("hidden_act", "gelu"), ("attention_dropout", 0.5), ("head_dim", 6)],
-)
-def test_a_configuration_that_changes_after_the_model_was_built_is_refused(
-    key: str, value: Any, tmp_path: Path
-) -> None:
-    _, model = changed_with_and_without_weights(
-        saved_folder("llama", tmp_path), lambda model: setattr(model.config, key, value)
-    )
-    with pytest.raises(
-        UnsupportedError, match=rf"{key} of the configuration of 'model' changed after"
-    ):
-        parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
+def test_a_configuration_that_changes_after_the_model_was_built_is_refused(tmp_path: Path) -> None:
+    saved_folder("llama", tmp_path)
+    for key, value in {"rms_norm_eps": 0.1, "hidden_act": "gelu", "head_dim": 6}.items():
+        _, model = changed_with_and_without_weights(
+            tmp_path, lambda model, key=key, value=value: setattr(model.config, key, value)
+        )
+        with pytest.raises(
+            UnsupportedError, match=rf"{key} of the configuration of 'model' changed"
+        ):
+            parallelized(model)
 
 
-@pytest.mark.parametrize("has_values", [False, True])
+# ---- further models
+
+
 @pytest.mark.parametrize("case", ["llama", "gemma", "gpt2"])
 def test_padding_token_set_after_construction_does_not_change_training(
-    case: str, has_values: bool, tmp_path: Path
+    case: str, tmp_path: Path
 ) -> None:
     token = int(TOKENS[0, 3])
     plain, model = changed_with_and_without_weights(
         saved_folder(case, tmp_path), lambda model: setattr(model.config, "pad_token_id", token)
     )
-    ours = deepcopy(plain) if has_values else model
-    parallelize(nn.ModuleDict({"model": ours}), ParallelMesh.single())
-    for network in (plain, ours):
+    networks = (parallelized(deepcopy(plain)), parallelized(model), plain)
+    for network in networks:
         network(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    expected = plain.get_input_embeddings().weight.grad
-    assert expected[token].abs().sum() > 0
-    assert_equal(ours.get_input_embeddings().weight.grad[:V], expected, case, 1e-4)
+    gradients = [network.get_input_embeddings().weight.grad[:V] for network in networks]
+    assert gradients[-1][token].abs().sum() > 0
+    for gradient in gradients:
+        assert_equal(gradient, gradients[-1], case, 1e-4)
 
 
 @pytest.mark.parametrize("case", ["bert classes", "roberta classes"])
@@ -339,76 +272,84 @@ def test_new_classifier_may_have_another_number_of_labels(case: str, tmp_path: P
         else:
             model.classifier.out_proj = nn.Linear(48, 8)
 
-    plain, model = changed_with_and_without_weights(
-        saved_folder(case, tmp_path), eight_labels, "AutoModelForSequenceClassification"
-    )
-    parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
+    library = transformers.AutoModelForSequenceClassification
+    folder = saved_folder(case, tmp_path)
+    plain, model = changed_with_and_without_weights(folder, eight_labels, library)
     expected = plain(input_ids=TOKENS).logits
     assert expected.shape == (2, 8)
-    assert_equal(model(input_ids=TOKENS).logits, expected, case, 1e-4)
+    assert_equal(parallelized(model)(input_ids=TOKENS).logits, expected, case, 1e-4)
 
 
-def test_model_that_keeps_its_own_code_has_values_in_all_its_tensors(tmp_path: Path) -> None:
-    plain, model = changed_with_and_without_weights(saved_folder("llama", tmp_path), load_state)
-    root = nn.ModuleDict({"model": model})
-    parallelize(root, ParallelMesh.single(), {"model": "replicate"})
+def test_arguments_of_from_pretrained_change_the_configuration(tmp_path: Path) -> None:
+    saved_folder("roberta", tmp_path)
+    changes = {"num_labels": 7, "hidden_dropout_prob": 0.3}
+    with build_on_meta():
+        library = transformers.RobertaForSequenceClassification
+        model = library.from_pretrained(tmp_path, **changes)
+        without_pooler = transformers.RobertaModel.from_pretrained(
+            tmp_path, add_pooling_layer=False
+        )
+    assert all(parameter.is_meta for parameter in model.parameters())
+    config = parallelized(model).body.config
+    assert (config.num_labels, config.hidden_dropout, config.head_dropout) == (7, 0.3, 0.3)
+    assert model(TOKENS).logits.shape == (2, 7)
+    # Hugging Face handles other arguments.
+    assert without_pooler.pooler is None
+    assert not any(parameter.is_meta for parameter in without_pooler.parameters())
+
+
+@pytest.mark.parametrize("is_pretrained", [True, False])
+def test_a_model_that_the_plan_keeps_gets_its_values(is_pretrained: bool, tmp_path: Path) -> None:
+    # configure_model builds every model of a known family without values.
+    twin = twin_of("mixtral", torch.bfloat16)
+    twin.save_pretrained(tmp_path)
+
+    def build() -> Any:
+        torch.manual_seed(3)
+        if is_pretrained:
+            return AUTO.from_pretrained(tmp_path)
+        return AUTO.from_config(twin.config, dtype=torch.bfloat16)
+
+    expected = build()
+    with build_on_meta():
+        model = build()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.model.norm.weight.requires_grad_(False)
+    torch.manual_seed(3)
+    assert parallelized(model, {"*": "replicate"}) is model
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["model.norm.weight"]
+    actual, theirs = (m.state_dict() | dict(m.named_buffers()) for m in (model, expected))
+    assert actual.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in actual.items())
+
+
+def test_models_that_keep_their_own_code_keep_a_loaded_state_dict(tmp_path: Path) -> None:
+    folder = saved_folder("llama", tmp_path / "llama")
+    plain, model = changed_with_and_without_weights(folder, load_state)
+    parallelized(model, {"model": "replicate"})
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert_equal(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits, "logits", 1e-4)
-
-
-def test_model_refused_by_its_table_keeps_a_loaded_state_dict(tmp_path: Path) -> None:
-    from tests.swap import expert_models
-
+    # A model that its table refuses.
     positions = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    twin = expert_models.exact_twin_of("deepseek_v3", rope_parameters=positions)
-    twin.float().save_pretrained(tmp_path)
-
-    def load_all(model: Any) -> None:
-        torch.manual_seed(8)
-        model.load_state_dict(
-            {name: torch.randn(value.shape) / 10 for name, value in model.state_dict().items()}
-        )
-
-    plain, model = changed_with_and_without_weights(tmp_path, load_all)
-    parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
+    twin = exact_twin("deepseek_v3", rope_parameters=positions).float()
+    twin.save_pretrained(tmp_path / "dynamic")
+    plain, model = changed_with_and_without_weights(tmp_path / "dynamic", load_state)
+    root = nn.ModuleDict({"model": model})
+    with pytest.raises(UnsupportedError, match="rope_type must be .*: it is 'dynamic'"):
+        parallelize(root, ParallelMesh.single(), needs_tables=True)
+    (record,) = parallelize(root, ParallelMesh.single())
+    assert root["model"] is model
+    assert record.kind == "Hugging Face's own module"
+    assert "rope_type must be" in str(record)
     assert any(name.endswith("e_score_correction_bias") for name in plain.state_dict())
     for name, tensor in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-DAMAGED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "not UTF-8": lambda config: b"\xff\xfe" + json.dumps(config).encode(),
-    "cut": lambda config: json.dumps(config)[:-20].encode(),
-    "a list": lambda config: b"[1, 2]",
-    "nested deeply": lambda config: b'{"a": ' * 5000 + b"1" + b"}" * 5000,
-    "text for a number": lambda config: {**config, "hidden_size": "many"},
-    "a list for a number": lambda config: {**config, "num_hidden_layers": [2]},
-    "huge": lambda config: {**config, "vocab_size": 10**400},
-    "negative": lambda config: {**config, "intermediate_size": -3},
-    "no heads": lambda config: {**config, "num_attention_heads": 0},
-    "an unknown activation": lambda config: {**config, "hidden_act": {"a": 1}},
-    "nothing for a size": lambda config: {**config, "hidden_size": None},
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_configuration_is_refused_with_the_name_of_its_folder(
-    name: str, tmp_path: Path
-) -> None:
-    path = saved_folder("llama", tmp_path) / "config.json"
-    content = DAMAGED[name](json.loads(path.read_text()))
-    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    with pytest.raises((CheckpointMismatchError, CorruptDataError)) as caught, build_on_meta():
-        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-    assert "config.json" in str(caught.value)
-
-
 def test_body_taken_out_of_its_model_has_the_values_of_the_folder(tmp_path: Path) -> None:
-    plain, body = changed_with_and_without_weights(
-        saved_folder("llama", tmp_path), lambda model: model.model
-    )
-    parallelize(nn.ModuleDict({"body": body}), ParallelMesh.single())
+    folder = saved_folder("llama", tmp_path)
+    plain, body = changed_with_and_without_weights(folder, lambda model: model.model)
+    parallelized(body)
     for name, parameter in plain.named_parameters():
         assert torch.equal(body.get_parameter(name), parameter), name
     assert_equal(body(TOKENS).last_hidden_state, plain(TOKENS).last_hidden_state, "states", 1e-5)

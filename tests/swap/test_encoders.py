@@ -1,41 +1,29 @@
-"""Hugging Face encoders that are replaced in place keep their outputs, losses and gradients in every
-layout.
+"""Hugging Face encoders that are replaced in place keep their outputs, losses and gradients in one
+process, with every kind of padding, and refuse what they cannot compute.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.hugging_face.encoder_model import HuggingFaceEncoder
-from tests.oracles import assert_equal, assert_same_gradients
-from tests.swap.encoders import CASES, PADDING, V, encoder_of
-from tests.swap.parts import expected_gradients
-from tests.sweeps import chosen
-from tests.world import run_world
+from tests.oracles import assert_equal
+from tests.swap.families import ENCODERS, PADDING, V, exact_twin, transformers, twin_of
+from tests.swap.parts import Call, check_gradients, mesh_of, swapped
 
 B, S = 3, 10
-SINGLE_CASES = chosen(
-    list(CASES), "bert", "roberta masked", "bert classes", "bert choices", "roberta spans"
-)
-TWO_RANK_CASES = chosen(
-    list(CASES), "bert masked", "roberta", "roberta classes", "roberta choices", "bert spans"
-)
-Call = dict[str, Any]
+MESH = ParallelMesh.single()
+TOKENS = torch.arange(16).view(2, 8)
 #: Entries of outputs that are compared.
 NAMES = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
-
-
-def exact_encoder(case: str, **changes: Any) -> nn.Module:
-    return encoder_of(case, torch.float64, attn_implementation="sdpa", **changes).eval()
 
 
 def inputs(model: nn.Module) -> dict[str, Call]:
@@ -49,16 +37,11 @@ def inputs(model: nn.Module) -> dict[str, Call]:
     kinds = torch.randint(0, 3, (B, S), generator=generator)
     vectors = model.get_input_embeddings()(tokens).detach()
     positions = torch.randint(0, 20, (B, S), generator=generator)
+    to_the_right, to_the_left = (tokens.masked_fill(m == 0, PADDING) for m in (right, left))
     return {
         "whole": {"input_ids": tokens.masked_fill(tokens == PADDING, 0)},
-        "padded right": {
-            "input_ids": tokens.masked_fill(right == 0, PADDING),
-            "attention_mask": right,
-        },
-        "padded left": {
-            "input_ids": tokens.masked_fill(left == 0, PADDING),
-            "attention_mask": left,
-        },
+        "padded right": {"input_ids": to_the_right, "attention_mask": right},
+        "padded left": {"input_ids": to_the_left, "attention_mask": left},
         "kinds": {"input_ids": tokens, "token_type_ids": kinds},
         "positions": {"input_ids": tokens, "position_ids": positions},
         "odd": {"input_ids": tokens[:, :7], "attention_mask": right[:, :7]},
@@ -72,17 +55,13 @@ def labelled(case: str, call: Call) -> Call:
     generator = torch.Generator().manual_seed(2)
     if "masked" in case:
         labels = torch.randint(0, V, batch.shape[:2], generator=generator)
-        return {
-            **call,
-            "labels": labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.5, -100),
-        }
+        is_ignored = torch.rand(labels.shape, generator=generator) < 0.5
+        return {**call, "labels": labels.masked_fill(is_ignored, -100)}
     if "classes" in case:
         return {**call, "labels": torch.tensor([1, 4, 0])}
     if "choices" in case:
         # Each sample has two choices; the second choice is the row of another sample.
-        choices = {
-            name: torch.stack((tensor, tensor.roll(1, 0)), 1) for name, tensor in call.items()
-        }
+        choices = {name: torch.stack((x, x.roll(1, 0)), 1) for name, x in call.items()}
         return {**choices, "labels": torch.tensor([1, 0, 1])}
     if "spans" in case:
         # The last end lies behind its row and is ignored.
@@ -98,154 +77,124 @@ def loss_of(output: Any) -> Tensor:
     return output.last_hidden_state.square().mean() + output.pooler_output.sin().sum()
 
 
-def swapped(model: nn.Module, mesh: ParallelMesh) -> HuggingFaceEncoder:
-    root = nn.ModuleDict({"model": model})
-    parallelize(root, mesh)
-    assert isinstance(root["model"], HuggingFaceEncoder)
-    return root["model"]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Hold the output of Hugging Face's model for a call, and the gradients of its parameters."""
-
-    kind: str
-    call: Call
-    output: Any
-    gradients: dict[str, Tensor]
-
-
-def references_of(case: str) -> list[Reference]:
-    twin, references = exact_encoder(case), []
-    for kind, call in inputs(twin).items():
-        call = labelled(case, call)
-        twin.zero_grad()
-        output = twin(**call)
-        output.loss = output.get("loss")
-        loss_of(output).backward()
-        gradients = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()
-        }
-        references.append(Reference(kind, call, output, gradients))
-    return references
-
-
-def compare(case: str, *meshes: ParallelMesh, **changes: Any) -> None:
-    references = references_of(case)
-    for mesh in meshes:
-        model = swapped(exact_encoder(case, **changes), mesh)
-        for reference in references:
-            compare_call(
-                model,
-                reference,
-                f"{case}, {reference.kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel} "
-                f"cp={mesh.cp.size} {mesh.context.transport}",
-                mesh,
-            )
-
-
-def compare_call(
-    model: HuggingFaceEncoder, reference: Reference, label: str, mesh: ParallelMesh
+def compare(
+    case: str, mesh: ParallelMesh, kinds: Iterable[str] | None = None, **changes: Any
 ) -> None:
-    for recompute in (
-        ("none", "selective", "full") if reference.kind == "padded left" else ("none",)
-    ):
-        model.body.recompute = recompute
-        model.zero_grad()
-        output = model(**reference.call)
-        for name in NAMES:
-            if reference.output.get(name) is not None:
-                assert_equal(
-                    getattr(output, name), reference.output[name], f"{label}: {name}", 1e-9
-                )
-        loss = loss_of(output)
-        assert_equal(loss, loss_of(reference.output), f"{label}: loss", 1e-9)
-        loss.backward()
-        for parameter in model.parameters():
-            parameter.grad = (
-                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            )
-            if mesh.cp.size > 1:
-                # Ranks that share sequences are data ranks, so gradients are means over them.
-                all_reduce_(parameter.grad.div_(mesh.cp.size), mesh.cp)
-        assert_same_gradients(model, mesh, expected_gradients(model, reference.gradients), label)
-
-
-def check_problems(mesh: ParallelMesh) -> None:
-    labels = {
-        "regression": torch.randn(
-            B, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
-        ),
-        "single_label_classification": torch.tensor([1, 4, 0]),
-        "multi_label_classification": torch.tensor(
-            [[1.0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
-        ).double(),
-    }
-    for case in ("bert classes", "roberta classes"):
-        for problem, targets in labels.items():
-            for declared in (problem, None) if problem != "regression" else (problem,):
-                twin, model = (
-                    exact_encoder(case, problem_type=declared),
-                    swapped(exact_encoder(case, problem_type=declared), mesh),
-                )
-                call = {**inputs(twin)["padded left"], "labels": targets}
-                assert_equal(model(**call).loss, twin(**call).loss, f"{case}, {problem}", 1e-9)
-        single_label = {"num_labels": 1}
-        twin, model = (
-            exact_encoder(case, **single_label),
-            swapped(exact_encoder(case, **single_label), mesh),
-        )
-        call = {**inputs(twin)["padded left"], "labels": labels["regression"][:, :1]}
-        assert_equal(model(**call).loss, twin(**call).loss, f"{case}, one number", 1e-9)
-
-
-def check_dropout(mesh: ParallelMesh) -> None:
-    """Check that tensor-parallel ranks and recomputation drop the same elements."""
-    for case in CASES:
-        model = swapped(exact_encoder(case), mesh).train()
-        call = labelled(case, inputs(exact_encoder(case))["padded right"])
-        results = []
-        for recompute in ("none", "full"):
+    """Compare outputs, losses and gradients of calls, all recomputations of one call included."""
+    twin, model = exact_twin(case), swapped(exact_twin(case, **changes), mesh)
+    calls = inputs(twin)
+    for kind in kinds or calls:
+        call = labelled(case, calls[kind])
+        twin.zero_grad()
+        expected = twin(**call)
+        loss_of(expected).backward()
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in twin.named_parameters()
+        }
+        for recompute in ("none", "selective", "full") if kind == "padded left" else ("none",):
+            label = f"{case}, {kind}, {recompute}, {mesh.layout} {mesh.context.transport}"
             model.body.recompute = recompute
             model.zero_grad()
-            mesh.random.begin_microbatch(7, 0)
-            loss = loss_of(model(**call))
-            loss.backward()
-            gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            results.append([loss.detach(), *gradients])
-        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), case
-        loss_of_rank_0 = loss.detach().clone()
-        torch.distributed.broadcast(loss_of_rank_0, 0)
-        assert torch.equal(loss_of_rank_0, loss.detach()), (
-            f"{case}: the loss is the same on all ranks"
-        )
-        mesh.random.begin_microbatch(8, 0)
-        assert not torch.equal(loss_of(model(**call)), loss), (
-            f"{case}: another step drops other elements"
-        )
+            output = model(**call)
+            for name in NAMES:
+                if expected.get(name) is not None:
+                    assert_equal(getattr(output, name), expected[name], f"{label}: {name}", 1e-9)
+            assert_equal(loss_of(output), loss_of(expected), f"{label}: loss", 1e-9)
+            loss_of(output).backward()
+            unused = torch.zeros(())
+            check_gradients(model, mesh, (unused, unused, gradients), label)
 
 
-def check_twins(rank: int, size: int) -> None:
-    layout = ParallelLayout(world_size=size, tp=size)
-    meshes = [ParallelMesh.create(layout, sequence_parallel=parallel) for parallel in (False, True)]
-    for case in TWO_RANK_CASES if size == 2 else chosen(list(CASES), "roberta masked"):
-        compare(case, *meshes)
-    for mesh in meshes:
-        if size == 2:
-            check_problems(mesh)
-            check_dropout(mesh)
-        mesh.destroy()
+def loss_and_gradients_under_dropout(
+    case: str, model: Any, recompute: str, step: int
+) -> list[Tensor]:
+    """Return the loss and the gradients of a model in training mode."""
+    call = labelled(case, inputs(exact_twin(case))["padded right"])
+    model.body.recompute = recompute
+    model.zero_grad()
+    model.body.mesh.random.begin_microbatch(step, 0)
+    loss = loss_of(model(**call))
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("case", SINGLE_CASES)
-def test_encoders_on_one_process_match_hugging_face(case: str) -> None:
-    compare(case, ParallelMesh.single())
+@pytest.mark.parametrize("case", ENCODERS)
+def test_encoders_match_hugging_face(case: str) -> None:
+    compare(case, MESH)
 
 
-def test_classification_losses_match_hugging_face_for_every_problem_type() -> None:
-    check_problems(ParallelMesh.single())
+PROBLEMS = {
+    "regression": torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5),
+    "single_label_classification": torch.tensor([1, 4, 0]),
+    "multi_label_classification": torch.tensor(
+        [[1.0, 0, 0, 1, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.float64
+    ),
+}
 
 
-@pytest.mark.parametrize("size", chosen([2, 3, 4], 2, 3))
-def test_encoders_on_several_ranks_match_hugging_face(size: int) -> None:
-    run_world(check_twins, size)
+@pytest.mark.parametrize("case", ["bert classes", "roberta classes"])
+def test_classification_losses_match_hugging_face_for_every_problem_type(case: str) -> None:
+    settings: list[tuple[dict[str, Any], Tensor]] = [
+        ({"problem_type": declared}, targets)
+        for problem, targets in PROBLEMS.items()
+        for declared in ((problem, None) if problem != "regression" else (problem,))
+    ]
+    for changes, targets in [*settings, ({"num_labels": 1}, PROBLEMS["regression"][:, :1])]:
+        twin, model = exact_twin(case, **changes), swapped(exact_twin(case, **changes))
+        call = {**inputs(twin)["padded left"], "labels": targets}
+        assert_equal(model(**call).loss, twin(**call).loss, f"{case}, {changes}", 1e-9)
+
+
+def test_outputs_have_the_names_order_and_types_of_hugging_face() -> None:
+    for case in ENCODERS:
+        twin, model = exact_twin(case), swapped(exact_twin(case))
+        call = labelled(case, inputs(twin)["whole"])
+        theirs, ours = twin(**call), model(**call)
+        assert isinstance(ours, type(theirs)), case
+        assert tuple(theirs) == tuple(ours), case
+        assert torch.equal(ours[0], ours[next(iter(ours))])
+
+
+REFUSED: list[tuple[str, Call, str]] = [
+    ("bert", {"labels": TOKENS}, "takes no labels"),
+    ("bert masked", {"output_attentions": True}, "takes no output_attentions"),
+    ("bert spans", {"labels": TOKENS}, "takes no labels"),
+    ("bert classes", {"start_positions": TOKENS[:, 0]}, "takes no start_positions"),
+    ("bert choices", {}, r"takes input_ids of the shape \(batch, choices, tokens\)"),
+    ("roberta", {"encoder_hidden_states": TOKENS}, "takes no encoder_hidden_states"),
+    ("roberta", {"attention_mask": torch.ones(2, 8, 8)}, "attention_mask must have a number for each token"),
+    ("bert", {"inputs_embeds": torch.ones(2, 8, 48)}, "either tokens or vectors, .*: both"),
+]  # fmt: skip
+
+
+def test_unsupported_arguments_of_calls_are_refused_by_name() -> None:
+    for case, call, message in REFUSED:
+        model = swapped(twin_of(case))
+        with pytest.raises(UnsupportedError, match=message):
+            model(TOKENS, **call)
+
+
+def test_encoders_inside_other_modules_are_replaced_only_if_their_class_has_a_table() -> None:
+    model = transformers.BertForPreTraining(transformers.BertConfig(**ENCODERS["bert"][1]))
+    parallelize(nn.ModuleDict({"model": model}), MESH)
+    assert type(model.bert) is transformers.BertModel
+    user_module = nn.Sequential(nn.ModuleDict({"body": twin_of("roberta")}))
+    parallelize(user_module, MESH)
+    assert isinstance(user_module[0]["body"], HuggingFaceEncoder)
+
+
+@pytest.mark.parametrize(
+    "case", ["bert masked", "bert classes", "roberta masked", "roberta classes"]
+)
+def test_frozen_encoders_stay_frozen_after_replacement(case: str) -> None:
+    for pp_rank in (0, 1):
+        twin = twin_of(case)
+        twin.base_model.requires_grad_(False)
+        base = f"{twin.base_model_prefix}."
+        model = swapped(twin, mesh_of(2, 2, 0, pp_rank))
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        heads = {name for name, _ in model.named_parameters() if not name.startswith(base)}
+        # A tied weight belongs to the embedding, and BERT's pooler to the encoder.
+        assert trained == heads - {"cls.predictions.decoder.weight", "lm_head.decoder.weight"}
+        assert bool(heads) == bool(pp_rank)

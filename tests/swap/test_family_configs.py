@@ -1,361 +1,374 @@
-"""Every field of a Hugging Face configuration is used, known to be irrelevant, or refused by name."""
+"""Every field of a Hugging Face configuration is used, known to be irrelevant, or refused by name; every
+value has a type and a range.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.cli.main import OUR_ERRORS
+from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
 from lightning_megatron.families import families, family_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.latent_attention import LatentAttentionConfig
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
+from lightning_megatron.swap.families.field_kinds import KINDS
 from lightning_megatron.swap.families.fields import IRRELEVANT, ConfigTable
-from lightning_megatron.swap.weights.load import load_from
-from tests.swap.families import CASES, config_of, transformers
+from tests.swap.families import CASES, EXPERTS, config_of, our_config_of, transformers
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 LONG = {"rope_type": "longrope", "short_factor": [1.5, 1.0], "long_factor": [2.5, 3.0]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+CHUNKED = ["chunked_attention"] * 3
+
+#: Case, changes and the error. An error names the field and the value.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_act": "relu2"}, "hidden_act must be silu, .*'relu2'"),
+    ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "rope_type must be .*'dynamic'"),
+    ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type must be .*'ntk'"),
+    ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": None}}, "high_freq_factor .* None"),
+    ("llama", {"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor must be left out: it is 2.0"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one mapping for all layers"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0: it is 0.5"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved of a Llama configuration .*True"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config .*bits"),
+    ("llama", {"output_attentions": True}, "output_attentions .*True"),
+    ("llama", {"sliding_window": 5}, "sliding_window of a Llama configuration must be None or False: it is 5"),
+    ("llama", {"model_type": "unknown", "note": 1}, "note of a Llama configuration must be None or False: it is 1"),
+    ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers .* '3'"),
+    ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings .* None"),
+    ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types of a Mistral"),
+    ("qwen2", {"layer_types": CHUNKED}, r"layer_types\[0\].*'chunked_attention'"),
+    ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, "with use_sliding_window"),
+    ("qwen2", {"is_causal": 1}, "is_causal of a Qwen2 .*1"),
+    ("gpt2", {"hidden_size": 64}, "hidden_size of a GPT-2 .*64"),
+    ("gpt2", {"to_dict": 1}, "to_dict of a GPT-2 .*1"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx .*True"),
+    ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn .*True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention .*True"),
+    ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop must equal resid_pdrop: they are 0.2 and 0.1"),
+    ("gpt2", {"activation_function": "tanh"}, "activation_function must be .*'tanh'"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention .*True"),
+    ("gemma", {"hidden_activation": "silu"}, "hidden_activation .*'silu'"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention .*True"),
+    ("gemma3", {"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention must be of rope_type default"),
+    ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "a mapping for full_attention and for sliding_attention"),
+    ("gemma3", {"attn_logit_softcapping": 1.5}, "attn_logit_softcapping .*1.5"),
+    ("olmo3", {"layer_types": CHUNKED}, r"layer_types\[0\] of a OLMo 3 .*'chunked_attention'"),
+    ("starcoder2", {"use_bias": False}, "use_bias of a StarCoder2 .*False"),
+    ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
+    ("phi3", {"lm_head_bias": True}, "lm_head_bias .*True"),
+    ("bloom", {"hidden_dropout": 0.1}, "hidden_dropout of a BLOOM .* 0.1"),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm .*True"),
+    ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv of a MPT .* 6.0"),
+    ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max of a MPT .* 16"),
+    ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln of a MPT .*True"),
+    ("mpt", {"attn_config": {"rope": True}}, "rope of a MPT .*True"),
+    ("mpt", {"attn_config": 3}, "attn_config of a MPT configuration must be .* 3"),
+    ("mpt", {"expansion_ratio": 3}, "expansion_ratio of a MPT .* 3"),
+    ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor .*0.3"),
+    ("gpt_neox", {"rope_parameters": None, "rotary_emb_base": 1e4, "rope_theta": 1e5}, "rope_theta .*100000.0"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "gpt-oss .* 'awq'.* Here weights are floating-point"),
+    ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit of a gpt-oss .* must be 7.0"),
+    ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act of a gpt-oss .* 'gelu'"),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must have one entry"),
+    ("gpt_oss", {"output_router_logits": True}, "output_router_logits .*True"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of a Mixtral .*0.1"),
+    ("mixtral", {"output_router_logits": True}, "output_router_logits .*True"),
+    ("mixtral", {"num_experts": 4}, r"num_experts of a Mixtral .* is another name of num_local_experts \(5\)"),
+    ("mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok .* '2'"),
+    ("mixtral", {"num_experts_per_tok": 6}, r"top_k \(6\) of experts must be at most num_experts \(5\)"),
+    ("mixtral", {"expert_settings": {"top_k": 1}}, "expert_settings .* must be a mapping with some of"),
+    ("mixtral", {"expert_settings": 0.02}, "expert_settings .* must be a mapping with some of"),
+    ("qwen3_moe", {"output_router_logits": True}, "output_router_logits .*True"),
+    ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 2}, "max_window_layers .*2"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "no layer would have experts"),
+    ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank of a DeepSeek-V3 .* None"),
+    ("deepseek_v3", {"head_dim": 6}, "head_dim of a DeepSeek-V3 .* must be 4 or None"),
+    ("deepseek_v3", {"v_head_dim": 12}, r"value_dim \(12\) of latent_attention"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, r"num_kv_heads \(2\) must be None or num_heads"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func of a DeepSeek-V3 .*'softmax'"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method of a DeepSeek-V3 .*'greedy'"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq of a DeepSeek-V3 .*2"),
+    ("deepseek_v3", {"n_group": 4}, "num_groups .* must be 1, 2 or 3"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method of a DeepSeek-V2 .*'noaux_tc'"),
+    ("deepseek_v2", {"n_group": None}, "n_group of a DeepSeek-V2 .* None"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob of a DeepSeek-V2 .* True"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias of a DeepSeek-V2 .* True"),
+    ("bert", {"is_decoder": True}, "is_decoder of a BERT configuration must be False"),
+    ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type of a BERT"),
+    ("bert", {"hidden_act": "silu"}, "hidden_act must be"),
+    ("bert", {"output_hidden_states": True}, "output_hidden_states of a BERT"),
+    ("bert classes", {"problem_type": "ranking"}, "problem_type of a BERT"),
+    ("bert classes", {"num_labels": 7}, r"num_labels \(7\) must equal the number of labels in id2label"),
+    ("roberta", {"add_cross_attention": True}, "add_cross_attention of a RoBERTa"),
+    ("roberta masked", {"tie_word_embeddings": False}, "tie_word_embeddings of a RoBERTa"),
+]  # fmt: skip
 
 
-def gpt_config_of(case: str, **changes: Any) -> GPTConfig:
-    """Convert the configuration of a case, with further or changed fields, into ours."""
-    return family_of(CASES[case][0]).config({**config_of(case).to_dict(), **changes})
+def test_unsupported_settings_are_refused_by_name() -> None:
+    kinds = (UnsupportedError, CheckpointMismatchError, ParallelPlanError)
+    for case, changes, message in REFUSED:
+        with pytest.raises(kinds, match=message):
+            our_config_of(case, **changes)
+    for config in (None, [], "x", 3, {1: 2}, {None: 1}):
+        with pytest.raises(CheckpointMismatchError, match="must be a mapping of fields"):
+            family_of("llama").config(config)
 
 
-def check_same_logits(theirs: Any, length: int = 40) -> None:
-    torch.manual_seed(0)
-    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(
-        theirs, attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for name, parameter in twin.named_parameters():
-            # The values are large enough to make attention scores differ.
-            parameter.copy_(
-                torch.randn(parameter.shape) * 0.3 + float(name.endswith("norm.weight"))
-            )
-    family = family_of(type(twin).__name__)
-    model = GPT(family.config(theirs.to_dict()), seed=0).eval()
-    load_from(model, twin.state_dict(), family)
-    tokens = torch.randint(0, theirs.vocab_size, (2, length))
-    with torch.no_grad():
-        expected, actual = twin(tokens).logits, model(tokens)
-    error = float((actual - expected).abs().max() / expected.abs().max())
-    assert error < 2e-5, f"off by {error}"
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_models_of_all_cases_have_the_logits_of_hugging_face(case: str) -> None:
-    check_same_logits(config_of(case))
-
-
-@pytest.mark.parametrize(
-    ("case", "changes"),
-    [
-        (
-            "llama",
-            {
-                "hidden_act": "gelu_pytorch_tanh",
-                "rope_parameters": {"rope_type": "linear", "factor": 3.0},
-            },
-        ),
-        ("llama", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
-        (
-            "llama",
-            {
-                "rope_parameters": {
-                    **YARN,
-                    "attention_factor": 1.3,
-                    "beta_fast": 8,
-                    "truncate": False,
-                }
-            },
-        ),
-        (
-            "llama",
-            {"rope_parameters": {**LONG, "factor": 2.0, "original_max_position_embeddings": 16}},
-        ),
-        ("qwen2", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-        ("qwen2", {"use_sliding_window": False}),
-        (
-            "qwen3",
-            {
-                "attention_bias": True,
-                "use_sliding_window": True,
-                "sliding_window": 3,
-                "max_window_layers": 0,
-            },
-        ),
-        ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": 31}),
-        ("gpt2", {"activation_function": "relu", "tie_word_embeddings": False}),
-        ("gemma", {"attention_bias": True, "hidden_act": "gelu", "tie_word_embeddings": False}),
-        ("gpt_neox", {"hidden_act": "relu", "tie_word_embeddings": True, "layer_norm_eps": 1e-3}),
-        ("mistral", {"sliding_window": None, "head_dim": 6, "rms_norm_eps": 1e-3}),
-        ("phi3", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
-        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
-        ("gemma3", {"use_bidirectional_attention": True, "sliding_window": 6}),
-        ("gemma3", {"final_logit_softcapping": 1.5, "layer_types": ["full_attention"] * 3}),
-        ("glm4", {"attention_bias": True, "rope_parameters": {"partial_rotary_factor": 1.0}}),
-        ("olmo3", {"attention_bias": True, "sliding_window": 64}),
-        ("smollm3", {"use_sliding_window": False, "no_rope_layers": [0, 0, 1]}),
-        ("starcoder2", {"hidden_act": "relu", "head_dim": 6, "tie_word_embeddings": False}),
-        ("bloom", {"n_head": 6, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
-        ("mpt", {"attn_config": {"softmax_scale": 0.2}, "n_heads": 3}),
-        ("granite", {"attention_bias": True, "mlp_bias": False, "embedding_multiplier": 1.0}),
-    ],
-)
-def test_models_with_changed_settings_have_the_logits_of_hugging_face(
-    case: str, changes: dict[str, Any]
-) -> None:
-    check_same_logits(config_of(case, **changes))
-
-
-def test_positions_beyond_the_original_length_use_the_long_factors() -> None:
-    for length in (16, 17):
-        check_same_logits(config_of("phi3"), length)
-
-
-@pytest.mark.parametrize(
-    ("case", "changes", "message"),
-    [
-        ("llama", {"hidden_act": "relu2"}, "hidden_act must be silu, .*'relu2'"),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-            "rope_type must be .*'dynamic'",
-        ),
-        ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type must be .*'ntk'"),
-        (
-            "llama",
-            {"rope_parameters": LLAMA3 | {"high_freq_factor": None}},
-            r"high_freq_factor .* None",
-        ),
-        (
-            "llama",
-            {"rope_parameters": {"factor": 2.0}},
-            r"rope_parameters.factor must be left out: it is 2.0",
-        ),
-        (
-            "llama",
-            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
-            "one mapping for all layers",
-        ),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0: it is 0.5"),
-        ("llama", {"rope_interleaved": True}, "rope_interleaved of a Llama configuration .*True"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config .*bits"),
-        ("llama", {"output_attentions": True}, "output_attentions .*True"),
-        (
-            "llama",
-            {"sliding_window": 5},
-            "sliding_window of a Llama configuration must be None or False: it is 5",
-        ),
-        (
-            "llama",
-            {"model_type": "unknown", "note": 1},
-            "note of a Llama configuration must be None or False: it is 1",
-        ),
-        ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers .* '3'"),
-        ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings .* None"),
-        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types of a Mistral"),
-        (
-            "qwen2",
-            {"layer_types": ["chunked_attention"] * 3},
-            r"layer_types\[0\].*'chunked_attention'",
-        ),
-        (
-            "qwen2",
-            {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3},
-            "with use_sliding_window",
-        ),
-        ("qwen2", {"is_causal": 1}, "is_causal of a Qwen2 .*1"),
-        ("gpt2", {"hidden_size": 64}, "hidden_size of a GPT-2 .*64"),
-        ("gpt2", {"to_dict": 1}, "to_dict of a GPT-2 .*1"),
-        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention .*True"),
-        ("gemma", {"hidden_activation": "silu"}, "hidden_activation .*'silu'"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention .*True"),
-        (
-            "gemma3",
-            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-            "sliding_attention must be of rope_type default",
-        ),
-        (
-            "gemma3",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-            "a mapping for full_attention and for sliding_attention",
-        ),
-        ("gemma3", {"attn_logit_softcapping": 1.5}, "attn_logit_softcapping .*1.5"),
-        ("olmo3", {"layer_types": ["chunked"] * 3}, r"layer_types\[0\] of a OLMo 3 .*'chunked'"),
-        ("starcoder2", {"use_bias": False}, "use_bias of a StarCoder2 .*False"),
-        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop .*0.1"),
-        ("phi3", {"lm_head_bias": True}, "lm_head_bias .*True"),
-        (
-            "gpt2",
-            {"scale_attn_by_inverse_layer_idx": True},
-            "scale_attn_by_inverse_layer_idx .*True",
-        ),
-        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn .*True"),
-        ("gpt2", {"add_cross_attention": True}, "add_cross_attention .*True"),
-        (
-            "gpt2",
-            {"embd_pdrop": 0.2},
-            "embd_pdrop must equal resid_pdrop: they are 0.2 and 0.1",
-        ),
-        ("gpt2", {"activation_function": "tanh"}, "activation_function must be .*'tanh'"),
-        ("bloom", {"hidden_dropout": 0.1}, "hidden_dropout of a BLOOM .* 0.1"),
-        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm .*True"),
-        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv of a MPT .* 6.0"),
-        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max of a MPT .* 16"),
-        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln of a MPT .*True"),
-        ("mpt", {"attn_config": {"rope": True}}, "rope of a MPT .*True"),
-        ("mpt", {"attn_config": 3}, "attn_config of a MPT configuration must be .* 3"),
-        ("mpt", {"expansion_ratio": 3}, "expansion_ratio of a MPT .* 3"),
-        (
-            "gpt_neox",
-            {"rope_parameters": {"partial_rotary_factor": 0.3}},
-            "partial_rotary_factor .*0.3",
-        ),
-        (
-            "gpt_neox",
-            {"rope_parameters": None, "rotary_emb_base": 1e4, "rope_theta": 1e5},
-            "rope_theta .*100000.0",
-        ),
-    ],
-)
-def test_unsupported_settings_are_refused_by_name(
-    case: str, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises((UnsupportedError, CheckpointMismatchError), match=message):
-        gpt_config_of(case, **changes)
-
-
-@pytest.mark.parametrize("family", families(), ids=lambda family: family.model_type)
-def test_every_field_of_a_hugging_face_configuration_is_known(family: Any) -> None:
-    assert isinstance(family.config, ConfigTable)
-    theirs = getattr(transformers, family.architecture).config_class
-    unknown = (
-        {name for name in theirs().to_dict() if not name.startswith("_")}
-        - family.config.names
-        - IRRELEVANT
-    )
-    assert not unknown, f"{family.model_type} does not handle {sorted(unknown)}"
-
-
-@pytest.mark.parametrize("family", families(), ids=lambda family: family.model_type)
-def test_defaults_are_those_of_hugging_face(family: Any) -> None:
-    # Files leave out fields with default values. One family has no default for this field.
-    needed = {"num_experts_per_tok": 6} if family.model_type == "deepseek_v2" else {}
-    theirs = getattr(transformers, family.architecture).config_class(**needed)
-    config = family.config(needed)
-    assert isinstance(config, (GPTConfig, EncoderConfig))
-    assert config == family.config(theirs.to_dict())
+def test_all_fields_of_hugging_face_are_known_and_have_its_defaults() -> None:
+    for family in families():
+        assert isinstance(family.config, ConfigTable)
+        # Files leave out fields with default values. One family has no default for this field.
+        needed = {"num_experts_per_tok": 6} if family.model_type == "deepseek_v2" else {}
+        theirs = getattr(transformers, family.architecture).config_class(**needed).to_dict()
+        names = {name for name in theirs if not name.startswith("_")}
+        unknown = names - family.config.names - IRRELEVANT
+        assert not unknown, f"{family.model_type} does not handle {sorted(unknown)}"
+        config = family.config(needed)
+        assert isinstance(config, (GPTConfig, EncoderConfig))
+        assert config == family.config(theirs), family.model_type
 
 
 def test_notations_of_earlier_files_are_read() -> None:
-    assert gpt_config_of("llama", rope_parameters=None, rope_theta=5e5).rotary_base == 5e5
-    scaling = {"type": "linear", "factor": 2.0}
-    assert gpt_config_of("llama", rope_scaling=scaling).rotary_scaling == RotaryScaling(
-        kind="linear", factor=2.0
-    )
-    earlier = gpt_config_of(
-        "llama",
-        rope_parameters=None,
-        rope_theta=7e4,
-        rope_scaling={**LLAMA3, "original_max_position_embeddings": 32},
-    )
-    assert earlier == gpt_config_of(
-        "llama",
-        rope_parameters={**LLAMA3, "rope_theta": 7e4, "original_max_position_embeddings": 32},
-    )
-    neox = gpt_config_of(
-        "gpt_neox", rope_parameters=None, rotary_pct=0.5, rotary_emb_base=2e4, rope_theta=2e4
-    )
+    assert our_config_of("llama", rope_parameters=None, rope_theta=5e5).rotary_base == 5e5
+    linear = our_config_of("llama", rope_scaling={"type": "linear", "factor": 2.0})
+    assert linear.rotary_scaling == RotaryScaling(kind="linear", factor=2.0)
+    llama3 = {**LLAMA3, "original_max_position_embeddings": 32}
+    earlier = our_config_of("llama", rope_parameters=None, rope_theta=7e4, rope_scaling=llama3)
+    assert earlier == our_config_of("llama", rope_parameters={**llama3, "rope_theta": 7e4})
+    bases = {"rotary_pct": 0.5, "rotary_emb_base": 2e4, "rope_theta": 2e4}
+    neox = our_config_of("gpt_neox", rope_parameters=None, **bases)
     assert (neox.rotary_dim, neox.rotary_base) == (2, 2e4)
-    phi = {
-        "num_attention_heads": 6,
-        "rope_parameters": None,
-        "rope_scaling": {**LONG, "rope_type": None, "type": "su"},
-        "rope_theta": 1e4,
-    }
-    phi_config = gpt_config_of("phi3", partial_rotary_factor=0.5, **phi)
-    assert phi_config.rotary_dim == 4
-    assert phi_config.rotary_scaling == RotaryScaling(
-        kind="longrope",
-        factor=4.0,
-        original_length=16,
-        short_factors=(1.5, 1.0),
-        long_factors=(2.5, 3.0),
-    )
-    assert (
-        gpt_config_of("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh").activation
-        == "geglu_tanh"
-    )
-
-
-def test_configurations_of_published_models_are_read() -> None:
-    for name, config in json.loads(
-        (Path(__file__).parent / "published_configs.json").read_text()
-    ).items():
-        family = family_of(config["architectures"][0])
-        assert family is family_of(config["model_type"])
-        from_file, theirs = family.config(config), transformers.AutoConfig.for_model(**config)
-        assert from_file == family.config(theirs.to_dict()), (
-            f"{name}: the file and the object give the same configuration"
-        )
-
-
-#: Fields that earlier versions of transformers wrote in every configuration, with their defaults.
-EARLIER_DEFAULTS = {
-    **dict.fromkeys(
-        ("torchscript", "use_bfloat16", "tf_legacy_loss", "is_decoder", "tie_encoder_decoder"),
-        False,
-    ),
-    **dict.fromkeys(
-        ("do_sample", "early_stopping", "output_scores", "remove_invalid_values"), False
-    ),
-    **dict.fromkeys(
-        ("cross_attention_hidden_size", "bad_words_ids", "finetuning_task", "tokenizer_class"), None
-    ),
-    **dict.fromkeys(
-        ("prefix", "sep_token_id", "decoder_start_token_id", "task_specific_params"), None
-    ),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
-    **dict.fromkeys(
-        ("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0
-    ),
-    **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-    **{
-        "max_length": 20,
-        "top_k": 50,
-        "diversity_penalty": 0.0,
-        "pruned_heads": {},
-        "torch_dtype": "float32",
-    },
-    **{
-        "_attn_implementation_autoset": True,
-        "return_dict_in_generate": False,
-        "add_cross_attention": False,
-    },
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_default_fields_of_earlier_versions_change_nothing(case: str) -> None:
-    assert gpt_config_of(case, **EARLIER_DEFAULTS) == gpt_config_of(case)
+    scaling = {**LONG, "rope_type": None, "type": "su"}
+    phi: Any = {"num_attention_heads": 6, "rope_parameters": None, "rope_scaling": scaling}
+    phi = our_config_of("phi3", partial_rotary_factor=0.5, rope_theta=1e4, **phi)
+    factors = {"short_factors": (1.5, 1.0), "long_factors": (2.5, 3.0)}
+    longrope = RotaryScaling(kind="longrope", factor=4.0, original_length=16, **factors)
+    assert (phi.rotary_dim, phi.rotary_scaling) == (4, longrope)
+    gemma = our_config_of("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh")
+    assert gemma.activation == "geglu_tanh"
 
 
 def test_a_window_as_long_as_the_longest_sequence_is_dropped() -> None:
-    assert gpt_config_of("mistral", sliding_window=64).sliding_window is None
-    assert gpt_config_of("mistral", sliding_window=63).sliding_window == 63
-    assert gpt_config_of("qwen2", use_sliding_window=False, layer_types=None).sliding_window is None
+    assert our_config_of("mistral", sliding_window=64).sliding_window is None
+    assert our_config_of("mistral", sliding_window=63).sliding_window == 63
+    qwen2 = our_config_of("qwen2", use_sliding_window=False, layer_types=None)
+    assert qwen2.sliding_window is None
+
+
+# ---- published models
+
+
+def num_parameters(config: GPTConfig) -> int:
+    shape, layout = config.memory_shape(), ParallelLayout(1)
+    mixtures = sum(map(config.has_experts_in, range(config.num_layers)))
+    dense = shape.stage_parameters(layout, 0, config.num_layers, mixtures)
+    return dense + mixtures * shape.expert_parameters(layout)
+
+
+def test_configurations_of_published_models_are_read() -> None:
+    experts = {}
+    for name, config in PUBLISHED.items():
+        family = family_of(config["architectures"][0])
+        assert family is family_of(config["model_type"])
+        if "quantization_config" in config:
+            with pytest.raises(UnsupportedError, match="quantization_config of a DeepSeek-V3"):
+                family.config(config)
+            config = {k: v for k, v in config.items() if k != "quantization_config"}
+        ours, theirs = family.config(config), transformers.AutoConfig.for_model(**config)
+        assert ours == family.config(theirs.to_dict()), f"{name}: the file and the object differ"
+        mixture = getattr(ours, "experts", None)
+        if mixture is not None and mixture.layers == 1:
+            experts[name] = (mixture.num_experts, mixture.top_k, mixture.ffn_hidden_size)
+            assert mixture.normalize_top_k
+    assert experts == {
+        "Mixtral-8x7B-v0.1": (8, 2, 14336),
+        "Mixtral-8x22B-v0.1": (8, 2, 16384),
+        "Qwen3-30B-A3B": (128, 8, 768),
+        "Qwen3-235B-A22B": (128, 8, 1536),
+        "gpt-oss-20b": (32, 4, 2880),
+    }
+
+
+def test_the_published_deepseek_v3_configuration_is_read() -> None:
+    fields = {k: v for k, v in PUBLISHED["DeepSeek-V3"].items() if k != "quantization_config"}
+    family: Any = family_of("deepseek_v3")
+    config = family.config(fields)
+    latent = {"key_value_rank": 512, "query_rank": 1536, "plain_dim": 128, "rotary_dim": 64}
+    assert config.latent_attention == LatentAttentionConfig(**latent, value_dim=128)
+    assert config.rotary_interleaved
+    yarn = {"kind": "yarn", "factor": 40.0, "original_length": 163840, "attention_factor": 1.0}
+    assert config.rotary_scaling == RotaryScaling(**yarn)
+    assert config.attention_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    # All parameters but those of the layer that predicts later tokens.
+    assert num_parameters(config) == 671_026_404_352
+    routing: dict[str, Any] = {"scoring": "sigmoid", "score_scale": 2.5, "expert_bias": True}
+    routing |= {"num_groups": 8, "top_k_groups": 4, "shared_ffn_hidden_size": 2048}
+    layers = (False,) * 3 + (True,) * 58
+    experts = ExpertsConfig(
+        num_experts=256, top_k=8, ffn_hidden_size=2048, layers=layers, **routing
+    )
+    assert config.experts == family.config.parts["experts"].record({}) == experts
+
+
+def test_the_published_gpt_oss_configuration_is_read() -> None:
+    family: Any = family_of("gpt_oss")
+    config = family.config(PUBLISHED["gpt-oss-20b"])
+    assert (config.experts.linear_bias, config.experts.router_bias) == (True, True)
+    yarn = {"kind": "yarn", "factor": 32.0, "original_length": 4096, "truncate": False}
+    assert config.rotary_scaling == RotaryScaling(**yarn)
+    assert (config.sliding_window, config.window_layers) == (128, (True, False) * 12)
+    assert (config.activation, config.attention_sinks) == ("clamped_swiglu", True)
+    assert (config.has_qkv_bias, config.has_output_bias, config.has_mlp_bias) == (True, True, False)
+    in_table = sum(math.prod(tensor.shape) for tensor in family.tensors(config))
+    assert in_table == num_parameters(config) == 20_914_757_184
+
+
+def test_router_settings_of_configurations_are_used() -> None:
+    mixtral = {"num_experts": 5, "top_k": 2, "ffn_hidden_size": 20}
+    assert our_config_of("mixtral").experts == ExpertsConfig(**mixtral)
+    settings = {"aux_loss": 0.02, "z_loss": 0.001, "aux_loss_scope": "global"}
+    with_settings = our_config_of("mixtral", expert_settings=settings)
+    assert with_settings.experts == ExpertsConfig(**mixtral, **settings)
+    qwen3: Any = {"num_experts": 4, "top_k": 3, "ffn_hidden_size": 14}
+    assert our_config_of("qwen3_moe").experts == ExpertsConfig(**qwen3, layers=(True, False, True))
+    changes = {"decoder_sparse_step": 2, "mlp_only_layers": [], "norm_topk_prob": False}
+    every_second = our_config_of("qwen3_moe", **changes).experts
+    assert every_second == ExpertsConfig(**qwen3, layers=2, normalize_top_k=False)
+
+
+#: Fields that earlier versions of transformers wrote in every configuration, with their defaults.
+EARLIER_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("torchscript", "use_bfloat16", "tf_legacy_loss", "is_decoder", "do_sample", "early_stopping"), False),
+    **dict.fromkeys(("output_scores", "remove_invalid_values", "tie_encoder_decoder", "add_cross_attention"), False),
+    **dict.fromkeys(("cross_attention_hidden_size", "bad_words_ids", "finetuning_task", "tokenizer_class", "prefix")),
+    **dict.fromkeys(("sep_token_id", "decoder_start_token_id", "task_specific_params")),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"), 1.0),
+    **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    "max_length": 20, "top_k": 50, "diversity_penalty": 0.0, "pruned_heads": {}, "torch_dtype": "float32",
+    "_attn_implementation_autoset": True, "return_dict_in_generate": False,
+    # Unsloth and trainers.
+    "unsloth_fixed": True, "unsloth_version": "2025.1.5", "neftune_noise_alpha": 5.0,
+}  # fmt: skip
+
+
+def test_fields_of_earlier_versions_and_trainers_change_nothing_silently(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for case in CASES:
+        assert our_config_of(case, **EARLIER_DEFAULTS) == our_config_of(case)
+    assert not caplog.records
+
+
+def test_unknown_fields_of_users_are_ignored_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notes = {"my_note_llama": "tuned on speeches", "my_list": [{"a": 1}], "my_zero": None}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert our_config_of("llama", **notes) == our_config_of("llama")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "'my_list', 'my_note_llama' of a" in line
+    assert "Hugging Face's class does not read them" in line
+
+
+@pytest.mark.parametrize("name", ["logit_scale", "embedding_multiplier", "use_mrope"])
+def test_ignored_fields_do_not_change_the_hugging_face_model(name: str) -> None:
+    results = []
+    for extra_fields in ({}, {name: 0.5}):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config_of("llama", **extra_fields))
+        results.append(model.eval()(torch.arange(8)[None]).logits)
+        family_of("llama").config(model.config.to_dict())
+    assert torch.equal(*results)
+
+
+def test_unknown_fields_are_refused_without_transformers_or_a_model_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UnsupportedError, match="my_note of a Llama"):
+        our_config_of("llama", model_type=None, my_note=1)
+    known = "lightning_megatron.swap.families.unknown_fields._known_of"
+    monkeypatch.setattr(known, lambda model_type: (None, ""))
+    with pytest.raises(UnsupportedError, match="my_note of a Llama"):
+        our_config_of("llama", my_note=1)
+    our_config_of("llama", unsloth_fixed=True)
+
+
+# ---- hostile values
+
+NAN, HUGE = float("nan"), 10**400
+NESTED: Any = {}
+for _ in range(3000):
+    NESTED = {"a": NESTED}
+RECURSIVE: dict[str, Any] = {}
+RECURSIVE["a"] = RECURSIVE
+ODD_VALUES: tuple[Any, ...] = (
+    0, -1, 1, 7, 2**40, HUGE, -HUGE, 0.5, 1.5, -0.5, 1e300, NAN, float("inf"), True, False, None, "", "3", "gelu",
+    "\ud800", [], [1], [[1]], ["full_attention"], [None] * 3, {}, {"a": 1}, {1: 2}, {"factor": "2"}, NESTED, RECURSIVE,
+    {"rope_type": []}, {"rope_type": "yarn", "factor": NAN}, {"rope_type": "linear", "factor": 0}, {"type": {}},
+    {"rope_type": "longrope", "short_factor": ["x"], "long_factor": [1]}, {"rope_type": "yarn", "factor": True},
+    {"rope_type": "longrope", "short_factor": [0], "long_factor": [1]}, {"rope_theta": -1},
+    {"rope_type": "longrope", "short_factor": [1.5], "long_factor": [1], "original_max_position_embeddings": 1},
+)  # fmt: skip
+
+
+def test_odd_values_give_a_configuration_or_an_error_of_this_package() -> None:
+    for family in families():
+        base = getattr(transformers, family.architecture).config_class().to_dict()
+        names = sorted(family.config.names | IRRELEVANT)
+        for seed in range(40):
+            draw = random.Random(seed)
+            changes = {draw.choice(names): draw.choice(ODD_VALUES) for _ in range(1 + seed % 2)}
+            config = None
+            try:
+                config = family.config({**base, **changes})
+            except OUR_ERRORS as error:
+                assert len(str(error)) < 2000  # noqa: PT017
+            assert config is None or isinstance(config, (GPTConfig, EncoderConfig)), changes
+
+
+WRONG_VALUES: dict[type, tuple[Any, ...]] = {
+    int: ("3", 1.5, True, [1], {}, NAN, HUGE, -HUGE, -1),
+    float: ("0.1", True, [0.1], {}, NAN, HUGE, -1.0),
+    bool: ("yes", 1, 0, [], {}, 0.0),
+    str: (1, True, [], {}),
+}
+
+
+def test_a_value_of_a_wrong_type_is_refused_with_its_field_and_the_legal_values() -> None:
+    seen = set()
+    for case in (*CASES, *EXPERTS):
+        table, base = family_of((CASES | EXPERTS)[case][0]).config, config_of(case).to_dict()
+        for rule in table.fields:
+            activation = rule.name in ("hidden_act", "activation_function")
+            if (table.family, rule.name) in seen or rule.allowed is not None or activation:
+                continue
+            seen.add((table.family, rule.name))
+            for value in WRONG_VALUES.get(type(rule.default), ()):
+                if rule.name == "pad_token_id" and value == -1:
+                    continue  # -1 is the last token
+                message = f"{rule.name} of a .* configuration must be .*: it is "
+                with pytest.raises(CheckpointMismatchError, match=message):
+                    table({**base, rule.name: value})
+    assert len(seen) > 300
+
+
+def test_every_field_that_a_table_reads_has_a_kind() -> None:
+    tables = [t for f in families() for t in (f.config, *f.config.parts.values())]
+    free = {r.name for t in tables for r in t.fields if r.allowed is None and r.kind is None}
+    assert free - KINDS.keys() == {"expert_settings"}, "ExpertsConfig checks these"

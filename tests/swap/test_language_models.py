@@ -1,329 +1,134 @@
-"""Hugging Face models replaced in place keep their logits, losses and gradients in every layout."""
+"""Hugging Face models replaced in place keep their logits, losses and gradients in one process."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.families import family_of
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.context_transport import ContextLinks, ContextTransport
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import build_on_meta, parallelize
-from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from lightning_megatron.swap.hugging_face.packed_rows import PackedRow, span_of
-from tests.oracles import assert_equal, assert_same_gradients, float32_as_float64
-from tests.swap.families import CASES, V, twin_of
-from tests.swap.parts import check_call, expected_gradients
-from tests.sweeps import all_run, chosen
-from tests.world import run_world
+from tests.oracles import assert_equal, float32_as_float64
+from tests.swap.families import (
+    CASES,
+    EXPERTS,
+    WITH_SLOPES,
+    V,
+    config_of,
+    exact_twin,
+    transformers,
+    twin_of,
+)
+from tests.swap.parts import (
+    B,
+    S,
+    check_call,
+    check_gradients,
+    expected_of,
+    inputs,
+    logits_of,
+    swapped,
+)
 
-transformers = pytest.importorskip("transformers")
-eager_mask = pytest.importorskip("transformers.masking_utils").eager_mask
-
-B, S = 3, 10
-#: Cases and model types whose attention scores fall with the distance of tokens.
-WITH_SLOPES = ("bloom", "mpt")
-#: Logits, loss and gradients by name.
-Reference = tuple[Tensor, Tensor, dict[str, Tensor]]
-
-
-class ExactNorm(nn.Module):
-    """Normalise like a family's RMSNorm, but in the dtype of the input; Hugging Face's module rounds
-    float64 to float32.
-    """
-
-    def __init__(self, source: nn.Module, eps: float, offset: float) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.eps, self.offset = source.weight, eps, offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight + self.offset, self.eps)
+MESH = ParallelMesh.single()
 
 
-class ExactGelu(nn.Module):
-    """Approximate gelu with all digits of its constants; BLOOM's module has eight digits."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh")
-
-
-def exact_twin(case: str, **changes: Any) -> nn.Module:
-    """Return a float64 model of a case that computes in float64 throughout."""
-    changes["attn_implementation"] = attention_of(case)
-    twin = normalise_exactly(twin_of(case, torch.float64, **changes).eval())
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(0.1)
-    return twin
-
-
-def eager_in_float64(module: nn.Module, *inputs: Any, **options: Any) -> Any:
-    """Return the result of the eager attention of a module's own code, in float64 throughout."""
-    with float32_as_float64():
-        return sys.modules[type(module).__module__].eager_attention_forward(
-            module, *inputs, **options
-        )
-
-
-def attention_of(case: str) -> str:
-    """Return the name of an attention that computes a family's attention in float64."""
-    if case in WITH_SLOPES:
-        return "eager"
-    if case not in ("gemma2",):
-        return "sdpa"
-    transformers.AttentionInterface.register("eager_in_float64", eager_in_float64)
-    transformers.AttentionMaskInterface.register("eager_in_float64", eager_mask)
-    return "eager_in_float64"
-
-
-def normalise_exactly(twin: nn.Module) -> nn.Module:
-    """Replace all norms of a model by norms that compute in the dtype of their input."""
-    for module in list(twin.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm"):
-                eps = getattr(child, "variance_epsilon", None) or child.eps
-                kind = type("Exact", (ExactNorm, type(child)), {})
-                setattr(
-                    module, name, kind(child, eps, 1.0 if "Gemma" in type(child).__name__ else 0.0)
-                )
-            if type(child).__name__ == "BloomGelu":
-                setattr(module, name, type("Exact", (ExactGelu, type(child)), {})())
-    return twin
-
-
-def inputs() -> dict[str, dict[str, Any]]:
-    """Return calls of every kind: full rows, padding on either side, packed sequences and odd
-    lengths.
-    """
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, V, (B, S), generator=generator)
-    labels = tokens.clone()
-    labels[0, 4:6] = -100
-    right, left = torch.ones(B, S, dtype=torch.long), torch.ones(B, S, dtype=torch.long)
-    right[1, 7:], left[2, :3] = 0, 0
-    packed = torch.cat([torch.arange(4), torch.arange(6)]).expand(B, S)
-    gaps = torch.tensor([0, 2, 4, 5, 6, 9, 11, 12, 20, 21]).expand(B, S)
-    return {
-        "whole": {"input_ids": tokens, "labels": labels},
-        "padded right": {
-            "input_ids": tokens,
-            "attention_mask": right,
-            "labels": labels.masked_fill(right == 0, -100),
-        },
-        "padded right, with labels there": {
-            "input_ids": tokens,
-            "attention_mask": right,
-            "labels": labels,
-        },
-        "padded left": {
-            "input_ids": tokens,
-            "attention_mask": left,
-            # The first token follows padding and cannot be predicted.
-            "labels": labels.masked_fill(F.pad(left, (1, 0), value=1)[:, :-1] * left == 0, -100),
-            "position_ids": (left.cumsum(-1) - 1).clamp(min=0),
-        },
-        "packed": {
-            "input_ids": tokens,
-            "position_ids": packed,
-            "labels": labels,
-            "use_cache": False,
-        },
-        # Positions cut rows only where Hugging Face's model fills no cache.
-        "restarting positions": {"input_ids": tokens, "position_ids": packed, "labels": labels},
-        "positions with gaps": {"input_ids": tokens, "position_ids": gaps, "labels": labels},
-        "positions with gaps, without a cache": {
-            "input_ids": tokens,
-            "position_ids": gaps,
-            "labels": labels,
-            "use_cache": False,
-        },
-        "odd": {"input_ids": tokens[:, :7], "labels": labels[:, :7]},
-    }
-
-
-def expected_of(twin: nn.Module, call: Mapping[str, Any]) -> Reference:
-    """Return Hugging Face's logits, the loss in float64 and the gradients by name."""
-    twin.zero_grad()
-    logits = logits_of(twin, {name: tensor for name, tensor in call.items() if name != "labels"})
-    shifted = F.pad(call["labels"], (0, 1), value=-100)[:, 1:]
-    loss = F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
-    loss.backward()
-    return (
-        logits.detach(),
-        loss.detach(),
-        {name: p.grad for name, p in twin.named_parameters() if p.grad is not None},
-    )
-
-
-def logits_of(twin: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    """Return Hugging Face's logits, in float64 throughout."""
-    if twin.config.model_type not in WITH_SLOPES:
-        logits: Tensor = twin(**call).logits
-        return logits
-    with float32_as_float64():
-        if call.get("use_cache", True) or "position_ids" not in call:
-            return twin(**call).logits
-        # Hugging Face's models with slopes do not support packed sequences.
-        starts = [
-            *(call["position_ids"][0].diff(prepend=call["position_ids"][0, :1]) != 1)
-            .nonzero()
-            .flatten()
-            .tolist(),
-            S,
-        ]
-        parts = call["input_ids"].split([end - start for start, end in pairwise(starts)], 1)
-        return torch.cat([twin(input_ids=part).logits for part in parts], 1)
-
-
-def compare(case: str, *meshes: ParallelMesh) -> None:
+@pytest.mark.parametrize("case", [*CASES, *EXPERTS])
+def test_every_family_has_the_logits_loss_and_gradients_of_hugging_face(case: str) -> None:
+    calls: dict[str, Any] = inputs()
     # The padding token occurs in the input, and some families do not train its vector.
-    changes = {"pad_token_id": int(inputs()["whole"]["input_ids"][0, 1])}
-    twin = exact_twin(case, **changes)
-    references = {kind: expected_of(twin, call) for kind, call in inputs().items()}
-    vectors = twin.get_input_embeddings()(inputs()["whole"]["input_ids"]).detach()
-    from_vectors = logits_of(twin, {"inputs_embeds": vectors})
-    for mesh in meshes:
-        root = nn.ModuleDict({"model": exact_twin(case, **changes)})
-        parallelize(root, mesh)
-        compare_with(references, case, root["model"], mesh)
-        assert_equal(
-            root["model"](inputs_embeds=vectors).logits, from_vectors, f"{case}: vectors", 1e-9
-        )
+    changes = {} if case in EXPERTS else {"pad_token_id": int(calls["whole"]["input_ids"][0, 1])}
+    twin, model = exact_twin(case, **changes), swapped(exact_twin(case, **changes))
+    for kind, call in calls.items():
+        check_call(model, MESH, call, expected_of(twin, call), f"{case}, {kind}")
+    if case not in EXPERTS:
+        vectors = twin.get_input_embeddings()(calls["whole"]["input_ids"]).detach()
+        expected = logits_of(twin, {"inputs_embeds": vectors})
+        assert_equal(model(inputs_embeds=vectors).logits, expected, f"{case}: vectors", 1e-9)
 
 
-def compare_with(
-    references: Mapping[str, Reference], case: str, model: HuggingFaceLM, mesh: ParallelMesh
-) -> None:
-    assert isinstance(model, HuggingFaceLM)
-    for kind, call in inputs().items():
-        label = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
-        logits, loss, gradients = references[kind]
-        check_call(model, call, logits, loss, label)
-        assert_same_gradients(model, mesh, expected_gradients(model, gradients), label)
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+_YARN |= {"original_max_position_embeddings": 16}
+_LONG = {"rope_type": "longrope", "short_factor": [1.5, 1.0], "long_factor": [2.5, 3.0]}
+_LONG |= {"factor": 2.0, "original_max_position_embeddings": 16}
+CHANGED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": {"rope_type": "linear", "factor": 3.0}}),
+    ("llama", {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
+    ("llama", {"rope_parameters": {**_YARN, "attention_factor": 1.3, "beta_fast": 8, "truncate": False}}),
+    ("llama", {"rope_parameters": _LONG}),
+    ("qwen2", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    ("qwen2", {"use_sliding_window": False}),
+    ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}),
+    ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": 31}),
+    ("gpt2", {"activation_function": "relu", "tie_word_embeddings": False}),
+    ("gemma", {"attention_bias": True, "hidden_act": "gelu", "tie_word_embeddings": False}),
+    ("gpt_neox", {"hidden_act": "relu", "tie_word_embeddings": True, "layer_norm_eps": 1e-3}),
+    ("mistral", {"sliding_window": None, "head_dim": 6, "rms_norm_eps": 1e-3}),
+    ("phi3", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("gemma3", {"use_bidirectional_attention": True, "sliding_window": 6}),
+    ("gemma3", {"final_logit_softcapping": 1.5, "layer_types": ["full_attention"] * 3}),
+    ("glm4", {"attention_bias": True, "rope_parameters": {"partial_rotary_factor": 1.0}}),
+    ("olmo3", {"attention_bias": True, "sliding_window": 64}),
+    ("smollm3", {"use_sliding_window": False, "no_rope_layers": [0, 0, 1]}),
+    ("starcoder2", {"hidden_act": "relu", "head_dim": 6, "tie_word_embeddings": False}),
+    ("bloom", {"n_head": 6, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+    ("mpt", {"attn_config": {"softmax_scale": 0.2}, "n_heads": 3}),
+    ("granite", {"attention_bias": True, "mlp_bias": False, "embedding_multiplier": 1.0}),
+]  # fmt: skip
 
 
-def check_generation(mesh: ParallelMesh, case: str = "llama", **changes: Any) -> None:
-    changes |= {"pad_token_id": 0, "eos_token_id": None}
-    twin, root = (
-        twin_of(case, **changes).eval(),
-        nn.ModuleDict({"model": twin_of(case, **changes)}),
-    )
-    parallelize(root, mesh)
-    prompts = torch.randint(1, V, (2, 5), generator=torch.Generator().manual_seed(3))
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+@pytest.mark.parametrize("number", range(len(CHANGED)))
+def test_changed_settings_have_the_logits_of_hugging_face(number: int) -> None:
+    case, changes = CHANGED[number]
+    changes = {**changes, "attn_implementation": "eager"}
+    twin, model = twin_of(case, **changes).eval(), twin_of(case, **changes).eval()
+    with torch.no_grad():
+        for network in (twin, model):
+            # The values are large enough to make attention scores differ.
+            for name, parameter in network.named_parameters():
+                parameter.mul_(0.3).add_(float(name.endswith("norm.weight")))
+        swapped(model)
+        tokens = torch.randint(0, V, (2, 40), generator=torch.Generator().manual_seed(0))
+        # Positions beyond the original length use the long factors.
+        for length in (40, 16, 17) if "rope_parameters" in changes or case == "phi3" else (40,):
+            expected, actual = (network(tokens[:, :length]).logits for network in (twin, model))
+            error = float((actual - expected).abs().max() / expected.abs().max())
+            assert error < 2e-5, f"{case}, {changes}: off by {error}"
+
+
+def check_generation(mesh: ParallelMesh, case: str, **changes: Any) -> None:
+    """Compare generation, where every data rank continues other prompts, which end at other times."""
+    changes |= {"pad_token_id": 0, "eos_token_id": 7}
+    make, rank = exact_twin if case in EXPERTS else twin_of, mesh.dp.rank
+    with float32_as_float64() if case in EXPERTS else nullcontext():
+        twin = make(case, **changes).eval()
+    model = swapped(make(case, **changes), mesh).eval()
+    generator = torch.Generator().manual_seed(3 + rank)
+    prompts = torch.randint(8, V, (2, 5 + rank), generator=generator)
+    mask = torch.ones_like(prompts)
+    mask[0, : 0 if case in EXPERTS else 2] = 0
     for options in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 7}):
         outputs = []
-        for model in (twin, root["model"].eval()):
-            torch.manual_seed(5)
+        for network in (twin, model):
+            torch.manual_seed(5 + rank)
             call = {"input_ids": prompts, "attention_mask": mask, "max_new_tokens": 7, **options}
-            outputs.append(model.generate(**call))
-        assert torch.equal(*outputs), f"{options}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+            with float32_as_float64() if network is twin and case in EXPERTS else nullcontext():
+                outputs.append(network.generate(**call))
+        assert torch.equal(*outputs), f"{case}, {options}, {mesh.layout}, rank {mesh.rank}"
 
 
-TWO_RANK_CASES = chosen(
-    list(CASES),
-    "gpt2",
-    "llama with one key head",
-    "mistral",
-    "phi3",
-    "gemma2",
-    "olmo2",
-    "bloom",
-    "mpt",
-    "gpt_neox in sequence without biases",
-)
-THREE_RANK_CASES = chosen(
-    [
-        *(case for case in CASES if "tied" in case),
-        *("gpt2", "gpt_neox", "llama with one key head"),
-    ],
-    "llama tied with biases",
-    "llama with one key head",
-)
-
-
-def check_twins(rank: int, size: int) -> None:
-    layout = ParallelLayout(world_size=size, tp=size)
-    meshes = [ParallelMesh.create(layout, sequence_parallel=parallel) for parallel in (False, True)]
-    for case in TWO_RANK_CASES if size == 2 else THREE_RANK_CASES:
-        compare(case, *meshes)
-    for mesh in meshes:
-        check_generation(mesh, num_hidden_layers=4)
-        mesh.destroy()
-
-
-#: Layouts of four ranks with pipeline stages, and the cases that run in them.
-STAGES: tuple[tuple[dict[str, Any], Any], ...] = (
-    ({"tp": 2, "pp": 2}, chosen(("llama", "gpt2", "qwen2"), "llama")),
-    ({"pp": 2, "vpp": 2}, chosen(("llama", "gpt2", "qwen2"), "gpt2")),
-    ({"pp": 2, "vpp": 2, "shape": "v"}, chosen(("llama", "gpt2", "qwen2"), "qwen2")),
-)
-
-
-def check_stages(rank: int, size: int) -> None:
-    for sizes, cases in STAGES:
-        layout = ParallelLayout(size, **sizes)
-        mesh = ParallelMesh.create(layout, sequence_parallel=layout.tp > 1)
-        for case in cases:
-            changes = {"n_layer": 4} if case == "gpt2" else {"num_hidden_layers": 4}
-            twin, root = (
-                exact_twin(case, **changes),
-                nn.ModuleDict({"model": exact_twin(case, **changes)}),
-            )
-            parallelize(root, mesh)
-            with pytest.raises(
-                UnsupportedError, match="2 pipeline stages cannot be called outside of steps"
-            ):
-                root["model"](**inputs()["whole"])
-            with torch.no_grad():
-                for kind, call in inputs().items():
-                    unpadded = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
-                    output = root["model"](**call)
-                    with torch.enable_grad():
-                        expected = expected_of(twin, call)
-                    assert_equal(
-                        output.logits[unpadded],
-                        expected[0][unpadded],
-                        f"{case}, {kind}, {layout}: logits",
-                        1e-9,
-                    )
-                    assert_equal(output.loss, expected[1], f"{case}, {kind}, {layout}: loss", 1e-9)
-        if all_run() or layout.tp > 1:
-            check_generation(mesh, num_hidden_layers=4)
-        mesh.destroy()
-
-
-def test_models_in_stages_match_hugging_face() -> None:
-    run_world(check_stages, 4)
-
-
-def test_models_on_one_process_match_hugging_face() -> None:
-    for case in CASES:
-        compare(case, ParallelMesh.single())
-    for case in ("llama", *WITH_SLOPES):
-        check_generation(ParallelMesh.single(), case)
-
-
-def test_models_on_two_ranks_match_hugging_face() -> None:
-    run_world(check_twins, 2)
-
-
-def test_models_on_three_ranks_match_hugging_face() -> None:
-    run_world(check_twins, 3)
+def test_generation_has_the_tokens_of_hugging_face() -> None:
+    for case in ("llama", *WITH_SLOPES, "mixtral"):
+        check_generation(MESH, case)
 
 
 @pytest.mark.parametrize("case", WITH_SLOPES)
@@ -333,49 +138,7 @@ def test_slopes_over_padding_between_tokens_match_hugging_face(case: str) -> Non
     mask[0, 3:5], mask[1, :2], mask[1, 6], mask[2, 8:] = 0, 0, 0, 0
     ignored = mask * F.pad(mask, (1, 0), value=1)[:, :-1] == 0
     call |= {"attention_mask": mask, "labels": call["labels"].masked_fill(ignored, -100)}
-    root = nn.ModuleDict({"model": exact_twin(case)})
-    logits, loss, gradients = expected_of(exact_twin(case), call)
-    parallelize(root, ParallelMesh.single())
-    check_call(root["model"], call, logits, loss, case)
-    model = root["model"]
-    expected = expected_gradients(model, gradients)
-    assert_same_gradients(model, ParallelMesh.single(), expected, case)
-
-
-def check_slopes(rank: int, size: int) -> None:
-    """Compare models with slopes in stages and with every transport of attention."""
-    layouts: tuple[tuple[dict[str, int], ContextTransport], ...] = (
-        ({"pp": 2}, "auto"),
-        *(({"cp": 2}, name) for name in ("ring", "all_gather", "all_to_all")),
-    )
-    for sizes, transport in layouts:
-        layout = ParallelLayout(size, **sizes)
-        mesh = ParallelMesh.create(layout, context=ContextLinks.of(transport, layout, size))
-        for case in chosen(WITH_SLOPES, "mpt" if transport == "all_gather" else "bloom"):
-            twin, root = exact_twin(case), nn.ModuleDict({"model": exact_twin(case)})
-            parallelize(root, mesh)
-            for kind in ("whole", "padded left", "packed"):
-                call, label = inputs()[kind], f"{case}, {kind}, {sizes}, {transport}"
-                logits, loss, gradients = expected_of(twin, call)
-                model = root["model"]
-                if mesh.pp.size > 1:
-                    unpadded = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
-                    with torch.no_grad():
-                        output = model(**call)
-                    assert_equal(output.logits[unpadded], logits[unpadded], label, 1e-9)
-                    assert_equal(output.loss, loss, label, 1e-9)
-                    continue
-                check_call(model, call, logits, loss, label)
-                for parameter in model.parameters():
-                    # Ranks of cp are data ranks, so gradients are means over them.
-                    dist.all_reduce(parameter.grad, group=mesh.cp.group)
-                    parameter.grad /= mesh.cp.size
-                assert_same_gradients(model, mesh, expected_gradients(model, gradients), label)
-        mesh.destroy()
-
-
-def test_models_with_slopes_match_hugging_face_in_stages_and_every_transport() -> None:
-    run_world(check_slopes, 2)
+    check_call(swapped(exact_twin(case)), MESH, call, expected_of(exact_twin(case), call), case)
 
 
 def test_padding_uses_a_mask_only_where_lengths_do_not_suffice() -> None:
@@ -400,18 +163,41 @@ def test_padding_uses_a_mask_only_where_lengths_do_not_suffice() -> None:
         span_of(mask, None, PackedRow(torch.tensor([0, 2, 4])), mask.shape)
 
 
-def test_a_model_with_a_wrapped_layer_is_refused_with_and_without_weights(
-    tmp_path: Path,
-) -> None:
+def test_a_model_with_a_wrapped_layer_is_refused_with_and_without_weights(tmp_path: Path) -> None:
     twin_of("llama").save_pretrained(tmp_path)
     for build in (nullcontext, build_on_meta):
         root = nn.Module()
         with build():
             root.model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        root.model.model.layers[0].self_attn.q_proj = nn.Sequential(
-            root.model.model.layers[0].self_attn.q_proj
-        )
-        with pytest.raises(
-            UnsupportedError, match=r"q_proj' is a Sequential, but its class builds a Linear"
-        ):
-            parallelize(root, ParallelMesh.single())
+        attention = root.model.model.layers[0].self_attn
+        attention.q_proj = nn.Sequential(attention.q_proj)
+        with pytest.raises(UnsupportedError, match="q_proj' is a Sequential, but its class builds"):
+            parallelize(root, MESH)
+
+
+# ---- experts
+
+
+def test_the_balancing_loss_of_one_layer_has_the_gradients_of_hugging_face() -> None:
+    coefficient, call = 0.3, inputs()["whole"]
+    with float32_as_float64():
+        twin = exact_twin("mixtral", num_hidden_layers=1, output_router_logits=True)
+        twin.router_aux_loss_coef = coefficient
+        output = twin(**call)
+        output.loss.backward()
+    # Hugging Face counts every choice of a token separately; our loss is 1 for balanced experts.
+    settings = {"aux_loss": 2 * coefficient}
+    model = swapped(exact_twin("mixtral", num_hidden_layers=1, expert_settings=settings)).train()
+    loss = model(**call).loss
+    assert_equal(loss, output.loss - coefficient * output.aux_loss, "main loss", 1e-9)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    check_gradients(model, MESH, (output.logits, loss, gradients), "with a balancing loss")
+
+
+def test_the_balancing_loss_of_all_layers_is_refused_with_the_setting_to_use_instead() -> None:
+    for case, weight in (("mixtral", "0.02"), ("qwen3_moe", "0.03")):
+        config = config_of(case, output_router_logits=True, router_aux_loss_coef=0.02).to_dict()
+        # Both models have two layers of experts; tokens choose two or three experts.
+        with pytest.raises(UnsupportedError, match=f"expert_settings .* {{'aux_loss': {weight}}}"):
+            family_of(EXPERTS[case][0]).config(config)

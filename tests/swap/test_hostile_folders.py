@@ -1,0 +1,526 @@
+"""A folder of weights gives the saved tensors bit for bit; a damaged or hostile folder gives these or an
+error that names it, and runs no code.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.hugging_face import import_model
+from lightning_megatron.checkpoint.single_file import read_single_file
+from lightning_megatron.cli import checkpoint as cli_checkpoint
+from lightning_megatron.cli import convert as cli_convert
+from lightning_megatron.cli.main import OUR_ERRORS
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.swap import build_on_meta
+from lightning_megatron.swap.weights.safetensors_folder import (
+    DTYPES,
+    INDEX,
+    WEIGHTS,
+    SafetensorsFolder,
+)
+from tests.swap.families import transformers, twin_of
+
+safetensors = pytest.importorskip("safetensors")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+REFUSALS = (CorruptDataError, CheckpointMismatchError, UnsupportedError)
+
+
+def saved_tensors() -> dict[str, Tensor]:
+    # All sizes differ, because no header reveals an exchange of tensors of the same size.
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"layers.{n}.weight": torch.randn(n + 1, 3, generator=generator) for n in range(6)}
+    half = torch.randn(5, generator=generator).bfloat16()
+    return {**weights, "half": half, "nothing": torch.empty(0, 4)}
+
+
+def save_single_file(folder: Path, tensors: dict[str, Tensor] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    content = saved_tensors() if tensors is None else tensors
+    safetensors_torch.save_file(content, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder / WEIGHTS
+
+
+def save_indexed_files(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    names = sorted(saved_tensors())
+    weight_map = {name: FILES[number >= 3] for number, name in enumerate(names)}
+    for file in FILES:
+        part = {name: saved_tensors()[name] for name in names if weight_map[name] == file}
+        safetensors_torch.save_file(part, folder / file)
+    content = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(content))
+    return folder / INDEX
+
+
+def save_llama(folder: Path, **changes: Any) -> Path:
+    twin_of("llama").save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    return folder
+
+
+def opened(folder: Path | str) -> SafetensorsFolder:
+    source = SafetensorsFolder(folder)
+    source.check_types(source.names())
+    return source
+
+
+def check_folder(folder: Path, label: str) -> str:
+    """Read a folder; return the text of the error, or an empty text if all tensors equal the saved
+    ones.
+    """
+    refusal = None
+    try:
+        source = opened(folder)
+        actual = {name: source.read(name) for name in source.names()}
+    except OUR_ERRORS as error:
+        refusal = str(error)
+    if refusal is not None:
+        assert str(folder) in refusal, f"{label}: the error names no file: {refusal}"
+        return refusal
+    assert actual.keys() == saved_tensors().keys(), label
+    for name, tensor in saved_tensors().items():
+        # The dtype and shape of an empty tensor may differ.
+        is_empty = not actual[name].numel() and not tensor.numel()
+        is_equal = actual[name].dtype == tensor.dtype and torch.equal(tensor, actual[name])
+        assert is_empty or is_equal, f"{label}: {name} differs from the saved tensor"
+    return ""
+
+
+# ---- whole folders
+
+
+def test_tensors_and_their_parts_equal_those_of_the_safetensors_library(tmp_path: Path) -> None:
+    tensors = {
+        kind: torch.randint(0, 2 if kind == "BOOL" else 100, (7, 5, 3)).to(dtype)
+        for kind, dtype in DTYPES.items()
+    } | {"vector": torch.randn(9), "number": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
+    path = save_single_file(tmp_path, tensors)
+    folder, before = SafetensorsFolder(tmp_path), path.read_bytes()
+    everything = slice(0, 5), slice(0, 3)
+    slices = ((slice(2, 5), *everything), (slice(6, 7), slice(1, 4), slice(2, 3)))
+    assert set(folder.names()) == set(tensors)
+    with safetensors.safe_open(path, "pt") as theirs:
+        for name, expected in tensors.items():
+            assert folder.shape(name) == tuple(expected.shape)
+            pairs = [(folder.read(name), theirs.get_tensor(name))]
+            for part in slices if name in ("F32", "BF16", "I64", "BOOL") else ():
+                pairs.append((folder.read(name, part), theirs.get_slice(name)[part]))
+            for ours, their in pairs:
+                assert folder.dtype_of(name) == ours.dtype == their.dtype
+                assert ours.shape == their.shape
+                bits = [x.contiguous().view(-1).view(torch.uint8) for x in (ours, their)]
+                assert torch.equal(*bits), name
+    assert folder.read("F32", (slice(3, 3), *everything)).shape == (0, 5, 3)
+    folder.read("F32").zero_()
+    assert path.read_bytes() == before, "a read tensor is a copy"
+
+
+def test_several_files_are_read_as_one(tmp_path: Path) -> None:
+    save_indexed_files(tmp_path)
+    assert not check_folder(tmp_path, "indexed")
+    assert SafetensorsFolder.exists_in(tmp_path)
+    assert not SafetensorsFolder.exists_in(tmp_path / "elsewhere")
+    most = {"a": torch.ones(9).bfloat16(), "b": torch.ones(2)}
+    save_single_file(tmp_path / "mixed", most)
+    assert SafetensorsFolder(tmp_path / "mixed").dtype == torch.bfloat16, "that of most elements"
+
+
+def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match="has neither"):
+        SafetensorsFolder(tmp_path)
+    with pytest.raises(CheckpointMismatchError, match="nothing is downloaded"):
+        SafetensorsFolder("meta-llama/Llama-3.1-8B")
+    index = save_indexed_files(tmp_path)
+    with pytest.raises(CheckpointMismatchError, match="must have a config.json"):
+        _ = SafetensorsFolder(tmp_path).config
+    with pytest.raises(CheckpointMismatchError, match="has no 'absent'. It has 'half'"):
+        SafetensorsFolder(tmp_path).read("absent")
+    content = json.loads(index.read_text())
+    weights = content["weight_map"]
+    without_half = {name: file for name, file in weights.items() if name != "half"}
+    without_file = {name: file for name, file in weights.items() if file != FILES[1]}
+    for weight_map, message in (
+        ({**weights, "absent": FILES[0]}, "'absent' of .* not in their files"),
+        (without_half, f"'half in {FILES[0]}' of .* are not"),
+        (without_file, r"it names 1 of the 2 files model-...-of-00002 of"),
+    ):
+        index.write_text(json.dumps({**content, "weight_map": weight_map}))
+        with pytest.raises(CheckpointMismatchError, match=message):
+            SafetensorsFolder(tmp_path)
+    (tmp_path / FILES[1]).unlink()
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointMismatchError, match=f"lacks '{FILES[1]}' of 2"):
+        SafetensorsFolder(tmp_path)
+
+
+# ---- headers and indexes
+
+ODD_VALUES: tuple[Any, ...] = (
+    0, 1, -1, 7, 2**31, 2**63, 2**70, 10**400, 1.5, True, None, "", "x", [], [1], [0, 4], [8, 4], {}, "I32", "F16",
+)  # fmt: skip
+ODD_TYPES = ("F64", "I64", "BF16", "F8_E4M3", "F4", "C64", "U32", "BOOL", "f32", ["F32"])
+ODD_FILES = ("../x.safetensors", ".", "..", FILES[0], "\0", INDEX)
+
+
+def split_file(content: bytes) -> tuple[dict[str, Any], bytes]:
+    length = struct.unpack("<Q", content[:8])[0]
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def join_file(header: object, data: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def edit_header(header: dict[str, Any], draw: random.Random) -> str:
+    """Change one entry of a header, and describe the change."""
+    name = draw.choice([name for name in header if name != "__metadata__"])
+    entry, new = header[name], draw.choice(ODD_VALUES + ODD_TYPES)
+    kind = draw.choice(("entry", "key", "field", "number", "drop", "rename", "metadata", "shift"))
+    if kind == "entry":
+        header[name] = new
+    elif kind == "key":
+        entry[draw.choice(("dtype", "shape", "data_offsets"))] = new
+    elif kind == "field":
+        entry.pop(draw.choice(list(entry)))
+    elif kind == "number":
+        numbers = entry[draw.choice(("shape", "data_offsets"))]
+        choices = (*ODD_VALUES, numbers[0] + 1, numbers[0] + 4)
+        numbers[draw.randrange(len(numbers))] = draw.choice(choices)
+    elif kind == "drop":
+        del header[name]
+    elif kind == "rename":
+        header[draw.choice(("", "x", f"{name}.", "__metadata__"))] = header.pop(name)
+    elif kind == "metadata":
+        header["__metadata__"] = new
+    else:
+        shift = draw.choice((-4, 1, 4))
+        entry["data_offsets"] = [offset + shift for offset in entry["data_offsets"]]
+    return f"{kind} of {name}: {new!r}"[:200]
+
+
+def edit_index(index: dict[str, Any], draw: random.Random) -> tuple[Any, str]:
+    """Change one entry of an index; return it and describe the change."""
+    weight_map = index["weight_map"]
+    name, new = draw.choice(list(weight_map)), draw.choice((*ODD_VALUES, *ODD_FILES))
+    kind = draw.choice(("drop", "drop a file", "place", "rename", "map", "top"))
+    if kind == "drop":
+        del weight_map[name]
+    elif kind == "drop a file":
+        kept = {key: file for key, file in weight_map.items() if file != weight_map[name]}
+        index["weight_map"] = kept
+    elif kind == "place":
+        weight_map[name] = new
+    elif kind == "rename":
+        weight_map[str(new)] = weight_map.pop(name)
+    elif kind == "map":
+        index["weight_map"] = new
+    return new if kind == "top" else index, f"{kind} of {name}: {new!r}"[:200]
+
+
+def test_edited_headers_indexes_and_bytes_are_refused_or_give_the_saved_tensors(
+    tmp_path: Path,
+) -> None:
+    path, num_refused = save_single_file(tmp_path / "file"), 0
+    content = path.read_bytes()
+    header, data = split_file(content)
+    for seed in range(200):
+        changed, draw = copy.deepcopy(header), random.Random(seed)
+        change = edit_header(changed, draw)
+        # Loading a model detects a missing empty tensor and new names.
+        if "nothing" in changed and not changed.keys() - header.keys():
+            path.write_bytes(join_file(changed, data))
+            num_refused += bool(check_folder(path.parent, f"seed {seed}, {change}"))
+    assert num_refused > 120
+    names = "".join(header).encode()
+    for seed in range(200):
+        draw = random.Random(seed)
+        flipped, position = bytearray(content), draw.randrange(len(content) - len(data))
+        if content[position : position + 1] not in names:  # perhaps part of a name
+            flipped[position] ^= 1 << draw.randrange(8)
+            path.write_bytes(flipped)
+            check_folder(path.parent, f"bit of byte {position}, seed {seed}")
+    for length in (0, 1, 7, 8, 9, 40, len(content) - 1):
+        path.write_bytes(content[:length])
+        assert check_folder(path.parent, f"cut to {length}")
+    for suffix in (b"x", bytes(8), content):
+        path.write_bytes(content + suffix)
+        assert check_folder(path.parent, "extended")
+
+    path, num_refused = save_indexed_files(tmp_path / "files"), 0
+    index = json.loads(path.read_text())
+    for seed in range(100):
+        edited, change = edit_index(copy.deepcopy(index), random.Random(seed))
+        path.write_text(json.dumps(edited))
+        num_refused += bool(check_folder(path.parent, f"seed {seed}: {change}"))
+    assert num_refused > 75
+
+
+def many_entries(header: dict[str, Any]) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header.update({f"{n:x}": entry for n in range(1 << 17)})
+
+
+HEADERS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda h: h["half"]["data_offsets"].__setitem__(0, 4), "inside its file"),
+    (
+        lambda h: h["layers.1.weight"].update(shape=[1, 3], data_offsets=list(h["layers.0.weight"]["data_offsets"])),
+        "Error while deserializing header",
+    ),
+    (lambda h: h.pop("layers.2.weight"), "Error while deserializing header"),
+    (lambda h: h["layers.2.weight"].update(dtype="I32"), "weights must be floating-point"),
+    (
+        lambda h: h["half"].update(dtype="F16") or h["layers.3.weight"].update(dtype="BF16", shape=[8, 3]),
+        "must not mix types of the same width",
+    ),
+    (lambda h: h.update(__metadata__={"a": 1}), "expected a string"),
+    (lambda h: h["half"].update(dtype="F33"), "has F33"),
+    (lambda h: h["half"].pop("dtype"), "dtype, shape and data_offsets"),
+    (many_entries, "too many values"),
+]  # fmt: skip
+#: Whole files.
+CONTENTS: list[tuple[Callable[[bytes], bytes], str]] = [
+    (lambda content: content[:-10], "truncated or damaged"),
+    (lambda content: content[:5], "begin with the length of its header"),
+    (lambda content: content[:60], "begin with the length of its header"),
+    (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "begin with the length of its header"),
+    (lambda content: content.replace(b'"shape":[5]', b'"shape":[x]'), "is not valid JSON"),
+]  # fmt: skip
+ENTRY = b'"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+MALFORMED: tuple[bytes, ...] = (
+    b'{"a":' * 3000 + b"1" + b"}" * 3000, b"[" * 100_000, b'{"a": NaN}', b'{"a\xff": 1}', b"{%s, %s}" % (ENTRY, ENTRY),
+    b"{%s}" % ENTRY.replace(b"[2]", b"[" + b"9" * 5000 + b"]"), b"[]", b"null", b'"\\ud800"',
+)  # fmt: skip
+
+
+def test_damaged_files_are_refused_with_their_reason(tmp_path: Path) -> None:
+    path = save_single_file(tmp_path)
+    content = path.read_bytes()
+    for change, message in HEADERS:
+        header, data = split_file(content)
+        change(header)
+        path.write_bytes(join_file(header, data))
+        with pytest.raises(REFUSALS, match=message):
+            opened(tmp_path)
+    for damage, message in CONTENTS:
+        path.write_bytes(damage(content))
+        with pytest.raises(CorruptDataError, match=message):
+            opened(tmp_path)
+    for text in MALFORMED:
+        path.write_bytes(join_file(text, bytes(8)))
+        with pytest.raises(CorruptDataError, match=str(tmp_path)):
+            opened(tmp_path)
+
+
+MALFORMED_INDEXES = (
+    "", "{", "[]", "null", '{"weight_map": {}}', "{}", '{"weight_map": {"a": NaN}}', "[" * 100_000, '{"weight_map": 3}',
+    '{"weight_map": ' + '{"a": ' * 50 + '"x"' + "}" * 51, '{"weight_map": {"a": "\\ud800.safetensors"}}',
+)  # fmt: skip
+OTHER_FILES = (
+    "../secret.safetensors", "/{0}/secret.safetensors", "..", ".", "", ".hidden.safetensors", "a/b.safetensors",
+    "a\\b.safetensors", "a\0.safetensors", "secret.bin", "x" * 5000 + ".safetensors",
+)  # fmt: skip
+
+
+def test_malformed_indexes_and_entries_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
+    path = save_indexed_files(tmp_path / "model")
+    valid = path.read_text()
+    for text in MALFORMED_INDEXES:
+        path.write_text(text)
+        with pytest.raises(CorruptDataError, match=str(path)):
+            SafetensorsFolder(path.parent)
+    path.write_text(valid.replace('"weight_map": {', f'"weight_map": {{"half": "{FILES[1]}", '))
+    with pytest.raises(CorruptDataError, match="the key 'half' occurs twice"):
+        SafetensorsFolder(path.parent)
+    secret = tmp_path / "secret.safetensors"
+    safetensors_torch.save_file({"secret": torch.ones(2)}, secret)
+    shutil.copy(secret, path.parent / "secret.bin")
+    for name in OTHER_FILES:
+        index = json.loads(valid)
+        index["weight_map"]["secret"] = name.format(tmp_path)
+        path.write_text(json.dumps(index))
+        with pytest.raises(CheckpointMismatchError, match="of its own folder|lacks"):
+            SafetensorsFolder(path.parent)
+
+
+def test_symbolic_file_links_are_followed_only_in_the_hugging_face_cache(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "linked"
+    save_indexed_files(outside)
+    folder.mkdir()
+    shutil.copy(outside / INDEX, folder)
+    for file in FILES:
+        (folder / file).symlink_to(outside / file)
+    with pytest.raises(CheckpointMismatchError, match="links to files elsewhere.*hard links"):
+        SafetensorsFolder(folder)
+    for file in FILES:
+        (folder / file).unlink()
+        os.link(outside / file, folder / file)
+    assert not check_folder(folder, "hard links")
+    (tmp_path / "shortcut").symlink_to(folder)
+    assert not check_folder(tmp_path / "shortcut", "a link to the folder")
+    cache = tmp_path / "hub" / "models--org--name"
+    for part in ("blobs", "snapshots/0123"):
+        (cache / part).mkdir(parents=True)
+    for number, file in enumerate((INDEX, *FILES)):
+        shutil.copy(outside / file, cache / "blobs" / f"hash{number}")
+        (cache / "snapshots" / "0123" / file).symlink_to(Path("../../blobs") / f"hash{number}")
+    assert not check_folder(cache / "snapshots" / "0123", "the cache")
+
+
+def test_paths_that_are_not_files_are_refused_without_waiting(tmp_path: Path) -> None:
+    for number, name in enumerate((WEIGHTS, INDEX, FILES[0])):
+        folder = tmp_path / str(number)
+        (save_single_file if name == WEIGHTS else save_indexed_files)(folder)
+        for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name)):
+            path = folder / name
+            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+            make(path)
+            with pytest.raises(OUR_ERRORS, match=str(folder)):
+                SafetensorsFolder(folder)
+
+
+# ---- configurations
+
+
+def test_configuration_files_must_be_strict_json_of_limited_size_and_depth(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model")
+    path, valid = folder / "config.json", (folder / "config.json").read_text()
+    import_model(folder, tmp_path / "whole")
+    begun = valid.replace("{", "{%s, ", 1)
+    texts = [
+        "",
+        "[]",
+        "null",
+        valid[:50],
+        '{"a":' * 3000,
+        '{"x": "' + "x" * 10_000_000 + '"}',
+        "[" * 100_000,
+        "\ud800",
+    ]
+    deep = '"a": ' + "[" * 40 + "]" * 40
+    texts += [begun % part for part in ('"vocab_size": 7', '"a": NaN', '"a": 1e999', deep)]
+    for number, text in enumerate(texts):
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        with pytest.raises(CorruptDataError, match=r"model/config\.json"):
+            import_model(folder, tmp_path / f"out{number}")
+        assert not (tmp_path / f"out{number}").exists()
+
+
+#: Fields of a configuration that are refused when a model is imported, and when it is built.
+FIELDS: tuple[dict[str, Any], ...] = (
+    {"architectures": 3}, {"architectures": [3]}, {"architectures": "LlamaForCausalLM"}, {"architectures": [[]]},
+    {"architectures": [], "model_type": 3}, {"architectures": {"a": 1}}, {"vocab_size": 10**9},
+    {"num_hidden_layers": 9999}, {"hidden_size": 2**28, "head_dim": 4}, {"hidden_size": "many"}, {"hidden_size": None},
+    {"num_hidden_layers": [2]}, {"vocab_size": 10**400}, {"intermediate_size": -3}, {"num_attention_heads": 0},
+    {"hidden_act": {"a": 1}},
+)  # fmt: skip
+
+
+def test_illegal_fields_of_configurations_are_refused(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model")
+    valid = json.loads((folder / "config.json").read_text())
+    for number, changes in enumerate(FIELDS):
+        (folder / "config.json").write_text(json.dumps({**valid, **changes}))
+        with pytest.raises(OUR_ERRORS):
+            import_model(folder, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        if number > 8:
+            with pytest.raises(REFUSALS, match=f"{folder}.*config.json|config.json.*{folder}"):
+                with build_on_meta():
+                    transformers.LlamaForCausalLM.from_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({**valid, "architectures": []}))
+    import_model(folder, tmp_path / "out")  # model_type names the family
+
+
+# ---- code
+
+
+class Trap:
+    """Create a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def write_trap(path: Path, trap: Path, kind: str) -> None:
+    content = {"state_dict": {"weight": Trap(trap)}}
+    if kind == "torch.save":
+        torch.save(content, path)
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        with path.open("wb") as file:
+            numpy.save(file, numpy.array([Trap(trap)], dtype=object), allow_pickle=True)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("kind", ["torch.save", "pickle", "numpy"])
+def test_pickles_are_refused_without_running_code(kind: str, tmp_path: Path) -> None:
+    trap, path = tmp_path / "sprung", tmp_path / "last.ckpt"
+    write_trap(path, trap, kind)
+    with pytest.raises((CorruptDataError, UnsupportedError), match="last.ckpt"):
+        read_single_file(path)
+    with pytest.raises((*OUR_ERRORS, SystemExit)):
+        cli_checkpoint.main(["show", str(path)])
+    folder = save_llama(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    for name in ("pytorch_model.bin", "model.safetensors", "consolidated.00.pth", "model.pt"):
+        write_trap(folder / name, trap, kind)
+        with pytest.raises(OUR_ERRORS, match="model"):
+            SafetensorsFolder(folder)
+        with pytest.raises(OUR_ERRORS):
+            cli_convert.main([str(folder), str(tmp_path / "out")])
+        (folder / name).unlink()
+    assert not trap.exists()
+    if kind == "torch.save":
+        read_single_file(path, weights_only=False)  # the trap springs if the user allows code
+        assert trap.exists()
+
+
+def test_code_that_a_configuration_names_does_not_run(tmp_path: Path) -> None:
+    trap = tmp_path / "sprung"
+    parts = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
+    code = {"auto_map": dict.fromkeys(parts, "trap.Trap")}
+    folder = save_llama(tmp_path / "model", **code)
+    for file in ("trap.py", "__init__.py", "sitecustomize.py"):
+        (folder / file).write_text(f"import os\nos.mkdir({str(trap)!r})\nclass Trap: pass\n")
+    import_model(folder, tmp_path / "out")
+    cli_convert.main([str(tmp_path / "out"), str(tmp_path / "again"), "--verify"])
+    assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
+    save_llama(folder, **code, trust_remote_code=True)
+    with pytest.raises(UnsupportedError, match="trust_remote_code of a Llama configuration must"):
+        import_model(folder, tmp_path / "trusted")
+    assert not trap.exists()
+
+
+def test_yaml_tags_of_a_recipe_create_no_objects(tmp_path: Path) -> None:
+    from lightning_megatron.strategy.cli import main
+
+    # A class_path of a recipe is imported, because recipes name the code of a training.
+    recipe, trap = tmp_path / "recipe.yaml", tmp_path / "sprung"
+    recipe.write_text(f"model: !!python/object/apply:os.mkdir [{str(trap)!r}]\n")
+    with suppress(*OUR_ERRORS), pytest.raises(SystemExit):
+        main(["fit", "-c", str(recipe)])
+    assert not trap.exists()
