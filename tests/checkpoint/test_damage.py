@@ -76,21 +76,14 @@ def metadata_at(step: int) -> dict[str, Any]:
         for names in trained
     ]
     order = ["embedding", "up", "down", "bias", "count", "half", "head", "nothing"]
-    one_process = {
-        "order": order,
-        "aliases": {"head": "embedding"},
-        "padded_rows": {"embedding": 16},
-    }
+    one_process = {"order": order, "aliases": {"head": "embedding"}, "numbering": [trained]}
+    one_process |= {"padded_rows": {"embedding": 16}, "empty": {"nothing": [0, 4]}}
     return {
         "epoch": 0,
         "global_step": step,
         "loops": {"fit_loop": {"state_dict": {}}},
         "megatron_optimizers": [{"groups": groups, "values": {"up": {"count": 3}}}],
-        "megatron_one_process": {
-            **one_process,
-            "empty": {"nothing": [0, 4]},
-            "numbering": [trained],
-        },
+        "megatron_one_process": one_process,
     }
 
 
@@ -221,24 +214,18 @@ ACCIDENTS: dict[str, Accident] = {
     "flip": flip,
     "zero": zero,
     "cut": cut,
-    "extend": lambda file, _, draw: file.write_bytes(
-        file.read_bytes() + bytes(draw.randrange(1, 9))
-    ),
+    "extend": lambda file, _, draw: file.write_bytes(file.read_bytes() + bytes(draw.randrange(1, 9))),
     "remove": lambda file, *_: file.unlink(),
     "empty": lambda file, *_: file.write_bytes(b""),
     "of another checkpoint": lambda file, source, _: shutil.copy(source / file.name, file),
-    "link to another checkpoint": instead(
-        lambda file, source, _: file.symlink_to(source / file.name)
-    ),
-    "hard link to another file": instead(
-        lambda file, _, draw: os.link(other_file(file, draw), file)
-    ),
+    "link to another checkpoint": instead(lambda file, source, _: file.symlink_to(source / file.name)),
+    "hard link to another file": instead(lambda file, _, draw: os.link(other_file(file, draw), file)),
     "exchange with another file": exchange_files,
     "a directory": instead(lambda file, *_: file.mkdir()),
     "a pipe": instead(lambda file, *_: os.mkfifo(file)),
     "a link to itself": instead(lambda file, *_: file.symlink_to(file.name)),
     "a link to an endless file": instead(lambda file, *_: file.symlink_to("/dev/zero")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("accident", ACCIDENTS)
@@ -249,15 +236,13 @@ def test_an_accident_to_any_file_is_detected(
         for seed in range(2 if accident in ("flip", "zero", "cut") else 1):
             path, use = copy_of(saved, tmp_path), list(USES)[(number + seed) % 2]
             ACCIDENTS[accident](path / name, saved[1], random.Random(seed))
-            if (path / name).is_file() and (path / name).read_bytes() == (
-                saved[0] / name
-            ).read_bytes():
+            is_file, original = (path / name).is_file(), (saved[0] / name).read_bytes()
+            if is_file and (path / name).read_bytes() == original:
                 continue
             # The reader of headers ignores blanks at the end.
             is_blank = name == HEADER and accident == "extend"
-            assert check_use(path, use, f"{accident} {name} {seed}") or is_blank, (
-                f"{accident} of {name} is not detected"
-            )
+            label = f"{accident} of {name}, {seed}"
+            assert check_use(path, use, label) or is_blank, f"{label} is not detected"
 
 
 # ---- edits

@@ -68,24 +68,27 @@ def run_script(folder: Path, moment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", [".distcp", ".metadata", "meta.pt", "checkpoint.json"])
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
-) -> None:
-    save_checkpoint(tmp_path / "a", entries(1.0), {}, {}, MESH)
-    fill_disk(monkeypatch, name, 100, number)
-    with pytest.raises(CheckpointSaveError) as caught:
-        save_checkpoint(tmp_path / "a", entries(2.0, size=10_000), {}, {}, MESH)
-    assert f"[Errno {number}] No space left on device" in str(caught.value)
-    assert str(unfinished_path(tmp_path / "a")) in str(caught.value)
-    assert f"saving {tmp_path / 'a'} failed on 1 of 1 rank(s)" in str(caught.value)
-    assert names_in(tmp_path) == ["a"]
-    assert value_in(tmp_path / "a") == 1.0
-    monkeypatch.undo()
-    verify_checkpoint(tmp_path / "a")
-    save_checkpoint(tmp_path / "a", entries(3.0), {}, {}, MESH)
-    assert value_in(tmp_path / "a") == 3.0
+def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    save_checkpoint(path, entries(1.0), {}, {}, MESH)
+    for name, number in (
+        (".distcp", errno.ENOSPC),
+        (".metadata", errno.EDQUOT),
+        ("meta.pt", errno.ENOSPC),
+        ("checkpoint.json", errno.ENOSPC),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            fill_disk(patch, name, 100, number)
+            with pytest.raises(CheckpointSaveError) as caught:
+                save_checkpoint(path, entries(2.0, size=10_000), {}, {}, MESH)
+        assert f"[Errno {number}] No space left on device" in str(caught.value)
+        assert str(unfinished_path(path)) in str(caught.value)
+        assert f"saving {path} failed on 1 of 1 rank(s)" in str(caught.value)
+        assert names_in(tmp_path) == ["a"]
+        assert value_in(path) == 1.0
+        verify_checkpoint(path)
+    save_checkpoint(path, entries(3.0), {}, {}, MESH)
+    assert value_in(path) == 3.0
 
 
 def test_the_error_names_a_folder_that_cannot_be_written(
@@ -94,20 +97,13 @@ def test_the_error_names_a_folder_that_cannot_be_written(
     def refuse(self: Path, *arguments: object, **options: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 
-    save_checkpoint(tmp_path / "a", entries(1.0), {}, {}, MESH)
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(
-        CheckpointSaveError,
-        match=r"OSError: \[Errno 30\] Read-only file system: '.*\.b\.unfinished'",
-    ):
-        save_checkpoint(tmp_path / "b", entries(), {}, {}, MESH)
-    assert names_in(tmp_path) == ["a"]
-
-
-def test_the_error_names_a_path_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointSaveError, match=r"NotADirectoryError.*file/\.a\.unfinished"):
         save_checkpoint(tmp_path / "file" / "a", entries(), {}, {}, MESH)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CheckpointSaveError, match=r"OSError: .*Read-only .*: '.*\.b\.unfinished'"):
+        save_checkpoint(tmp_path / "b", entries(), {}, {}, MESH)
+    assert names_in(tmp_path) == ["file"]
 
 
 def test_a_file_whose_bytes_differ_from_those_written_fails_the_save(
@@ -130,26 +126,20 @@ def test_a_file_whose_bytes_differ_from_those_written_fails_the_save(
     assert names_in(tmp_path) == []
 
 
-def test_an_error_of_any_kind_is_raised_as_a_save_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(path: object) -> None:
-        raise ZeroDivisionError("a bug")
+def test_errors_of_any_kind_are_raised_as_save_errors_but_not_interrupts(tmp_path: Path) -> None:
+    name = "lightning_megatron.checkpoint.directory.clean_unfinished"
+    for error, expected in (
+        (ZeroDivisionError("a bug"), CheckpointSaveError),
+        (KeyboardInterrupt("a bug"), KeyboardInterrupt),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
 
-    monkeypatch.setattr("lightning_megatron.checkpoint.directory.clean_unfinished", fail)
-    with pytest.raises(CheckpointSaveError, match="rank 0: ZeroDivisionError: a bug"):
-        save_checkpoint(tmp_path / "a", entries(), {}, {}, MESH)
+            def fail(path: object, error: BaseException = error) -> None:
+                raise error
 
-
-def test_a_keyboard_interrupt_is_not_turned_into_a_save_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(path: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lightning_megatron.checkpoint.directory.clean_unfinished", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path / "a", entries(), {}, {}, MESH)
+            patch.setattr(name, fail)
+            with pytest.raises(expected, match="a bug"):
+                save_checkpoint(tmp_path / "a", entries(), {}, {}, MESH)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,16 @@ def zipped(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def test_values_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_values_and_rank_state_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
+    save_checkpoint(tmp_path / "rank", entries(), {}, {"seen": Trap(sprung)}, MESH)
+    with pytest.raises(UnsupportedError, match=r"rank_state\.0 of .*mkdir"):
+        load_rank_state(tmp_path / "rank", MESH)
     path = saved(tmp_path)
+    for protocol in (0, 2, 4):
+        put(path, "meta.pt", pickle.dumps({"step": Trap(sprung)}, protocol))
+        with pytest.raises(UnsupportedError, match=r"c/meta\.pt holds"):
+            load_metadata(path)
     put(path, "meta.pt", zipped({"step": Trap(sprung)}))
     with pytest.raises(UnsupportedError, match=r"c/meta\.pt holds .*mkdir") as caught:
         load_metadata(path)
@@ -91,24 +100,6 @@ def test_values_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
     assert "weights_only=False" in str(caught.value)
     load_metadata(path, weights_only=False)  # the trap works where the user asks for it
     assert sprung.exists()
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_a_bare_pickle_in_the_place_of_values_is_refused(tmp_path: Path, sprung: Path) -> None:
-    path = saved(tmp_path)
-    for protocol in (0, 2, 4):
-        put(path, "meta.pt", pickle.dumps({"step": Trap(sprung)}, protocol))
-        with pytest.raises(UnsupportedError, match=r"c/meta\.pt holds"):
-            load_metadata(path)
-    assert not sprung.exists()
-
-
-def test_rank_state_that_runs_code_is_refused(tmp_path: Path, sprung: Path) -> None:
-    save_checkpoint(tmp_path / "c", entries(), {}, {"seen": Trap(sprung)}, MESH)
-    assert not sprung.exists()
-    with pytest.raises(UnsupportedError, match=r"rank_state\.0 of .*mkdir"):
-        load_rank_state(tmp_path / "c", MESH)
-    assert not sprung.exists()
 
 
 def test_a_list_of_tensors_that_runs_code_is_refused(tmp_path: Path, sprung: Path) -> None:
@@ -127,45 +118,38 @@ def test_a_list_of_tensors_that_runs_code_is_refused(tmp_path: Path, sprung: Pat
     assert sprung.exists()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        b"cbuiltins\neval\n(S'1'\ntR.",
-        b"ctorch\nload\n(S'x'\ntR.",
-        b"ctorch.serialization\nload\n(S'x'\ntR.",
-        b"ctorch\nhub.load\n(S'x'\ntR.",
-        b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.",
-        b"ctorch.distributed.checkpoint.metadata\ndataclass\n.",
-        b"ctorch.distributed.checkpoint.filesystem\npickle.loads\n.",
-        b"\x80\x04\x8c\x05torch\x8c\x0bhub.os.mkdir\x93.",
-        b"(lp0\n.",
-        b"",
-    ],
-)
-def test_a_list_of_tensors_may_name_only_its_own_classes(call: bytes) -> None:
-    with pytest.raises((pickle.UnpicklingError, EOFError)):
-        read_index(io.BytesIO(call))
+CALLS: tuple[bytes, ...] = (
+    b"cbuiltins\neval\n(S'1'\ntR.", b"ctorch\nload\n(S'x'\ntR.", b"ctorch.serialization\nload\n(S'x'\ntR.",
+    b"ctorch\nhub.load\n(S'x'\ntR.", b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.",
+    b"ctorch.distributed.checkpoint.metadata\ndataclass\n.", b"(lp0\n.", b"",
+    b"ctorch.distributed.checkpoint.filesystem\npickle.loads\n.", b"\x80\x04\x8c\x05torch\x8c\x0bhub.os.mkdir\x93.",
+)  # fmt: skip
+
+
+def test_a_list_of_tensors_may_name_only_its_own_classes() -> None:
+    for call in CALLS:
+        with pytest.raises((pickle.UnpicklingError, EOFError)):
+            read_index(io.BytesIO(call))
 
 
 METADATA = "torch.distributed.checkpoint.metadata"
-SHARED = {
-    "size": b"ctorch\nSize\n",
-    "data class": f"c{METADATA}\nChunkStorageMetadata\n".encode(),
-    "properties": f"c{METADATA}\nTensorProperties\n".encode(),
-    "place": b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n",
-    "enumeration": f"c{METADATA}\n_MEM_FORMAT_ENCODING\n".encode(),
-    "member": f"c{METADATA}\n_MEM_FORMAT_ENCODING\n(I0\ntR".encode(),
-    "function": b"ctorch.serialization\n_get_layout\n",
-    "layout": b"ctorch.serialization\n_get_layout\n(S'torch.strided'\ntR",
-    "dtype": b"ctorch\nfloat32\n",
-}
+SHARED = (
+    b"ctorch\nSize\n",
+    f"c{METADATA}\nChunkStorageMetadata\n".encode(),
+    f"c{METADATA}\nTensorProperties\n".encode(),
+    b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n",
+    f"c{METADATA}\n_MEM_FORMAT_ENCODING\n".encode(),
+    f"c{METADATA}\n_MEM_FORMAT_ENCODING\n(I0\ntR".encode(),
+    b"ctorch.serialization\n_get_layout\n",
+    b"ctorch.serialization\n_get_layout\n(S'torch.strided'\ntR",
+    b"ctorch\nfloat32\n",
+)
 
 
-@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
-@pytest.mark.parametrize("state", [b"N(S'note'\nI7\nd\x86", b"(S'note'\nI7\nd"])
-def test_a_list_of_tensors_changes_no_object_that_others_share(shared: bytes, state: bytes) -> None:
-    with pytest.raises((pickle.UnpicklingError, AttributeError)):
-        read_index(io.BytesIO(shared + state + b"b."))
+def test_a_list_of_tensors_changes_no_object_that_others_share() -> None:
+    for shared, state in product(SHARED, (b"N(S'note'\nI7\nd\x86", b"(S'note'\nI7\nd")):
+        with pytest.raises((pickle.UnpicklingError, AttributeError)):
+            read_index(io.BytesIO(shared + state + b"b."))
     owners = [getattr(dcp_metadata, name) for name in dcp_metadata.__all__]
     owners += [dcp_metadata._MEM_FORMAT_ENCODING(0), dcp_metadata._MEM_FORMAT_ENCODING]
     owners += [_StorageInfo, torch.Size, torch.float32, torch.strided, _layout_named]
@@ -201,25 +185,24 @@ def test_tensors_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None
     assert not sprung.exists()
 
 
-@pytest.mark.parametrize("outside", ["../secret", "/etc/hostname", "c/../../secret"])
-def test_a_checkpoint_cannot_name_files_outside_of_its_folder(tmp_path: Path, outside: str) -> None:
-    path = saved(tmp_path)
-    (tmp_path / "secret").write_bytes(zipped(torch.ones(8)))
-    index = read_index(io.BytesIO((path / ".metadata").read_bytes()))
-    for place in index.storage_data.values():
-        place.relative_path = outside
-    put(path, ".metadata", pickle.dumps(index))
-    with pytest.raises(CorruptDataError, match="must be in a file that"):
-        read_full(path)
-    header = read_header(path)
-    replace(header, folder=outside).write(LocalFolder(path))
-    with pytest.raises(CorruptDataError, match="folder that a save created"):
-        load_metadata(path)
-    replace(header, files={**header.files, outside: header.files["meta.pt"]}).write(
-        LocalFolder(path)
-    )
-    with pytest.raises(CorruptDataError, match="not names of files"):
-        read_full(path)
+def test_a_checkpoint_cannot_name_files_outside_of_its_folder(tmp_path: Path) -> None:
+    for outside in ("../secret", "/etc/hostname", "c/../../secret"):
+        path = saved(tmp_path)
+        (tmp_path / "secret").write_bytes(zipped(torch.ones(8)))
+        index = read_index(io.BytesIO((path / ".metadata").read_bytes()))
+        for place in index.storage_data.values():
+            place.relative_path = outside
+        put(path, ".metadata", pickle.dumps(index))
+        with pytest.raises(CorruptDataError, match="must be in a file that"):
+            read_full(path)
+        header = read_header(path)
+        replace(header, folder=outside).write(LocalFolder(path))
+        with pytest.raises(CorruptDataError, match="folder that a save created"):
+            load_metadata(path)
+        files = {**header.files, outside: header.files["meta.pt"]}
+        replace(header, files=files).write(LocalFolder(path))
+        with pytest.raises(CorruptDataError, match="not names of files"):
+            read_full(path)
 
 
 def test_classes_that_the_user_allows_are_loaded(tmp_path: Path) -> None:

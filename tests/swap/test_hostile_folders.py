@@ -444,9 +444,9 @@ def test_illegal_fields_of_configurations_are_refused(tmp_path: Path) -> None:
             import_model(folder, tmp_path / "out")
         assert not (tmp_path / "out").exists()
         if number > 8:
-            with pytest.raises(REFUSALS, match=f"{folder}.*config.json|config.json.*{folder}"):
-                with build_on_meta():
-                    transformers.LlamaForCausalLM.from_pretrained(folder)
+            message = f"{folder}.*config.json|config.json.*{folder}"
+            with pytest.raises(REFUSALS, match=message), build_on_meta():
+                transformers.LlamaForCausalLM.from_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({**valid, "architectures": []}))
     import_model(folder, tmp_path / "out")  # model_type names the family
 

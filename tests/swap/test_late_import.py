@@ -7,26 +7,23 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, GPT2Config
 
 from lightning_megatron.swap import build_on_meta
 from lightning_megatron.swap.pretrained.late_import import call_on_import
+from tests.swap.families import config_of, transformers
 
 NAME = "a_module_of_this_test"
-GPT2_CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
 
 
-@pytest.fixture
-def module_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def test_import_callback_runs_once_and_only_inside_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / f"{NAME}.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, NAME, raising=False)
-    return tmp_path
-
-
-def test_import_callback_runs_once_and_only_inside_the_block(module_path: Path) -> None:
     calls: list[int] = []
     finders = list(sys.meta_path)
     with call_on_import(NAME, lambda module: calls.append(module.value)):
@@ -56,9 +53,8 @@ with build_on_meta():
 assert model.lm_head.weight.is_meta
 assert not AutoModelForCausalLM.from_config(config).lm_head.weight.is_meta
 """
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
-    )
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert process.returncode == 0, process.stderr
 
 
@@ -69,12 +65,12 @@ def test_build_on_meta_works_after_a_partly_failed_import_of_peft(
     for name in ("peft", "peft.tuners.tuners_utils"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in remaining:
-        module = ModuleType(name)
+        module: Any = ModuleType(name)
         module.BaseTuner = object
         monkeypatch.setitem(sys.modules, name, module)
-    finders = list(sys.meta_path)
+    finders, library = list(sys.meta_path), transformers.AutoModelForCausalLM
     with build_on_meta():
-        model = AutoModelForCausalLM.from_config(GPT2_CONFIG)
+        model = library.from_config(config_of("gpt2"))
     assert model.lm_head.weight.is_meta
     assert sys.meta_path == finders
-    assert not AutoModelForCausalLM.from_config(GPT2_CONFIG).lm_head.weight.is_meta
+    assert not library.from_config(config_of("gpt2")).lm_head.weight.is_meta

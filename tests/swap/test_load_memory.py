@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,27 +15,12 @@ import pytest
 from lightning_megatron.families import family_of
 from lightning_megatron.swap.weights.copying import _NUM_CONCURRENT, PIECE_BYTES
 
-CONFIG = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 8,
-}
-CONFIG |= {
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-}
+LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096}
+LLAMA |= {"intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32}
+LLAMA |= {"num_key_value_heads": 8, "max_position_embeddings": 4096}
 #: Almost all parameters are experts.
-MIXTRAL = {
-    **CONFIG,
-    "model_type": "mixtral",
-    "vocab_size": 1000,
-    "hidden_size": 1024,
-    "num_local_experts": 16,
-}
-MIXTRAL |= {"num_hidden_layers": 2, "num_attention_heads": 8}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "vocab_size": 1000, "hidden_size": 1024}
+MIXTRAL |= {"num_local_experts": 16, "num_hidden_layers": 2, "num_attention_heads": 8}
 
 PROGRAM = """
 import json, sys
@@ -66,86 +50,59 @@ print(json.dumps({"growth": memory("VmHWM") - before, "shard": shard}))
 """
 
 
-def shapes_of(config: dict[str, Any], is_packed: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of a folder's tensors; experts are separate, or packed in two tensors."""
+def shapes_of(config: dict[str, Any], is_packed: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a folder's tensors; experts are separate, or packed in two tensors."""
     family = family_of(config["model_type"])
-    for tensor in family.tensors(family.config(config)):
-        for name, shape in tensor.source_shapes.items():
-            if not is_packed or ".block_sparse_moe." not in name:
-                yield name, shape
-    size, inner = config["hidden_size"], config["intermediate_size"]
-    for layer in range(config["num_hidden_layers"]) if is_packed else ():
-        name, count = f"model.layers.{layer}.mlp", config["num_local_experts"]
-        yield f"{name}.gate.weight", (count, size)
-        yield f"{name}.experts.gate_up_proj", (count, 2 * inner, size)
-        yield f"{name}.experts.down_proj", (count, size, inner)
+    tensors = family.tensors(family.config(config))
+    shapes = {name: shape for tensor in tensors for name, shape in tensor.source_shapes.items()}
+    if is_packed:
+        shapes = {name: s for name, s in shapes.items() if ".block_sparse_moe." not in name}
+        size, inner = config["hidden_size"], config["intermediate_size"]
+        for layer in range(config["num_hidden_layers"]):
+            name, count = f"model.layers.{layer}.mlp", config["num_local_experts"]
+            shapes[f"{name}.gate.weight"] = (count, size)
+            shapes[f"{name}.experts.gate_up_proj"] = (count, 2 * inner, size)
+            shapes[f"{name}.experts.down_proj"] = (count, size, inner)
+    return shapes
 
 
-def sparse_folder(folder: Path, config: dict[str, Any], is_packed: bool = False) -> tuple[int, int]:
+def sparse_folder(folder: Path, config: dict[str, Any], is_packed: bool) -> tuple[int, int]:
     """Write a folder of zeros that takes no disk space; return the size of all tensors and of the
     largest tensor (bytes).
     """
-    entries, size, largest = {}, 0, 0
-    for name, shape in shapes_of(config, is_packed):
-        num_bytes = 2 * prod(shape)
-        entries[name] = {
-            "dtype": "BF16",
-            "shape": list(shape),
-            "data_offsets": [size, size + num_bytes],
-        }
-        size, largest = size + num_bytes, max(largest, num_bytes)
-    header = json.dumps(entries).encode()
-    path = folder / "model.safetensors"
+    entries, size, sizes = {}, 0, []
+    for name, shape in shapes_of(config, is_packed).items():
+        sizes.append(2 * prod(shape))
+        offsets = [size, size + sizes[-1]]
+        entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": offsets}
+        size += sizes[-1]
+    header, path = json.dumps(entries).encode(), folder / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     os.truncate(path, 8 + len(header) + size)
     (folder / "config.json").write_text(json.dumps(config))
-    return size, largest
+    return size, max(sizes)
 
 
-HAS_PEAK = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(),
-    reason="the kernel does not report the peak memory of a process",
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the kernel reports no peak memory"
 )
-
-
-@HAS_PEAK
-def test_memory_of_loading_stays_below_the_shard_and_one_tensor(tmp_path: Path) -> None:
-    size, largest = sparse_folder(tmp_path, CONFIG)
-    assert size > 4e9
-    memory = memory_of(tmp_path)
-    assert size / 9 < memory["shard"] < size / 7
-    assert memory["shard"] * 0.9 < memory["growth"] < memory["shard"] + largest, memory
-
-
-@HAS_PEAK
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_rank_that_loads_experts_holds_little_more_than_its_shard(
-    is_packed: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("config", "is_packed"), [(LLAMA, False), (MIXTRAL, False), (MIXTRAL, True)]
+)
+def test_memory_of_loading_stays_near_the_shard(
+    config: dict[str, Any], is_packed: bool, tmp_path: Path
 ) -> None:
-    size, _ = sparse_folder(tmp_path, MIXTRAL, is_packed)
-    assert size > 2.8e9
-    memory = memory_of(tmp_path)
-    assert memory["shard"] < size / 7
-    assert (
-        memory["shard"] * 0.9
-        < memory["growth"]
-        < memory["shard"] + 2 * _NUM_CONCURRENT * PIECE_BYTES
-    ), memory
-
-
-def memory_of(folder: Path) -> dict[str, int]:
-    """Load a rank's part of a folder; return its size, and the largest growth of the process
-    (bytes).
-    """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    size, largest = sparse_folder(tmp_path, config, is_packed)
+    assert size > 2e9
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    memory: dict[str, int] = json.loads(process.stdout.splitlines()[-1])
-    return memory
+    memory = json.loads(process.stdout.splitlines()[-1])
+    shard, allowed = (
+        memory["shard"],
+        largest if config is LLAMA else 2 * _NUM_CONCURRENT * PIECE_BYTES,
+    )
+    assert shard < size / 7
+    assert shard * 0.9 < memory["growth"] < shard + allowed, memory

@@ -20,6 +20,16 @@ from lightning_megatron.swap.tensors.mapping import Slices, Source, TensorMap, T
 from lightning_megatron.swap.weights import copying
 from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all, interleave
 
+BY_HEADS = tuple(Source("a", 8, first=n * 2, strip=2, step=6) for n in range(3))
+MAPS = {
+    "whole": TensorMap("w", (24, 10), (Source("a", 24),)),
+    "transposed": TensorMap("w", (24, 10), (Source("a", 24, is_transposed=True),)),
+    "joined": TensorMap("w", (24, 10), (Source("a", 12), Source("b", 8), Source("c", 4))),
+    "joined transposed": TensorMap("w", (24, 10), (Source("a", 14, True), Source("b", 10, True))),
+    "by heads": TensorMap("w", (24, 10), BY_HEADS),
+    "vector by heads": TensorMap("w", (24,), BY_HEADS),
+}
+
 
 class CountingReader(TensorsInMemory):
     """Record the number of elements of every read."""
@@ -34,64 +44,38 @@ class CountingReader(TensorsInMemory):
         return part
 
 
-def by_heads(name: str, heads: int, head: int) -> tuple[Source, ...]:
-    return tuple(
-        Source(name, heads * head, first=n * head, strip=head, step=3 * head) for n in range(3)
-    )
-
-
-def maps() -> dict[str, TensorMap]:
-    return {
-        "whole": TensorMap("w", (24, 10), (Source("a", 24),)),
-        "transposed": TensorMap("w", (24, 10), (Source("a", 24, is_transposed=True),)),
-        "joined": TensorMap("w", (24, 10), (Source("a", 12), Source("b", 8), Source("c", 4))),
-        "joined transposed": TensorMap(
-            "w", (24, 10), (Source("a", 14, True), Source("b", 10, True))
-        ),
-        "by heads": TensorMap("w", (24, 10), by_heads("a", 4, 2)),
-        "vector by heads": TensorMap("w", (24,), by_heads("a", 4, 2)),
-    }
-
-
 def values_of(tensor: TensorMap) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.randn(shape, generator=generator)
-        for name, shape in tensor.source_shapes.items()
-    }
+    shapes = tensor.source_shapes.items()
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes}
 
 
 def full_of(tensor: TensorMap, reader: TensorsInMemory) -> Tensor:
     return tensor.full(reader, torch.float32)
 
 
-@pytest.mark.parametrize("kind", maps())
-def test_split_restores_the_joined_tensors(kind: str) -> None:
-    tensor = maps()[kind]
-    theirs = values_of(tensor)
-    back = tensor.split(full_of(tensor, TensorsInMemory(theirs)))
-    assert back.keys() == theirs.keys()
-    assert all(torch.equal(back[name], theirs[name]) for name in theirs)
+def test_split_restores_the_joined_tensors() -> None:
+    for tensor in MAPS.values():
+        theirs = values_of(tensor)
+        back = tensor.split(full_of(tensor, TensorsInMemory(theirs)))
+        assert back.keys() == theirs.keys()
+        assert all(torch.equal(back[name], theirs[name]) for name in theirs)
 
 
 def test_rows_by_heads_become_all_query_then_key_then_value_rows() -> None:
-    tensor = maps()["vector by heads"]
-    full = full_of(tensor, TensorsInMemory({"a": torch.arange(24.0)}))
-    query, key, value = torch.arange(24.0).view(4, 3, 2).unbind(1)
-    assert torch.equal(full, torch.cat([query.flatten(), key.flatten(), value.flatten()]))
+    full = full_of(MAPS["vector by heads"], TensorsInMemory({"a": torch.arange(24.0)}))
+    parts = torch.arange(24.0).view(4, 3, 2).unbind(1)
+    assert torch.equal(full, torch.cat([part.flatten() for part in parts]))
 
 
-@given(data=st.data(), kind=st.sampled_from(sorted(maps())))
+@given(data=st.data(), kind=st.sampled_from(sorted(MAPS)))
 @settings(deadline=None)
 def test_any_shard_is_read_without_other_elements(data: st.DataObject, kind: str) -> None:
-    tensor = maps()[kind]
+    tensor = MAPS[kind]
     dim = data.draw(st.integers(0, len(tensor.shape) - 1))
     ends = sorted(data.draw(st.lists(st.integers(0, tensor.shape[dim]), min_size=2, max_size=6)))
-    spec = ShardSpec(
-        tensor.shape,
-        tuple(ShardRange(a, b) for a, b in zip(ends[::2], ends[1::2], strict=False)),
-        dim,
-    )
+    ranges = (ShardRange(a, b) for a, b in zip(ends[::2], ends[1::2], strict=False))
+    spec = ShardSpec(tensor.shape, tuple(ranges), dim)
     reader = CountingReader(values_of(tensor))
     expected = spec.shard(full_of(tensor, TensorsInMemory(reader.tensors)))
     local = torch.zeros_like(expected)
@@ -101,8 +85,8 @@ def test_any_shard_is_read_without_other_elements(data: st.DataObject, kind: str
     assert sum(reader.parts) == expected.numel()  # type: ignore[attr-defined]
 
 
-def test_flat_slices_are_filled_like_shards() -> None:
-    tensor = maps()["by heads"]
+def test_flat_slices_and_gated_rows_are_filled_like_shards() -> None:
+    tensor = MAPS["by heads"]
     reader = TensorsInMemory(values_of(tensor))
     for tp_rank in range(2):
         spec = ShardSpec(tensor.shape, attention_ranges(4, 4, 2, 2, tp_rank))
@@ -112,31 +96,26 @@ def test_flat_slices_are_filled_like_shards() -> None:
         for box, view in part.local_views(flat):
             tensor.fill(view, box.offsets, box.sizes, reader)
         assert torch.equal(flat, local.flatten()[7:71])
-
-
-def test_a_shard_of_gated_rows_is_filled_from_both_sources() -> None:
     tensor = TensorMap("w", (24, 10), (Source("gate", 12), Source("up", 12)))
-    theirs = values_of(tensor)
-    spec = ShardSpec(tensor.shape, gated_ranges(12, 3, 1))
-    local = torch.empty(8, 10, dtype=torch.bfloat16)
-    for box, view in spec.local_views(local):
+    theirs, half = values_of(tensor), torch.empty(8, 10, dtype=torch.bfloat16)
+    for box, view in ShardSpec(tensor.shape, gated_ranges(12, 3, 1)).local_views(half):
         tensor.fill(view, box.offsets, box.sizes, TensorsInMemory(theirs))
-    assert torch.equal(local, torch.cat([theirs["gate"][4:8], theirs["up"][4:8]]).bfloat16())
+    assert torch.equal(half, torch.cat([theirs["gate"][4:8], theirs["up"][4:8]]).bfloat16())
 
 
 def test_sources_must_have_the_rows_of_their_target() -> None:
     with pytest.raises(ValueError, match="w has 24, its sources have 20"):
         TensorMap("w", (24, 10), (Source("a", 20),))
     with pytest.raises(ValueError, match=r"w must have shape \(24, 10\): \(10, 24\)"):
-        maps()["whole"].split(torch.zeros(10, 24))
+        MAPS["whole"].split(torch.zeros(10, 24))
 
 
 # ---- concurrent pieces
 
 
-@pytest.mark.parametrize("kind", maps())
+@pytest.mark.parametrize("kind", MAPS)
 def test_copied_pieces_make_the_full_tensor(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = maps()[kind]
+    tensor = MAPS[kind]
     reader = TensorsInMemory(values_of(tensor))
     monkeypatch.setattr(copying, "PIECE_BYTES", 3 * 10 * 4)
     full = torch.full(tensor.shape, torch.nan)
@@ -144,6 +123,7 @@ def test_copied_pieces_make_the_full_tensor(kind: str, monkeypatch: pytest.Monke
     piece_sizes = [reader.tensors[copy.name][copy.slices[0]].nbytes for copy in copies]
     assert max(piece_sizes) <= copying.PIECE_BYTES
     copy_all(copies, reader)
+    copy_all([], reader)
     assert torch.equal(full, full_of(tensor, reader))
 
 
@@ -155,7 +135,7 @@ def test_interleave_keeps_all_items_and_separates_neighbours() -> None:
 
 
 def test_error_of_a_failed_read_reaches_the_caller() -> None:
-    copies = [Copy("a", (slice(0, 1),), torch.empty(1)), Copy("b", (slice(0, 1),), torch.empty(1))]
+    copies = [Copy(name, (slice(0, 1),), torch.empty(1)) for name in "ab"]
     with pytest.raises(KeyError, match="b"):
         copy_all(copies, TensorsInMemory({"a": torch.ones(1)}))
 
@@ -165,14 +145,11 @@ class Terminal(StringIO):
         return True
 
 
-@pytest.mark.parametrize("stream_type", [Terminal, StringIO])
-@pytest.mark.parametrize("shows_progress", [False, True])
-def test_progress_bar_of_bytes_is_shown_only_on_a_terminal(
-    stream_type: type[StringIO], shows_progress: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_bar_of_bytes_is_shown_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "BAR_DELAY", 0)
-    monkeypatch.setattr(sys, "stderr", stream_type())
-    copies = [Copy("a", (slice(0, 500),), torch.empty(500))]
-    copy_all(copies, TensorsInMemory({"a": torch.ones(500)}), shows_progress)
-    shown = sys.stderr.getvalue()
-    assert ("2.00k/2.00k" in shown) if shows_progress and stream_type is Terminal else shown == ""
+    for stream, is_asked in ((Terminal(), True), (Terminal(), False), (StringIO(), True)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        copies = [Copy("a", (slice(0, 500),), torch.empty(500))]
+        copy_all(copies, TensorsInMemory({"a": torch.ones(500)}), is_asked)
+        shown, is_shown = stream.getvalue(), is_asked and isinstance(stream, Terminal)
+        assert ("2.00k/2.00k" in shown) if is_shown else shown == ""

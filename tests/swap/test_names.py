@@ -4,6 +4,7 @@ their names, and changes without effect are refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -23,22 +24,15 @@ TOKENS = torch.randint(0, V, (2, 8), generator=torch.Generator().manual_seed(0))
 def groups_of(model: Any) -> list[dict[str, Any]]:
     """Return optimizer groups by parts of names, like scripts for Hugging Face models."""
     no_decay = ("bias", "layernorm.weight", "ln_", "norm.weight")
-    decayed, undecayed, embedding = [], [], []
+    groups: list[list[Any]] = [[], [], []]
     for name, parameter in model.named_parameters():
-        if "embed_tokens" in name or "wte" in name:
-            embedding.append(parameter)
-        elif any(part in name for part in no_decay):
-            undecayed.append(parameter)
-        elif parameter.requires_grad:
-            decayed.append(parameter)
-    return [
-        {"params": decayed, "weight_decay": 0.3},
-        {"params": undecayed, "weight_decay": 0.0},
-        {"params": embedding, "weight_decay": 0.0, "lr": 1e-4},
-    ]
+        is_embedding = "embed_tokens" in name or "wte" in name
+        groups[2 if is_embedding else any(part in name for part in no_decay)].append(parameter)
+    settings = ({"weight_decay": 0.3}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "lr": 1e-4})
+    return [{"params": group, **values} for group, values in zip(groups, settings, strict=True)]
 
 
-def train(model: Any, freeze: str, num_steps: int = 3) -> list[Tensor]:
+def train(model: Any, freeze: str, num_steps: int = 2) -> list[Tensor]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(freeze not in name)
     optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
@@ -118,25 +112,25 @@ def test_hooks_of_parameters_change_gradients_like_in_hugging_face() -> None:
             network.zero_grad()
 
 
-REFUSED = {
-    "call": lambda model: model.model(TOKENS),
-    "call of a block": lambda model: model.model.layers[0](torch.ones(1, 1, 48)),
-    "hook": lambda model: model.model.layers[0].register_forward_hook(print),
-    "backward hook": lambda model: model.lm_head.register_full_backward_hook(print),
-    "other head": lambda model: setattr(model, "lm_head", nn.Linear(48, V)),
-    "other weight": lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(V, 48))),
-    "assignment of a state": lambda model: model.load_state_dict(model.state_dict(), assign=True),
-    "resize_token_embeddings": lambda model: model.resize_token_embeddings(V + 8),
-    "set_input_embeddings": lambda model: model.set_input_embeddings(nn.Embedding(V, 48)),
-    "push_to_hub": lambda model: model.push_to_hub("somewhere"),
-}
+REFUSED: tuple[Callable[[Any], object], ...] = (
+    lambda model: model.model(TOKENS),
+    lambda model: model.model.layers[0](torch.ones(1, 1, 48)),
+    lambda model: model.model.layers[0].register_forward_hook(print),
+    lambda model: model.lm_head.register_full_backward_hook(print),
+    lambda model: setattr(model, "lm_head", nn.Linear(48, V)),
+    lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.ones(V, 48))),
+    lambda model: model.load_state_dict(model.state_dict(), assign=True),
+    lambda model: model.resize_token_embeddings(V + 8),
+    lambda model: model.set_input_embeddings(nn.Embedding(V, 48)),
+    lambda model: model.push_to_hub("somewhere"),
+)
 
 
-@pytest.mark.parametrize("action", REFUSED)
-def test_calls_and_changes_without_effect_are_refused(action: str) -> None:
-    model = swapped(twin_of("llama"))
-    with pytest.raises(UnsupportedError, match=r"cut over ranks"):
-        REFUSED[action](model)
+def test_calls_and_changes_without_effect_are_refused() -> None:
+    for action in REFUSED:
+        model = swapped(twin_of("llama"))
+        with pytest.raises(UnsupportedError, match=r"cut over ranks"):
+            action(model)
 
 
 def test_forward_hooks_of_the_full_model_run() -> None:

@@ -15,9 +15,8 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap import build_on_meta, parallelize
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
-from tests.swap.expert_models import twin_of
+from tests.swap.families import transformers, twin_of
 
-transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file
 
 BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -51,6 +50,14 @@ def set_quantization(folder: Path, quantization: dict[str, Any]) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "quantization_config": quantization}))
+
+
+def built(folder: Path) -> Any:
+    """Return a module with the model of a folder, built without values."""
+    with build_on_meta():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return nn.ModuleDict({"model": model})
 
 
 def test_packed_experts_are_decoded_like_in_transformers(tmp_path: Path) -> None:
@@ -116,12 +123,7 @@ def test_a_replaced_model_of_quantized_weights_uses_and_saves_the_decoded_weight
     ).float()
     plain.load_state_dict({name: tensor.float() for name, tensor in expected.items()})
     tokens = torch.arange(24).view(2, 12) % 50
-    with build_on_meta():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "published", dtype=torch.float32
-        )
-    assert all(parameter.is_meta for parameter in model.parameters())
-    root = nn.ModuleDict({"model": model})
+    root = built(tmp_path / "published")
     parallelize(root, ParallelMesh.single())
     replaced: Any = root["model"]
     torch.testing.assert_close(replaced(tokens).logits, plain(tokens).logits, rtol=2e-4, atol=2e-4)
@@ -139,35 +141,24 @@ def test_a_quantized_gpt_oss_folder_is_imported_and_exported_decoded(tmp_path: P
     assert all(torch.equal(tensor, expected[name]) for name, tensor in back.state_dict().items())
 
 
-def test_scales_without_their_blocks_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_that_cannot_be_decoded_are_refused(tmp_path: Path) -> None:
     save_quantized_gpt_oss(tmp_path)
+    message = "4 or 8 bits are read for models that are replaced"
+    with pytest.raises(UnsupportedError, match=message):
+        parallelize(built(tmp_path), ParallelMesh.single(), {"*": "replicate"})
+    # Scales without their blocks.
     stored = SafetensorsFolder(tmp_path)
     tensors = {name: stored.read(name).contiguous() for name in stored.names()}
     name = "model.layers.1.mlp.experts.down_proj"
     del tensors[name]
     tensors[f"{name}_scales"] = torch.zeros(4, 64, 1, dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors")
-    with build_on_meta():
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(CheckpointMismatchError, match="down_proj.* missing"):
-        parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
-
-
-def test_quantized_weights_of_a_model_that_is_not_replaced_are_refused(tmp_path: Path) -> None:
-    save_quantized_gpt_oss(tmp_path)
-    with build_on_meta():
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    root = nn.ModuleDict({"model": model})
-    with pytest.raises(UnsupportedError, match="4 or 8 bits are read for models that are replaced"):
-        parallelize(root, ParallelMesh.single(), {"*": "replicate"})
-
-
-@pytest.mark.parametrize("block_size", [None, [64, 64]])
-def test_other_quantization_formats_are_refused(block_size: Any, tmp_path: Path) -> None:
-    save_quantized_gpt_oss(tmp_path)
-    set_quantization(tmp_path, {**BLOCK_FP8, "weight_block_size": block_size})
-    with pytest.raises(UnsupportedError, match="quantization_config of a gpt-oss"):
-        import_model(tmp_path, tmp_path / "ours")
+        parallelize(built(tmp_path), ParallelMesh.single())
+    for block_size in (None, [64, 64]):
+        set_quantization(tmp_path, {**BLOCK_FP8, "weight_block_size": block_size})
+        with pytest.raises(UnsupportedError, match="quantization_config of a gpt-oss"):
+            import_model(tmp_path, tmp_path / "ours")
 
 
 def test_an_fp8_deepseek_folder_is_imported_and_exported_decoded(tmp_path: Path) -> None:

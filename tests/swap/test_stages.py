@@ -16,6 +16,7 @@ from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.models.step_plan import StepPlan
 from lightning_megatron.swap import parallelize
+from tests.swap.families import transformers
 from tests.swap.parts import mesh_of
 
 
@@ -66,12 +67,8 @@ BLOCKS = {"model.blocks": "blocks"}
 
 
 def test_stages_have_the_requested_numbers_of_blocks() -> None:
-    assert [
-        len(stage_of(Model(), BLOCKS, rank, stage_layers=(3, 1))._modules) for rank in (0, 1)
-    ] == [
-        3,
-        1,
-    ]
+    stages = [stage_of(Model(), BLOCKS, rank, stage_layers=(3, 1)) for rank in (0, 1)]
+    assert [len(stage._modules) for stage in stages] == [3, 1]
 
 
 def test_each_stage_keeps_its_modules_under_the_names_of_the_full_model() -> None:
@@ -93,33 +90,27 @@ def test_each_stage_keeps_its_modules_under_the_names_of_the_full_model() -> Non
 
 
 def test_plans_that_do_not_fit_are_refused_with_the_legal_values() -> None:
-    assert "Did you mean 'model.blocks'" in refusal(
-        Model(), {"model.block": "blocks"}, ParallelPlanError
-    )
-    assert "Use 'blocks', 'first' or 'last'" in refusal(
-        Model(), {"model.blocks": "middle"}, ParallelPlanError
-    )
-    assert "'model.head' (Linear) has this kind" in refusal(
-        Model(), {"model.head": "blocks"}, ParallelPlanError
-    )
-    inside_blocks = refusal(Model(), {**BLOCKS, "model.blocks.1": "last"}, ParallelPlanError)
-    assert "Use 'model.words', 'model.norm' or 'model.head'" in inside_blocks
-    assert "must be at least pp x vpp" in refusal(Model(), BLOCKS, ParallelPlanError, pp=8)
-    assert "are 5 layers, and the model has 4" in refusal(
-        Model(), BLOCKS, ParallelPlanError, stage_layers=(4, 1)
-    )
-    moved = refusal(Model(), {**BLOCKS, "*.norm": "last"}, ParallelPlanError, stage_layers=(4, 0))
-    assert "the stage of 'model.norm' must have a block" in moved
-    assert "stage_layers is 4, 0. Give stage 1 a block" in moved
+    norm_last = {**BLOCKS, "*.norm": "last"}
+    cases: list[tuple[dict[str, str], dict[str, Any], str]] = [
+        ({"model.block": "blocks"}, {}, "Did you mean 'model.blocks'"),
+        # With one stage nothing is cut, but a misspelt name is still refused.
+        ({"model.block": "blocks"}, {"pp": 1}, "matches no module"),
+        ({"model.blocks": "middle"}, {}, "Use 'blocks', 'first' or 'last'"),
+        ({"model.head": "blocks"}, {}, "'model.head' (Linear) has this kind"),
+        (
+            {**BLOCKS, "model.blocks.1": "last"},
+            {},
+            "Use 'model.words', 'model.norm' or 'model.head'",
+        ),
+        (BLOCKS, {"pp": 8}, "must be at least pp x vpp"),
+        (BLOCKS, {"stage_layers": (4, 1)}, "are 5 layers, and the model has 4"),
+        (norm_last, {"stage_layers": (4, 0)}, "the stage of 'model.norm' must have a block"),
+        (norm_last, {"stage_layers": (4, 0)}, "stage_layers is 4, 0. Give stage 1 a block"),
+    ]
+    for plan, layout, message in cases:
+        assert message in refusal(Model(), plan, ParallelPlanError, **layout)
     shared = refusal(Model(shared=True), BLOCKS, UnsupportedError)
-    assert (
-        "'model.blocks.0.weight' and 'model.blocks.3.weight' share one weight across pipeline "
-        "stages"
-    ) in shared
-    # With one stage nothing is cut, but a misspelt name is still refused.
-    assert "matches no module" in refusal(
-        Model(), {"model.block": "blocks"}, ParallelPlanError, pp=1
-    )
+    assert "'model.blocks.0.weight' and 'model.blocks.3.weight' share one weight across" in shared
 
 
 def run_stage(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCursor]:
@@ -178,14 +169,8 @@ def test_unsupported_calls_of_a_stage_are_refused() -> None:
 
 
 def test_hugging_face_models_declare_their_blocks_and_refuse_unsupported_calls() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 61,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "pad_token_id": None,
-    }
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "pad_token_id": None}
+    sizes |= {"num_hidden_layers": 2}
     # No family computes this activation, so the model keeps its own code.
     config = transformers.Olmo2Config(**sizes, num_attention_heads=2, hidden_act="tanh")
     model = transformers.Olmo2ForCausalLM(config)

@@ -29,7 +29,6 @@ safetensors = pytest.importorskip("safetensors.torch")
 #: and evaluated.
 REPLACED: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
     "llama with one key head": ("AutoModelForCausalLM", {"tp": 2, "pp": 2}, {"tp": 2}),
-    "gpt2": ("AutoModelForCausalLM", {"pp": 2}, {"tp": 4}),
     "mixtral": ("AutoModelForCausalLM", {"pp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}),
     "roberta classes": ("AutoModelForSequenceClassification", {"tp": 2, "pp": 2}, {"tp": 2}),
 }
