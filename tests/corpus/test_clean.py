@@ -128,12 +128,11 @@ def test_signatures_match_datasketch(text: str) -> None:
     assert np.array_equal(signature_of(text, 3), oracle.hashvalues)
 
 
-@pytest.mark.parametrize("changes", [2, 8, 20, 60])
-def test_estimates_are_near_the_exact_similarity(changes: int) -> None:
+def test_estimates_are_near_the_exact_similarity() -> None:
     errors = []
-    for seed in range(20):
+    for seed in range(40):
         text = text_of(seed, 400)
-        near_copy = changed(text, seed, changes)
+        near_copy = changed(text, seed, (2, 8, 20, 60)[seed % 4])
         a, b = shingles_of(text, 5), shingles_of(near_copy, 5)
         exact = len(a & b) / len(a | b)
         errors.append((signature_of(text, 5) == signature_of(near_copy, 5)).mean() - exact)

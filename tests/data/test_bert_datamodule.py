@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron import BERTDataModule, BERTPretraining, EncoderConfig
@@ -17,10 +17,10 @@ from lightning_megatron.data.pair_batches import PairBatches, _truncated_sizes
 from lightning_megatron.data.pair_samples import PairOptions, PairSamples
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
-from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from tests.bert_corpus import VOCABULARY, write_sentences, write_vocabulary
-from tests.data.recorder import Watcher, make_trainer, run
-from tests.data.test_datamodule_resume import StopAfter
+from tests.data.recorder import Watcher, check_resumes, make_trainer, run
+from tests.refusals import check_refusals
 
 LENGTH = 32
 CLS, SEP, MASK = 2, 3, 4
@@ -89,7 +89,6 @@ def test_a_row_holds_two_parts_of_one_document_in_order_or_swapped(
     assert 0.4 < rows["order"].double().mean() < 0.6
 
 
-@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 60))
 def test_truncation_removes_tokens_of_the_longer_segment_one_by_one(
     first: int, second: int, target: int
@@ -100,17 +99,19 @@ def test_truncation_removes_tokens_of_the_longer_segment_one_by_one(
     assert _truncated_sizes(first, second, target) == tuple(expected)
 
 
-def test_single_segment_rows_have_no_order_and_one_separator(corpus: str, vocabulary: str) -> None:
+def test_rows_of_one_segment_or_without_a_sample(corpus: str, vocabulary: str) -> None:
     batches, rows = rows_of(module_of(corpus, vocabulary, order_prediction=False))
     assert not rows["order"].any()
     assert not rows["token_types"].any()
-    for row in range(200):
-        unmasked = torch.where(
-            rows["labels"][row] == -100, rows["tokens"][row], rows["labels"][row]
-        )
-        assert int((unmasked == SEP).sum()) == 1
-    sentences, target = batches.samples.sentences(0)
-    assert target <= LENGTH - 2
+    unmasked = torch.where(rows["labels"] == -100, rows["tokens"], rows["labels"])
+    assert ((unmasked == SEP).sum(1) == 1).all()
+    assert batches.samples.sentences(0)[1] <= LENGTH - 2
+    batches, _ = rows_of(module_of(corpus, vocabulary))
+    empty = batches[[-1]]
+    assert empty["tokens"][0].tolist() == [CLS] + [0] * (LENGTH - 1)
+    assert empty["valid"][0].tolist() == [True] + [False] * (LENGTH - 1)
+    assert empty["lengths"][0] == 1
+    assert (empty["labels"] == -100).all()
 
 
 def test_rows_depend_only_on_seed_row_number_and_epoch(corpus: str, vocabulary: str) -> None:
@@ -125,15 +126,6 @@ def test_rows_depend_only_on_seed_row_number_and_epoch(corpus: str, vocabulary: 
     # The same sample in another epoch has other masks.
     batches.epoch = 1
     assert not torch.equal(batches[[7]]["labels"][0], rows["labels"][7])
-
-
-def test_a_row_without_a_sample_has_no_label(corpus: str, vocabulary: str) -> None:
-    batches, _ = rows_of(module_of(corpus, vocabulary))
-    empty = batches[[-1]]
-    assert empty["tokens"][0].tolist() == [CLS] + [0] * (LENGTH - 1)
-    assert empty["valid"][0].tolist() == [True] + [False] * (LENGTH - 1)
-    assert empty["lengths"][0] == 1
-    assert (empty["labels"] == -100).all()
 
 
 class RowRecorder(Watcher):
@@ -152,34 +144,25 @@ def row_tuples(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("limits", "num_workers"),
+    ("limits", "num_workers", "stops"),
     [
-        ({"max_steps": 9, "max_epochs": -1}, 0),
-        ({"max_steps": 9, "max_epochs": -1}, 2),
-        ({"max_epochs": 3}, 0),
+        ({"max_steps": 9, "max_epochs": -1}, 0, (2, 5)),
+        ({"max_steps": 9, "max_epochs": -1}, 2, (5,)),
+        ({"max_epochs": 3}, 0, (5,)),
     ],
-    ids=["steps", "steps and workers", "epochs"],
 )
 def test_a_killed_run_continues_with_the_next_row(
-    tmp_path: Path, corpus: str, vocabulary: str, limits: dict[str, int], num_workers: int
+    tmp_path: Path, corpus: str, vocabulary: str, limits: dict, num_workers: int, stops: tuple
 ) -> None:
-    def make_data(workers: int = num_workers) -> BERTDataModule:
-        return module_of(corpus, vocabulary, global_batch_size=16, num_workers=workers)
+    def trained(*callbacks: Any, ckpt_path: Path | None = None) -> list:
+        data = module_of(corpus, vocabulary, global_batch_size=16, num_workers=num_workers)
+        return run(RowRecorder(), data, make_trainer(tmp_path, *callbacks, **limits), ckpt_path)
 
-    def trained(data: BERTDataModule, *callbacks: Any, ckpt_path: Path | None = None) -> list:
-        trainer = make_trainer(tmp_path, *callbacks, **limits)
-        return run(RowRecorder(), data, trainer, ckpt_path)
-
-    uninterrupted = trained(make_data(0))
+    uninterrupted = check_resumes(trained, tmp_path, *stops)
     assert len(uninterrupted) >= 6
     rows = [row for batch in uninterrupted for row in batch]
     # Two rows of few tokens may have the same masks by chance.
     assert len(set(rows)) > 0.9 * len(rows)
-    killed = tmp_path / "killed.ckpt"
-    for stop in (2, 5):
-        first = trained(make_data(), StopAfter(stop, killed))
-        assert first == uninterrupted[:stop]
-        assert first + trained(make_data(), ckpt_path=killed) == uninterrupted
 
 
 def test_validation_has_every_sample_once_with_the_same_masks(
@@ -263,12 +246,12 @@ def test_a_split_is_disjoint_and_a_blend_has_its_shares(
     bounds = np.unique(TokenFile(corpus).document_index)
     sentences = data.training_samples(300)
     assert ranges[0] is not None
-    assert sentences._index[:, 1].max() <= bounds[ranges[0].stop]  # type: ignore[attr-defined]
+    assert sentences._index[:, 1].max() <= bounds[ranges[0].stop]
     assert len(data.val_dataloader()) > 0
 
     second_corpus = write_sentences(tmp_path / "other", vocabulary, num_documents=9, seed=5)
     blend = module_of({corpus: 0.25, second_corpus: 0.75}, vocabulary).training_samples(80)
-    assert np.bincount(blend.choices).tolist() == [20, 60]  # type: ignore[attr-defined]
+    assert np.bincount(blend.choices).tolist() == [20, 60]
     exhaustive = module_of([corpus, second_corpus], vocabulary).training_samples(None)
     options = PairOptions(LENGTH)
     assert len(exhaustive) == sum(
@@ -288,7 +271,7 @@ def test_a_stored_index_equals_a_newly_built_index(corpus: str, vocabulary: str)
         TokenFile(corpus), PairOptions(LENGTH, vocab_size=VOCABULARY), num_samples=100
     )
     for samples in built_and_stored:
-        assert np.array_equal(samples._index, expected._index)  # type: ignore[attr-defined]
+        assert np.array_equal(samples._index, expected._index)
         assert samples.order_key == expected.order_key
 
 
@@ -305,18 +288,24 @@ def test_the_log_counts_omitted_documents_and_truncated_tokens(
     assert "71.0% of the tokens are cut" in line
 
 
-def test_invalid_data_and_settings_raise(tmp_path: Path, corpus: str, vocabulary: str) -> None:
+def test_invalid_data_and_settings_are_refused(
+    tmp_path: Path, corpus: str, vocabulary: str
+) -> None:
     with TokenFileWriter(tmp_path / "whole", vocab_size=VOCABULARY) as writer:
         for _ in range(3):
             writer.add_document(np.full(10, 7))
     with pytest.raises(CorruptDataError, match="preprocess --split-sentences"):
         module_of(str(tmp_path / "whole"), vocabulary).training_samples(5)
-    with pytest.raises(UnsupportedError, match="seq_length must be at least 5"):
-        BERTDataModule(corpus, tokenizer=vocabulary, seq_length=4)
     BERTDataModule(corpus, tokenizer=vocabulary, seq_length=4, order_prediction=False)
-    for name, value in (("mask_probability", 1.0), ("short_probability", -0.1), ("max_ngram", 0)):
-        with pytest.raises(ParallelPlanError, match=name):
-            module_of(corpus, vocabulary, **{name: value})
+    check_refusals(
+        lambda **options: BERTDataModule(corpus, tokenizer=vocabulary, **options),
+        [
+            ({"seq_length": 4}, "seq_length must be at least 5"),
+            ({"mask_probability": 1.0}, "mask_probability"),
+            ({"short_probability": -0.1}, "short_probability"),
+            ({"max_ngram": 0}, "max_ngram"),
+        ],
+    )
     with TokenFileWriter(tmp_path / "bytes", vocab_size=257) as writer:
         writer.add_document(np.full(20, 200), lengths=[10, 10])
     with pytest.raises(CorruptDataError, match="vocabulary of 61 tokens: sample 0"):

@@ -1,8 +1,7 @@
-"""Order "megatron" takes the samples of Megatron-Core: by sequence, with its splits, blends and
-shuffles.
+"""Windows, orders, splits and blends equal those of megatron-core 0.16.1, or are exact where it rounds.
 
-The expected values are those of megatron-core 0.16.1: its BlendedMegatronDatasetBuilder over these
-corpora (with blend_per_split, or blend and split), helpers.cpp, and parse_and_normalize_split with
+The expected values are those of its BlendedMegatronDatasetBuilder over these corpora (with
+blend_per_split, or blend and split), helpers.cpp, and parse_and_normalize_split with
 convert_split_vector_to_split_matrix.
 """
 
@@ -11,13 +10,16 @@ from __future__ import annotations
 import math
 import random
 import zlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_megatron.data.blend import blend, blend_exhaustively
+from lightning_megatron.data.blend import blend, blend_exhaustively, integer_weights, occurrences
 from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.datamodule import TokenDataModule
 from lightning_megatron.data.megatron_order import (
@@ -28,14 +30,26 @@ from lightning_megatron.data.megatron_order import (
 )
 from lightning_megatron.data.samples import SampleOptions
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
-from lightning_megatron.data.windows import split_range
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.data.windows import (
+    index_as_megatron,
+    index_once,
+    index_one_pass,
+    index_passes,
+    num_epochs,
+    num_windows,
+    shuffle_documents,
+    shuffle_windows,
+    split_range,
+    window_starts,
+)
+from tests.refusals import check_refusals
 
 # Documents as lengths of their sequences; tokens rise from 0 and from 1000.
 DOCUMENTS = {
     "a": (0, [[3, 4], [5], [2, 2, 7], [9], [1, 6], [4, 4, 4]] * 3),
     "b": (1000, [[6], [1, 1, 8], [], [5, 3], [10]] * 3),
 }
+LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 1)
 
 
 def write(folder: Path, name: str) -> str:
@@ -47,12 +61,6 @@ def write(folder: Path, name: str) -> str:
     return str(folder / name)
 
 
-def training_windows(train: Any, **options: Any) -> list[list[int]]:
-    data = TokenDataModule(train, seq_length=6, seed=42, **options)
-    samples = data.train_dataloader().batches.samples
-    return [samples[i].tolist() for i in range(len(samples))]
-
-
 # Corpora, weights, split, requested samples; number of windows, first tokens of the first 12
 # windows, CRC-32 of all windows as 64-bit integers.
 GOLDEN: list[tuple[str, list[float] | None, str | None, int | None, int, list[int], int]] = [
@@ -62,53 +70,13 @@ GOLDEN: list[tuple[str, list[float] | None, str | None, int | None, int, list[in
     # With a weight, a single corpus with a split has more windows, here one more epoch.
     ("a", None, "80,10,10", 58, 58, [31, 63, 77, 95, 45, 104, 29, 87, 58, 3, 23, 103], 4243324719),
     ("a", [1.0], "80,10,10", 58, 58, [106, 63, 15, 25, 33, 46, 70, 3, 41, 58, 45, 41], 3815429840),
-    (
-        "ab",
-        [0.7, 0.3],
-        None,
-        60,
-        60,
-        [89, 1000, 113, 52, 1013, 20, 77, 1082, 149, 105, 115, 1069],
-        942611696,
-    ),
-    (
-        "ab",
-        [2.0, 1.0],
-        "7,2,1",
-        60,
-        60,
-        [81, 1073, 99, 19, 1058, 37, 46, 1013, 27, 91, 1055, 6],
-        1428638257,
-    ),
-    (
-        "ab",
-        None,
-        None,
-        None,
-        41,
-        [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090],
-        3739637134,
-    ),
-    (
-        "ab",
-        None,
-        None,
-        30,
-        30,
-        [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090],
-        3490849211,
-    ),
+    ("ab", [0.7, 0.3], None, 60, 60, [89, 1000, 113, 52, 1013, 20, 77, 1082, 149, 105, 115, 1069], 942611696),
+    ("ab", [2.0, 1.0], "7,2,1", 60, 60, [81, 1073, 99, 19, 1058, 37, 46, 1013, 27, 91, 1055, 6], 1428638257),
+    ("ab", None, None, None, 41, [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090], 3739637134),
+    ("ab", None, None, 30, 30, [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090], 3490849211),
     # Without weights, a blend has at most one epoch.
-    (
-        "ab",
-        None,
-        None,
-        500,
-        41,
-        [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090],
-        3739637134,
-    ),
-]
+    ("ab", None, None, 500, 41, [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090], 3739637134),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -117,21 +85,27 @@ GOLDEN: list[tuple[str, list[float] | None, str | None, int | None, int, list[in
 def test_training_windows_match_megatron_core(
     tmp_path: Path,
     names: str,
-    weights: list[float] | None,
-    split: str | None,
-    size: int | None,
+    weights: Any,
+    split: Any,
+    size: Any,
     count: int,
     firsts: list[int],
     checksum: int,
 ) -> None:
     prefixes = [write(tmp_path, name) for name in names]
     train = prefixes if weights is None else dict(zip(prefixes, weights, strict=True))
-    windows = training_windows(train, split=split, order="megatron", train_samples=size)
-    assert len(windows) == count
-    assert [window[0] for window in windows[:12]] == firsts
-    assert zlib.crc32(np.array(windows, dtype="<i8").tobytes()) == checksum
-    # The second call reads the index from the cache.
-    assert training_windows(train, split=split, order="megatron", train_samples=size) == windows
+
+    def windows() -> list[list[int]]:
+        options = {"seq_length": 6, "seed": 42, "split": split, "train_samples": size}
+        data = TokenDataModule(train, order="megatron", **options)
+        samples = data.train_dataloader().batches.samples
+        return [samples[i].tolist() for i in range(len(samples))]
+
+    first = windows()
+    assert len(first) == count
+    assert [window[0] for window in first[:12]] == firsts
+    assert zlib.crc32(np.array(first, dtype="<i8").tobytes()) == checksum
+    assert windows() == first, "the second call reads the index from the cache"
 
 
 def windows_by_the_rule_of_megatron(
@@ -164,32 +138,27 @@ def windows_by_the_rule_of_megatron(
 
 
 def test_documents_of_several_sequences_are_shuffled_by_sequence(tmp_path: Path) -> None:
-    chance = random.Random(14)
-    for case in range(40):
+    draw = random.Random(14)
+    for case in range(25):
         sequences: list[list[int]] = []
         prefix = tmp_path / str(case)
         with TokenFileWriter(prefix, dtype="i4") as writer:
-            for _ in range(chance.randint(2, 20)):
-                lengths = [chance.randint(1, 12) for _ in range(chance.randint(1, 4))]
+            for _ in range(draw.randint(2, 20)):
+                lengths = [draw.randint(1, 12) for _ in range(draw.randint(1, 4))]
                 first = sum(map(len, sequences))
                 writer.add_document(np.arange(first, first + sum(lengths)), lengths=lengths)
                 for length in lengths:
                     sequences.append(list(range(first, first + length)))
                     first += length
-        seq_length, size, seed = (
-            chance.randint(2, 9),
-            chance.randint(1, 120),
-            chance.randrange(10**6),
-        )
+        seq_length, size, seed = draw.randint(2, 9), draw.randint(1, 120), draw.randrange(10**6)
         options = SampleOptions(seq_length, seed=seed, order="megatron")
         samples = blend_samples([(TokenFile(prefix), None)], None, options, size)
         actual = [samples[i].tolist() for i in range(len(samples))]
         assert actual == windows_by_the_rule_of_megatron(sequences, seq_length, size, seed)
 
 
-@pytest.mark.parametrize(
-    ("count", "weights", "bounds"),
-    [
+def test_splits_round_like_double_precision_or_are_exact() -> None:
+    for count, weights, bounds in (
         (30, "90,5,5", [0, 27, 29, 30]),
         (10, "0.1,0.2,0.7", [0, 1, 3, 10]),
         (1000, "980,15,5", [0, 980, 995, 1000]),
@@ -198,16 +167,41 @@ def test_documents_of_several_sequences_are_shuffled_by_sequence(tmp_path: Path)
         (30, "94,3,3", [0, 28, 29, 30]),
         (45, "0.7,.2,.1", [0, 32, 41, 45]),
         (7, "1", [0, 7, 7, 7]),
-    ],
-)
-def test_splits_round_like_double_precision(count: int, weights: str, bounds: list[int]) -> None:
-    expected = [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
-    assert list(split_as_megatron(count, weights)) == expected
+    ):
+        assert list(split_as_megatron(count, weights)) == [
+            range(*pair) for pair in pairwise(bounds)
+        ]
+    for count, weights, bounds in (
+        (30, "90,5,5", [0, 27, 28, 30]),
+        (1000, "980,15,5", [0, 980, 995, 1000]),
+        (3, "1,1,1", [0, 1, 2, 3]),
+        (10, "1,0,0", [0, 10, 10, 10]),
+        # In floating point, 0.1 + 0.2 > 0.3.
+        (10, "0.1,0.2,0.7", [0, 1, 3, 10]),
+        # 2^53 + 1 is not a floating-point number.
+        (2**53 + 1, "1,0,0", [0, *[2**53 + 1] * 3]),
+    ):
+        assert list(split_range(count, weights)) == [range(*pair) for pair in pairwise(bounds)]
 
 
-def test_exact_splits_differ_where_doubles_round() -> None:
-    assert split_range(30, "90,5,5")[1] == range(27, 28)
-    assert split_as_megatron(30, "90,5,5")[1] == range(27, 29)
+@given(st.integers(0, 10**12), st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any))
+def test_splits_cover_all_documents(count: int, weights: list[int]) -> None:
+    parts, total = split_range(count, ",".join(map(str, weights))), sum(weights)
+    assert (parts[0].start, parts[-1].stop) == (0, count)
+    assert all(a.stop == b.start for a, b in pairwise(parts))
+    for part, weight in zip(parts, weights, strict=False):
+        assert abs(len(part) * total - count * weight) <= total
+
+
+def test_the_parts_of_a_split_share_no_token_in_either_order(tmp_path: Path) -> None:
+    prefix = write(tmp_path, "a")
+    for order in ("passes", "megatron"):
+        data = TokenDataModule(prefix, split="60,20,20", seq_length=6, order=order)
+        parts = [
+            {int(token) for batch in loader for token in batch["tokens"].flatten()} - {0}
+            for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader())
+        ]
+        assert not parts[0] & parts[1] | parts[0] & parts[2] | parts[1] & parts[2]
 
 
 def choices_by_the_rule_of_megatron(
@@ -241,17 +235,15 @@ def test_blends_choose_datasets_with_the_rounding_of_doubles() -> None:
         "000200020010020002000"
     )
     assert "".join(map(str, blend_exhaustively_as_megatron([90, 10, 25]).tolist())) == golden
-    chance, num_different = random.Random(15), 0
-    for _ in range(60):
+    draw, num_different = random.Random(15), 0
+    for _ in range(40):
         weights = [
-            chance.choice([chance.randint(1, 9) / 10, chance.random()])
-            for _ in range(chance.randint(1, 5))
+            draw.choice([draw.randint(1, 9) / 10, draw.random()]) for _ in range(draw.randint(1, 5))
         ]
         shares = (np.array(weights) / np.sum(np.array(weights))).tolist()
-        assert blend_as_megatron(weights, 200).tolist() == choices_by_the_rule_of_megatron(
-            shares, 200
-        )
-        sizes = [chance.randint(1, 60) for _ in weights]
+        expected = choices_by_the_rule_of_megatron(shares, 200)
+        assert blend_as_megatron(weights, 200).tolist() == expected
+        sizes = [draw.randint(1, 60) for _ in weights]
         shares = [size / sum(sizes) for size in sizes]
         actual = blend_exhaustively_as_megatron(sizes).tolist()
         assert actual == choices_by_the_rule_of_megatron(shares, sum(sizes), sizes)
@@ -259,32 +251,121 @@ def test_blends_choose_datasets_with_the_rounding_of_doubles() -> None:
     assert num_different
 
 
-@pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, -1.0], [math.nan], [math.inf, 1.0]])
-def test_blend_weights_that_are_not_finite_and_positive_raise(weights: list[float]) -> None:
-    with pytest.raises(UnsupportedError, match="finite and positive"):
-        normalize(weights)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(any), st.integers(1, 200))
+def test_exact_blends_keep_the_shares_at_every_step(weights: list[int], size: int) -> None:
+    choices, total = blend(weights, size).tolist(), sum(weights)
+    for stop in range(1, size + 1):
+        counts = [choices[:stop].count(dataset) for dataset in range(len(weights))]
+        pairs = zip(weights, counts, strict=True)
+        assert max(abs(w * stop - count * total) for w, count in pairs) <= len(weights) * total
+    choices = blend_exhaustively(weights).tolist()
+    assert [choices.count(dataset) for dataset in range(len(weights))] == weights
 
 
-@pytest.mark.parametrize(
-    "weights", ["", "a", "1,2,3,4", "1,,1", "-1,2", "1e3,1", "nan", "inf", "0,0,0", "9" * 400]
-)
-def test_invalid_splits_raise(weights: str) -> None:
-    with pytest.raises(UnsupportedError, match="split weights"):
-        split_as_megatron(10, weights)
+def test_exact_blends_of_worked_examples() -> None:
+    assert blend([0.3, 0.7], 10).tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
+    assert blend([1, 2, 3], 12).tolist() == [2, 1, 0, 2, 1, 2, 0, 2, 1, 2, 1, 2]
+    assert blend([0.001, 0.999], 5).tolist() == [1, 0, 1, 1, 1]
+    assert blend([0.2, 0.5, 0.3], 500)[:123].tolist() == blend([0.2, 0.5, 0.3], 123).tolist()
+    assert blend_exhaustively([2, 3, 1]).tolist() == [1, 0, 2, 1, 0, 1]
+    assert integer_weights([0.1, 0.2, 0.7]) == [1, 2, 7]
+    assert integer_weights([1e-3, 0.999]) == [1, 999]
+    assert integer_weights([4, 2]) == [2, 1]
+    assert occurrences(blend([1, 2, 3], 6), 3).tolist() == [0, 0, 0, 1, 1, 2]
 
 
-def test_the_parts_of_a_split_share_no_token_in_either_order(tmp_path: Path) -> None:
-    prefix = write(tmp_path, "a")
-    for order in ("passes", "megatron"):
-        data = TokenDataModule(prefix, split="60,20,20", seq_length=6, order=order)  # type: ignore[arg-type]
-        loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
-        tokens_of_parts = [
-            {int(token) for batch in loader for token in batch["tokens"].flatten()}
-            for loader in loaders
-        ]
-        # Padded rows hold token 0.
-        for first, second in ((0, 1), (0, 2), (1, 2)):
-            assert not tokens_of_parts[first] & tokens_of_parts[second] - {0}
+def test_invalid_weights_and_splits_are_refused() -> None:
+    wrong: list[list[float]] = [[], [1.0, -1.0], [math.nan], [math.inf, 1.0]]
+    finite = [(([*weights],), "finite and positive") for weights in [*wrong, [1.0, 0.0]]]
+    check_refusals(normalize, finite)
+    check_refusals(blend, [((w, 3), "weights of a blend") for w in [*wrong, [0, 0]]])
+    splits = ("", "a", "1,2,3,4", "1,,1", "-1,2", "1e3,1", "nan", "inf", "0,0,0", "9" * 400)
+    check_refusals(split_as_megatron, [((10, split), "split weights") for split in splits])
+    check_refusals(split_range, [((10, split), "split weights") for split in ("0,0", "1,-1")])
+
+
+def test_window_starts_and_shuffles_match_megatron() -> None:
+    for lengths, seq_length, expected in (
+        ([3, 5, 2], 4, [[0, 0], [1, 1], [2, 0]]),
+        ([3, 5, 2], 3, [[0, 0], [1, 0], [1, 3], [2, 1]]),
+        ([3, 0, 5], 3, [[0, 0], [2, 0], [2, 3]]),
+    ):
+        count = num_windows(sum(lengths), seq_length)
+        starts = window_starts(lengths, [0, 1, 2], seq_length, count)
+        assert starts.tolist() == expected
+        assert starts.dtype == np.int32
+    for apart, documents, size, windows in (
+        (False, "3 1 0 2 4 2 0 2 1 4 3 4 0 1 3", 7, [5, 1, 3, 4, 0, 6, 2]),
+        (True, "2 2 4 1 0 3 4 0 1 3 0 4 3 2 1", 5, [1, 3, 2, 0, 4, 6, 5]),
+    ):
+        numbers = np.random.RandomState(1234)
+        shuffled = shuffle_documents(5, 3, numbers, apart).tolist()
+        assert shuffled == list(map(int, documents.split()))
+        assert shuffle_windows(size, 7, numbers).tolist() == windows
+
+
+@given(st.integers(2, 10**15), st.integers(1, 10**5), st.integers(1, 10**9))
+def test_counts_of_windows_and_epochs_are_exact(tokens: int, seq_length: int, samples: int) -> None:
+    epochs = num_epochs(tokens, seq_length, samples)
+    assert num_windows(epochs * tokens, seq_length) >= samples
+    assert epochs == 1 or num_windows((epochs - 1) * tokens, seq_length) < samples
+    # float32 would be one short, and beyond 2^53 even float64 would round.
+    assert num_windows(67_111_941, 1024, drop_last=False) == 65_540
+    assert num_windows(67_111_941, 1024) == 65_539
+    assert num_windows(2**60 + 2, 2, drop_last=True) == 2**59
+    assert num_windows(2**60 + 2, 2, drop_last=False) == 2**59 + 1
+
+
+def read(lengths: list[int], index: Any, window: int) -> list[int]:
+    """Return the tokens of a window, where document d has the tokens d * 100, d * 100 + 1, ..."""
+    documents = index.documents
+    row = [int(d) * 100 + i for d in documents for i in range(lengths[d])]
+    ends = np.cumsum([lengths[d] for d in documents])
+    first, last = (
+        int(ends[place] - lengths[documents[place]]) + int(offset)
+        for place, offset in index.starts[window : window + 2]
+    )
+    return row[first : last + 1]
+
+
+@given(LENGTHS, st.integers(1, 9), st.integers(1, 30), st.integers(0, 30))
+def test_windows_predict_every_token_once_and_larger_counts_only_extend_the_passes(
+    lengths: list[int], seq_length: int, samples: int, additional: int
+) -> None:
+    sizes = np.array(lengths)
+    index = index_once(sizes, seq_length)
+    count = len(index.starts) - 1
+    assert sorted(index_once(sizes, seq_length, seed=1).shuffle) == list(range(count))
+    windows = [read(lengths, index, number) for number in range(count)]
+    row = [d * 100 + i for d, size in enumerate(lengths) for i in range(size)]
+    assert [token for window in windows for token in window[1:]] == row[1:]
+    assert all(len(window) == seq_length + 1 for window in windows[:-1])
+    smaller, larger = (
+        index_passes(sizes, seq_length, number, seed=5)
+        for number in (samples, samples + additional)
+    )
+    assert len(smaller.shuffle) == samples
+    assert larger.shuffle[:samples].tolist() == smaller.shuffle.tolist()
+    for window in smaller.shuffle:
+        expected = read(lengths, smaller, window)
+        assert read(lengths, larger, window) == expected
+        assert len(expected) == seq_length + 1
+    index = index_as_megatron(sizes, seq_length, samples, seed=3)
+    count = len(index.starts) - 1
+    assert count >= samples
+    assert sorted(index.shuffle) == list(range(count))
+    assert all(len(read(lengths, index, number)) == seq_length + 1 for number in range(count))
+
+
+def test_each_pass_has_every_document_and_window_once() -> None:
+    index = index_passes(np.full(10, 8), 8, 30, seed=1)
+    for number in range(3):
+        part = slice(10 * number, 10 * number + 10)
+        assert sorted(index.documents[part]) == list(range(10))
+        assert sorted(index.shuffle[part]) == list(range(10 * number, 10 * number + 10))
+    assert index.documents[:10].tolist() != index.documents[10:20].tolist()
+    index = index_one_pass(np.array([5, 4]), 4, seed=0)
+    assert sorted(index.shuffle) == sorted(index.documents) == [0, 1]
 
 
 def test_the_order_key_ignores_by_sequence_if_documents_are_single_sequences(
@@ -294,10 +375,5 @@ def test_the_order_key_ignores_by_sequence_if_documents_are_single_sequences(
         for number in range(9):
             writer.add_document(np.arange(9) + number)
     corpora = [(TokenFile(tmp_path / "c"), None)]
-    keys = [
-        blend_samples(
-            corpora, None, SampleOptions(4, order="spread", by_sequence=by_sequence)
-        ).order_key
-        for by_sequence in (False, True)
-    ]
-    assert keys[0] == keys[1]
+    options = [SampleOptions(4, order="spread", by_sequence=each) for each in (False, True)]
+    assert len({blend_samples(corpora, None, each).order_key for each in options}) == 1

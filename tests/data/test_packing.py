@@ -1,30 +1,29 @@
-"""Rows of whole documents predict every token once and have little padding, and runs resume."""
+"""Rows of whole documents predict every token once, in spans of windows, with little padding."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.data.best_fit import best_fit
 from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.datamodule import TokenDataModule
-from lightning_megatron.data.packing import index_packed
-from lightning_megatron.data.samples import GPTSamples, SampleOptions
-from lightning_megatron.errors import CorruptDataError, UnsupportedError
-from tests.data.recorder import make_trainer, run
-from tests.data.test_balance import FirstTokenRecorder
-from tests.data.test_datamodule_resume import StopAfter
-from tests.data.test_samples import write
+from lightning_megatron.data.loader import WindowBatches
+from lightning_megatron.data.packing import PackedIndex, index_packed
+from lightning_megatron.data.samples import NO_TOKEN, GPTSamples, SampleOptions
+from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.plan.context_groups import ContextGroups, crosses
+from tests.data.recorder import write_documents
+from tests.refusals import check_refusals
 
 
-@settings(max_examples=80, deadline=None)
-@given(sizes=st.lists(st.integers(2, 20), max_size=40), capacity=st.integers(20, 30))
+@given(st.lists(st.integers(2, 20), max_size=40), st.integers(20, 30))
 def test_no_two_rows_fit_into_one_row(sizes: list[int], capacity: int) -> None:
     rows = best_fit(np.array(sizes, np.int64), capacity)
     assert sorted(item for row in rows for item in row) == list(range(len(sizes)))
@@ -33,44 +32,89 @@ def test_no_two_rows_fit_into_one_row(sizes: list[int], capacity: int) -> None:
     assert all(size + next_size > capacity for size, next_size in pairwise(filled))
 
 
-@settings(max_examples=60, deadline=None)
+def positions_of(index: PackedIndex, row: int, length: int) -> list[tuple[int, int, int]]:
+    """Return the document (-1 for a gap), first position and end of each piece of a row; the last
+    token of a row is only a label.
+    """
+    parts = index.parts[index.firsts[row] : index.firsts[row + 1]].tolist()
+    ends = [0, *(min(end, length) for end in accumulate(size for _, _, size in parts))]
+    return [(part[0], *ends) for part, ends in zip(parts, pairwise(ends), strict=True)]
+
+
 @given(
-    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=25),
-    seq_length=st.integers(1, 12),
-    seed=st.sampled_from([None, 3]),
-    num_passes=st.integers(1, 3),
+    *(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.sampled_from([1, 2, 4, 8])),
+    *(st.integers(1, 3), st.sampled_from([None, 3]), st.integers(1, 3)),
 )
-def test_every_pass_predicts_every_token_once(
-    lengths: list[int], seq_length: int, seed: int | None, num_passes: int
+def test_every_pass_predicts_every_token_once_in_spans_of_windows(
+    lengths: list[int], num_windows: int, half: int, seed: int | None, num_passes: int
 ) -> None:
+    window, sizes = 2 * half, np.array(lengths)
+    seq_length, options = num_windows * window, {"num_windows": num_windows}
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    single_pass = index_packed(np.array(lengths), seq_length, None, seed)
-    expected = sorted(
-        token for start, size in zip(bounds, lengths, strict=False)
-        for token in range(start + 1, start + size)
-    )  # fmt: skip
+    single = index_packed(sizes, seq_length, None, seed, **options)
+    pairs = zip(bounds, lengths, strict=False)
+    expected = sorted(token for start, size in pairs for token in range(start + 1, start + size))
     if not expected:
-        assert single_pass.num_windows == 0
+        assert single.num_windows == 0
         return
-    count = single_pass.num_windows * num_passes
-    index = index_packed(np.array(lengths), seq_length, count, seed)
+    count = single.num_windows * num_passes
+    index = index_packed(sizes, seq_length, count, seed, **options)
     assert index.num_windows == count, "all passes have the same number of rows"
     for number in range(num_passes):
-        predicted = []
-        for row in range(number * single_pass.num_windows, (number + 1) * single_pass.num_windows):
+        predicted: list[int] = []
+        for row in range(number * single.num_windows, (number + 1) * single.num_windows):
             pieces = index.pieces(row, bounds)
+            held = sum(stop - start for start, stop in pieces)
             assert 0 < len(pieces) <= index.max_pieces
-            assert sum(stop - start for start, stop in pieces) <= seq_length + 1
-            predicted += [token for start, stop in pieces for token in range(start + 1, stop)]
+            assert held <= seq_length + 1
+            for start, stop in pieces:
+                predicted += range(start + 1, stop) if start >= 0 else []
+            if num_windows > 1:
+                assert held >= seq_length
+                positions = positions_of(index, row, seq_length)
+                longest = max(stop - start for document, start, stop in positions if document >= 0)
+                powers = [2**power for power in range(4)]
+                span = window * next(power for power in powers if longest <= window * power)
+                assert all(start // span == (stop - 1) // span for _, start, stop in positions)
         assert sorted(predicted) == expected
-    longer = index_packed(np.array(lengths), seq_length, count + 1, seed)
-    assert [longer.pieces(row, bounds) for row in range(count)] == [
-        index.pieces(row, bounds) for row in range(count)
-    ]
+    longer = index_packed(sizes, seq_length, count + 1, seed, **options)
+    assert all(longer.pieces(row, bounds) == index.pieces(row, bounds) for row in range(count))
+
+
+@given(st.lists(st.integers(2, 33), min_size=8, max_size=60), st.sampled_from([None, 3]))
+def test_groups_are_as_small_as_the_longest_document_of_a_row_allows(
+    lengths: list[int], seed: int | None
+) -> None:
+    index = index_packed(np.array(lengths), 32, None, seed, num_windows=4)
+    for row in range(index.num_windows):
+        positions = positions_of(index, row, 32)
+        longest = max(stop - start for document, start, stop in positions if document >= 0)
+        borders = [0, *(stop for _, _, stop in positions)]
+        size = ContextGroups.of(borders, 32, 4).size
+        assert size == next(power for power in (1, 2, 4) if longest <= 8 * power or power == 4)
+
+
+def test_documents_cross_window_borders_only_without_context_windows() -> None:
+    lengths = np.array([5, 7, 6, 8, 3, 3, 5, 7, 6, 8, 3, 3])
+    for options, expected in (({}, True), ({"num_windows": 4}, False)):
+        index = index_packed(lengths, 32, None, 3, **options)
+        crossed = [
+            crosses([0, *(stop for _, _, stop in positions_of(index, row, 32))], 8)
+            for row in range(index.num_windows)
+        ]
+        assert any(crossed) is expected
+
+
+def test_rows_of_a_large_corpus_are_nearly_full() -> None:
+    draw = np.random.RandomState(1)
+    lengths = np.clip(draw.lognormal(np.log(400), 1.0, 20_000), 2, 8192).astype(np.int64)
+    index = index_packed(lengths, 8192, None, 3, num_windows=4)
+    assert int(lengths.sum()) / (index.num_windows * 8192) > 0.98
+    assert torch.tensor(index.firsts).diff().min() > 0
 
 
 def test_only_documents_longer_than_a_row_are_cut(tmp_path: Path) -> None:
-    corpus = write(tmp_path / "c", [9, 3, 4, 2, 5, 1])
+    corpus = write_documents(tmp_path / "c", [9, 3, 4, 2, 5, 1])
     samples = GPTSamples(corpus, SampleOptions(4, order="sequential", whole=True))
     rows = [(samples[row].tolist(), samples.lengths(row)) for row in range(len(samples))]
     assert rows == [
@@ -81,14 +125,39 @@ def test_only_documents_longer_than_a_row_are_cut(tmp_path: Path) -> None:
         ([9, 10, 11, 16, 17], [3, 2]),
     ]
     with pytest.raises(CorruptDataError, match="no document of at least 2 tokens"):
-        GPTSamples(write(tmp_path / "d", [1, 1, 1]), SampleOptions(4, whole=True))
+        GPTSamples(write_documents(tmp_path / "d", [1, 1, 1]), SampleOptions(4, whole=True))
+
+
+def test_gaps_have_no_tokens_no_labels_and_separate_lengths(tmp_path: Path) -> None:
+    corpus = write_documents(tmp_path / "c", [4, 4, 6, 4], first=10)
+    options = SampleOptions(8, order="sequential", whole=True, context_windows=2)
+    samples, gap, none = GPTSamples(corpus, options), NO_TOKEN, -100
+    rows = [(samples[row].tolist(), samples.lengths(row)) for row in range(len(samples))]
+    assert rows == [
+        ([18, 19, 20, 21, 22, 23, gap, gap], [6, 2]),
+        ([10, 11, 12, 13, 14, 15, 16, 17], [4, 4]),
+        ([24, 25, 26, 27, gap, gap, gap, gap], [4, 4]),
+    ]
+    batch = WindowBatches(samples, are_separate=True)[[0, 1, 2]]
+    assert {name: rows.tolist() for name, rows in batch.items()} == {
+        "tokens": [
+            [18, 19, 20, 21, 22, 23, 0, 0],
+            [10, 11, 12, 13, 14, 15, 16, 0],
+            [24, 25, 26, 27, 0, 0, 0, 0],
+        ],
+        "labels": [
+            [19, 20, 21, 22, 23, none, none, none],
+            [11, 12, 13, none, 15, 16, 17, none],
+            [25, 26, 27, *[none] * 5],
+        ],
+        "lengths": [[6, 1], [4, 3], [4, 3]],
+    }
 
 
 def test_rows_have_the_lengths_and_labels_of_their_documents(tmp_path: Path) -> None:
     lengths = [3, 4, 2, 5, 2, 6]
-    prefix = str(tmp_path / "c")
-    write(tmp_path / "c", lengths)
-    data = TokenDataModule(val=prefix, seq_length=7, batch_size=2, documents="whole")
+    write_documents(tmp_path / "c", lengths)
+    data = TokenDataModule(val=str(tmp_path / "c"), seq_length=7, batch_size=2, documents="whole")
     predicted = []
     for batch in data.val_dataloader():
         for tokens, labels, sizes in zip(*batch.values(), strict=True):
@@ -103,38 +172,30 @@ def test_rows_have_the_lengths_and_labels_of_their_documents(tmp_path: Path) -> 
     assert sorted(predicted) == sorted(set(range(sum(lengths))) - firsts)
 
 
-def test_a_killed_run_continues_with_the_next_row(tmp_path: Path) -> None:
-    write(tmp_path / "c", [7, 3, 2, 9, 4, 4, 2, 12, 3, 5] * 4)
-
-    def fit(*callbacks: StopAfter, path: Path | None = None) -> list[list[int]]:
-        data = TokenDataModule(
-            str(tmp_path / "c"), seq_length=8, batch_size=4, documents="whole",
-            balance_attention=True,
-        )  # fmt: skip
-        return run(
-            FirstTokenRecorder(), data, make_trainer(tmp_path, *callbacks, max_steps=9), path
-        )
-
-    uninterrupted = fit()
-    first = fit(StopAfter(5, tmp_path / "killed.ckpt"))
-    assert first + fit(path=tmp_path / "killed.ckpt") == uninterrupted
-
-
 def test_blends_of_whole_documents_have_every_token_once(tmp_path: Path) -> None:
-    corpora = [
-        (write(tmp_path / "a", [5, 3, 8]), None),
-        (write(tmp_path / "b", [4, 9, 2, 2], first=1000), None),
-    ]
+    a = write_documents(tmp_path / "a", [5, 3, 8])
+    corpora = [(a, None), (write_documents(tmp_path / "b", [4, 9, 2, 2], first=1000), None)]
     options = SampleOptions(8, whole=True, cache_dir=str(tmp_path / "cache"))
     once = blend_samples(corpora, None, options)
     tokens = [token for row in range(len(once)) for token in once[row].tolist()]
     assert sorted(tokens) == [*range(16), *range(1000, 1017)]
-    weighted = blend_samples(corpora, [1.0, 1.0], options)
-    assert len(weighted) == len(once)
-    plain = blend_samples(corpora, None, SampleOptions(8))
-    assert once.order_key != plain.order_key
+    assert len(blend_samples(corpora, [1.0, 1.0], options)) == len(once)
+    assert once.order_key != blend_samples(corpora, None, SampleOptions(8)).order_key
+    options = [SampleOptions(16, whole=True, context_windows=number) for number in (1, 2, 4)]
+    assert len({GPTSamples(a, each).order_key for each in options}) == 3
 
 
-def test_whole_documents_in_the_order_of_megatron_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="whose samples cross the ends"):
-        TokenDataModule("c", documents="whole", order="megatron")
+def test_settings_that_do_not_fit_whole_documents_are_refused() -> None:
+    whole = {"train": "c", "documents": "whole"}
+    check_refusals(
+        TokenDataModule,
+        [
+            ({**whole, "order": "megatron"}, "whose samples cross the ends"),
+            ({**whole, "seq_length": 24, "context_windows": 6}, "Use 4 or 8."),
+            ({**whole, "seq_length": 20, "context_windows": 4}, "Use 16 or 24."),
+            (
+                {"train": "c", "seq_length": 16, "documents": "separate", "context_windows": 4},
+                "needs documents='whole'",
+            ),
+        ],
+    )

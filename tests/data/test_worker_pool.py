@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import pytest
 
@@ -28,29 +29,28 @@ def signalled(value: int) -> int:
     return value
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+def sleeping(value: int) -> int:
+    signalled(value)
+    time.sleep(5)
+    return value
+
+
+@pytest.mark.parametrize("workers", [0, 3])
 def test_results_come_in_order(workers: int) -> None:
     results = list(map_in_order(worker_of, iter(range(40)), workers))
     assert [value for value, _ in results] == list(range(40))
     assert (os.getpid() in {process for _, process in results}) == (workers == 0)
 
 
-def test_a_worker_survives_sigterm_and_a_killed_worker_raises() -> None:
+def test_a_worker_survives_sigterm_for_the_grace_period_and_a_killed_worker_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert list(map_in_order(signalled, iter(range(7)), 2)) == list(range(7))
     with pytest.raises(BrokenProcessPool):
         list(map_in_order(signalled, iter(range(8)), 2))
-
-
-def test_a_signalled_worker_ends_after_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "_GRACE_SECONDS", 0.2)
     with pytest.raises(BrokenProcessPool):
         list(map_in_order(sleeping, iter(range(4, 2, -1)), 2))
-
-
-def sleeping(value: int) -> int:
-    signalled(value)
-    time.sleep(5)
-    return value
 
 
 KILLED = """
@@ -67,7 +67,7 @@ def test_workers_end_with_a_killed_parent() -> None:
     completed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
     assert completed.returncode == -signal.SIGKILL, completed.stderr
     workers = {int(process) for process in completed.stdout.strip("{}\n").split(",")}
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while workers := {process for process in workers if is_running(process)}:
         assert time.monotonic() < deadline, workers
         time.sleep(0.05)
@@ -76,7 +76,6 @@ def test_workers_end_with_a_killed_parent() -> None:
 def is_running(process: int) -> bool:
     """Return whether a process exists and has not ended."""
     try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False

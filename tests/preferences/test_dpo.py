@@ -27,7 +27,7 @@ from lightning_megatron.errors import (
 from lightning_megatron.models.lora import LoraSettings
 from lightning_megatron.preferences.reference import ReferenceLogProbs
 from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
-from tests.data.test_datamodule_resume import StopAfter
+from tests.data.recorder import StopAfter
 from tests.preferences.parts import loss_and_rewards, perturbed
 
 transformers = pytest.importorskip("transformers")

@@ -1,0 +1,523 @@
+"""Streamed conversations, pairs and texts equal unstreamed ones, and runs resume within a file."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_megatron import (
+    ChatDataModule,
+    PreferenceDataModule,
+    Streaming,
+    TextDataModule,
+    TokenDataModule,
+)
+from lightning_megatron.data.chat_samples import ChatSamples
+from lightning_megatron.data.preference_samples import PairSamples
+from lightning_megatron.data.preprocess import EncodingOptions, preprocess
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CorruptDataError,
+    ParallelPlanError,
+    UnsupportedError,
+)
+from tests.chat_folder import conversations, preferences, turn, write_lines
+from tests.data.recorder import OneRank, StopAfter, Watcher, check_resumes, make_trainer, run
+from tests.data.test_conversations import PairRecorder, side_of, tokens_and_labels
+from tests.preferences.parts import as_messages
+
+Batch = dict[str, torch.Tensor]
+#: Answers that differ only after the cut: the pair is left out.
+OMITTED = {"prompt": "why", "chosen": "z" * 300 + "a", "rejected": "z" * 300 + "b"}
+
+
+def texts(count: int) -> list[dict[str, Any]]:
+    """Return documents of 0 to 120 bytes; some are empty, and some are longer than a row."""
+    draw = random.Random(1)
+    sizes = [draw.choice([0, 1, 3, 9, 14, 60]) for _ in range(count)]
+    return [{"text": f"{'é' * size}{at}" * bool(size), "id": at} for at, size in enumerate(sizes)]
+
+
+#: Modules and their rows. Parquet needs fields of the same types in all rows.
+MODULES: dict[str, Any] = {"chat": ChatDataModule, "pairs": PreferenceDataModule}
+ROWS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+    "chat": conversations,
+    "pairs": lambda count: [as_messages(row) for row in preferences(count)],
+    "text": texts,
+}
+
+
+def data_of(kind: str, paths: str | list[str], model: str, **options: Any) -> Any:
+    """Return a module of a kind, by default with sections of 7 rows and batches of 3."""
+    settings = {"seq_length": 250, "global_batch_size": 3, "streaming": Streaming(7), **options}
+    if kind == "text":
+        return TextDataModule(paths, "bytes", **settings)
+    return MODULES[kind](paths, model, **settings)
+
+
+def batch_of(data: Any, samples: Any, numbers: list[int]) -> Batch:
+    """Return rows as a batch, without columns of zeros in the lengths."""
+    batch = data.loader_of(samples, None).batches[numbers]
+    if "lengths" in batch:
+        width = int((batch["lengths"] != 0).sum(1).max())
+        assert not batch["lengths"][:, width:].any()
+        batch["lengths"] = batch["lengths"][:, :width]
+    return batch
+
+
+def assert_equal(actual: Batch, expected: Batch) -> None:
+    assert actual.keys() == expected.keys()
+    for name, values in actual.items():
+        assert torch.equal(values, expected[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:.* left out")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("chat", {}),
+        ("chat", {"packing": False}),
+        ("chat", {"seq_length": 248, "context_windows": 4}),
+        ("pairs", {}),
+        ("pairs", {"length_multiple": None}),
+        ("text", {"seq_length": 32}),
+        ("text", {"seq_length": 32, "context_windows": 4}),
+    ],
+    ids=str,
+)
+def test_a_section_of_a_complete_file_equals_the_module_without_streaming(
+    tmp_path: Path, model: str, kind: str, options: dict[str, Any]
+) -> None:
+    rows = ROWS[kind](40)
+    path = write_lines(
+        tmp_path / "rows.jsonl", [*rows[:5], *[OMITTED] * (kind == "pairs"), *rows[5:]]
+    )
+    options = {"seed": 3, **options}
+    if kind == "text":
+        prefix, encoding = str(tmp_path / "rows"), EncodingOptions("bytes", append_eod=True)
+        preprocess([path], prefix, encoding, progress=False)
+        plain = TokenDataModule(prefix, prefix, documents="whole", global_batch_size=3, **options)
+    else:
+        plain = data_of(kind, path, model, streaming=None, **options)
+    plain.setup("fit")
+    count = 2 * len(plain.training_samples(None)) + 3
+    numbers = list(range(count))
+    more = {"val": path} if kind == "text" else {}
+    stream = data_of(kind, path, model, streaming=Streaming(), **options, **more)
+    stream.setup("fit")
+    # The samples span several passes, each in another order.
+    actual = batch_of(stream, stream.training_samples(None), numbers)
+    assert_equal(actual, batch_of(plain, plain.training_samples(count), numbers))
+    if kind == "text":
+        for ours, theirs in zip(stream.val_dataloader(), plain.val_dataloader(), strict=True):
+            assert_equal(ours, theirs)
+        return
+    if kind == "pairs":
+        assert sorted(actual["pairs"].tolist()[:40]) == [*range(5), *range(6, 41)]
+        in_order: Any = PairSamples(plain.encoded("train"), None, count)
+    else:
+        windows = 0 if options.get("packing") is False else options.get("context_windows", 1)
+        in_order = ChatSamples(plain.encoded("train"), plain.seq_length, None, windows, count)
+    # The same holds without shuffling.
+    stream = data_of(kind, path, model, streaming=Streaming(shuffle=False), **options)
+    ours = batch_of(stream, stream.training_samples(None), numbers)
+    assert_equal(ours, batch_of(plain, in_order, numbers))
+
+
+def write_shards(folder: Path, rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Write rows as three shards of each kind of file, and return the paths by kind."""
+    parts = [rows[:7], rows[7:8], rows[8:]]
+    paths: dict[str, list[str]] = {"jsonl": [], "gz": []}
+    for at, part in enumerate(parts):
+        # Readers skip empty lines.
+        text = Path(write_lines(folder / f"{at}.jsonl", part)).read_text().replace("\n", "\n\n")
+        (folder / f"{at}.jsonl").write_text(text)
+        (folder / f"{at}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+        paths["jsonl"].append(str(folder / f"{at}.jsonl"))
+        paths["gz"].append(str(folder / f"{at}.jsonl.gz"))
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        return paths
+    paths["parquet"] = [str(folder / f"{at}.parquet") for at in range(3)]
+    for path, part in zip(paths["parquet"], parts, strict=True):
+        parquet.write_table(pyarrow.Table.from_pylist(part), path, row_group_size=4)
+    try:
+        import datasets
+    except ImportError:
+        return paths
+    paths["datasets"] = [str(folder / f"set{at}") for at in range(3)]
+    for path, part in zip(paths["datasets"], parts, strict=True):
+        datasets.Dataset.from_list(part).save_to_disk(path)
+    return paths
+
+
+def positions_of(samples: Any, number: int) -> list[int]:
+    """Return the positions of a pass."""
+    positions, position = [], 0
+    while samples.pass_of(position) <= number:
+        positions += [position] * (samples.pass_of(position) == number)
+        position += 1
+    return positions
+
+
+def pieces_of(samples: Any, number: int = 0) -> list[list[int]]:
+    """Return the tokens of each conversation or document of a pass, in order."""
+    pieces = []
+    for position in positions_of(samples, number):
+        window, start = samples[position].tolist(), 0
+        for size in samples.lengths(position):
+            pieces.append(window[start : start + size])
+            start += size
+    return pieces
+
+
+def expected_pieces(kind: str, model: str, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """Return the tokens of rows by transformers, or the bytes of texts."""
+    if kind == "chat":
+        return [tokens_and_labels(model, row["messages"])[0] for row in rows]
+    if kind == "pairs":
+        return [side_of(model, row, side)[0] for row in rows for side in ("chosen", "rejected")]
+    return [[*row["text"].encode(), 256] for row in rows if row["text"]]
+
+
+@pytest.mark.parametrize("buffer", [1, 5, 1000])
+@pytest.mark.parametrize("kind", ROWS)
+def test_each_pass_has_every_row_once(tmp_path: Path, model: str, kind: str, buffer: int) -> None:
+    rows = ROWS[kind](22)
+    expected = expected_pieces(kind, model, rows)
+    more = {"packing": False} if kind == "chat" and buffer == 5 else {}
+    for file_kind, paths in write_shards(tmp_path, rows).items():
+        samples = data_of(kind, paths, model, streaming=Streaming(buffer), **more).training_samples(
+            None
+        )
+        passes = [pieces_of(samples, number) for number in range(3)]
+        for actual in passes:
+            assert sorted(actual) == sorted(expected), file_kind
+        # With sections of one row, only the order of files is shuffled.
+        assert len({str(actual) for actual in passes}) >= (2 if buffer == 1 else 3)
+        unshuffled = {"streaming": Streaming(buffer, shuffle=False), **more}
+        workers = 2 * (buffer == 5)
+        samples = data_of(kind, paths, model, num_workers=workers, **unshuffled).training_samples(
+            None
+        )
+        in_order = pieces_of(samples)
+        assert pieces_of(samples, 1) == in_order
+        if kind == "pairs" or more:
+            assert in_order == expected
+        if kind == "pairs":
+            # Line numbers count the empty lines between rows, too.
+            lines = 1 + (file_kind in ("jsonl", "gz"))
+            numbers = [samples.pair(position) for position in positions_of(samples, 0)]
+            sizes = enumerate((7, 1, 14))
+            assert numbers == [file * 2**40 + lines * row for file, n in sizes for row in range(n)]
+        samples.close()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet"])
+def test_rows_have_the_order_of_streaming_datasets(tmp_path: Path, model: str, kind: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    paths = write_shards(tmp_path, conversations(22))[kind]
+    reader = "parquet" if kind == "parquet" else "json"
+    rows = datasets.load_dataset(reader, data_files=paths, split="train", streaming=True)
+    data = data_of("chat", paths, model, packing=False, streaming=Streaming(6, shuffle=False))
+    assert pieces_of(data.training_samples(None)) == expected_pieces("chat", model, list(rows))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_restores_any_state_and_gives_samples_in_any_order(
+    tmp_path: Path, model: str, num_workers: int
+) -> None:
+    for kind, paths in write_shards(tmp_path, conversations(22)).items():
+        if num_workers and kind != "jsonl":
+            continue
+
+        def fresh(paths: list[str] = paths) -> Any:
+            options = {"num_workers": num_workers, "streaming": Streaming(5)}
+            return data_of("chat", paths, model, **options).training_samples(None)
+
+        samples = fresh()
+        expected = [samples[number].tolist() for number in range(40)]
+        states = [samples.state_at(number) for number in range(40)]
+        assert len({state["first"] for state in states}) > 8
+        for number in range(0, 40, 13 if num_workers else 3):
+            restored = fresh()
+            restored.restore(states[number])
+            # The section of this sample may begin several samples earlier.
+            assert restored[number].tolist() == expected[number], kind
+            assert restored.state_at(number) == states[number]
+            restored.close()
+        # Samples are read backwards, and forwards over freed sections.
+        samples.free_before(35)
+        for number in (38, 3, 36, 0, 39):
+            assert samples[number].tolist() == expected[number], kind
+        samples.close()
+
+
+def test_rows_hold_at_most_max_conversations(tmp_path: Path, model: str) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 50)
+    for windows in (1, 4):
+        options = {"seq_length": 1024, "context_windows": windows}
+        data = data_of("chat", path, model, streaming=Streaming(max_conversations=8), **options)
+        samples = data.training_samples(None)
+        sizes = [len(samples.lengths(position)) for position in positions_of(samples, 0)]
+        assert max(sizes) == 8
+        assert data.loader_of(samples, None).batches[[0, 1]]["lengths"].shape == (2, 8)
+
+
+STEPS, PASSES = {"max_steps": 14, "max_epochs": -1}, {"max_epochs": 3}
+
+
+def watcher_of(kind: str) -> Watcher:
+    return PairRecorder() if kind == "pairs" else Watcher()
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits", "num_workers", "stops"),
+    [
+        ("chat", STEPS, 0, (1, 6, 9)),
+        ("chat", STEPS, 2, (6,)),
+        ("chat", PASSES, 0, (4, 9)),
+        ("chat", {"max_steps": 14, "limit_train_batches": 4}, 0, (4, 6)),
+        ("pairs", STEPS, 2, (6,)),
+        ("pairs", PASSES, 0, (1, 9)),
+        ("text", STEPS, 0, (9,)),
+        ("text", PASSES, 0, (3,)),
+    ],
+)
+def test_a_killed_run_continues_with_the_next_row(
+    tmp_path: Path, model: str, kind: str, limits: dict[str, int], num_workers: int, stops: tuple
+) -> None:
+    paths = write_shards(tmp_path, ROWS[kind](40))["jsonl"]
+    options = {"seq_length": 64} if kind == "text" else {}
+
+    def trained(*callbacks: Callback, ckpt_path: Path | None = None) -> list[list[Any]]:
+        data = data_of(kind, paths, model, num_workers=num_workers, **options)
+        trainer = make_trainer(tmp_path, *callbacks, **limits)
+        return run(watcher_of(kind), data, trainer, ckpt_path)
+
+    uninterrupted = check_resumes(trained, tmp_path, *stops)
+    data = data_of(kind, paths, model, **options)
+    samples, count = data.training_samples(None), 3 * len(uninterrupted)
+    batches = data.loader_of(samples, None).batches
+    names = [watcher_of(kind).names_of(batches[[number]]) for number in range(count)]
+    assert sum(uninterrupted, []) == sum(names, [])
+    if limits is PASSES:
+        # The run has every batch of the three passes, and no further batch.
+        assert (samples.pass_of(count - 1), samples.pass_of(count + 2)) == (2, 3)
+    else:
+        assert len(uninterrupted) == 14
+    state = torch.load(tmp_path / "killed.ckpt", weights_only=False)[type(data).__name__]
+    assert state["consumed"] == 3 * stops[-1]
+    assert state["stream"] == samples.state_at(state["consumed"])
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_run_continues_under_another_number_of_ranks(
+    tmp_path: Path, model: str, kind: str
+) -> None:
+    paths = write_shards(tmp_path, ROWS[kind](40))["jsonl"]
+
+    def trained(
+        ranks: int,
+        *callbacks: Callback,
+        ckpt_path: Path | None = None,
+        limits: Any = None,
+        **options: Any,
+    ) -> list[list[Any]]:
+        rows = []
+        for rank in range(ranks):
+            trainer = make_trainer(
+                tmp_path, *callbacks, strategy=OneRank(rank, ranks), **(limits or {"max_steps": 9})
+            )
+            data = data_of(kind, paths, model, global_batch_size=4, **options)
+            rows.append(run(watcher_of(kind), data, trainer, ckpt_path))
+        return [sum(shares, []) for shares in zip(*rows, strict=True)]
+
+    uninterrupted, killed = trained(1), tmp_path / "killed.ckpt"
+    assert trained(2) == uninterrupted
+    first = trained(1, StopAfter(4, killed))
+    assert first + trained(2, ckpt_path=killed) == uninterrupted
+    # Steps and passes have the same order.
+    limits = {"max_epochs": 2}
+    assert first + trained(2, ckpt_path=killed, limits=limits) == trained(1, limits=limits)
+    if kind == "chat":
+        balanced = trained(2, balance_attention=True)
+        assert list(map(sorted, balanced)) == list(map(sorted, uninterrupted))
+
+
+def test_warnings_count_cut_and_omitted_conversations_of_each_pass(
+    tmp_path: Path, model: str
+) -> None:
+    question, answer = turn("user", "why"), turn("assistant", "so")
+    long = [turn("user", "x" * 30), turn("assistant", "y" * 100)]
+    omitted = [turn("user", "x" * 300), answer]
+    rows = [{"messages": messages} for messages in ([question, answer], long, omitted)]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    data = data_of("chat", path, model, seq_length=99, packing=False, global_batch_size=1)
+    module = Watcher()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
+    lines = [str(warning.message) for warning in caught if "Pass" in str(warning.message)]
+    assert (len(module.seen), len(lines)) == (4, 2)
+    for number, line in enumerate(lines, 1):
+        assert line.startswith(f"Pass {number} over {path} ended: 3 conversations read, 1 cut")
+        assert "1 left out as too long" in line
+        assert "in 2 rows" in line
+
+    def first_row(path: str, **options: Any) -> Any:
+        return data_of("chat", path, model, seq_length=99, **options).training_samples(None)[0]
+
+    # A warning reports cut conversations of the first sections before their pass ends.
+    with pytest.warns(UserWarning, match=r"Pass 1 .* so far: 2 conversations read, 1 cut"):
+        first_row(path, streaming=Streaming(2, shuffle=False))
+    with pytest.raises(CorruptDataError, match=r"rows.jsonl:2 has \d+ tokens"):
+        first_row(path, too_long="refuse")
+    with pytest.raises(CorruptDataError, match=r"1 were read, and 1 left out as too long"):
+        first_row(write_lines(tmp_path / "rows.jsonl", rows[2:]))
+
+
+def test_the_log_counts_unused_rows(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    for module in ("conversation_datamodule", "row_datamodule"):
+        name = f"lightning_megatron.data.{module}.log_row_counts"
+        monkeypatch.setattr(name, lambda line, _: lines.append(line))
+    path = write_lines(tmp_path / "rows.jsonl", conversations(20))
+
+    def lines_of(max_steps: int, **options: Any) -> list[str]:
+        lines.clear()
+        data = data_of("chat", path, model, packing=False, **options)
+        run(Watcher(), data, make_trainer(tmp_path, max_steps=max_steps))
+        return list(lines)
+
+    # 15 rows were trained on, and the third section of 7 rows has the end of the pass, 6 rows.
+    ended, unused = lines_of(5)
+    assert "ended: 20 conversations read" in ended
+    assert unused == f"5 rows of {path} were read and not trained on."
+    (line,) = lines_of(4)
+    assert line.startswith(f"Pass 1 over {path} stopped: 14 conversations read")
+    assert line.endswith(f"2 rows of {path} were read and not trained on.")
+    assert len(lines_of(4, global_batch_size=5)) == 1, "the run ends with its pass"
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "chat": ({"messages": [turn("robot", "hi")]}, "messages"),
+    "pairs": (
+        {"prompt": "why", "chosen": [turn("robot", "hi")], "rejected": "no"},
+        "chosen, message",
+    ),
+    "text": ({"content": "a"}, "no text under the key 'text'"),
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_rows_are_named_by_file_and_line(
+    tmp_path: Path, model: str, kind: str, num_workers: int
+) -> None:
+    bad, phrase = BAD[kind]
+    rows = [{"text": "a" * 9}] * 9 if kind == "text" else ROWS[kind](9)
+    write_lines(tmp_path / "0.jsonl", rows[:3])
+    write_lines(tmp_path / "1.jsonl", [*rows, bad])
+    more = {"chat": {"packing": False}, "text": {"seq_length": 9}}.get(kind, {})
+    options = {"num_workers": num_workers, "streaming": Streaming(4, shuffle=False), **more}
+    data = data_of(kind, str(tmp_path), model, **options)
+    samples = data.training_samples(None)
+    assert len([samples[at] for at in range(8)]) == 8
+    with pytest.raises(CorruptDataError, match=rf"1\.jsonl:10.*{phrase}"):
+        samples[12]
+    samples.close()
+    # The same holds after a restart in the middle of the file.
+    state = samples.state_at(7)
+    assert state["number"] > 0
+    samples = data.training_samples(None)
+    samples.restore(state)
+    with pytest.raises(CorruptDataError, match=r"1\.jsonl:10"):
+        samples[12]
+    samples.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_has_each_pair_once_in_the_order_of_the_files(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    paths = write_shards(tmp_path, ROWS["pairs"](22))["jsonl"]
+    plain = data_of("pairs", paths, model, streaming=None, global_batch_size=4)
+    stream = data_of("pairs", paths, model, num_workers=num_workers, global_batch_size=4)
+    batches = list(stream.each_pair_once("train"))
+    assert len(batches) == 6, "22 pairs are five batches and a half"
+    for actual, expected in zip(batches, plain.each_pair_once("train"), strict=True):
+        assert_equal(actual, expected)
+    key = stream.pairs_key("train")
+    assert key == data_of("pairs", paths, model, seed=9).pairs_key("train")
+    for other in (plain, data_of("pairs", paths[:2], model)):
+        assert key != other.pairs_key("train")
+    # Ranks share the last batch.
+    path = write_lines(tmp_path / "rows.jsonl", preferences(9))
+    for streaming in (None, Streaming(4)):
+        shares = []
+        for rank in range(2):
+            data = data_of("pairs", path, model, global_batch_size=4, streaming=streaming)
+            monkeypatch.setattr(data, "data_parallel", lambda rank=rank: (rank, 2))
+            shares.append([batch["pairs"].tolist() for batch in data.each_pair_once("train")])
+        assert shares == [[[0, 1], [4, 5], [-1]], [[2, 3], [6, 7], [8]]]
+
+
+def test_unsupported_settings_of_a_stream_are_refused(tmp_path: Path, model: str) -> None:
+    for kind in ROWS:
+        path = write_lines(tmp_path / f"{kind}.jsonl", ROWS[kind](8))
+        more: Sequence[tuple[dict[str, Any], str]] = ()
+        if kind != "text":
+            more = [({"max_steps": 3, "overfit_batches": 1}, r"overfit_batches \(1\)")]
+            with pytest.raises(UnsupportedError, match=r"train_samples \(9\) .* Use max_steps"):
+                data_of(kind, path, model, train_samples=9)
+        for options, reason in (({"max_epochs": -1}, "needs max_steps, max_epochs or"), *more):
+            trainer = make_trainer(tmp_path, **options)
+            with pytest.raises(UnsupportedError, match=reason):
+                trainer.fit(watcher_of(kind), datamodule=data_of(kind, path, model))
+    with pytest.raises(UnsupportedError, match=r"max_conversations \(4\) cannot be used with pai"):
+        data_of("pairs", path, model, streaming=Streaming(max_conversations=4))
+    few: dict[str, Any] = {"context_windows": 4, "streaming": Streaming(max_conversations=7)}
+    with pytest.raises(ParallelPlanError, match=r"at least 2 \* context_windows \(8\)"):
+        data_of("chat", path, model, seq_length=248, **few)
+    with pytest.raises(ParallelPlanError, match=r"streaming\.shuffle_buffer must be"):
+        Streaming(0)
+    with pytest.raises(UnsupportedError, match="documents must be files .* names none"):
+        data_of("text", str(tmp_path / "none.jsonl"), model)
+    empty = write_lines(tmp_path / "empty.jsonl", [{"text": ""}] * 3)
+    reason = "must have a document of at least 2 tokens.*3 were read"
+    with pytest.raises(CorruptDataError, match=reason):
+        data_of("text", empty, model, append_eod=False).training_samples(None)[0]
+    with pytest.raises(CorruptDataError, match=reason):
+        data_of("text", path, model, val=empty, append_eod=False).setup("fit")
+
+
+def test_wrong_states_and_changed_settings_of_a_stream(tmp_path: Path, model: str) -> None:
+    path, killed = write_lines(tmp_path / "rows.jsonl", conversations(40)), tmp_path / "killed.ckpt"
+    data, limits = data_of("chat", path, model), {"max_steps": 8, "max_epochs": -1}
+    run(Watcher(), data, make_trainer(tmp_path, StopAfter(3, killed), **limits))
+    state = data.state_dict()
+    for wrong in ({**state["stream"], "first": -1}, {"first": 0}, 7):
+        with pytest.raises(CheckpointMismatchError, match="the stream in the data position"):
+            data_of("chat", path, model).load_state_dict({**state, "stream": wrong})
+    for change in ({"streaming": None}, {"streaming": Streaming(8)}, {"seed": 2}):
+        fresh = run(
+            Watcher(), data_of("chat", path, model, **change), make_trainer(tmp_path, **limits)
+        )
+        module = Watcher()
+        trainer = make_trainer(tmp_path, **limits)
+        with pytest.warns(UserWarning, match="written with other training data"):
+            trainer.fit(module, datamodule=data_of("chat", path, model, **change), ckpt_path=killed)
+        assert module.seen == fresh[:5], "it restarts from the beginning"
