@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from benchmarks.eight_bit_products import EightBits
 from benchmarks.grouped_problem import PASSES, draw, relative_error
-from benchmarks.packed_attention import packed_inputs, register
+from benchmarks.packed_attention import ATTENTIONS, packed_inputs, register
 from lightning_megatron.plan.grouped_gemm import Pass
-from tests.benchmarks.test_packed_attention import LENGTHS, tiny_llama
 
 pytestmark = pytest.mark.gpu
+transformers = pytest.importorskip("transformers")
+LENGTHS = [5, 1, 9, 3]
+
+
+def tiny_llama(attention: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM._from_config(
+        config, dtype=torch.float64, attn_implementation=ATTENTIONS[attention]
+    )
 
 
 @pytest.mark.parametrize("fast", [False, True])

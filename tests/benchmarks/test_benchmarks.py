@@ -1,0 +1,163 @@
+"""Benchmarks start, and what turns their measurements into published numbers is right."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.device_time import WARMUP, median_times
+from benchmarks.grouped_gemm import calls
+from benchmarks.grouped_problem import PASSES, draw, relative_error
+from benchmarks.loss import operands, variants
+from benchmarks.measure import flops_per_token
+from benchmarks.memory import CASES
+from benchmarks.shapes import SHAPES
+from benchmarks.step_profile import Kernel, analyse, find_steps
+from benchmarks.step_trace import digest
+from lightning_megatron import GPT, GPTConfig, MegatronStrategy
+from lightning_megatron.plan import ParallelLayout
+from lightning_megatron.strategy.options.sizes import check_batch_size
+
+PROGRAMS = [
+    path.stem
+    for path in sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
+    if "ArgumentParser" in path.read_text() and "__main__" in path.read_text()
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_every_program_starts_and_explains_its_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(PROGRAMS) > 25
+    for name in PROGRAMS:
+        monkeypatch.setattr(sys, "argv", [name, "--help"])
+        try:
+            with pytest.raises(SystemExit, match="0"):
+                runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+        except ModuleNotFoundError as error:
+            assert "lightning_megatron" not in str(error), name  # noqa: PT017
+            continue
+        assert "--help" in capsys.readouterr().out, name
+
+
+_LATENT = {"key_value_rank": 12, "plain_dim": 10, "rotary_dim": 6, "value_dim": 8}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_heads": 2},
+        {"latent_attention": _LATENT},
+        {"latent_attention": {**_LATENT, "query_rank": 20}},
+    ],
+    ids=["grouped heads", "latent", "latent queries"],
+)
+def test_flops_per_token_equal_the_counted_flops(options: dict[str, Any]) -> None:
+    config = GPTConfig.llama(
+        vocab_size=128,
+        max_seq_length=16,
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        ffn_hidden_size=40,
+        **options,
+    )
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    # This kernel multiplies all pairs, of which causal attention needs half, and padded values.
+    math_kernel = sdpa_kernel(SDPBackend.MATH)
+    with math_kernel, FlopCounterMode(display=False) as counter, torch.no_grad():
+        GPT(config, seed=1)(tokens, tokens)
+    pairs = config.num_layers * 2 * 16 * config.num_heads
+    needed = pairs * (config.head_size + config.value_size) / 2
+    counted = counter.get_total_flops() / 16 - pairs * 2 * config.head_size + needed
+    assert 3 * counted == pytest.approx(flops_per_token(config, 16), rel=1e-12)
+
+
+NCCL = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+GEMM = "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NTN"
+ADAM = "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"
+
+
+def test_time_is_divided_among_work_communication_and_idle_time() -> None:
+    kernels = [
+        Kernel(GEMM, 1_000, 5_000, 7),
+        Kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", 5_000, 6_000, 7),
+        Kernel(NCCL, 4_000, 8_000, 20),
+        Kernel("void at::native::vectorized_elementwise_kernel<4, float>", 7_000, 7_500, 7),
+        Kernel(ADAM, 9_000, 9_500, 7),
+        Kernel(GEMM, 11_000, 12_000, 7),
+    ]
+    analysis = analyse(kernels, [(0, 10_000), (10_000, 20_000)])
+    kinds = {"matmul": 2.5, "communication": 2.0, "attention": 0.5, "optimizer": 0.25}
+    kinds["elementwise and reductions"] = 0.25
+    assert analysis["step_ms"] == pytest.approx(10.0)
+    assert analysis["kinds_ms"] == pytest.approx(kinds)
+    # Of 4 ms of communication, 2 ms run beside the product and attention, and 0.5 ms beside the
+    # elementwise kernel.
+    assert analysis["communication_ms"] == pytest.approx(2.0)
+    assert analysis["exposed_ms"] == pytest.approx(0.75)
+    assert analysis["hidden_percent"] == pytest.approx(62.5)
+    assert analysis["idle_ms"] == pytest.approx((1.0 + 1.0 + 0.5 + 1.0 + 8.0) / 2)
+    # A step reaches from one optimizer step to the next.
+    names = [GEMM, ADAM, ADAM, GEMM, NCCL, GEMM, "_update", "_advance", GEMM, ADAM]
+    row = [Kernel(name, 10.0 * index, 10.0 * index + 5, 7) for index, name in enumerate(names)]
+    assert find_steps(row) == [(10.0, 60.0), (60.0, 90.0)]
+
+
+def test_variants_run_in_turn_and_warm_up() -> None:
+    order: list[str] = []
+    turns = {name: lambda name=name: order.append(name) for name in ("one", "two")}
+    times = iter([100.0] * 2 * WARMUP + [5.0, 1.0, 3.0, 9.0, 4.0, 2.0])
+
+    def timer(call: Callable[[], Any]) -> float:
+        call()
+        return next(times)
+
+    assert median_times(turns, 3, timer) == {"one": 4.0, "two": 2.0}
+    assert order == ["one", "two"] * (WARMUP + 3)
+
+
+def test_a_digest_distinguishes_single_bits_that_a_sum_does_not() -> None:
+    for dtype, bits in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):
+        tensor = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
+        changed = tensor.clone()
+        changed.view(bits)[0] += 1
+        changed.view(bits)[3] -= 1
+        assert tensor.view(bits).sum() == changed.view(bits).sum()
+        assert torch.equal(digest(tensor), digest(tensor.clone()))
+        assert not torch.equal(digest(tensor), digest(changed))
+
+
+def test_timed_variants_compute_the_same_values() -> None:
+    torch.manual_seed(0)
+    problem = draw(4, 32, 48, [5, 20, 0, 7], "cpu")
+    for which in PASSES:
+        for name, call in calls(problem, which, ours="loop").items():
+            assert relative_error(problem, which, call) < 1e-2, name
+    hidden, head, labels = operands(48, 16, 40, "cpu")
+    for smoothing in (0.0, 0.1):
+        outcomes = {}
+        for name in ("torch", "stored", "chunks of 10", "chunks of 10, forward"):
+            loss = variants(10, smoothing)[0][name](hidden, head, labels, smoothing)
+            outcomes[name] = loss, *torch.autograd.grad(loss, (hidden, head))
+        for results in outcomes.values():
+            torch.testing.assert_close(results, outcomes["torch"])
+
+
+def test_the_strategy_accepts_every_case_of_the_table_of_memory() -> None:
+    for case in CASES.values():
+        options = MegatronStrategy(microbatch_size=case.microbatch, **case.options).options
+        layout = ParallelLayout(case.devices, **options.sizes())
+        config = SHAPES[case.model]
+        config = GPTConfig(**{**vars(config), "num_layers": case.layers or config.num_layers})
+        config.check_layout(layout, options.shards_sequence, config.max_seq_length)
+        check_batch_size(case.batch, options, layout)
