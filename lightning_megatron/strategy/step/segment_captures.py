@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
+from lightning_megatron.graphs.agreement import is_true_anywhere
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.bucket_cuts import bucket_cuts
 from lightning_megatron.graphs.capturable import eager_reasons, must_be_called, without_hooked
@@ -30,6 +31,8 @@ class SegmentCaptures:
         executor: Executor of the model's schedule.
         state: Owner of the gradients.
         backend: Backend that captures.
+
+    Communication: one all-reduce of a flag on the CPU over the pipeline stages.
     """
 
     def __init__(
@@ -44,9 +47,11 @@ class SegmentCaptures:
         self._model = model
         self._executor = executor
         mixtures = model.mixtures().values()
-        self.communicates_across_data = settings.captures("experts") and any(
+        has_transport = settings.captures("experts") and any(
             layer.transport_choice.transport not in ("none", "all_to_all") for layer in mixtures
         )
+        # Stages without experts must take part in the agreements of the other stages.
+        self.communicates_across_data = is_true_anywhere(has_transport, mesh.pp_cpu)
         tools = CaptureTools(
             backend,
             state.effect_observers,
