@@ -17,9 +17,9 @@ from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.gpu.shared_gpu import require_gpus
-from tests.graphs import test_whole_updates as updates
 from tests.graphs.whole_fits import LM, Shown, assert_equal, fit
 from tests.world import run_world
+from tests.worlds import test_graph_readers as updates
 
 pytestmark = pytest.mark.gpu
 

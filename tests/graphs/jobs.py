@@ -88,19 +88,19 @@ def num_graphs_of(trainer: pl.Trainer) -> int:
     return 0 if graphs is None else graphs.num_graphs
 
 
-def watched(job: Job) -> Job:
-    """Return a job with :class:`Watch` before its own callbacks."""
-    return replace(job, callbacks=lambda: [Watch(), *job.callbacks()])
-
-
 def run_graphs(job: Job, graphs: CudaGraphs | None = None, size: int = 1) -> Report:
     """Train a job by graphs, or eagerly; ``outcomes`` have what :class:`Watch` records and the
     replays of forward graphs of segments.
     """
     assert not isinstance(job.strategy, str)
-    strategy = {**(job.strategy or {}), "cuda_graphs": graphs}
+    captured = replace(
+        job,
+        strategy={**(job.strategy or {}), "cuda_graphs": graphs},
+        callbacks=lambda: [Watch(), *job.callbacks()],
+        norms=job.norms and not (graphs and graphs.optimizer),
+    )
     with counted_replays() as replays:
-        report = fits.run_job(watched(replace(job, strategy=strategy)), size)
+        report = fits.run_job(captured, size)
     report.outcomes["replays"] = dict(replays)
     return report
 

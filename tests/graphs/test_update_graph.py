@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.errors import CaptureError
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.graphs.update_graph import Update, UpdateGraph
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
-from lightning_megatron.plan.layout import ParallelLayout
-from tests.world import run_world
 
 
 @dataclass
@@ -157,43 +154,3 @@ def test_each_part_of_an_update_has_a_graph_and_a_call_of_the_host_follows() -> 
     # The sums of 2, 4, 6, 8 and 10, after the first and after the second part of each update.
     sums = [0.0, 2.0, 6.0, 12.0, 20.0, 30.0]
     assert calls == [(n, sums[step + n]) for step in range(5) for n in (0, 1)]
-
-
-def _on_two_ranks(rank: int, size: int) -> dict[str, Any]:
-    outcomes: dict[str, Any] = {}
-    mesh = ParallelMesh.create(ParallelLayout(size))
-    parameters = Parameters(mesh)
-    graph = graph_of(parameters)
-    outcomes["first"] = run(graph, parameters, 4)
-    if rank == 1:
-        parameters.value = parameters.value.clone()
-    # The rank without a change waits for the other rank, and both capture.
-    outcomes["changed"] = run(graph, parameters, 5)
-    outcomes["value"] = parameters.value.tolist()
-    outcomes["count"] = mesh.journal.counts["world"]
-    failing = Parameters(mesh, fails=rank == 1)
-    messages: list[str] = []
-    graph = graph_of(failing, messages)
-    outcomes["failed"] = run(graph, failing, 4)
-    outcomes["failed value"] = failing.value.tolist()
-    outcomes["said"] = messages
-    strict = Parameters(mesh, fails=rank == 1)
-    graph = graph_of(strict, on_failure="error")
-    run(graph, strict, 2)
-    with pytest.raises(CaptureError, match="rank 1 could not capture the update of the param"):
-        run(graph, strict)
-    return outcomes
-
-
-def test_all_ranks_capture_replay_and_fail_together() -> None:
-    for outcomes in run_world(_on_two_ranks, 2):
-        assert outcomes["first"] == [True, True, True, False]
-        assert outcomes["changed"] == [True, True, True, False, False]
-        assert outcomes["value"] == [2.0 * 45] * 3
-        assert outcomes["count"] == 9
-        assert all(outcomes["failed"])
-        assert outcomes["failed value"] == [2.0 * 10] * 3
-        assert outcomes["said"] == [
-            "CUDA graphs (optimizer) are off: rank 1 could not capture the update of the "
-            "parameters: RuntimeError: no memory. All ranks update eagerly."
-        ]

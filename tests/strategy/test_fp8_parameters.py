@@ -204,7 +204,7 @@ def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
 # ---- ends of fits
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed"])
 def test_weights_after_a_fit_are_cast_from_the_main_parameters(precision: Any) -> None:
     module = TinyLM()
     inspector = InspectAfterStepTwo(lambda module, main: StorageWeakRef(_bytes_of(main)))
@@ -551,8 +551,8 @@ def test_the_run_table_shows_weights_in_8_bits() -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
-def test_weights_in_8_bits_are_refused_with_other_recipes(recipe: Any) -> None:
+def test_weights_in_8_bits_are_refused_with_other_recipes() -> None:
+    recipe: Any = "rowwise"
     message = rf"needs recipe='tensorwise' or 'delayed': it is '{recipe}'"
     with pytest.raises(ParallelPlanError, match=message):
         FP8(recipe, parameters="fp8")

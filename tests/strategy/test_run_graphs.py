@@ -8,7 +8,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_megatron.errors import (
@@ -21,9 +20,7 @@ from lightning_megatron.graphs.report import GraphCounts, GraphReport
 from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
-from tests.world import run_world
 
 
 class RecordedCaptures:
@@ -265,47 +262,3 @@ def test_failure_after_the_first_captures_turns_graphs_off() -> None:
     with pytest.warns(SpeedWarning, match=re.escape(f"rank 0 could not capture {text}")):
         run_steps(graphs, captures)
     assert graphs.is_off
-
-
-def run_two_ranks(rank: int, size: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    mesh = ParallelMesh.create(ParallelLayout(size))
-    results: dict[str, Any] = {}
-    graphs, captures, module = make_graphs(mesh=mesh)
-    run_steps(graphs, captures, 3)
-    if rank == 1:
-        module.weight.data = module.weight.data.clone()
-    results["moved on one"] = run_steps(graphs, captures, 2, epoch=1)
-    if rank == 0:
-        captures.failure = "layers 0..1, forward: RuntimeError: no"
-    graphs.recheck()
-    module.bias.requires_grad_(False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run_steps(graphs, captures, 2, epoch=1)
-    results["off"] = graphs.is_off
-    results["calls"] = captures.calls
-    results["warned"] = [
-        str(warning.message) for warning in caught if warning.category is SpeedWarning
-    ]
-    graphs, captures, _ = make_graphs(mesh=mesh, joins=True)
-    run_steps(graphs, captures, 2)
-    results["same shapes"] = run_steps(graphs, captures, shapes=(4, 8))
-    results["other shapes"] = run_steps(graphs, captures, shapes=(4, 8 + rank))
-    mesh.destroy()
-    return results
-
-
-def test_two_ranks_capture_and_release_at_the_same_steps() -> None:
-    first, second = run_world(run_two_ranks, 2)
-    warned = first.pop("warned")
-    assert any("rank 0 could not capture layers 0..1" in message for message in warned)
-    second.pop("warned")
-    assert first == second
-    assert first == {
-        "moved on one": [False, True],
-        "off": True,
-        "calls": ["begin", "release", "begin", "close"],
-        "same shapes": [True],
-        "other shapes": [False],
-    }

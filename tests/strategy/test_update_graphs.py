@@ -18,20 +18,16 @@ from lightning_megatron.strategy.step.whole_captures import WholeCaptures
 from lightning_megatron.training.group_numbers import GroupNumbers
 from tests.strategy.graph_fits import strategy_of
 from tests.strategy.update_fits import FULL, SEGMENTS, ScheduledLM, UpdatedLM, differences, run
-from tests.sweeps import chosen
 from tests.training.fused_fits import FusedLM
-from tests.world import run_world
 
 CASES: dict[str, dict[str, Any]] = {
     "clipped by norm": {"cycles": True},
-    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "not clipped, bf16-mixed": {"gradient_clip_val": None, "precision": "bf16-mixed"},
     "accumulated": {"accumulate_grad_batches": 2, "num_samples": 64, "max_steps": 5},
     "Adam": {"module": UpdatedLM(torch.optim.Adam), "cycles": True},
 }
 
 
-@pytest.mark.parametrize("name", chosen(list(CASES), "clipped by norm", "accumulated", "Adam"))
+@pytest.mark.parametrize("name", CASES)
 def test_captured_updates_equal_eager_updates(name: str) -> None:
     case = CASES[name]
     make = case["module"].make if "module" in case else torch.optim.AdamW
@@ -150,47 +146,6 @@ def _record_calls(
         return method(self, *args)
 
     monkeypatch.setattr(owner, name, recorded)
-
-
-WORLD: dict[str, dict[str, Any]] = {
-    "dp2": {"layout": {"bucket_size": 2000}, "cycles": True},
-    "pp2": {"layout": {"pp": 2, "microbatch_size": 1}, "precision": "bf16-mixed"},
-    "schedules": {"layout": {"bucket_size": 2000}, "max_steps": 9},
-}
-
-
-def _module_of(name: str) -> UpdatedLM:
-    return ScheduledLM() if name == "schedules" else UpdatedLM()
-
-
-def _run_two_ranks(rank: int, size: int, folder: str) -> dict[str, list[Any]]:
-    results = {
-        name: [
-            run(settings, size, num_samples=64, module=_module_of(name), **case)
-            for settings in (None, SEGMENTS, FULL)
-        ]
-        for name, case in chosen(WORLD, "pp2", "schedules").items()
-    }
-    path = Path(folder)
-    resumed = [
-        _run_with_a_load(graphs, path / mode, size)
-        for mode, graphs in (("eager", None), ("graphs", FULL))
-    ]
-    return results | {
-        "load": [pair[0] for pair in resumed],
-        "resume": [pair[1] for pair in resumed],
-    }
-
-
-def test_captured_updates_of_two_ranks_equal_eager_updates(tmp_path: Path) -> None:
-    for rank, results in enumerate(run_world(_run_two_ranks, 2, str(tmp_path))):
-        for name, (eager, *results_of_graphs) in results.items():
-            assert eager[1].num_calls[-1] > 0
-            for captured in results_of_graphs:
-                case = f"{name}, {captured[0].mode}, rank {rank}"
-                assert differences(captured, eager) == [], case
-                assert captured[1].num_calls[-1] < eager[1].num_calls[-1], case
-                assert captured[0].num_graphs[-1] > 0, case
 
 
 # ---- refused updates, and failed captures
@@ -320,8 +275,8 @@ class FailsToStep(Callback):
             object.__setattr__(captures._runner._tools, "backend", fails)
 
 
-@pytest.mark.parametrize("settings", [SEGMENTS, FULL], ids=["segments", "full"])
-def test_failed_capture_of_a_step_leaves_the_update_captured(settings: CudaGraphs) -> None:
+def test_failed_capture_of_a_step_leaves_the_update_captured() -> None:
+    settings = FULL
     words = "CUDA graphs of steps are off: rank 0 .*no memory.* update of the parameters keeps its own graph"
     with pytest.warns(SpeedWarning, match=words):
         actual = run(settings, callbacks=(FailsToStep(),))

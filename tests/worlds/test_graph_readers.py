@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import ReplicaMismatchError
 from lightning_megatron.graphs.step_graph import StepGraph
-from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.training import row_sums
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.parameter_gather import ParameterGather
@@ -38,21 +36,6 @@ class Quiet(TinyLM):
     on_before_zero_grad = LightningModule.on_before_zero_grad
     on_after_backward = LightningModule.on_after_backward
     on_before_optimizer_step = LightningModule.on_before_optimizer_step
-
-
-class Wide(Quiet):
-    """A small Llama whose embedding is so large that ranks exchange its gradient by rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = GPTConfig.llama(
-            vocab_size=4000,
-            max_seq_length=16,
-            num_layers=2,
-            hidden_size=16,
-            num_heads=2,
-            ffn_hidden_size=24,
-        )
 
 
 class Plain(Quiet):
@@ -117,11 +100,6 @@ def fit_reading(
     """Fit on two ranks, with validations, a checkpoint and smaller batches between the steps."""
     readers = Readers(folder / ("graphs" if is_captured else "eager"))
     replay = StepGraph.replay
-    exchange = row_sums.start_row_sum
-
-    def count_exchange(*args: Any) -> Any:
-        readers.replays["exchanges"] += 1
-        return exchange(*args)
 
     def count_replay(graph: StepGraph[Any], *args: Any) -> Any:
         readers.replays["gathers" if graph.effects.gathers else "complete"] += 1
@@ -130,7 +108,6 @@ def fit_reading(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepGraph, "replay", count_replay)
-        patch.setattr(row_sums, "start_row_sum", count_exchange)
         fitted = fit(
             FULL if is_captured else None,
             2,
@@ -164,9 +141,7 @@ def differences(graphs: tuple[Fit, Readers], eager: tuple[Fit, Readers]) -> set[
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2": ({"bucket_size": 600}, {}),
-    "dp2, accumulation": ({}, {"accumulate_grad_batches": 3, "max_steps": 6}),
     "dp2, plain layers": ({}, {"kind": Plain}),
-    "dp2, rows": ({"bucket_size": 600}, {"kind": Wide}),
     "pp2, tied": ({"pp": 2}, {}),
     "tp2, sequence parallel": ({"tp": 2, "sequence_parallel": True}, {}),
 }
@@ -174,9 +149,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 #: sum gradients over the ranks. Every second step is logged, and its gradients are checked before.
 REPLAYS = {
     "dp2": (3, 3, 3),
-    "dp2, accumulation": (2, 2, 1),
     "dp2, plain layers": (3, 3, 3),
-    "dp2, rows": (3, 3, 3),
     "pp2, tied": (0, 8, 4),
     "tp2, sequence parallel": (0, 6, 3),
 }
@@ -232,9 +205,6 @@ def _two_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         graphs = fit_reading(place, True, layout, **options)
         replays = tuple(graphs[1].replays[kind] for kind in ("gathers", "complete", "sums"))
         outcomes[name] = differences(graphs, eager[name]), replays
-        # A captured step cannot decide how many rows the ranks exchange.
-        assert graphs[1].replays["exchanges"] == 0
-        assert (eager[name][1].replays["exchanges"] > 0) == ("rows" in name)
     for name, (case, omit, _) in OMISSIONS.items():
         layout, options = CASES[case]
         with pytest.MonkeyPatch.context() as patch:
@@ -263,10 +233,8 @@ def test_graphs_gather_and_sum_like_eager_steps_and_no_reader_gets_old_values(
     tmp_path: Path,
 ) -> None:
     for outcomes in run_world(_two_ranks, 2, tmp_path):
-        # Only eager steps exchange rows, with other collectives.
-        equal = {name: {"counts"} if "rows" in name else set() for name in CASES}
         assert {name: outcomes[name] for name in CASES} == {
-            name: (equal[name], replays) for name, replays in REPLAYS.items()
+            name: (set(), replays) for name, replays in REPLAYS.items()
         }
         for name, (_, _, changed) in OMISSIONS.items():
             assert changed <= outcomes[name], name
