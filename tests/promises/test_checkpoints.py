@@ -107,7 +107,8 @@ def test_a_killed_training_continues_from_its_last_step(tmp_path: Path):
     with pytest.raises(RuntimeError, match="exit code -9"):
         run_world(run_jobs, 2, {"killed": job})
     again = replace(job, callbacks=partial(saving, tmp_path), resume="last")
-    reports = run_jobs_on(2, {"again": again, "whole": replace(job, callbacks=tuple)})
+    whole = replace(job, callbacks=tuple, trainer={})
+    reports = run_jobs_on(2, {"again": again, "whole": whole})
     assert 0 < len(reports["again"][0].losses) < STEPS
     for report, whole in zip(reports["again"], reports["whole"], strict=True):
         assert report.losses == whole.losses[-len(report.losses) :]
