@@ -26,7 +26,9 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         results = function(*args, **(kwargs or {}))
         for result in tree_leaves(results):
-            if isinstance(result, Tensor) and result.untyped_storage()._cdata not in self.sizes:
+            if not isinstance(result, Tensor) or result.is_meta:
+                continue
+            if result.untyped_storage()._cdata not in self.sizes:
                 storage = result.untyped_storage()
                 self.sizes[storage._cdata] = storage.nbytes()
                 self.now += storage.nbytes()

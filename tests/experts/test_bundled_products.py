@@ -1,26 +1,34 @@
-"""Launches of the bundled kernels, computed by a stand-in that checks their arguments."""
+"""Launches of the bundled kernels, computed by stand-ins that check their arguments, and the choice
+of these kernels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute import backends
+from lightning_megatron.experts.compute import choose_backend as choosing
+from lightning_megatron.experts.compute.choose_backend import (
+    BackendChoice,
+    LayerBackends,
+    choose_backend,
+)
 from lightning_megatron.experts.compute.cloned_linear import cloned_linear
-from lightning_megatron.experts.compute.grouped_linear import grouped_linear
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear, grouped_swiglu
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, SlotRow, set_slot, slot_of
+from lightning_megatron.kernels.cuda import BuiltLibrary
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot, slot_of
 from lightning_megatron.layers.init import initialize_
-from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import Pass, choose_variant
-from lightning_megatron.training import DistributedOptimizerConfig
-from tests.training.runs import Run
 
 NUM_ROWS, OUT, IN = 16, 24, 16
 ENDS = torch.tensor([3, 3, 9, 12], dtype=torch.int32)
@@ -180,91 +188,6 @@ def test_slots_that_one_launch_cannot_write_get_separate_gradients(
         assert torch.allclose(slot_of(weight).gradient.float(), expected_gradient, atol=5e-2)
 
 
-def test_experts_in_training_use_weights_and_slots_in_place(kernels: Kernels) -> None:
-    config = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8)
-    wrapped = nn.ModuleDict({"experts": GroupedMLP(IN, config, ParallelMesh.single()).bfloat16()})
-    initialize_(wrapped, "cpu", 0)
-    module = wrapped["experts"]
-    Run(
-        dict(module.named_parameters()),
-        ParallelMesh.single(),
-        DistributedOptimizerConfig(main_dtype=torch.float32),
-        torch.optim.AdamW,
-    )
-    for name in ("gate_up", "down"):
-        rows = draw(NUM_ROWS, module.weights(name)[0].shape[1], seed=2).requires_grad_()
-        output = grouped_linear(rows, module.weights(name), ENDS, "bundled")
-        output.backward(torch.ones_like(output))
-        pass_, sums = kernels.launches[-2]
-        assert pass_ is Pass.WEIGHT_GRAD_FP32
-        assert sums.data_ptr() == slot_of(module.weights(name)[0]).gradient.data_ptr()
-        assert stacked_view(module.weights(name)) is not None
-
-
-def test_tensors_at_equal_distances_have_a_stacked_view() -> None:
-    memory = torch.arange(100.0)
-    pieces = [memory[start : start + 12].view(3, 4) for start in (5, 35, 65)]
-    view = stacked_view(pieces)
-    assert view is not None
-    assert torch.equal(view, torch.stack(pieces))
-    assert view.data_ptr() == pieces[0].data_ptr()
-    assert torch.equal(stacked_view(pieces[:1]), pieces[0].unsqueeze(0))
-    tensors_without_view = {
-        "backwards": pieces[::-1],
-        "uneven": [pieces[0], pieces[2], pieces[1]],
-        "twice the same": [pieces[0], pieces[0]],
-        "other shape": [pieces[0], pieces[1].view(4, 3), pieces[2]],
-        "other strides": [pieces[0], memory[35:47].view(4, 3).t(), pieces[2]],
-        "other dtype": [pieces[0], pieces[1].view(torch.int32), pieces[2]],
-        "other memory": [piece.clone() for piece in pieces],
-    }
-    for case, tensors in tensors_without_view.items():
-        assert stacked_view(tensors) is None, case
-
-
-def test_adding_to_slots_in_separate_memory_does_nothing() -> None:
-    slots = [GradientSlot(torch.zeros(2, 2), lambda: None) for _ in range(2)]
-    calls: list[bool] = []
-    assert not SlotRow.of(slots).add(lambda sums, overwrite: calls.append(overwrite))
-    assert not calls
-    assert all(slot.is_empty for slot in slots)
-
-
-def test_the_owner_of_slots_is_asked_and_notified_once_for_all_slots(kernels: Kernels) -> None:
-    weights, sums, notices = make_weights(draw(4 * OUT * IN), OUT * IN), torch.zeros(4, OUT, IN), []
-    accepts = [True]
-
-    def join(slots: Sequence[GradientSlot]) -> Owner:
-        return Owner(lambda: accepts[0], lambda: notices.append(len(slots)))
-
-    for number, weight in enumerate(weights):
-        set_slot(
-            weight, GradientSlot(sums[number], lambda: notices.append(1), lambda: accepts[0], join)
-        )
-    rows, output_gradient = draw(NUM_ROWS, IN, seed=2), draw(NUM_ROWS, OUT, seed=1)
-    for accepts[0] in (True, False, True):
-        grouped_linear(rows, weights, ENDS, "bundled").backward(output_gradient)
-    assert notices == [4, 4]
-    assert torch.allclose(sums, 2 * product_of(output_gradient, rows), atol=1e-5)
-
-
-def test_products_use_weights_that_moved_to_new_memory(kernels: Kernels) -> None:
-    weights, sums = make_weights(draw(4 * OUT * IN), OUT * IN), torch.zeros(4, OUT, IN)
-    for weight, part in zip(weights, sums, strict=True):
-        set_slot(weight, GradientSlot(part, lambda: None))
-    rows = draw(NUM_ROWS, IN, seed=2)
-    for new_memory in (
-        draw(4 * OUT * IN, seed=3),
-        torch.cat([draw(4 * OUT * IN, seed=4), draw(IN, seed=5)]),
-    ):
-        step = new_memory.numel() // 4
-        for number, weight in enumerate(weights):
-            weight.data = new_memory[number * step : number * step + OUT * IN].view(OUT, IN)
-        actual = grouped_linear(rows, weights, ENDS, "bundled")[: int(ENDS[-1])]
-        expected = grouped_linear(rows, weights, ENDS, "loop")[: int(ENDS[-1])]
-        assert torch.allclose(actual.float(), expected.float(), atol=2e-2, rtol=1e-2)
-
-
 def test_weights_that_change_before_the_backward_pass_are_refused(kernels: Kernels) -> None:
     weights, sums = make_weights(draw(4 * OUT * IN), OUT * IN), torch.zeros(4, OUT, IN)
     for weight, part in zip(weights, sums, strict=True):
@@ -324,3 +247,97 @@ def test_clones_are_computed_by_a_second_launch_over_the_same_rows(kernels: Kern
     ]
     for bundled_result, loop_result in zip(*results, strict=True):
         assert torch.allclose(bundled_result.float(), loop_result.float(), atol=5e-2, rtol=2e-2)
+
+
+# Choice of these kernels.
+
+
+GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
+
+
+def build_experts(activation: str) -> GroupedMLP:
+    config = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=OUT)
+    module = GroupedMLP(IN, config, ParallelMesh.single(), activation=activation)  # type: ignore[arg-type]
+    wrapped = nn.ModuleDict({"experts": module})
+    initialize_(wrapped, "cpu", 0)
+    return wrapped["experts"].bfloat16()
+
+
+def test_without_the_kernels_a_fused_swiglu_is_not_chosen_and_is_refused() -> None:
+    rows, weights = draw(NUM_ROWS, IN), [draw(2 * OUT, IN)]
+    backends_of_layer = build_experts("swiglu")._backends(rows, weights, [draw(IN, OUT)], False)
+    assert backends_of_layer == LayerBackends("loop", "loop", fuses_swiglu=False)
+    with pytest.raises(UnsupportedError, match="half type on a GPU with Triton.*bfloat16 on cpu"):
+        grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS[:1])
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pretend that the GPU is an H100 and that a built library can be loaded."""
+    library = BuiltLibrary(Path("/cache/liblm_kernels.so"), "13.0", "4.2", 1.0)
+    monkeypatch.setattr(choosing, "reason_not_runnable", lambda index: None)
+    monkeypatch.setattr(choosing, "find_library", lambda cache, sources: library)
+    monkeypatch.setattr(choosing, "load_library", lambda path: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    clear_caches()
+    yield
+    clear_caches()
+
+
+def clear_caches() -> None:
+    choose_backend.cache_clear()
+    choosing._load.cache_clear()
+
+
+def choose_on_gpu(
+    dtype: torch.dtype = BF16, num_groups: int = 4, n: int = 64, k: int = 64
+) -> BackendChoice:
+    return choose_backend(GPU, dtype, num_groups, k, n)
+
+
+def test_built_kernels_are_preferred_and_the_choice_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", logger=choosing.__name__):
+        assert choose_on_gpu().backend == choose_on_gpu().backend == "bundled"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"grouped products by bundled: {choose_on_gpu().reason}"
+    ]
+
+
+def test_without_a_library_the_kernel_of_torch_is_chosen_with_the_build_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choosing, "find_library", lambda cache, sources: None)
+    assert choose_on_gpu().backend == "grouped_mm"
+    assert "Build one: lightning-megatron kernels build" in choose_on_gpu().reason
+
+
+def test_gpus_other_than_hopper_use_the_kernel_of_torch_or_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        choosing, "reason_not_runnable", lambda index: f"GPU {index} has compute capability 10.0"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert choose_on_gpu().backend == "grouped_mm"
+    assert "GPU 0 has compute capability 10.0" in choose_on_gpu().reason
+    clear_caches()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_on_gpu().backend == "loop"
+    assert "needs compute capability 9.0, not 8.0" in choose_on_gpu().reason
+
+
+def test_sizes_and_types_without_a_kernel_use_the_loop() -> None:
+    for choice, reason in (
+        (choose_on_gpu(dtype=torch.float32), "made for bfloat16"),
+        (choose_on_gpu(n=60), r"out_features (60) must make rows of whole 16 bytes"),
+        (choose_on_gpu(k=4), r"in_features (4) must make rows of whole 16 bytes"),
+        (
+            choose_backend(torch.device("cpu"), BF16, 4, 64, 64),
+            "cpu: the host has the group sizes already",
+        ),
+    ):
+        assert choice.backend == "loop"
+        assert reason in choice.reason
+    assert choose_on_gpu(num_groups=1025).backend == "grouped_mm"

@@ -1,10 +1,10 @@
-"""The router equals a loop over tokens in float64, routers of Hugging Face, and itself in every
-layout.
+"""The router equals a loop over tokens in float64 and routers of Hugging Face; losses and biases
+balance its experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,17 +16,21 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from lightning_megatron.experts.routing.attached_loss import attach_loss
-from lightning_megatron.experts.routing.balance import add_over_tokens_
+from lightning_megatron.experts.routing.balance import add_over_tokens_, update_bias_
 from lightning_megatron.experts.routing.router import Router
-from lightning_megatron.experts.routing.selection import round_robin_experts
-from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.experts.routing.selection import expert_capacity, round_robin_experts
+from lightning_megatron.experts.routing.statistics import (
+    RouterStatistics,
+    StepStatistics,
+    step_statistics,
+)
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.recompute import replayed
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.routed_by_hand import (
+    LOSSES,
     SETTINGS,
     B,
     D,
@@ -41,8 +45,7 @@ from tests.experts.routed_by_hand import (
     route_by_hand,
     router_of,
 )
-from tests.oracles import assert_equal, gather_full, sequence_part
-from tests.world import run_world
+from tests.oracles import assert_equal, sequence_part
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -77,18 +80,6 @@ def test_the_router_equals_a_loop_over_tokens(name: str) -> None:
 def gradients_of(loss: Tensor, hidden: Tensor, router: Router) -> list[Tensor]:
     leaves = (hidden, *router.parameters())
     return list(torch.autograd.grad(loss, leaves, retain_graph=True))
-
-
-def test_only_small_capacities_drop_choices() -> None:
-    dropped = {
-        name: router_of(config_of(**SETTINGS[name]))(draw(S, B, D, seed=4)).dropped
-        for name in SETTINGS
-    }
-    assert {name for name, number in dropped.items() if number} == {
-        "capacity",
-        "hardly any capacity",
-    }
-    assert int(dropped["more capacity than tokens"]) == 0
 
 
 def make_hugging_face_routers() -> dict[str, tuple[torch.nn.Module, ExpertsConfig]]:
@@ -211,28 +202,6 @@ def test_jitter_is_within_its_bounds_and_repeats_with_the_position() -> None:
     assert torch.equal(router._jittered(hidden), first)
 
 
-def test_forced_balance_gives_every_expert_equally_many_tokens() -> None:
-    router = router_of(config_of(expert_bias=True), forced_balance=True)
-    hidden = draw(8, B, D).requires_grad_()
-    routing = router(hidden)
-    assert routing.counts.tolist() == [8 * B * K // E] * E
-    assert all(len(set(chosen)) == K for chosen in routing.experts.tolist())
-    assert_equal(
-        routing.probabilities.sum(-1), torch.ones(8 * B, dtype=torch.float64), "sum of a token"
-    )
-    assert_equal(
-        routing.balance_loss,
-        torch.tensor(0.3, dtype=torch.float64),
-        "auxiliary loss of balanced experts",
-    )
-
-
-def test_the_state_has_biases_and_shares_if_settings_need_them() -> None:
-    assert set(router_of(config_of()).state_dict()) == {"weight"}
-    biased = router_of(config_of(expert_bias=True, aux_loss_scope="global"))
-    assert set(biased.state_dict()) == {"weight", "expert_bias", "step_shares"}
-
-
 def test_biases_of_a_router_built_on_meta_exist_and_stay_float32() -> None:
     with torch.device("meta"):
         router = Router(
@@ -248,116 +217,152 @@ def test_biases_of_a_router_built_on_meta_exist_and_stay_float32() -> None:
     assert torch.equal(router.step_shares, shares)
 
 
-# One process against two ranks.
-
-WORLD_SETTINGS: dict[str, dict[str, Any]] = {
-    **{
-        name: SETTINGS[name]
-        for name in ("groups", "DeepSeek-V3", "the last step's load", "capacity")
-    },
-    "jitter": {"jitter": 0.3, "capacity_factor": 0.9, "aux_loss_scope": "sequence"},
-}
-
-LAYOUTS: dict[str, Callable[[], ParallelMesh]] = {
-    "tp": lambda: ParallelMesh.create(ParallelLayout(2, tp=2), seed=3),
-    "tp with sequence parallelism": lambda: ParallelMesh.create(
-        ParallelLayout(2, tp=2), seed=3, sequence_parallel=True
-    ),
-    "cp": lambda: ParallelMesh.create(ParallelLayout(2, cp=2), seed=3),
-}
-
-
-def compare_with_one_process(config: ExpertsConfig, mesh: ParallelMesh, case_name: str) -> None:
-    full = draw(S, B, D, seed=4).requires_grad_()
-    single_process = router_of(config, ParallelMesh.single(seed=3))
-    expected = single_process(full)
-    weights = draw(S * B, config.top_k, seed=5)
-    total = (weights * expected.probabilities).sum() + losses_of(expected)
-    expected_grad_hidden, expected_grad_weight = gradients(total, full, single_process.weight)
-
-    def local_part(x: Tensor) -> Tensor:
-        x = x.unflatten(0, (S, B)) if x.shape[0] == S * B else x
-        x = x.chunk(mesh.cp.size)[mesh.cp.rank]
-        return sequence_part(x, mesh)
-
-    hidden = local_part(full).detach().requires_grad_()
-    router = router_of(config, mesh)
-    routing = router(hidden)
-    assert torch.equal(routing.experts, local_part(expected.experts).flatten(0, 1)), case_name
-    assert_equal(
-        routing.probabilities,
-        local_part(expected.probabilities).flatten(0, 1),
-        f"{case_name}: probabilities",
+def test_an_attached_loss_has_its_gradient_for_any_scale() -> None:
+    router = router_of(config_of())
+    hidden = [draw(S, B, D, seed=seed).requires_grad_() for seed in (4, 5)]
+    # Two microbatches and a loss scale of 1024.
+    scale = 1024.0 / 2
+    total = sum(
+        (
+            main_loss(routing_result.probabilities) + losses_of(routing_result)
+            for routing_result in map(router, hidden)
+        ),
+        start=torch.zeros(()),
     )
-    # Gradients are averaged over the data group, which includes cp.
-    attached = attach_loss(routing.probabilities, losses_of(routing), 1.0)
-    local_loss = (local_part(weights).flatten(0, 1) * attached).sum() * mesh.cp.size
-    grad_hidden, grad_weight = gradients(local_loss, hidden, router.weight)
-    spec = shard_spec_of(router.weight, mesh.tp.rank)
-    assert spec.partial == mesh.sequence_parallel, case_name
-    grad_weight = gather_full(grad_weight, spec, mesh, sum_copies=spec.partial)
-    assert_equal(
-        all_reduce_(grad_weight, mesh.data, "mean"),
-        expected_grad_weight,
-        f"{case_name}: gradient of the weight",
-    )
-    assert_equal(
-        grad_hidden / mesh.cp.size,
-        local_part(expected_grad_hidden),
-        f"{case_name}: gradient of hidden",
-    )
-    for field in ("balance_loss", "z_loss"):
-        value = getattr(routing, field).detach().clone()
-        all_reduce_(value, mesh.data, "mean")
-        if mesh.sequence_parallel:
-            all_reduce_(value, mesh.tp)
-        assert_equal(value, getattr(expected, field), f"{case_name}: {field}")
-    assert torch.equal(
-        add_over_tokens_(routing.load.to(torch.int64, copy=True), mesh), expected.load.long()
-    ), case_name
-
-
-def train(config: ExpertsConfig, mesh: ParallelMesh, num_microbatches: int) -> Router:
-    """Take three steps on the microbatches of this data rank, as callers of a router do."""
-    router = router_of(config, mesh)
-    for step in range(3):
-        load = torch.zeros(E, dtype=torch.int32)
-        for number in range(num_microbatches):
-            routing = router(
-                draw(S, B, D, seed=10 * step + mesh.dp.rank * num_microbatches + number)
-            )
-            attached = attach_loss(
-                routing.probabilities, losses_of(routing), 1.0 / num_microbatches
-            )
-            (main_loss(attached) / (S * B * num_microbatches)).backward()
-            load += routing.load
-        assert router.weight.grad is not None
-        with torch.no_grad():
-            router.weight.sub_(all_reduce_(router.weight.grad, mesh.data, "mean"))
+    expected = gradients(total * scale, *hidden, router.weight)
+    for scale_form in (scale, torch.tensor(scale)):
         router.weight.grad = None
-        router.update_(add_over_tokens_(load.to(torch.int64, copy=True), mesh))
-    return router
+        for microbatch in hidden:
+            microbatch.grad = None
+            routing = router(microbatch)
+            attached = attach_loss(routing.probabilities, losses_of(routing), scale_form)
+            assert torch.equal(attached, routing.probabilities)
+            (main_loss(attached) * scale).backward()
+        for leaf, expected_gradient in zip((*hidden, router.weight), expected, strict=True):
+            assert_equal(
+                leaf.grad,
+                expected_gradient,
+                f"gradient with a scale of type {type(scale_form).__name__}",
+            )
 
 
-def check_layouts(rank: int, size: int) -> None:
-    for layout_name, build in LAYOUTS.items():
-        mesh = build()
-        for name, settings in WORLD_SETTINGS.items():
-            config = config_of(**settings)
-            # Capacity and random numbers depend on the cp rank.
-            if mesh.cp.size == 1 or not (config.capacity_factor or config.jitter):
-                compare_with_one_process(config, mesh, f"{name}, {layout_name}")
-        mesh.destroy()
-    mesh = ParallelMesh.create(ParallelLayout(2))
-    config = config_of(
-        scoring="sigmoid", expert_bias=True, expert_bias_rate=0.05, aux_loss_scope="global"
+def test_a_loss_attached_in_recomputed_code_counts_once() -> None:
+    mesh = ParallelMesh.single(seed=5)
+    router = router_of(config_of(jitter=0.2), mesh)
+
+    def weigh(hidden: Tensor) -> Tensor:
+        routing = router(hidden)
+        return attach_loss(routing.probabilities, losses_of(routing), 1.0).square()
+
+    def run(call: Any) -> list[Tensor]:
+        hidden = draw(S, B, D, seed=4).requires_grad_()
+        mesh.random.begin_microbatch(1, 2)
+        mesh.random.seek(3)
+        output = call(hidden)
+        # Another microbatch runs before the backward pass.
+        mesh.random.begin_microbatch(1, 3)
+        return gradients(main_loss(output), hidden, router.weight)
+
+    expected_gradients, actual_gradients = (
+        run(weigh),
+        run(lambda hidden: replayed(weigh, mesh.random, 3, hidden)),
     )
-    expected = train(config, ParallelMesh.single(), 4).state_dict()
-    assert float((expected["weight"] - draw(E, D, seed=1)).abs().max()) > 0.1
-    for name, value in train(config, mesh, 2).state_dict().items():
-        assert_equal(value, expected[name], f"{name} after steps on two data ranks")
-    mesh.destroy()
+    for expected, actual in zip(expected_gradients, actual_gradients, strict=True):
+        assert_equal(actual, expected, "gradient")
 
 
-def test_every_layout_equals_one_process() -> None:
-    run_world(check_layouts, 2)
+def test_biases_move_towards_the_mean_load_and_shares_equal_the_load() -> None:
+    router = router_of(config_of(expert_bias=True, expert_bias_rate=0.125, aux_loss_scope="global"))
+    bias = router.expert_bias.clone()
+    router.update_(torch.tensor([4, 0, 4, 9, 3, 5, 4, 3]))
+    moved = torch.tensor([0.0, 1, 0, -1, 1, -1, 0, 1], dtype=torch.float64) * 0.125
+    assert_equal(router.expert_bias - bias, moved, "change of biases")
+    assert_equal(router.step_shares, torch.tensor([4, 0, 4, 9, 3, 5, 4, 3]).double() / 32, "shares")
+    large = torch.tensor([2**31 - 1, 2**31 - 2], dtype=torch.int32)
+    update_bias_(zeros := torch.zeros(2), large, 1.0)
+    assert zeros.tolist() == [-1.0, 1.0]
+
+
+def test_biases_balance_experts_without_a_loss() -> None:
+    router = router_of(
+        config_of(scoring="sigmoid", expert_bias=True, expert_bias_rate=0.02, aux_loss=0.0)
+    )
+    hidden = draw(40, B, D, seed=9)
+    before = router(hidden).load
+    for _ in range(60):
+        router.update_(router(hidden).load)
+    after = router(hidden).load
+    assert int(before.max()) > 1.3 * 40 * B * K / E
+    assert int(after.max()) <= 1.1 * 40 * B * K / E
+
+
+def test_the_capacity_is_rounded_up_from_the_exact_decimal_factor() -> None:
+    config = config_of(num_experts=1, top_k=1, capacity_factor=1.1)
+    assert expert_capacity(10, config) == 11
+    assert expert_capacity(11, config) == 13
+
+
+def test_experts_of_a_token_do_not_depend_on_later_tokens() -> None:
+    router = router_of(config_of(capacity_factor=0.7))
+    hidden = draw(S, B, D, seed=4)
+    changed = hidden.clone()
+    changed[S // 2 :] = draw(S - S // 2, B, D, seed=6)
+    before, after = router(hidden), router(changed)
+    earlier = slice(0, S // 2 * B)
+    assert torch.equal(before.experts[earlier], after.experts[earlier])
+    assert not torch.equal(before.experts, after.experts)
+    assert int((before.experts[earlier] == -1).sum()) > 0
+    assert int(before.counts.max()) == expert_capacity(S * B, router.config)
+
+
+LAYERS, MICROBATCHES = (1, 3), 4
+
+
+def draw_microbatch(layer: int, number: int) -> Tensor:
+    """Draw the tokens of a layer in a microbatch, which differ between layers and microbatches."""
+    return draw(S, B, D, seed=10 * layer + number)
+
+
+def count_step(
+    settings: Mapping[str, Any], mesh: ParallelMesh
+) -> tuple[dict[int, RouterStatistics], Mapping[int, StepStatistics]]:
+    """Route the tokens of this rank in a step; return counts of layers and statistics of the step."""
+    config = config_of(**settings)
+    router = router_of(config, mesh)
+    layers = {layer: RouterStatistics(config, mesh.device) for layer in LAYERS}
+    for layer, statistics in layers.items():
+        for number in range(mesh.dp.rank, MICROBATCHES, mesh.dp.size):
+            hidden = draw_microbatch(layer, number).chunk(mesh.cp.size)[mesh.cp.rank]
+            statistics.add_(router(sequence_part(hidden, mesh)))
+    return layers, step_statistics(layers, mesh)
+
+
+def test_statistics_of_a_step_equal_a_loop_over_its_tokens() -> None:
+    for name, settings in SETTINGS.items():
+        layers, statistics = count_step(settings, ParallelMesh.single())
+        router = router_of(config_of(**settings))
+        assert tuple(statistics) == LAYERS
+        for layer, step in statistics.items():
+            references = [
+                route_by_hand(draw_microbatch(layer, number), router)
+                for number in range(MICROBATCHES)
+            ]
+            assert step.load.tolist() == [
+                sum(loads)
+                for loads in zip(*(reference.load for reference in references), strict=True)
+            ]
+            assert int(step.dropped) == sum(reference.dropped for reference in references), name
+            assert_equal(
+                step.entropy,
+                sum(reference.entropy for reference in references) / MICROBATCHES,
+                f"{name}: entropy",
+            )
+            balance = (
+                sum(reference.balance_loss for reference in references)
+                / MICROBATCHES
+                / LOSSES["aux_loss"]
+            )
+            assert_equal(step.balance_loss, balance, f"{name}: balance_loss")
+            z = sum(reference.z_loss for reference in references) / MICROBATCHES / LOSSES["z_loss"]
+            assert_equal(step.z_loss, z, f"{name}: z_loss")
+            assert torch.equal(step.load, layers[layer].load), name

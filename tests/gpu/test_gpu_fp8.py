@@ -16,7 +16,8 @@ from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.models.layered import single_mesh
 from lightning_megatron.plan.fp8 import FP8
-from tests.layers.test_fp8_products import RECIPES, draw
+from tests.layers.noted_casts import spread as draw
+from tests.layers.test_fp8 import RECIPES
 from tests.strategy.graph_fits import fit
 from tests.strategy.tiny import TinyLM
 

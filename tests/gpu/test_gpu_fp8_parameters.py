@@ -17,7 +17,7 @@ from lightning_megatron.layers.fp8.stored_weight import FORMAT
 from lightning_megatron.plan.fp8 import FP8
 from tests.fits import BATCH, Job, Report, Tokens, joined, run_job
 from tests.gpu.shared_gpu import require_gpus
-from tests.layers.test_fp8_products import draw
+from tests.layers.noted_casts import spread as draw
 from tests.strategy.graph_fits import Fit
 from tests.strategy.test_fp8_parameters_graphs import Stored
 from tests.strategy.test_fp8_parameters_graphs import run as run_graphs

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.gpu.shared_gpu import require_gpus
-from tests.training.test_row_sums import (
+from tests.training.row_exchanges import (
     DIVISIONS,
     EXPECTED,
     errors_of_sums,

@@ -30,7 +30,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.layered import single_mesh
 from tests.fits import BATCH, Job, Report, Tokens, run_job, run_jobs
 from tests.gpu.shared_gpu import require_gpus
-from tests.layers.test_fp8_products import draw
+from tests.layers.noted_casts import spread as draw
 from tests.oracles import relative_difference
 from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world

@@ -32,7 +32,6 @@ mp:
 ep_dp: {max_ctas: 4}
 """
 
-
 EXPECTED_OPTIONS = {
     "dp": {"cga_cluster_size": 2, "max_ctas": 32, "min_ctas": 8},
     "data": {"net_name": "IB"},

@@ -1,4 +1,6 @@
-"""Random streams agree or differ as specified, whatever the order of computation, and replays of recorded computations draw the numbers of eager ones."""
+"""Random streams agree or differ as specified, whatever the order of computation, and replays of
+recorded computations draw the numbers of eager ones.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.generators import GeneratorPool
-from lightning_megatron.groups.mask_keys import MaskKeys
 from lightning_megatron.groups.random import RandomStreams, derive_seed
 from lightning_megatron.groups.recorded_draws import RecordedDraws
 from lightning_megatron.groups.stream_position import StreamPosition
@@ -101,23 +102,6 @@ def test_torch_checkpointing_repeats_the_draws_of_every_run():
         torch.testing.assert_close(x.grad, output)
 
 
-def test_a_layer_replays_its_draws_from_a_saved_position():
-    streams = RandomStreams(9)
-    streams.begin_microbatch(1, 0)
-    position = streams.seek(3)
-    first = (draw(streams, "tensor"), draw(streams, "replicated"), draw(streams, "tensor"))
-    assert first[0] != first[2], "successive draws must go on, not start again"
-    streams.begin_microbatch(1, 1)
-    streams.seek(1)
-    draw(streams, "tensor")
-    streams.seek(3, position)
-    assert first == (
-        draw(streams, "tensor"),
-        draw(streams, "replicated"),
-        draw(streams, "tensor"),
-    )
-
-
 def test_forking_leaves_the_default_generator_unchanged_even_after_an_error():
     streams = RandomStreams(4)
     torch.manual_seed(0)
@@ -137,14 +121,6 @@ def test_a_loaded_state_continues_the_draws():
     assert draw(loaded, "tensor") == draw(streams, "tensor")
 
 
-def test_an_unknown_stream_is_refused_with_the_legal_names():
-    with (
-        pytest.raises(ValueError, match="replicated, tensor, expert: 'model'"),
-        RandomStreams(1).fork("model"),
-    ):
-        pass
-
-
 def test_derived_seeds_depend_on_the_type_of_parts_and_fit_a_generator():
     assert derive_seed(1, "1") != derive_seed("1", 1)
     assert derive_seed(12, 3) != derive_seed(1, 23)
@@ -152,8 +128,6 @@ def test_derived_seeds_depend_on_the_type_of_parts_and_fit_a_generator():
 
 
 CPU = torch.device("cpu")
-
-
 Function = Callable[[RandomStreams], list[Tensor]]
 
 
@@ -204,14 +178,6 @@ def are_equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
     return len(actual) == len(expected) > 0 and all(map(torch.equal, actual, expected))
 
 
-def test_a_recorded_computation_draws_the_same_numbers_as_an_eager_one() -> None:
-    default = torch.get_rng_state()
-    assert are_equal(
-        Recorded(streams_at(1, 0), draw_in_layers).results, draw_in_layers(streams_at(1, 0))
-    )
-    assert torch.equal(torch.get_rng_state(), default), "the default generator is left alone"
-
-
 def test_a_replay_draws_the_numbers_of_its_own_position() -> None:
     recorded = Recorded(streams_at(1, 0), draw_in_layers)
     for step, microbatch in ((4, 7), (1, 0), (4, 8)):
@@ -226,37 +192,6 @@ def test_a_replay_draws_the_numbers_of_its_own_position() -> None:
 def drop(streams: RandomStreams) -> list[Tensor]:
     with streams.fork("replicated"):
         return [F.dropout(torch.ones(9), 0.5)]
-
-
-def enter_and_drop(streams: RandomStreams) -> list[Tensor]:
-    streams.seek(3)
-    return drop(streams)
-
-
-def test_streams_continue_across_graphs_and_python_code_of_one_layer() -> None:
-    streams = streams_at(1, 0)
-    first = Recorded(streams, enter_and_drop)
-    # The Python code between the two graphs does not run at the capture.
-    second = Recorded(streams, drop)
-    for microbatch in (1, 2):
-        streams = streams_at(1, microbatch)
-        eager = streams_at(1, microbatch)
-        first.replay(streams)
-        between = drop(streams)
-        second.replay(streams)
-        after = drop(streams)
-        actual = [*first.results, *between, *second.results, *after]
-        assert are_equal(actual, enter_and_drop(eager) + drop(eager) + drop(eager) + drop(eager))
-
-
-def test_repeated_replays_in_a_microbatch_draw_new_numbers_for_each_run() -> None:
-    recorded = Recorded(streams_at(1, 0), enter_and_drop)
-    streams = streams_at(2, 3)
-    expected = streams_at(2, 3)
-    for run in range(3):
-        position = recorded.replay(streams)
-        assert position.run == run
-        assert are_equal(recorded.results, enter_and_drop(expected))
 
 
 def make_recomputation(x: Tensor) -> tuple[Function, Function]:
@@ -328,23 +263,6 @@ def test_a_replay_keeps_microbatch_numbers_that_begin_inside_its_recording() -> 
     assert are_equal(recorded.results, step_of(7)(streams_at(0, 0)))
 
 
-def test_a_generator_pool_that_is_too_small_raises() -> None:
-    streams = streams_at(1, 0)
-    pool = GeneratorPool(CPU)
-    with streams.recording(pool):
-        draw_in_layers(streams)
-    assert pool.num_taken == 7
-    exact = GeneratorPool(CPU, pool.num_taken)
-    with streams.recording(exact):
-        draw_in_layers(streams)
-    small = GeneratorPool(CPU, pool.num_taken - 1)
-    with (
-        pytest.raises(RuntimeError, match="at most the 6 random streams"),
-        streams.recording(small),
-    ):
-        draw_in_layers(streams)
-
-
 def take_keys(streams: RandomStreams) -> list[Tensor]:
     """Take keys of dropout masks in two layers, and compute with them."""
     keys = []
@@ -366,63 +284,3 @@ def test_a_replay_reads_the_keys_of_masks_of_its_own_position() -> None:
         expected.begin_microbatch(2, 0, samples)
         assert are_equal(recorded.results, take_keys(expected))
     assert len({int(key[0]) for key in recorded.results}) == 6
-
-
-def test_keys_of_masks_before_a_capture_lie_where_a_recomputation_without_recording_puts_them() -> (
-    None
-):
-    device = torch.device("meta")
-    recorded = MaskKeys(device).take((5, 0, 1, 1))
-    assert recorded.device == RandomStreams(7).mask_key("hidden", 1).device
-    assert recorded.tolist() == [5, 0, 1, 1]
-    assert MaskKeys(device, 1).take(None).device == device
-
-
-def test_nested_recordings_raise_and_leave_the_streams_usable() -> None:
-    streams = streams_at(1, 0)
-    with (
-        pytest.raises(RuntimeError, match="must not be nested"),
-        streams.recording(GeneratorPool(CPU)),
-        streams.recording(GeneratorPool(CPU)),
-    ):
-        pass
-    with streams.recording(GeneratorPool(CPU)) as recorder:
-        pass
-    assert recorder.recorded == RecordedDraws()
-
-
-def test_preserve_position_restores_the_position_of_streams() -> None:
-    streams = streams_at(1, 4)
-    expected = streams_at(1, 4)
-    enter_and_drop(streams)
-    enter_and_drop(expected)
-    with streams.preserve_position():
-        Recorded(streams_at(1, 0), draw_in_layers)
-        streams.begin_microbatch(8, 8)
-        draw_in_layers(streams)
-    assert are_equal(
-        drop(streams) + draw_in_layers(streams), drop(expected) + draw_in_layers(expected)
-    )
-
-
-def test_an_exact_pool_has_no_generators_for_streams_without_draws() -> None:
-    streams = RandomStreams(3)
-
-    def step() -> Tensor:
-        streams.begin_microbatch(1, 0)
-        drawn = []
-        for layer, is_drawn in enumerate((True, False, True)):
-            streams.seek(layer)
-            with streams.fork("tensor"):
-                drawn += [torch.rand(3) for _ in range(is_drawn)]
-        return torch.stack(drawn)
-
-    growing_pool = GeneratorPool(CPU)
-    with streams.recording(growing_pool):
-        expected = step()
-    assert len(growing_pool.generators) == 3
-    exact_pool = growing_pool.exact()
-    with streams.recording(exact_pool) as recorder:
-        assert torch.equal(step(), expected)
-    assert len(exact_pool.generators) == 2
-    assert [draw.generator for draw, _ in recorder.recorded.draws] == exact_pool.generators

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,32 @@ from triton.runtime import interpreter
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.kernels import triton as kernels
-from lightning_megatron.kernels.triton import norm, normed_rotary
+from lightning_megatron.kernels.triton import (
+    adamw,
+    cast_by_one_scale,
+    clone_plan,
+    expert_sort,
+    norm,
+    normed_rotary,
+    peer_clones,
+    peer_rows,
+    route,
+    route_settings,
+    token_rows,
+    two_halves,
+    weight_slices,
+    weighted_swiglu,
+)
+from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.kernels import expert_checks
+from tests.kernels.adam import (
+    CASES,
+    check_case,
+    check_narrow_moments,
+    check_narrow_steps,
+    check_new_addresses,
+)
 from tests.kernels.checks import CHECKS, ROUNDOFF, SMALL, Draw, use_kernels_everywhere
 from tests.kernels.models import KINDS, compare_model
 from tests.kernels.one_shot_checks import check_one_shot
@@ -80,9 +105,20 @@ interpreter.InterpreterBuilder.create_splat = _splat_truth
 interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
 # The interpreter truncates bfloat16 instead of rounding it.
 ROUNDOFF[torch.bfloat16] = 2.0**-7
-# Few programs, so that each program has several rows.
+# Small blocks and few programs, so that each program has several rows and blocks, and a slice several
+# programs.
 norm._PROGRAMS = 4
 normed_rotary._PROGRAMS = 3
+adamw._CHUNK, adamw._BLOCK = 256, 128
+weight_slices._BLOCK = 256
+expert_sort._BLOCK, expert_sort._EXPERTS, expert_sort._ROWS = 32, 2, 2
+route_settings._TILE = 64
+route._PROGRAMS, route._ROWS, route._COLUMNS = 3, 2, 4
+clone_plan._BLOCK = 32
+token_rows._BLOCK = two_halves._BLOCK = peer_rows._BLOCK = 16
+peer_rows._PROGRAMS = peer_clones._PROGRAMS = 3
+peer_clones._WEIGHTS = peer_clones._GRADIENTS = 16
+weighted_swiglu._BLOCK, weighted_swiglu._PROGRAMS = 64, 3
 
 
 # Kind of model, recomputed parts, label smoothing.
@@ -176,29 +212,133 @@ def check_shared_files(check: Callable[..., None]) -> None:
         run_world(check, 3, folder)
 
 
-def main(selected: list[str]) -> None:
-    """Run the checks whose name has one of the words, or all."""
-    use_kernels_everywhere()
-    checks: dict[str, Callable[[], object]] = {
-        f"{name}, {dtype}": lambda check=check, dtype=dtype: check(
-            Draw(torch.device("cpu"), dtype), SMALL
+FORMAT = torch.float8_e4m3fn
+
+
+#: Start in the numbers, start in the bytes, size (elements), and weight of each slice.
+SLICES = [(64, 0, 2000, 1), (2064, 3000, 900, 0), (3000, 2048, 5, 1), (3100, 5000, 800, 3)]
+
+
+#: Slices at multiples of 16, of which the kernels read and write several elements at once.
+ALIGNED = [(64, 0, 2000, 1), (2064, 3008, 912, 0), (3008, 2048, 16, 1), (3104, 5008, 800, 3)]
+
+
+def check_slices(
+    slices: list[tuple[int, int, int, int]], dtype: torch.dtype, strange: float
+) -> None:
+    """Compare bytes with the kernel for full matrices, and magnitudes with those of torch."""
+    generator = torch.Generator().manual_seed(3)
+    main = torch.randn(4000, generator=generator).to(dtype)
+    main[100] = strange
+    target = torch.full((6000,), 7, dtype=torch.uint8)
+    magnitudes = torch.full((4,), 7, dtype=torch.int32)
+    expected = torch.full((4,), 7, dtype=torch.int32)
+    casts = weight_slices.SliceCastKernel(main, target, slices)
+    casts.find(magnitudes)
+    casts.cast(magnitudes, FORMAT)
+    torch_casts.SliceCasts(main, target.clone(), slices).find(expected)
+    assert torch.equal(magnitudes, expected), (magnitudes, expected)
+    written = torch.zeros(6000, dtype=torch.bool)
+    for start, place, size, weight in slices:
+        matrix = main[start : start + size].view(1, size)
+        parts = magnitudes[weight : weight + 1]
+        expected_rows, _ = cast_by_one_scale(
+            matrix, parts, FORMAT, rows=True, columns=False, multiple=16
         )
+        assert expected_rows is not None
+        actual = target[place : place + size]
+        assert torch.equal(expected_rows[0].view(torch.uint8)[0], actual), f"slice at {start}"
+        written[place : place + size] = True
+    assert bool((target[~written] == 7).all()), "bytes outside of the slices were written"
+
+
+def check_transposes() -> None:
+    """Compare padded transposes with those of torch."""
+    generator = torch.Generator().manual_seed(5)
+    for sizes in ((100, 130), (129, 128), (1, 16), (256, 48)):
+        matrix = torch.randint(0, 256, sizes, generator=generator, dtype=torch.uint8)
+        for multiple in (16, 128):
+            actual = weight_slices.padded_transpose(matrix, multiple)
+            expected = torch_casts.padded_transpose(matrix, multiple)
+            assert torch.equal(actual, expected), (sizes, multiple)
+
+
+Checks = dict[str, Callable[[], object]]
+
+
+def checks_of(dtype: torch.dtype) -> Checks:
+    """Return the checks of all kernels but those of experts."""
+    use_kernels_everywhere()
+    return {
+        name: lambda check=check: check(Draw(torch.device("cpu"), dtype), SMALL)
         for name, check in CHECKS.items()
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
-    checks["models"] = lambda: check_models(ParallelMesh.single(seed=0), FULL_MODELS)
-    checks["fused passes"] = lambda: check_fused_passes(ParallelMesh.single(seed=0))
-    checks["hand-over"] = check_hand_over
-    checks["one shot"] = lambda: check_shared_files(check_one_shot_of_rank)
-    checks["token sums"] = lambda: check_shared_files(check_token_sums_of_rank)
-    checks["shards"] = lambda: run_world(check_shards, 2)
-    chosen = {
-        name: check
-        for name, check in checks.items()
-        if not selected or any(w in name for w in selected)
+
+
+def expert_checks_of_all_types() -> Checks:
+    """Return the checks of the kernels of experts."""
+    checks: Checks = {}
+    for name, check in expert_checks.CHECKS.items():
+        for dtype in (torch.float32, torch.bfloat16)[
+            : 1 if name in expert_checks.ONLY_FLOAT32 else 2
+        ]:
+            checks[f"{name}, {dtype}"] = lambda check=check, dtype=dtype: check(
+                Draw(torch.device("cpu"), dtype), expert_checks.FEW
+            )
+    return checks
+
+
+def adam_checks() -> Checks:
+    """Return the checks of Adam's kernel."""
+    checks: Checks = {
+        # The interpreter truncates bfloat16 instead of rounding it.
+        case.name: lambda case=case: check_case(
+            case, (1, 15, 256, 900), "cpu", 2.0**-7 if case.half == torch.bfloat16 else None
+        )
+        for case in CASES
     }
-    report_checks(chosen)
+    checks["narrow moments"] = lambda: check_narrow_moments((1, 700, 1000), "cpu")
+    checks["narrow steps"] = lambda: check_narrow_steps((700, 500), "cpu")
+    checks["new addresses"] = lambda: check_new_addresses("cpu")
+    return checks
+
+
+def slice_checks() -> Checks:
+    """Return the checks of casts of weight slices."""
+    return {
+        f"{slices[1]}, {dtype}, {strange}": partial(check_slices, slices, dtype, strange)
+        for slices in (SLICES, ALIGNED)
+        for dtype in (torch.float32, torch.bfloat16)
+        for strange in (1.0, float("inf"), float("nan"))
+    } | {"transposes": check_transposes}
+
+
+def model_checks(name: str) -> Checks:
+    """Return a check of whole models, or of kernels between processes."""
+    use_kernels_everywhere()
+    checks: Checks = {
+        "models": lambda: check_models(ParallelMesh.single(seed=0), FULL_MODELS),
+        "fused passes": lambda: check_fused_passes(ParallelMesh.single(seed=0)),
+        "hand-over": check_hand_over,
+        "one shot": lambda: check_shared_files(check_one_shot_of_rank),
+        "token sums": lambda: check_shared_files(check_token_sums_of_rank),
+        "shards": lambda: run_world(check_shards, 2),
+    }
+    return {name: checks[name]}
+
+
+def checks_of_group(group: str) -> Checks:
+    """Return the checks of a group by name."""
+    groups: dict[str, Callable[[], Checks]] = {
+        "float32": lambda: checks_of(torch.float32),
+        "bfloat16": lambda: checks_of(torch.bfloat16),
+        "float16": lambda: checks_of(torch.float16),
+        "experts": expert_checks_of_all_types,
+        "adam": adam_checks,
+        "weight slices": slice_checks,
+    }
+    return groups[group]() if group in groups else model_checks(group)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    report_checks(checks_of_group(sys.argv[1]))

@@ -1,5 +1,5 @@
-"""Tests of the fused kernels in Triton's interpreter on the CPU against float64 and against torch's
-operators.
+"""The kernels in Triton's interpreter on the CPU equal float64, torch's operators and optimizers, and
+clones by one-sided puts do not change results.
 """
 
 from __future__ import annotations
@@ -17,24 +17,18 @@ pytestmark = [
     ),
     pytest.mark.slow,
 ]
-
-
-@pytest.mark.parametrize(
-    "group",
-    [
-        "float32",
-        "bfloat16",
-        "float16",
-        "models",
-        "shards",
-        "hand-over",
-        "fused passes",
-        "one shot",
-        "token sums",
-    ],
+GROUPS = (
+    *("float32", "bfloat16", "float16", "models", "shards", "hand-over", "fused passes"),
+    *("one shot", "token sums", "experts", "adam", "weight slices"),
 )
-def test_interpreted_kernels_equal_float64_and_torch_operators(group: str):
-    results = interpreted("tests.kernels.interpreted", group)
+
+
+@pytest.mark.parametrize("group", [*GROUPS, "clones"])
+def test_interpreted_kernels_equal_torch(group: str) -> None:
+    if group == "clones":
+        results = interpreted("tests.experts.interpreted_clones")
+    else:
+        results = interpreted("tests.kernels.interpreted", group)
     assert results, f"nothing is checked by the name {group}"
     failed = [f"{name}:\n{report}" for name, report in results.items() if report]
     assert not failed, "\n".join(failed)

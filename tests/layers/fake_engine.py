@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.layers.noted_casts import spread
+
 
 def general_gemm(
     left: Tensor,
@@ -132,3 +134,14 @@ def installed(available: tuple[bool, str] = (True, "")) -> Iterator[ModuleType]:
     finally:
         for name, module in before.items():
             sys.modules.pop(name) if module is None else sys.modules.update({name: module})
+
+
+def output_and_gradients(module: Any, hidden: Tensor, seed: int) -> list[Tensor]:
+    """Return the output and all gradients of a layer."""
+    hidden = hidden.clone().requires_grad_()
+    for parameter in module.parameters():
+        parameter.grad = None
+    output = module(hidden)
+    output.backward(spread(*output.shape, seed=seed))
+    assert hidden.grad is not None
+    return [output.detach(), hidden.grad, *(parameter.grad for parameter in module.parameters())]

@@ -71,6 +71,14 @@ GIVEN = {
 }
 
 
+def spread(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Draw numbers whose magnitudes spread over several orders, as those of activations do."""
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(*shape, generator=generator) * torch.randn(*shape, generator=generator).exp()
+    ).to(dtype)
+
+
 @dataclass(frozen=True)
 class NotedCast:
     """Recorded cast of a matrix.

@@ -1,11 +1,9 @@
-"""Layers that add gradients to slots get the gradients of plain autograd, in float64."""
+"""Layers add gradients to slots, now or in a later weight half, as autograd would sum them."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,183 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import regions
-from lightning_megatron.layers.embedding import (
-    InputEmbedding,
-    PositionEmbedding,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    vocab_logits,
-)
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot, slot_of
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.parameter_stack import ParameterStack
+from lightning_megatron.layers.regions import column_linear
+from lightning_megatron.layers.slot_states import (
+    fill_empty,
+    preserve_states,
+    state_of,
+)
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
-from lightning_megatron.plan.layout import ParallelLayout
+from tests.layers.small_layers import F_OUT, B, D, S, V, attach_slots, draw, make_cases
+from tests.live_memory import LiveMemory
 from tests.oracles import assert_equal
-from tests.recorded import record_starts
-from tests.world import run_world
-
-S, B, D, F_OUT, V = 8, 3, 16, 12, 150
-
-LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
-
-Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def run_once(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x)
-
-
-def run_twice(layer: nn.Module, x: Tensor) -> Tensor:
-    return layer(x) + layer(x * 0.5 if x.is_floating_point() else x.flip(0))
-
-
-def run_recomputed(layer: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(layer, x, use_reentrant=False)
-
-
-class TiedEmbedding(nn.Module):
-    """Use one table as embedding and head, as a tied GPT on one stage does."""
-
-    def __init__(self, mesh: ParallelMesh) -> None:
-        super().__init__()
-        self.word, self.mesh = VocabParallelEmbedding(V, D, mesh), mesh
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return vocab_logits(self.word(tokens).tanh(), self.word.weight, self.mesh)
-
-
-def attach_slots(
-    layer: nn.Module,
-    dtype: torch.dtype = torch.float64,
-    queue: WeightGradientQueue | None = None,
-) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Give every parameter a slot over memory of NaN; return the gradients and the number of
-    notices of each parameter.
-    """
-    gradients, calls = {}, dict.fromkeys(dict(layer.named_parameters()), 0)
-    for name, parameter in layer.named_parameters():
-        gradients[name] = torch.full_like(parameter, torch.nan, dtype=dtype)
-
-        def count(name: str = name) -> None:
-            calls[name] += 1
-
-        set_slot(parameter, GradientSlot(gradients[name], count, queue=queue))
-    return gradients, calls
-
-
-def compare(layer: nn.Module, x: Tensor, run: Run, case_name: str) -> None:
-    """Run forward and backward with and without slots and compare outputs and gradients."""
-    initialize_(layer, "cpu", seed=3)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.mul_(20.0)
-    plain = copy.deepcopy(layer)
-    gradients, calls = attach_slots(layer)
-    inputs = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
-    outputs = [run(module, x_copy) for module, x_copy in zip((plain, layer), inputs, strict=True)]
-    assert_equal(outputs[1], outputs[0], f"{case_name}: output")
-    for output in outputs:
-        output.backward(draw(*output.shape, seed=7))
-    if x.is_floating_point():
-        assert inputs[0].grad is not None
-        assert inputs[1].grad is not None
-        assert_equal(inputs[1].grad, inputs[0].grad, f"{case_name}: input gradient")
-    for (name, parameter), plain_parameter in zip(
-        layer.named_parameters(), plain.parameters(), strict=True
-    ):
-        assert parameter.grad is None, f"{case_name}: autograd got a gradient of {name}"
-        assert calls[name] >= 1, f"{case_name}: {name} reported no gradient"
-        assert plain_parameter.grad is not None
-        assert_equal(gradients[name], plain_parameter.grad, f"{case_name}: gradient of {name}")
-
-
-def make_cases(mesh: ParallelMesh) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    seq, part = S // (mesh.tp.size if mesh.sequence_parallel else 1), D // mesh.tp.size
-    for bias in (True, False):
-        yield "column", ColumnParallelLinear(D, F_OUT, mesh, bias=bias), draw(seq, B, D)
-        yield "row", RowParallelLinear(D, F_OUT, mesh, bias=bias), draw(S, B, part)
-    yield (
-        "gathered column",
-        ColumnParallelLinear(D, F_OUT, mesh, gather_output=True),
-        draw(seq, B, D),
-    )
-    yield "head", VocabParallelHead(V, D, mesh), draw(seq, B, D)
-    tokens = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(4))
-    tokens[0] = torch.tensor([5, V - 1, 5, 0, 5, 5, V - 1, 2])
-    yield "embedding", VocabParallelEmbedding(V, D, mesh), tokens
-    yield (
-        "embedding with padding",
-        VocabParallelEmbedding(V, D, mesh, padding_id=int(tokens[0, 1])),
-        tokens,
-    )
-    yield "tied", TiedEmbedding(mesh), tokens
-
-
-def check_overlap(mesh: ParallelMesh) -> None:
-    """Check the order of communication and products in the backward pass."""
-    events: list[str] = []
-
-    layer = ColumnParallelLinear(D, F_OUT, mesh)
-    initialize_(layer, "cpu", seed=0)
-    attach_slots(layer)
-    seq = S // (mesh.tp.size if mesh.sequence_parallel else 1)
-    output = layer(draw(seq, B, D).requires_grad_())
-    with pytest.MonkeyPatch.context() as patch, record_products(events):
-        record_starts(patch, regions, ("all_gather", "reduce_scatter", "all_reduce"), events)
-        output.backward(draw(*output.shape))
-    total = "reduce_scatter" if mesh.sequence_parallel else "all_reduce"
-    expected = ["input gradient", f"{total} starts", "weight gradient", f"{total} ends"]
-    if mesh.sequence_parallel:
-        expected = ["all_gather starts", *expected[:2], "all_gather ends", *expected[2:]]
-    assert events == expected, events
-
-
-@contextmanager
-def record_products(events: list[str]) -> Iterator[None]:
-    class RecordProducts(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.ops.aten.mm.default:
-                events.append("input gradient")
-            elif func is torch.ops.aten.addmm.out:
-                events.append("weight gradient")
-            return func(*args, **(kwargs or {}))
-
-    with RecordProducts():
-        yield
-
-
-def check_all(rank: int, size: int) -> None:
-    torch.set_default_dtype(torch.float64)
-    for tp, sequence_parallel in LAYOUTS:
-        mesh = ParallelMesh.create(
-            ParallelLayout(world_size=4, tp=tp), sequence_parallel=sequence_parallel
-        )
-        for name, layer, x in make_cases(mesh):
-            for run in (run_once, run_twice, run_recomputed):
-                compare(layer, x, run, f"{name} {run.__name__} tp={tp} sp={sequence_parallel}")
-        if tp > 1:
-            check_overlap(mesh)
-        # On CPUs a pipelined product has one piece, but the layers run its code path.
-        pipelined = replace(mesh, tp=replace(mesh.tp, overlaps_matmul=True))
-        for name, layer, x in make_cases(pipelined):
-            compare(layer, x, run_once, f"{name} pipelined tp={tp} sp={sequence_parallel}")
-        mesh.destroy()
-
-
-def test_slots_hold_the_gradients_of_autograd_in_every_layout() -> None:
-    run_world(check_all, 4)
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
@@ -305,38 +143,22 @@ def test_all_add_methods_of_a_slot_multiply_by_its_scale() -> None:
             )
 
 
-def test_layers_leave_out_the_bias_with_add_bias_false() -> None:
+def test_layers_leave_out_the_bias_and_slots_leave_other_parameters_to_autograd() -> None:
     x = draw(S, B, D)
     for kind in (ColumnParallelLinear, RowParallelLinear):
-        layer = kind(D, F_OUT, ParallelMesh.single()).double()
+        layer: Any = kind(D, F_OUT, ParallelMesh.single()).double()
         initialize_(layer, "cpu", seed=1)
         with torch.no_grad():
             layer.bias.fill_(3.0)
+        gradient = torch.full_like(layer.weight, torch.nan)
+        set_slot(layer.weight, GradientSlot(gradient, lambda: None))
         assert_equal(layer(x, add_bias=False), F.linear(x, layer.weight), "output without bias")
-        assert_equal(layer(x, add_bias=False) + layer.bias, layer(x), "output with bias")
+        layer(x).sum().backward()
+        assert_equal(layer.bias.grad, torch.full_like(layer.bias, S * B), "bias")
+        assert_equal(gradient, x.sum((0, 1)).expand(F_OUT, D), "weight")
 
 
-def test_parameters_without_slots_keep_the_gradient_of_autograd() -> None:
-    mesh = ParallelMesh.single()
-    layer = InputEmbedding(
-        VocabParallelEmbedding(V, D, mesh), PositionEmbedding(S, D, mesh), mesh=mesh
-    ).double()
-    initialize_(layer, "cpu", seed=1)
-    gradient = torch.full_like(layer.word.weight, torch.nan)
-    set_slot(layer.word.weight, GradientSlot(gradient, lambda: None))
-    layer(torch.arange(B * S).view(B, S)).sum().backward()
-    assert_equal(
-        gradient.sum(1),
-        torch.cat([torch.full((B * S,), float(D)), torch.zeros(256 - B * S)]),
-        "words",
-    )
-    assert layer.position is not None
-    assert layer.position.weight.grad is not None
-    assert_equal(layer.position.weight.grad, torch.full((S, D), float(B)), "positions")
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float64, 0.5), (torch.float32, 1.0)])
 def test_add_sum_adds_the_sum_of_partial_gradients(dtype: torch.dtype, scale: float) -> None:
     memory, calls, accepts = torch.full((2, D), torch.nan, dtype=dtype), [0], [True]
 
@@ -366,23 +188,6 @@ def stack_with_slots() -> tuple[ParameterStack, list[GradientSlot]]:
     return ParameterStack(parts), slots
 
 
-def test_a_stack_with_slots_is_one_leaf_until_a_parameter_is_frozen_or_moved() -> None:
-    stack, _ = stack_with_slots()
-    leaf = stack.concatenate()
-    assert leaf.grad_fn is None
-    assert leaf.requires_grad
-    assert stack.concatenate() is leaf
-    assert leaf.data_ptr() == stack.parts[0].data_ptr()
-    stack.parts[1].requires_grad_(False)
-    assert stack.concatenate().grad_fn is not None, (
-        "the graph passes on the gradient of the part that is not frozen"
-    )
-    stack.parts[1].requires_grad_(True)
-    assert stack.concatenate().grad_fn is None
-    stack.parts[1].data = torch.ones(3, 3)
-    assert (stack.concatenate()[2:] == 1).all(), "the part lies elsewhere now"
-
-
 def test_slots_of_a_stack_get_the_gradient_of_autograd() -> None:
     stack, slots = stack_with_slots()
     for _ in range(2):
@@ -390,3 +195,130 @@ def test_slots_of_a_stack_get_the_gradient_of_autograd() -> None:
     expected = 2 * torch.arange(5.0)[:, None].expand(5, 3)
     assert torch.equal(torch.cat([slot.gradient for slot in slots]), expected)
     assert stack.concatenate().grad is None
+
+
+def make_slots(*values: float) -> tuple[list[GradientSlot], list[int]]:
+    """Return slots over memory with these values, and a list of the slots that gave notice."""
+    notices: list[int] = []
+    slots = [
+        GradientSlot(torch.full((2,), value), lambda index=index: notices.append(index))
+        for index, value in enumerate(values)
+    ]
+    return slots, notices
+
+
+def test_fill_empty_writes_zeros_into_empty_slots_only() -> None:
+    slots, notices = make_slots(float("nan"), float("nan"))
+    slots[0].add(torch.full((2,), 3.0))
+    fill_empty(slots)
+    assert state_of(slots) == "filled"
+    assert notices == [0]
+    for slot in slots:
+        slot.add(torch.full((2,), 4.0))
+    assert [slot.gradient.tolist() for slot in slots] == [[7.0, 7.0], [4.0, 4.0]]
+
+
+def test_preserve_states_restores_states_after_an_error() -> None:
+    slots, _ = make_slots(1.0, 2.0)
+    slots[0].add(torch.ones(2))
+
+    def change() -> None:
+        with preserve_states(slots):
+            slots[0].clear()
+            slots[1].add(torch.ones(2))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        change()
+    assert [slot.is_empty for slot in slots] == [False, True]
+
+
+def test_weight_gradients_of_experts_are_deferred_to_the_weight_half() -> None:
+    queue, rows, output_gradient = WeightGradientQueue(), draw(10, 6), draw(10, 4, seed=1)
+    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
+    weights = [nn.Parameter(draw(4, 6, seed=2 + number)) for number in range(3)]
+    sums = [torch.full_like(weight, torch.nan) for weight in weights]
+    notices: list[int] = []
+    for number, weight in enumerate(weights):
+        count = lambda number=number: notices.append(number)  # noqa: E731
+        set_slot(weight, GradientSlot(sums[number], count, queue=queue))
+    rows.requires_grad_()
+    with queue.open(0):
+        grouped_linear(rows, weights, ends, "loop").backward(output_gradient)
+    assert not notices
+    assert rows.grad is not None
+    expected = torch.cat([output_gradient[:3] @ weights[0], output_gradient[3:] @ weights[2]])
+    assert_equal(rows.grad, expected, "input gradient")
+    queue.run(0)
+    assert notices == [0, 1, 2]
+    for total, group in zip(sums, (slice(0, 3), slice(3, 3), slice(3, 10)), strict=True):
+        assert_equal(total, output_gradient[group].t() @ rows[group], "weight gradient")
+
+
+def test_the_gradient_of_a_fused_weight_is_deferred_to_the_weight_half() -> None:
+    queue, mesh, memory = WeightGradientQueue(), ParallelMesh.single(), draw(5, D)
+    parts = [nn.Parameter(memory[:2]), nn.Parameter(memory[2:])]
+    sums = torch.full_like(memory, torch.nan)
+    for part, total in zip(parts, (sums[:2], sums[2:]), strict=True):
+        set_slot(part, GradientSlot(total, lambda: None, queue=queue))
+    stack, x, grad = ParameterStack(parts), draw(S, B, D), draw(S, B, 5, seed=1)
+    with queue.open(0):
+        column_linear(x, stack.concatenate(), None, mesh).backward(grad)
+    assert sums.isnan().all()
+    queue.run(0)
+    assert_equal(sums, grad.flatten(0, 1).t() @ x.flatten(0, 1), "gradient of the stack")
+
+
+def test_the_queue_keeps_the_factors_of_deferred_products_until_they_have_run() -> None:
+    queue, layer = WeightGradientQueue(), ColumnParallelLinear(D, F_OUT, ParallelMesh.single())
+    layer.double()
+    initialize_(layer, "cpu", seed=1)
+    gradients, _ = attach_slots(layer, queue=queue)
+    x, memory = draw(S, B, D).requires_grad_(), LiveMemory()
+    memory.leave_out([x, layer.weight, layer.bias, *gradients.values()])
+    with memory:
+        with queue.open(0):
+            # The weight half does not need the inputs of `exp` and `sin`, which backward needs.
+            layer(x.sin().exp()).sin().sum().backward()
+        x.grad = None
+        gc.collect()
+        assert memory.now == S * B * (D + F_OUT) * x.element_size()
+        queue.run(0)
+        gc.collect()
+        assert memory.now == 0
+
+
+def test_a_failed_input_half_leaves_no_deferred_products() -> None:
+    queue = WeightGradientQueue()
+    layer = ColumnParallelLinear(D, F_OUT, ParallelMesh.single()).double()
+    initialize_(layer, "cpu", seed=1)
+    _, calls = attach_slots(layer, queue=queue)
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("stop")
+
+    x = draw(S, B, D).requires_grad_()
+    x.register_hook(fail)
+    with pytest.raises(RuntimeError, match="stop"), queue.open(0):
+        layer(x).backward(draw(S, B, F_OUT))
+    assert slot_of(layer.weight).open_queue is None
+    queue.run(0)
+    assert calls == {"weight": 0, "bias": 1}
+    with queue.open(0):
+        layer(draw(S, B, D)).backward(draw(S, B, F_OUT))
+    queue.discard()
+    queue.run(0)
+    assert calls == {"weight": 0, "bias": 2}
+
+
+def test_mixed_input_halves_are_refused() -> None:
+    queue = WeightGradientQueue()
+    with queue.open(1):
+        with pytest.raises(ValueError, match="its own weight half.*got 2, while.*is open"):
+            queue.open(2).__enter__()
+        assert queue.is_open
+    with (
+        pytest.raises(ValueError, match=r"is closed and has \[1\].*Call run\(\)"),
+        queue.open(1),
+    ):
+        pass

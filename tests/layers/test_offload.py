@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_megatron import Recomputation
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.offload import IN_FLIGHT, HostOffload, PlainCopies
+from lightning_megatron.layers.offload import IN_FLIGHT, PlainCopies
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from tests.live_memory import LiveMemory
@@ -122,21 +122,6 @@ def test_forward_passes_keep_two_inputs_on_the_device() -> None:
         memory_after_forward["host"] - on_host
         == memory_after_forward["device"] - (CONFIG.num_layers - IN_FLIGHT) * stream
     )
-
-
-def test_passes_without_gradients_copy_nothing() -> None:
-    copies = RecordedCopies()
-    model = build_model(copies)
-    with torch.no_grad():
-        model(torch.zeros(1, 16, dtype=torch.long))
-    assert copies.events == []
-
-
-def test_offloaded_inputs_are_linked_only_within_one_forward_pass() -> None:
-    offload = HostOffload(frozenset({0}))
-    first = [offload._put(torch.zeros(1), layer) for layer in range(2)]
-    second = [offload._put(torch.zeros(1), layer) for layer in range(2)]
-    assert [entry.previous for entry in (*first, *second)] == [None, first[0], None, second[0]]
 
 
 def test_offload_of_norms_and_of_compiled_layers_is_refused() -> None:

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from lightning_megatron.layers.rotary import RotaryTables, position_tables, rotary_tables
-from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 
 modeling_rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
 modeling_phi3 = pytest.importorskip("transformers.models.phi3.modeling_phi3")
 transformers = pytest.importorskip("transformers")
-
 SHORT, LONG = tuple(1.0 + 0.1 * i for i in range(24)), tuple(2.0 + 0.37 * i for i in range(24))
+
 # Settings of this package, and further numbers under the names of Hugging Face.
 SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "linear", "factor": 3.0}, {}),
@@ -78,26 +77,6 @@ def their_config(
     )
     config_class = transformers.Phi3Config if ours.kind == "longrope" else transformers.LlamaConfig
     return config_class(**sizes, **original, rope_parameters=parameters | their_settings)
-
-
-@pytest.mark.parametrize(("ours", "their_settings"), SCALINGS)
-def test_frequencies_have_the_bits_of_hugging_face(
-    ours: dict[str, Any], their_settings: dict[str, Any]
-) -> None:
-    scaling = RotaryScaling(**ours)
-    # longrope has one factor for each angle.
-    for rotary_fraction in (0.75,) if scaling.kind == "longrope" else (0.75, 1.0):
-        config = their_config(scaling, their_settings, rotary_fraction)
-        for seq_length in (1, 16, 17):
-            theirs, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling.kind](
-                config, "cpu", seq_len=seq_length
-            )
-            is_long = scaling.original_length is not None and seq_length > scaling.original_length
-            actual = rotary_frequencies(
-                int(64 * rotary_fraction), 10000.0, scaling, is_long=is_long, device="cpu"
-            )
-            assert torch.equal(actual, theirs)
-            assert scaling.amplitude == amplitude
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import operator
-import weakref
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.segments import Segment, SegmentList, split
@@ -54,35 +50,6 @@ def run_pieces(pieces: list[SegmentList], values: dict[str, Any]) -> dict[str, A
         outputs = piece(tuple(values[name] for name in piece.inputs))
         values = values | dict(zip(piece.outputs, outputs, strict=True))
     return values
-
-
-def test_segments_pass_values_by_name() -> None:
-    segments = [
-        Segment("both", lambda x: (x + 1, x * 2), ("x",), ("y", "z")),
-        Segment("sum", operator.add, ("y", "z"), ("out",)),
-    ]
-    assert SegmentList(segments, ("x",), ("out", "z"))((5,)) == (16, 10)
-    assert SegmentList([], ("x",), ("x",))((5,)) == (5,)
-
-
-def test_a_value_is_freed_after_its_last_read() -> None:
-    references: list[weakref.ref[Tensor]] = []
-
-    def make(x: Tensor) -> Tensor:
-        result = x + 1
-        references.append(weakref.ref(result))
-        return result
-
-    def is_freed(x: Tensor) -> bool:
-        gc.collect()
-        return references[0]() is None
-
-    segments = [
-        Segment("make", make, ("x",), ("y",)),
-        Segment("use", torch.sum, ("y",), ("s",)),
-        Segment("look", is_freed, ("s",), ("is_gone",)),
-    ]
-    assert SegmentList(segments, ("x",), ("is_gone",))((torch.zeros(3),))[0]
 
 
 def test_missing_values_of_segments_are_refused() -> None:
@@ -173,14 +140,6 @@ def test_split_separates_static_and_eager_pieces(
     split_pieces = split(segments, **options)
     assert names_of(split_pieces) == pieces
     assert run_pieces(split_pieces, {"x": 2})["y"] == segments((2,))[0]
-
-
-def test_a_piece_reads_values_of_earlier_pieces_and_writes_values_for_later_pieces() -> None:
-    first, second, third = split(make_list_with_transfer("b"))
-    assert (first.inputs, first.outputs) == (("x",), ("a",))
-    assert (second.inputs, second.outputs) == (("a",), ("c", "d"))
-    # No other piece reads the second `x`.
-    assert (third.inputs, third.outputs) == (("c", "d", "a"), ("y",))
 
 
 def test_unknown_scopes_and_cuts_are_refused() -> None:

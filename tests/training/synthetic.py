@@ -4,6 +4,9 @@ full tensors of one process.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -144,3 +147,17 @@ def _part(name: str, offsets: tuple[int, ...], copy: int, tp: int) -> float:
         holders = 1 if offsets[0] < HEADS * HEAD_DIM else tp // KV_HEADS
     # Powers of two, so that the parts add up without rounding.
     return 1 - 0.125 * (holders - 1) if copy == 0 else 0.125
+
+
+@contextmanager
+def recorded_messages() -> Iterator[list[str]]:
+    """Record the messages that the package logs inside the ``with`` block."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_megatron")
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_megatron import FP8, MegatronStrategy
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.training import fused_update
+from lightning_megatron.training.group_numbers import GroupNumbers, numbers_of
 from tests.strategy.tiny import TinyLM, loader
 from tests.training.fused_fits import FIND, FITS, Fit, FusedLM, PlainKernel, check_equal, run
-from tests.world import run_world
 
 
 @pytest.fixture
@@ -76,93 +76,32 @@ def test_moments_are_stored_in_moments_dtype(kernel: type[PlainKernel]) -> None:
     assert module.losses[-1] < module.losses[0]
 
 
-def test_gathers_of_updated_parameters_start_before_the_last_update() -> None:
-    for num_started, hooked, one_piece, many_pieces in run_world(_train_with_piece_sizes, 2):
-        # Some gathers of a step start before the last piece is updated.
-        assert num_started == {
-            "one piece": 0,
-            "hooked": 0,
-            "many pieces": num_started["many pieces"],
-        }
-        assert num_started["many pieces"] > 2
-        assert many_pieces == one_piece == hooked
+GROUP = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def _train_with_piece_sizes(
-    rank: int, size: int
-) -> tuple[dict[str, int], *tuple[list[float], ...]]:
-    num_started, losses = {}, []
-    for name, piece in {"hooked": 1, "one piece": 10**9, "many pieces": 1}.items():
-        fused_update._PIECE = piece
-        module = _CountingLM(is_hooked=name == "hooked")
-        fused_update._find_kernel = lambda device, module=module: (module.make_kernel, "")
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=size,
-            strategy=MegatronStrategy(bucket_size=500, overlap_parameters=True),
-            precision="bf16-mixed",
-            gradient_clip_val=0.1,
-            max_epochs=1,
-            barebones=True,
-        )
-        trainer.fit(module, loader(batch_size=2))
-        num_started[name] = max(counts[-1] - counts[0] for counts in module.started)
-        losses.append(module.losses)
-    return num_started, *losses
+def test_numbers_of_a_group_hold_every_hyperparameter() -> None:
+    lr, high1, low1, high2, low2, *later_numbers = numbers_of(GROUP, is_decoupled=True)
+    assert lr == 0.01
+    assert [high1 + low1, high2 + low2] == [math.log(0.9), math.log(0.95)]
+    assert high1 == float(torch.tensor(high1)) != math.log(0.9)
+    assert later_numbers == [0.9, 1 - 0.9, 0.95, 1 - 0.95, 1e-8, 0.01 * 0.1, 0.0]
+    assert numbers_of(GROUP, is_decoupled=False)[10] == 0.1
+    assert math.exp(numbers_of(GROUP | {"betas": (0.0, 0.9)}, True)[1]) == 0.0
 
 
-class _CountingLM(FusedLM):
-    """Record, for each step, the number of started collectives at each call of the kernel."""
-
-    def __init__(self, is_hooked: bool) -> None:
-        super().__init__()
-        self.is_hooked = is_hooked
-        self.started: list[list[int]] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.started.append([])
-
-    def configure_optimizers(self) -> Any:
-        configuration = super().configure_optimizers()
-        if self.is_hooked:
-            configuration["optimizer"].register_step_post_hook(lambda *_: None)
-        return configuration
-
-    def make_kernel(self) -> Any:
-        kernel = PlainKernel()
-
-        def call(*args: Any, **kwargs: Any) -> None:
-            self.started[-1].append(sum(self.device_mesh.journal.counts.values()))
-            kernel(*args, **kwargs)
-
-        return call
-
-
-def test_fp8_weights_gathered_after_fused_updates_give_the_losses_of_torch() -> None:
-    for fused, plain in run_world(_train_fp8_weights, 2):
-        assert len(fused) == 8
-        assert fused == pytest.approx(plain, abs=1e-3)
-
-
-def _train_fp8_weights(rank: int, size: int) -> list[list[float]]:
-    losses = []
-    fused_update._PIECE = 1
-    for kernel in (PlainKernel, None):
-        fused_update._find_kernel = lambda device, kernel=kernel: (kernel, "torch steps by itself")
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=size,
-            strategy=MegatronStrategy(
-                bucket_size=500,
-                overlap_parameters=True,
-                fp8=FP8("tensorwise", parameters="fp8", emulate=True),
-            ),
-            precision="bf16-mixed",
-            gradient_clip_val=0.1,
-            max_epochs=1,
-            barebones=True,
-        )
-        module = FusedLM()
-        trainer.fit(module, loader(batch_size=2))
-        losses.append(module.losses)
-    return losses
+def test_the_table_is_written_in_place_if_a_number_has_changed() -> None:
+    numbers = GroupNumbers(torch.device("cpu"))
+    groups: list[dict[str, Any]] = [dict(GROUP), GROUP | {"lr": 0.5}]
+    numbers.fill(groups, [True, False])
+    first, second = numbers.rows
+    expected = [numbers_of(groups[0], True), numbers_of(groups[1], False)]
+    assert torch.equal(torch.stack((first, second)), torch.tensor(expected))
+    groups[1]["lr"] = 0.25
+    numbers.fill(groups, [True, False])
+    assert second[0] == 0.25, "the row is still that of the table"
+    second.zero_()
+    numbers.fill(groups, [True, False])
+    assert not second.any(), "nothing is copied if no number has changed"
+    numbers.fill([*groups, groups[0]], [True, False, True])
+    assert len(numbers.rows) == 3
+    assert numbers.rows[1][0] == 0.25

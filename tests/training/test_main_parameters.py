@@ -16,9 +16,9 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
 from lightning_megatron.plan.shards import ShardRange
-from lightning_megatron.training import DistributedOptimizerConfig, MainParameters
+from lightning_megatron.training import MainParameters
 from lightning_megatron.training.shard_granularity import check_granularity, finest_granularity
-from tests.training.runs import Run, single
+from tests.training.runs import single
 from tests.worlds.test_hooks import Lookahead, SharpnessAware
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -107,18 +107,6 @@ def test_half_precision_gradients_accumulate_in_float32() -> None:
     assert run.main.main("weight").grad is None
 
 
-def test_gradients_of_float32_main_parameters_may_be_summed_in_bfloat16() -> None:
-    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    division = DistributedOptimizerConfig(main_dtype=torch.float32, gradient_dtype=torch.bfloat16)
-    run = Run({"weight": weight}, ParallelMesh.single(), division)
-    run.backward({"weight": torch.full((4,), 2.0, dtype=torch.bfloat16)})
-    run.finish()
-    assert run.main.buffers[0].gradients.dtype == torch.bfloat16
-    assert run.main.main("weight").grad.dtype == torch.float32
-    run.step()
-    assert run.main.main("weight").tolist() == [pytest.approx(0.8)] * 4
-
-
 def test_main_parameters_of_a_float32_model_share_its_memory() -> None:
     module = model(torch.float32)
     run = single(dict(module.named_parameters()), torch.float32)
@@ -129,15 +117,6 @@ def test_main_parameters_of_a_float32_model_share_its_memory() -> None:
     run.optimizer.step()
     assert not torch.equal(module[0].weight, before)
     assert torch.equal(module[0].weight, run.main.main("0.weight"))
-
-
-def test_shared_parameter_is_listed_once_under_its_first_name() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    main = MainParameters(
-        {"embedding": weight, "head": weight, "other": nn.Parameter(torch.ones(1))},
-        ParallelMesh.single(),
-    )
-    assert main.names == ("embedding", "other")
 
 
 def test_frozen_parameters_take_no_memory_and_are_trained_after_unfreezing() -> None:
@@ -156,15 +135,6 @@ def test_frozen_parameters_take_no_memory_and_are_trained_after_unfreezing() -> 
     run.finish()
     run.step()
     assert run.main.main("second")[0].item() == pytest.approx(0.9)
-
-
-def test_a_parameter_that_is_frozen_later_keeps_its_value() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    run = single({"weight": weight}, make=lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5))
-    weight.requires_grad_(False)
-    run.finish()
-    run.step()
-    assert weight.tolist() == [1.0, 1.0]
 
 
 def test_gradients_of_a_toggled_optimizer_are_dropped() -> None:
@@ -209,27 +179,6 @@ def test_main_parameters_continue_if_the_model_still_has_their_rounded_values() 
     second.continue_from(first)
     assert second.main("kept")[0].item() == pytest.approx(1.001)
     assert second.main("changed")[0].item() == 2.0
-
-
-def test_parameter_names_of_an_optimizer_are_the_same_before_and_after_attaching() -> None:
-    module = model(torch.bfloat16)
-    optimizer = OPTIMIZERS["AdamW"](groups_of(module))
-    main = MainParameters(
-        dict(module.named_parameters()),
-        ParallelMesh.single(),
-        DistributedOptimizerConfig(torch.float32),
-    )
-    expected = [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
-    assert main.names_of(optimizer) == expected
-    main.attach(optimizer)
-    assert main.names_of(optimizer) == expected
-
-
-def test_released_parameters_accumulate_their_own_gradients() -> None:
-    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    single({"weight": weight}, torch.float32).reducer.release()
-    weight.sum().backward()
-    assert weight.grad is not None
 
 
 class Lamb(torch.optim.Optimizer):
@@ -296,35 +245,6 @@ class BlockwiseMoments(Lamb):
                         [part.abs().max() for part in p.grad.flatten().split(8)]
                     )
                     p.sub_(p.grad * group["lr"])
-
-
-class MixedGroups(Lamb):
-    """Normalize the updates of groups that set ``normalizes``, and follow the gradient in other groups, like
-    Muon combined with Adam.
-    """
-
-    def __init__(self, params: Any, lr: float = 0.1, normalizes: bool = False) -> None:
-        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "normalizes": normalizes})
-
-    def step(self, closure: Any = None) -> None:
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in (p for p in group["params"] if p.grad is not None):
-                    p.sub_(p.grad * group["lr"] / (p.grad.norm() if group["normalizes"] else 1.0))
-
-
-@pytest.mark.parametrize(("normalizes", "granularity"), [(True, "parameters"), (False, "elements")])
-def test_granularity_is_tried_with_the_settings_of_every_group(
-    normalizes: bool, granularity: str
-) -> None:
-    matrix, bias = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
-    optimizer = MixedGroups(
-        [{"params": [bias]}, {"params": [matrix], "normalizes": normalizes, "lr": 0.3}]
-    )
-    torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: step / 10
-    )  # the first learning rate is zero
-    assert finest_granularity(optimizer) == granularity
 
 
 @pytest.mark.parametrize("axis", ["tp", "etp", "pp", "ep"])

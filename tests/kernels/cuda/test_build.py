@@ -1,17 +1,217 @@
-"""Tests of the cache of built kernels: when kernels are compiled, and what failed builds leave."""
+"""Builds of the CUDA kernels: sources and variants, the search for nvcc and CUTLASS, the cache of
+libraries, and wheels.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.kernels.cuda import build, build_library, find_library
+from lightning_megatron.errors import MissingExtraError, UnsupportedError
+from lightning_megatron.kernels.cuda import (
+    build,
+    build_library,
+    build_wheel,
+    find_library,
+    find_toolchain,
+    read_sources,
+    reason_against_library,
+    sources,
+    toolchain,
+)
+from lightning_megatron.kernels.cuda.sources import ARCHITECTURE, NEVER_RUN, Sources
+from lightning_megatron.kernels.cuda.toolchain import find_cutlass, find_nvcc
+from lightning_megatron.plan.grouped_gemm import (
+    BYTES_PER_GROUP,
+    MAX_GROUPS,
+    VARIANTS,
+    WORKSPACE_ALIGNMENT,
+)
 from tests.kernels.cuda.fake import FakeKit
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> FakeKit:
+    """Return a kit whose fake compiler works."""
+    kit = FakeKit(tmp_path)
+    kit.write_compiler()
+    return kit
+
+
+WALK = """
+#include <vector>
+#include "tile_walk.h"
+int main() {
+  for (int m = 1; m < 14; ++m) for (int n = 1; n < 14; ++n) for (int along = 0; along < 2; ++along)
+    for (int band = 0; band < 16; ++band) {
+      std::vector<int> seen(m * n);
+      for (int i = 0; i < m * n; ++i) {
+        auto at = lm_kernels::walk_tiles(i, m, n, along, band);
+        if (at.m < 0 || at.m >= m || at.n < 0 || at.n >= n || seen[at.m * n + at.n]++) return 1;
+      }
+    }
+}
+"""
+
+
+def test_the_sources_define_the_variants_of_the_plan() -> None:
+    assert read_sources().variants == VARIANTS
+
+
+def test_names_of_variants_match_their_template_arguments() -> None:
+    text = (read_sources().folder / "variants.h").read_text().replace("\\\n", "")
+    types = re.findall(
+        r"V\((\w+),\s*GroupedGemm<Kind::k(\w+), (\w+), (\d+), (\d+), (\d+), (\d+)(?:, Store::k(\w+))?>",
+        text,
+    )
+    for name, kind, schedule, tile_m, tile_n, cluster_m, cluster_n, store in types:
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
+        suffix = {"ReduceAdd": "_reduce", "ReadC": "_read", "": ""}[store]
+        assert (
+            name == f"{words}{suffix}_{schedule.lower()}_{tile_m}x{tile_n}_{cluster_m}x{cluster_n}"
+        )
+    assert len(types) == len(VARIANTS)
+
+
+@pytest.mark.parametrize("architecture", [ARCHITECTURE, NEVER_RUN])
+def test_every_list_of_variants_is_defined_in_one_source_file(architecture: str) -> None:
+    extension = read_sources(architecture=architecture)
+    lists = re.findall(
+        r"#define (LM_\w+_VARIANTS)\(V\) \\\n", (extension.folder / "variants.h").read_text()
+    )
+    defined = [
+        re.search(r"(LM_\w+)\(LM_DEFINE", unit.read_text())
+        for unit in extension.translation_units
+        if unit.suffix == ".cu"
+    ]
+    assert sorted(lists) == sorted(match[1] for match in defined if match)
+
+
+def test_the_header_and_the_plan_have_the_same_limits() -> None:
+    header = (read_sources().folder / "grouped_gemm.h").read_text()
+    for name, value in {
+        "kMaxGroups": MAX_GROUPS,
+        "kWorkspaceAlignment": WORKSPACE_ALIGNMENT,
+        "kBytesPerGroup": BYTES_PER_GROUP,
+    }.items():
+        assert f"{name} = {value};" in header
+
+
+def test_a_new_source_file_changes_the_key(kit: FakeKit) -> None:
+    first = kit.write_sources()
+    assert kit.write_sources() == first
+    (first.folder / "new.h").write_text("")
+    assert kit.write_sources().key != first.key
+
+
+def test_changed_compiler_flags_change_the_key(
+    kit: FakeKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = kit.write_sources()
+    monkeypatch.setitem(sources._FLAGS, ".cu", ("-O2",))
+    assert kit.write_sources().key != first.key
+
+
+def test_missing_sources_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="sources must be installed"):
+        read_sources(tmp_path)
+
+
+def test_the_tile_walk_visits_every_tile_once(tmp_path: Path) -> None:
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "walk.cpp").write_text(WALK)
+    program = tmp_path / "walk"
+    command = [
+        compiler,
+        "-O1",
+        f"-I{read_sources().folder}",
+        str(tmp_path / "walk.cpp"),
+        "-o",
+        str(program),
+    ]
+    subprocess.run(command, check=True)
+    assert subprocess.run([program]).returncode == 0
+
+
+# The search for nvcc and CUTLASS.
+
+
+def test_versions_of_the_toolchain_are_read_and_change_its_key(kit: FakeKit) -> None:
+    older = find_toolchain(kit.home, kit.write_cutlass())
+    assert (older.nvcc_version, older.cutlass_version) == ("13.0.88", "4.2.0")
+    assert (older.torch / "include" / "torch" / "csrc" / "stable" / "library.h").is_file()
+    newer = find_toolchain(kit.home, kit.write_cutlass("4.3.0"))
+    assert newer.key != older.key
+
+
+def test_nvcc_is_found_on_the_path_or_in_wheels(
+    kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(kit.home / "bin"))
+    assert find_nvcc() == kit.home / "bin" / "nvcc"
+    monkeypatch.setenv("PATH", "/nowhere")
+    wheel = tmp_path / "nvidia" / "cu13" / "bin" / "nvcc"
+    wheel.parent.mkdir(parents=True)
+    wheel.write_text("")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: spec)
+    assert find_nvcc() == wheel
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="not on the PATH, and no CUDA_HOME was given"):
+        find_nvcc()
+    with pytest.raises(MissingExtraError, match="nvcc is not in .*elsewhere/bin"):
+        find_nvcc(tmp_path / "elsewhere")
+
+
+def test_cutlass_is_found_in_its_package(
+    kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = kit.write_cutlass()
+    (tmp_path / "cutlass_library").mkdir()
+    folder.rename(tmp_path / "cutlass_library" / "source")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "cutlass_library")])
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: spec)
+    assert find_cutlass() == tmp_path / "cutlass_library" / "source" / "include"
+    monkeypatch.setattr(toolchain, "find_spec", lambda name: None)
+    with pytest.raises(
+        MissingExtraError, match="are not installed. .* pip install --no-deps nvidia-cutlass"
+    ):
+        find_cutlass()
+    with pytest.raises(MissingExtraError, match="are not in .*empty"):
+        find_cutlass(tmp_path / "empty")
+
+
+def test_old_or_broken_compilers_are_refused(kit: FakeKit) -> None:
+    cutlass = kit.write_cutlass()
+    kit.write_compiler(version="Cuda compilation tools, release 12.1, V12.1.105")
+    with pytest.raises(
+        UnsupportedError, match=r"must be 12.4 or newer: .* says V12.1.105|'V12.1.105'"
+    ):
+        find_toolchain(kit.home, cutlass)
+    (kit.home / "bin" / "nvcc").chmod(0o644)
+    with pytest.raises(UnsupportedError, match="nvcc must run: .* did not"):
+        find_toolchain(kit.home, cutlass)
+
+
+def test_unsupported_versions_of_cutlass_are_refused(kit: FakeKit) -> None:
+    with pytest.raises(UnsupportedError, match=r"must be version 4: .* is 3.5.1"):
+        find_toolchain(kit.home, kit.write_cutlass("3.5.1"))
+
+
+# Libraries in the cache.
+
 
 BUILT_FILES = ["forward.cu.o", "operator.cpp.o", "liblm_kernels.so"]
 
@@ -139,3 +339,76 @@ def test_a_full_disk_is_refused_before_the_compiler_starts(
     with pytest.raises(UnsupportedError, match=r"needs 1 GB of disk: .* has 0\.05 GB"):
         build_library(tmp_path / "cache", kit.write_sources(), kit.toolchain(), say=str)
     assert kit.journal == []
+
+
+# Wheels.
+
+
+def install(wheel: Path, target: Path) -> Distribution:
+    """Install a wheel with pip, without a network."""
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+    ]
+    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
+    (installed,) = distributions(path=[str(target)])
+    return installed
+
+
+def make_wheel(kit: FakeKit, sources: Sources) -> Path:
+    library = build_library(kit.folder / "builder", sources, kit.toolchain(), say=str)
+    return build_wheel(kit.folder / "dist", library, sources, "0.1.0")
+
+
+def test_an_installed_wheel_is_found_only_for_its_sources_and_after_the_cache(
+    kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources, cache = kit.write_sources(), tmp_path / "cache"
+    installed = install(make_wheel(kit, sources), tmp_path / "site")
+    assert installed.version == f"0.1.0+src{sources.key}"
+    assert installed.requires == ["lightning-megatron==0.1.0"]
+    assert installed.read_text("licenses/CUTLASS_LICENSE.txt") is not None
+    assert find_library(cache, sources) is None
+    assert "no wheel is installed" in reason_against_library(cache, sources)
+
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    library = find_library(cache, sources)
+    assert library is not None
+    assert library.path.is_relative_to(tmp_path / "site")
+    assert library.path.read_text() == "made\n"
+    assert (library.nvcc, library.cutlass, library.origin) == ("13.0.88", "4.2.0", "wheel")
+    assert "lightning_megatron_kernels" not in sys.modules
+
+    built = build_library(cache, sources, kit.toolchain(), say=str)
+    assert find_library(cache, sources) == built
+    assert built.origin == "cache"
+
+    changed_sources = kit.write_sources("// another kernel")
+    assert find_library(cache, changed_sources) is None
+    assert (
+        f"the wheel in {library.path.parents[1]} was built from other sources ({sources.key})"
+        in reason_against_library(cache, changed_sources)
+    )
+
+
+def test_a_library_always_makes_the_same_wheel_and_changed_sources_another(kit: FakeKit) -> None:
+    wheel = make_wheel(kit, kit.write_sources())
+    content = wheel.read_bytes()
+    wheel.unlink()
+    assert make_wheel(kit, kit.write_sources()) == wheel
+    assert wheel.read_bytes() == content
+    assert make_wheel(kit, kit.write_sources("// another kernel")) != wheel
+
+
+def test_a_wheel_folder_that_is_a_file_is_refused(kit: FakeKit) -> None:
+    (kit.folder / "dist").write_text("a file")
+    with pytest.raises(
+        UnsupportedError, match="folder of the wheel must be writable: .*dist is not .*--out"
+    ):
+        make_wheel(kit, kit.write_sources())

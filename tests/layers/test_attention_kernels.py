@@ -1,4 +1,6 @@
-"""Choice of a flash attention package, and the arguments of its functions."""
+"""Kernels of attention that this machine cannot run: FlexAttention visits the visible blocks of a
+span, and packages of flash attention get the right arguments.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lightning_megatron.layers import attention_parts
+from lightning_megatron.layers import attention_flex, attention_parts
 from lightning_megatron.layers import choose_flash as choosing
+from lightning_megatron.layers.alibi import AlibiSlopes
+from lightning_megatron.layers.attention_flex import attend_by_flex
+from lightning_megatron.layers.attention_operators import attend_by_operators
 from lightning_megatron.layers.attention_parts import (
     attend_by_parts,
     attend_to_documents,
@@ -22,13 +28,139 @@ from lightning_megatron.layers.attention_parts import (
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import choose_core, choose_part
 from lightning_megatron.layers.choose_flash import FlashChoice, choose_flash
-from lightning_megatron.layers.dense_mask import KeyRows
+from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
 from lightning_megatron.layers.flash_kernels import FlashAttention3, FlashAttention4, FlashCall
+from lightning_megatron.layers.visible_blocks import BLOCK, visible_blocks
 from tests.layers import flash_packages
+
+CPU = torch.device("cpu")
+LENGTHS = torch.tensor([[100, 7, 0], [299, 0, 0]])
+
+BLOCK_SPANS = {
+    "causal": AttentionSpan(),
+    "both ways": AttentionSpan(causal=False),
+    "window": AttentionSpan(window=33),
+    "wide window": AttentionSpan(window=200),
+    "window both ways": AttentionSpan(window=200, causal=False),
+    "documents": AttentionSpan(LENGTHS),
+    "documents both ways": AttentionSpan(LENGTHS, causal=False),
+    "documents, window": AttentionSpan(LENGTHS, window=40),
+    "prefix": AttentionSpan(prefix=torch.tensor([50, 130])),
+    "prefix, window": AttentionSpan(prefix=torch.tensor([0, 300]), window=20),
+}
+
+
+def listed_blocks(numbers: Tensor, indices: Tensor) -> Tensor:
+    """Return, for each pair of blocks, whether the first ``numbers`` indices of its row name it."""
+    is_first = torch.arange(indices.shape[-1]) < numbers[..., None]
+    is_listed = torch.zeros_like(indices, dtype=torch.bool)
+    return is_listed.scatter(-1, indices.long(), is_first)
+
+
+@pytest.mark.parametrize("length", [300, 384, 1000])
+@pytest.mark.parametrize("kind", list(BLOCK_SPANS))
+def test_visible_blocks_equal_those_of_create_block_mask(kind: str, length: int) -> None:
+    span = BLOCK_SPANS[kind].laid_out(2, length, CPU)
+    blocks = visible_blocks(span, 2, length, CPU)
+    expected = create_block_mask(
+        blocks.mask_mod, 2, None, length, length, CPU, separate_full_blocks=True
+    )
+    pairs = [
+        (listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices), listed_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
+        for block_mask in (blocks, expected)
+    ]  # fmt: skip
+    (partial, full), (expected_partial, expected_full) = pairs
+    assert not (partial & full).any()
+    assert torch.equal((partial | full).expand_as(expected_full), expected_partial | expected_full)
+    assert torch.equal(full.expand_as(expected_full), expected_full)
+    assert full.any() or "window" in kind or length < 3 * BLOCK
+
+
+def borders(*sizes: int) -> Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+
+
+#: Spans whose keys have other positions than their queries, in two rows.
+SPANS_OF_OTHER_KEYS = {
+    "all keys": (AttentionSpan(causal=False), KeyRows(500)),
+    "aligned at the end": (AttentionSpan(), KeyRows(500)),
+    "keys end behind the queries": (AttentionSpan(window=150), KeyRows(500, behind=40)),
+    "keys end before the queries": (AttentionSpan(), KeyRows(300, behind=-140)),
+    "documents": (
+        AttentionSpan(borders=borders(100, 0, 200, 299, 1, 0)),
+        KeyRows(500, borders(130, 0, 370, 299, 150, 51)),
+    ),
+    "documents to all keys": (
+        AttentionSpan(borders=borders(100, 0, 200, 299, 1, 0), causal=False),
+        KeyRows(200, borders(40, 100, 60, 199, 0, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(SPANS_OF_OTHER_KEYS))
+def test_visible_blocks_of_other_keys_agree_with_the_dense_mask(kind: str) -> None:
+    span, keys = SPANS_OF_OTHER_KEYS[kind]
+    length = 300
+    blocks = visible_blocks(span, 2, length, CPU, keys)
+    assert blocks.seq_lengths == (length, keys.seq_length)
+    grid = torch.meshgrid(torch.arange(length), torch.arange(keys.seq_length), indexing="ij")
+    actual = torch.stack(
+        [blocks.mask_mod(torch.tensor(row), torch.tensor(0), *grid) for row in range(2)]
+    )
+    expected = seen_pairs(span, 2, length, CPU, keys).expand(2, 1, length, keys.seq_length)
+    assert torch.equal(actual[:, None], expected)
+    # No pair of the omitted blocks is visible, and every pair of the full blocks is visible.
+    full_blocks = listed_blocks(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    listed = full_blocks | listed_blocks(blocks.kv_num_blocks, blocks.kv_indices)
+    pairs_of_blocks = [
+        selected_blocks.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[
+            :, :, :length, : keys.seq_length
+        ]
+        for selected_blocks in (listed, full_blocks)
+    ]
+    assert not (expected & ~pairs_of_blocks[0]).any()
+    assert not (pairs_of_blocks[1] & ~expected).any()
+    assert listed.float().mean() < 1 or not span.causal, "blocks are left out"
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
+@pytest.mark.parametrize(
+    "span",
+    [
+        AttentionSpan(soft_cap=0.5, window=50),
+        AttentionSpan(LENGTHS, soft_cap=0.3),
+        AttentionSpan(prefix=torch.tensor([50, 0])),
+        AttentionSpan(LENGTHS, slopes=AlibiSlopes(4), window=50),
+        AttentionSpan(soft_cap=2.0, slopes=AlibiSlopes(4, 3.0), causal=False),
+        AttentionSpan(soft_cap=2.0, sinks=torch.linspace(-1, 1, 4), scale=0.3),
+    ],
+    ids=[
+        "cap and window",
+        "cap and documents",
+        "prefix",
+        "slopes",
+        "cap and slopes",
+        "cap and sinks",
+    ],
+)
+def test_flex_attention_equals_attention_by_operators(
+    span: AttentionSpan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The compiled kernel has no backward pass on CPUs, and its compilation takes long.
+    by_kinds = attention_flex._by_kinds(flex_attention)
+    monkeypatch.setattr(attention_flex, "_compiled", lambda: by_kinds)
+    torch.manual_seed(0)
+    inputs = [torch.randn(300, 2, heads, 16, dtype=torch.float64) for heads in (4, 2, 2)]
+    span = span.laid_out(2, 300, CPU)
+    torch.testing.assert_close(
+        attend_by_flex(*inputs, span), attend_by_operators(*inputs, span), rtol=1e-10, atol=1e-10
+    )
+
 
 S, B, H, K, D = 12, 2, 4, 2, 8
 CUDA = torch.device("cuda")
 PACKED = AttentionSpan.packed([[5, 3], [1, 11]], S).laid_out(B, S, torch.device("cpu"))
+
 CASES: dict[str, tuple[AttentionSpan, KeyRows | None]] = {
     "causal": (AttentionSpan(), None),
     "both ways": (AttentionSpan(causal=False, scale=0.3), None),
@@ -45,6 +177,7 @@ CASES: dict[str, tuple[AttentionSpan, KeyRows | None]] = {
         KeyRows(S, torch.tensor([0, 4, 8, 12, 13, 23, 24], dtype=torch.int32), 10),
     ),
 }
+
 KERNELS = {
     "third": FlashAttention3(flash_packages.make_flash_attention_3()),
     "fourth": FlashAttention4(flash_packages.make_flash_attention_4()),
@@ -101,26 +234,6 @@ def test_kernels_of_packages_equal_torch_for_every_span(
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_sinks_with_kernels_of_packages_equal_sinks_with_torch(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = [draw(S, B, heads, D, seed=heads).requires_grad_() for heads in (H, K, K)]
-    sinks = draw(H, seed=9).requires_grad_()
-    span = replace(PACKED, window=3, sinks=sinks)
-
-    def run() -> list[Tensor]:
-        output = attend_by_parts(inputs[0], inputs[1], inputs[2], span)
-        return [output, *torch.autograd.grad(output.square().sum(), [*inputs, sinks])]
-
-    expected_results = run()
-    choice = FlashChoice(KERNELS[name], "", bounds_scores=True)
-    monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
-    monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
-    for actual, expected in zip(run(), expected_results, strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
 @pytest.mark.parametrize("case", ["documents", "other documents", "padded"])
 def test_the_kernel_with_dropout_gets_the_arguments_of_a_span(
     case: str, monkeypatch: pytest.MonkeyPatch
@@ -142,19 +255,6 @@ def test_the_kernel_with_dropout_gets_the_arguments_of_a_span(
     for actual, expected in zip(actual_results, run(attend_by_parts), strict=True):
         torch.testing.assert_close(actual, expected)
     assert dropouts == [0.3]
-
-
-def test_attention_with_dropout_within_documents_has_gradients_of_input_shapes() -> None:
-    # Meta tensors show the shapes of the kernel and of its gradients.
-    inputs = [
-        torch.empty(S, B, heads, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
-        for heads in (H, K, K)
-    ]
-    span = AttentionSpan.padded(torch.tensor([7, S], device="meta"), S)
-    output = attend_to_documents(*inputs, span, 0.3)
-    assert output.shape == inputs[0].shape
-    output.sum().backward()
-    assert [tensor.grad.shape for tensor in inputs] == [tensor.shape for tensor in inputs]
 
 
 def test_the_fastest_installed_package_is_chosen(
@@ -200,26 +300,6 @@ def test_plain_rows_use_the_kernel_of_cudnn(packages: Any, monkeypatch: pytest.M
     monkeypatch.undo()
     packages((8, 0))
     assert choose_flash(CUDA, 128, True).kernel.name == "flash"
-
-
-@pytest.mark.parametrize(
-    ("call", "keys", "expected"),
-    [
-        ({"causal": True, "right": 0}, 8, True),
-        ({"causal": True, "right": 0}, 12, False),
-        ({}, 12, True),
-        ({"left": 3}, 8, False),
-        ({"right": 3}, 8, False),
-        ({"soft_cap": 2.0}, 8, False),
-        ({"query_borders": torch.tensor([0, 8])}, 8, False),
-        ({"key_borders": torch.tensor([0, 8])}, 8, False),
-    ],
-)
-def test_calls_without_documents_windows_and_caps_are_plain(
-    call: dict[str, Any], keys: int, expected: bool
-) -> None:
-    plain = FlashCall(None, None, 8, keys, False, -1, -1, 1.0)
-    assert replace(plain, **call).is_plain(8, keys) == expected
 
 
 def test_a_package_with_another_interface_is_not_chosen(packages: Any) -> None:

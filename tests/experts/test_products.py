@@ -1,9 +1,10 @@
-"""Outputs and gradients of grouped experts with permute and unpermute equal a loop over tokens."""
+"""Grouped products equal one product for each group, experts equal loops over tokens and experts of
+Hugging Face, and both compile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.experts.compute import grouped_mlp
-from lightning_megatron.experts.compute.backends import stacked
+from lightning_megatron.experts.compute.choose_backend import BackendName
+from lightning_megatron.experts.compute.grouped_linear import grouped_linear
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.experts.transport.permute import (
@@ -27,13 +28,96 @@ from lightning_megatron.experts.transport.permute import (
     unpermute,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
-from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.plan.shards import even_range
-from lightning_megatron.training import MainParameters
 from tests.experts.dense import ACTIVATIONS, CASES, Routed, dense, draw, route
+
+ENDS_OF_CASES = {
+    "random": [3, 4, 9, 11],
+    "first and last empty": [0, 5, 12, 12],
+    "all to one": [0, 16, 16, 16],
+    "none": [0, 0, 0, 0],
+    "all rows": [1, 2, 3, 16],
+}
+
+ROWS, OUT, WIDTH = 16, 24, 16
+backends = pytest.mark.parametrize(
+    ("backend", "dtype", "limit"),
+    [("loop", torch.float64, 1e-12), ("grouped_mm", torch.float32, 1e-4)],
+)
+
+
+def draw_floats(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((ROWS, WIDTH), (4, OUT, WIDTH), (ROWS, OUT))
+    return tuple(torch.randn(size, generator=generator, dtype=dtype) for size in sizes)  # type: ignore[return-value]
+
+
+@backends
+@pytest.mark.parametrize("case", ENDS_OF_CASES)
+def test_outputs_and_gradients_equal_those_of_one_product_for_each_group(
+    case: str, backend: BackendName, dtype: torch.dtype, limit: float
+) -> None:
+    if backend == "grouped_mm" and not hasattr(F, "grouped_mm"):
+        pytest.skip("this torch has none")
+    rows, stack, output_gradient = draw_floats(dtype)
+    last = ENDS_OF_CASES[case][-1]
+    rows[last:] = output_gradient[last:] = (
+        torch.nan
+    )  # a read of a row of no group would make a sum NaN
+    rows.requires_grad_(), stack.requires_grad_()
+    output = grouped_linear(
+        rows, stack.unbind(), torch.tensor(ENDS_OF_CASES[case], dtype=torch.int32), backend
+    )
+    gradients = torch.autograd.grad(output, (rows, stack), output_gradient)
+    expected = torch.zeros(ROWS, OUT, dtype=dtype)
+    start = 0
+    pieces = []
+    for weight, stop in zip(stack, ENDS_OF_CASES[case], strict=True):
+        pieces.append(F.linear(rows[start:stop], weight))
+        start = stop
+    expected = torch.cat(pieces)
+    expected_gradients = torch.autograd.grad(expected, (rows, stack), output_gradient[:last])
+    assert (output[:last] - expected).abs().sum() < limit
+    assert (gradients[0][:last] - expected_gradients[0][:last]).abs().sum() < limit
+    assert (gradients[1] - expected_gradients[1]).abs().max() < limit
+    for number, (first_row, last_row) in enumerate(
+        zip([0, *ENDS_OF_CASES[case]], ENDS_OF_CASES[case], strict=False)
+    ):
+        if first_row == last_row:
+            assert not gradients[1][number].any()
+
+
+def test_zero_rows_give_zero_outputs_and_gradients_of_zeros() -> None:
+    _, stack, _ = draw_floats(torch.float64)
+    rows = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
+    stack.requires_grad_()
+    output = grouped_linear(rows, stack.unbind(), torch.zeros(4, dtype=torch.int32))
+    output.sum().backward()
+    assert output.shape == (0, OUT)
+    assert not stack.grad.any()
+
+
+def test_gradients_of_weights_with_slots_go_to_the_slots() -> None:
+    rows, stack, output_gradient = draw_floats(torch.float64)
+    weights = [nn.Parameter(weight) for weight in stack]
+    weights[2].requires_grad_(False)
+    sums, notices = torch.zeros_like(stack), []
+    for number in (0, 2):
+        set_slot(
+            weights[number],
+            GradientSlot(sums[number], lambda number=number: notices.append(number)),
+        )
+    ends = torch.tensor(ENDS_OF_CASES["random"], dtype=torch.int32)
+    for _ in range(2):
+        grouped_linear(rows, weights, ends).backward(output_gradient)
+    assert notices == [0, 0]
+    assert weights[0].grad is None
+    assert weights[2].grad is None
+    assert torch.allclose(sums[0], 2 * output_gradient[:3].t() @ rows[:3])
+    assert torch.allclose(weights[1].grad, 2 * output_gradient[3:4].t() @ rows[3:4])
+
 
 NUM_EXPERTS, SIZE, INNER = 4, 6, 8
 CONFIG = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=2, ffn_hidden_size=INNER)
@@ -95,33 +179,6 @@ def test_outputs_and_all_gradients_equal_those_of_a_loop_over_tokens(
     gradients = torch.autograd.grad((output * routed.outer).sum(), inputs)
     for number, (actual, expected) in enumerate(zip(gradients, expected_gradients, strict=True)):
         assert torch.allclose(actual, expected, atol=1e-10, rtol=0), number
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_unpermute_multiplies_by_probabilities(case: str) -> None:
-    routed = route(case, 9, SIZE, NUM_EXPERTS)
-    inputs = (routed.hidden, routed.probabilities)
-    row_map = map_rows(routed.experts, 0, NUM_EXPERTS)
-    doubled = unpermute(2 * permute(routed.hidden, row_map), row_map, routed.probabilities)
-    scales = torch.where(routed.experts >= 0, routed.probabilities, 0.0)
-    expected_output = 2 * routed.hidden * scales.sum(1, keepdim=True)
-    assert torch.allclose(doubled, expected_output, atol=1e-10, rtol=0)
-    gradients = torch.autograd.grad((doubled * routed.outer).sum(), inputs)
-    expected_gradients = torch.autograd.grad((expected_output * routed.outer).sum(), inputs)
-    assert all(
-        torch.allclose(actual, expected, atol=1e-10, rtol=0)
-        for actual, expected in zip(gradients, expected_gradients, strict=True)
-    )
-
-
-def test_row_maps_keep_the_order_of_tokens_and_have_static_sizes() -> None:
-    experts = torch.tensor([[3, 1], [1, -1], [5, 2], [2, 1]])
-    row_map = map_rows(experts, 1, 2)
-    assert row_map.pairs.shape == (4 * 2,)
-    assert row_map.pairs[:5].tolist() == [1, 2, 7, 5, 6]
-    assert row_map.ends.tolist() == [3, 5]
-    assert row_map.ends.dtype == torch.int32
-    assert map_rows(experts, 1, 1).pairs.shape == (4,)
 
 
 @pytest.mark.parametrize("case", ["random", "some without tokens", "every expert"])
@@ -194,33 +251,6 @@ def test_experts_equal_those_of_gpt_oss_within_and_beyond_the_clamp_limits(scale
         assert torch.allclose(actual, expected, atol=1e-9, rtol=0)
 
 
-def test_clones_of_experts_with_biases_are_refused() -> None:
-    module = build_experts(linear_bias=True)
-    rows, ends = torch.zeros(3, SIZE), torch.full((NUM_EXPERTS,), 3, dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match="expert_clones needs experts without biases"):
-        module(rows.double(), torch.ones(3), ends, clones=())
-
-
-def test_training_stacks_biases_without_a_change_of_the_stride_of_weights() -> None:
-    strides = []
-    for has_biases in (False, True):
-        experts = build_experts(linear_bias=has_biases)
-        parameters = dict(experts.named_parameters())
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        all_biases = (*experts.biases("gate_up"), *experts.biases("down")) if has_biases else ()
-        stacks = [tuple(names[id(bias)] for bias in all_biases)]
-        MainParameters(parameters, ParallelMesh.single(), stacks=stacks).attach(
-            torch.optim.AdamW(experts.parameters())
-        )
-        for get_parameters in (
-            (experts.weights, experts.biases) if has_biases else (experts.weights,)
-        ):
-            for name in ("gate_up", "down"):
-                assert stacked_view(get_parameters(name)) is not None, name
-        strides.append(stacked(experts.weights("gate_up")).stride(0))
-    assert strides[0] == strides[1]
-
-
 def test_autocast_outputs_are_bfloat16_and_gradients_have_the_dtype_of_operands() -> None:
     module, routed = build_experts().float(), route("random", 9, SIZE, NUM_EXPERTS)
     hidden, probabilities = (
@@ -251,57 +281,51 @@ def test_permute_and_unpermute_read_nothing_from_the_device() -> None:
     assert hidden.grad is not None
 
 
-def test_training_stores_the_weights_of_all_experts_as_one_tensor() -> None:
-    module = build_experts()
-    copies = stacked(module.weights("gate_up"))
-    assert copies.data_ptr() != module.weights("gate_up")[0].data_ptr()
-    MainParameters(dict(module.named_parameters()), ParallelMesh.single()).attach(
-        torch.optim.AdamW(module.parameters())
+ENDS = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
+ROWS_IN_GROUPS, OUT, WIDTH = 11, 24, 16
+
+
+def draw_operands(requires_grad: bool = True) -> tuple[Tensor, list[Tensor]]:
+    rows, stack = (
+        draw("rows", shape=(ROWS_IN_GROUPS, WIDTH)),
+        draw("weights", shape=(4, OUT, WIDTH)),
     )
-    for name in ("gate_up", "down"):
-        assert stacked(module.weights(name)).data_ptr() == module.weights(name)[0].data_ptr()
-    assert torch.equal(stacked(module.weights("gate_up")), copies)
+    weights = [weight.clone().requires_grad_(requires_grad) for weight in stack]
+    return rows.clone().requires_grad_(requires_grad), weights
 
 
-def test_initial_weights_differ_between_experts() -> None:
-    wrapped = nn.ModuleDict({"experts": GroupedMLP(SIZE, CONFIG, ParallelMesh.single())})
-    initialize_(wrapped, "cpu", 3)
-    names = {name for name, _ in wrapped.named_parameters()}
-    kinds = ("gate_up", "down")
-    assert names == {
-        f"experts.{number}.{kind}.weight" for number in range(NUM_EXPERTS) for kind in kinds
-    }
-    first = wrapped.get_parameter("experts.0.gate_up.weight")
-    assert not torch.equal(first, wrapped.get_parameter("experts.1.gate_up.weight"))
-    assert shard_spec_of(first).is_expert
+@pytest.mark.parametrize("backend", ["loop", None])
+def test_the_operators_pass_opcheck_of_torch(backend: str | None) -> None:
+    torch.compiler.reset()
+    rows, weights = draw_operands()
+    ops, grad = torch.ops.lightning_megatron, draw("grad", shape=(ROWS_IN_GROUPS, OUT))
+    torch.library.opcheck(ops.grouped_linear.default, (rows, weights, ENDS, backend))
+    weights = [weight.detach() for weight in weights]
+    torch.library.opcheck(ops.grouped_linear_input_gradient.default, (grad, weights, ENDS, backend))
+    torch.library.opcheck(
+        ops.grouped_linear_weight_gradients.default, (grad, rows.detach(), ENDS, backend)
+    )
 
 
-def test_indivisible_numbers_of_experts_are_refused() -> None:
-    with pytest.raises(
-        ParallelPlanError,
-        match=r"num_experts \(4\) must be a multiple of ep \(8\).*Use ep of 1, 2 or",
-    ):
-        even_range(NUM_EXPERTS, 8, 0, what="num_experts", axis="ep")
-
-
-def test_backends_are_chosen_once_for_each_dtype(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chosen_dtypes: list[torch.dtype] = []
-    choose = grouped_mlp.choose_layer_backends
-
-    def record_choice(device: torch.device, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-        chosen_dtypes.append(dtype)
-        return choose(device, dtype, *args, **kwargs)
-
-    monkeypatch.setattr(grouped_mlp, "choose_layer_backends", record_choice)
-    module = build_experts().float()
-    rows, probabilities = torch.ones(5, SIZE), torch.ones(5)
-    ends = torch.tensor([1, 2, 2, 5], dtype=torch.int32)
-    for _ in range(3):
-        module(rows, probabilities, ends)
-    assert chosen_dtypes == [torch.float32]
-    with torch.autocast("cpu", torch.bfloat16):
-        module(rows, probabilities, ends)
-    deepcopy(module).double()(rows.double(), probabilities, ends)
-    assert chosen_dtypes == [torch.float32, torch.bfloat16, torch.float64]
+def test_experts_compile_into_one_graph() -> None:
+    torch.compiler.reset()
+    config = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8)
+    wrapped = nn.ModuleDict({"experts": GroupedMLP(WIDTH, config, ParallelMesh.single()).double()})
+    initialize_(wrapped, "cpu", 0)
+    module = wrapped["experts"]
+    rows, probabilities = (
+        draw("rows", shape=(ROWS_IN_GROUPS, WIDTH)),
+        draw("probabilities", shape=(ROWS_IN_GROUPS,)),
+    )
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    expected_output = module(rows, probabilities, ENDS)
+    expected_gradients = torch.autograd.grad(
+        expected_output.square().sum(), list(module.parameters())
+    )
+    output = compiled(rows, probabilities, ENDS)
+    gradients = torch.autograd.grad(output.square().sum(), list(module.parameters()))
+    assert torch.allclose(output, expected_output, atol=1e-12, rtol=0)
+    assert all(
+        torch.allclose(actual, expected, atol=1e-12, rtol=0)
+        for actual, expected in zip(gradients, expected_gradients, strict=True)
+    )

@@ -4,26 +4,34 @@ merge of partial results computes the same attention from a span.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.layers.alibi import AlibiSlopes
-from lightning_megatron.layers.attention_core import attend, prepared
+from lightning_megatron.layers.attention_core import attend, prepared, with_wide_values
 from lightning_megatron.layers.attention_operators import attend_by_operators
 from lightning_megatron.layers.attention_parts import (
     attend_by_parts,
-    backward_part,
     forward_part,
 )
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention_span import AttentionSpan, document_of_tokens
 from lightning_megatron.layers.choose_core import choose_core, choose_part
+from lightning_megatron.layers.context_parallel.partial_sum import PartialSum
 from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
+from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.latent_attention import LatentAttentionConfig
+from lightning_megatron.plan.layout import ParallelLayout
 from tests.oracles import assert_equal
 
 CPU = torch.device("cpu")
@@ -31,6 +39,7 @@ LENGTHS = torch.tensor([[2, 1, 2], [4, 0, 0]])
 HIDDEN = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])[:, None, None] > 0
 #: Rows of 3 and 5 tokens, the first of them with 2 more of padding.
 PADDED = AttentionSpan.padded(torch.tensor([3, 5]), 5)
+
 SPANS = {
     "causal": AttentionSpan(),
     "both ways": AttentionSpan(causal=False),
@@ -158,58 +167,7 @@ def test_every_implementation_of_attention_equals_loops_over_queries(kind: str) 
             assert_equal(actual, expected, f"{name} {place}")
 
 
-def test_partial_attention_over_parts_of_the_keys_merges_to_full_attention() -> None:
-    inputs, span = draw_inputs(6, seed=1), AttentionSpan()
-    query, key, value = (tensor.detach() for tensor in inputs)
-    # The first half of the queries sees the first half of the keys, the second half sees all keys.
-    first, second = slice(0, 3), slice(3, 6)
-    late, late_lse = forward_part(query[second], key[second], value[second], span)
-    early, early_lse = forward_part(
-        query[second], key[first], value[first], AttentionSpan(causal=False), KeyRows(3)
-    )
-    lse = torch.logaddexp(late_lse, early_lse)
-    shares_of = [
-        (part_lse - lse).exp().permute(2, 0, 1)[..., None] for part_lse in (late_lse, early_lse)
-    ]
-    merged = late * shares_of[0] + early * shares_of[1]
-    start, start_lse = forward_part(query[first], key[first], value[first], span)
-    full = torch.cat((start, merged)).flatten(2)
-    expected_results = output_and_gradients(attend(*inputs, span), inputs)
-    assert_equal(full, expected_results[0], "merged")
-
-    output_gradient = torch.linspace(-1, 1, full.numel(), dtype=torch.float64).view_as(query)
-    shares = [
-        (second, second, merged, lse, span),
-        (second, first, merged, lse, AttentionSpan(causal=False)),
-        (first, first, start, start_lse, span),
-    ]
-    gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
-    for rows, keys, out, sums, part_span in shares:
-        grads = backward_part(
-            output_gradient[rows],
-            query[rows],
-            key[keys],
-            value[keys],
-            out,
-            sums,
-            part_span,
-            KeyRows(3),
-        )
-        for total, part, where in zip(gradients, grads, (rows, keys, keys), strict=True):
-            total[where] += part
-    for place, (actual, expected) in enumerate(zip(gradients, expected_results[1:], strict=True)):
-        assert_equal(actual, expected, f"gradient {place}")
-
-
-def test_causal_queries_and_keys_of_a_document_are_aligned_at_its_end() -> None:
-    # Two documents with 1 and 2 queries, of 2 and 3 keys.
-    span = AttentionSpan(borders=torch.tensor([0, 1, 3], dtype=torch.int32))
-    keys = KeyRows(5, torch.tensor([0, 2, 5], dtype=torch.int32))
-    pairs = seen_pairs(span, 1, 3, CPU, keys)
-    assert pairs.int().tolist() == [[[[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
-
-
-@pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 12, 16, 71])
+@pytest.mark.parametrize("num_heads", [1, 12, 16, 71])
 def test_alibi_slopes_equal_those_of_hugging_face(num_heads: int) -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
@@ -223,22 +181,6 @@ def test_alibi_slopes_equal_those_of_hugging_face(num_heads: int) -> None:
     assert torch.equal(
         AlibiSlopes(num_heads, 4).of(range(1, num_heads)).on(CPU).float(), slopes[1:]
     )
-
-
-def test_attention_without_visible_keys_is_zero_with_infinite_negative_log_sum() -> None:
-    query, key, value = (tensor.detach() for tensor in draw_inputs(2))
-    hidden = AttentionSpan(mask=torch.full((1, 1, 2, 2), -torch.inf, dtype=torch.float64))
-    out, lse = forward_part(query, key, value, hidden)
-    assert torch.equal(out, torch.zeros_like(query))
-    assert torch.equal(lse, torch.full_like(lse, -torch.inf))
-
-
-def test_full_rows_need_no_preparation() -> None:
-    plain: list[AttentionSpan | None] = [
-        None, AttentionSpan(), AttentionSpan(window=5), AttentionSpan(positions=torch.ones(2, 5).long()),
-    ]  # fmt: skip
-    for span in plain:
-        assert prepared(span, 2, 5, dtype=torch.float64, device=CPU) is None
 
 
 def test_packed_rows_have_padded_lengths_and_the_length_of_the_longest_document() -> None:
@@ -260,9 +202,6 @@ def test_lengths_beyond_a_row_are_cut_at_its_end() -> None:
     borders = AttentionSpan(torch.tensor([[9, 3], [2, 9]])).laid_out(2, 5, CPU).borders
     assert borders is not None
     assert borders.tolist() == [0, 5, 5, 5, 7, 10, 10]
-
-
-def test_lengths_of_padded_rows_are_clamped_to_the_row() -> None:
     span = AttentionSpan.padded(torch.tensor([2, 0, 9, 5, -1]), 5)
     assert span.key_borders is not None
     assert span.key_borders.tolist() == [0, 2, 5, 10, 10, 15, 15, 20, 20, 25, 25]
@@ -272,34 +211,6 @@ def test_lengths_of_padded_rows_are_clamped_to_the_row() -> None:
     mask = torch.arange(5) < torch.tensor([2, 5, 5, 5, 5])[:, None]
     pairs = seen_pairs(span, 5, 5, CPU)
     assert torch.equal(pairs, mask[:, None, None].expand(-1, -1, 5, -1))
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "sum": (lambda: AttentionSpan.packed([[3], [4, 5]], 8), r"8 tokens: row 1 has \[4, 5\], .* 9"),
-    "negative": (lambda: AttentionSpan.packed([[-1, 3]], 8), r"from 0 to 8 tokens: row 0"),
-    "columns": (lambda: AttentionSpan.packed([[1, 1, 1]], 8, 2), r"\(2\) documents: one has 3"),
-    "both": (
-        lambda: AttentionSpan(LENGTHS, mask=torch.ones(1, 1, 5, 5) > 0),
-        "either a mask or lengths and prefix",
-    ),
-    "prefix": (
-        lambda: AttentionSpan(LENGTHS, prefix=torch.tensor([1, 1])),
-        "either lengths or prefix",
-    ),
-    "keys, causal": (lambda: replace(PADDED, causal=True), "key_borders .* causal is True"),
-    "keys, window": (lambda: replace(PADDED, window=2), "key_borders .* window is 2"),
-    "keys alone": (lambda: replace(PADDED, borders=None), "borders are missing"),
-    "keys, mask": (lambda: replace(PADDED, mask=HIDDEN), "either a mask or lengths and prefix"),
-    "window": (lambda: AttentionSpan(window=0), "span.window must be at least 1 token: it is 0"),
-    "cap": (lambda: AttentionSpan(soft_cap=0.0), r"span.soft_cap must be above 0: it is 0.0"),
-}
-
-
-@pytest.mark.parametrize("kind", list(REFUSED))
-def test_contradictory_spans_are_refused(kind: str) -> None:
-    make, message = REFUSED[kind]
-    with pytest.raises(ParallelPlanError, match=message):
-        make()
 
 
 def test_cores_are_chosen_by_span_dtype_head_size_and_dropout(
@@ -373,3 +284,174 @@ def test_partial_attention_is_computed_by_kernels_that_return_log_sum_exps(
         assert stored.core == "operators"
         assert "scores of all pairs of tokens are stored" in (stored.remedy or "")
     assert choose_part(CPU, wide, SPANS["slopes"]).remedy is None
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    r"8 tokens: row 1 has \[4, 5\], .* 9": lambda: AttentionSpan.packed([[3], [4, 5]], 8),
+    r"from 0 to 8 tokens: row 0": lambda: AttentionSpan.packed([[-1, 3]], 8),
+    r"\(2\) documents: one has 3": lambda: AttentionSpan.packed([[1, 1, 1]], 8, 2),
+    "either a mask or lengths": lambda: AttentionSpan(LENGTHS, mask=torch.ones(1, 1, 5, 5) > 0),
+    "either lengths or prefix": lambda: AttentionSpan(LENGTHS, prefix=torch.tensor([1, 1])),
+    "key_borders .* causal is True": lambda: replace(PADDED, causal=True),
+    "key_borders .* window is 2": lambda: replace(PADDED, window=2),
+    "borders are missing": lambda: replace(PADDED, borders=None),
+    "span.window must be at least 1 token": lambda: AttentionSpan(window=0),
+    "span.soft_cap must be above 0": lambda: AttentionSpan(soft_cap=0.0),
+}
+
+
+def test_contradictory_spans_are_refused() -> None:
+    for message, make in REFUSED.items():
+        with pytest.raises(ParallelPlanError, match=message):
+            make()
+
+
+def test_keys_that_end_elsewhere_than_queries_are_aligned_at_the_end() -> None:
+    # Two documents with 1 and 2 queries, of 2 and 3 keys.
+    span = AttentionSpan(borders=torch.tensor([0, 1, 3], dtype=torch.int32))
+    keys = KeyRows(5, torch.tensor([0, 2, 5], dtype=torch.int32))
+    pairs = seen_pairs(span, 1, 3, CPU, keys)
+    assert pairs.int().tolist() == [[[[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
+    pairs = seen_pairs(AttentionSpan(window=3), 1, 3, CPU, KeyRows(4, behind=1))
+    assert pairs[0, 0].int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
+
+
+def test_a_query_without_keys_adds_nothing_to_a_partial_sum() -> None:
+    query, key, value = (tensor.detach()[:, :1, :2] for tensor in draw_inputs(4))
+    total, span = PartialSum(query), AttentionSpan(scale=0.5)
+    hidden = forward_part(query, key, value, span, KeyRows(4, behind=-2))
+    total.add(slice(None), *hidden)
+    assert total.out[:2].eq(0).all()
+    assert total.log_sum[:, :, :2].isneginf().all()
+    bidirectional = replace(span, causal=False)
+    total.add(slice(2), *forward_part(query[:2], key, value, bidirectional, KeyRows(4)))
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key) * 0.5
+    expected = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), value)
+    assert_equal(total.out[:2], expected[:2], "sum", 1e-14)
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.lists(st.lists(st.integers(0, 24), max_size=6), min_size=1, max_size=3),
+)
+def test_one_rank_holds_each_token_of_packed_documents(
+    size: int, inner: int, lengths: list[list[int]]
+) -> None:
+    ranks = size * inner
+    longest = max(map(sum, lengths))
+    seq_length = -(-max(longest, 1) // (2 * ranks)) * 2 * ranks
+    span = AttentionSpan.packed(lengths, seq_length)
+    full_span = span.laid_out(len(lengths), seq_length, torch.device("cpu"))
+    assert full_span.borders is not None
+    cuts = [
+        DocumentCut.of(
+            *(full_span.borders, len(lengths), seq_length, ranks, rank),
+            longest=span.longest,
+            inner=inner,
+        )
+        for rank in range(ranks)
+    ]
+    first_cut = cuts[0]
+    all_positions = torch.arange(seq_length).expand(len(lengths), -1)
+    assert torch.equal(first_cut.order.flatten(1).sort(1).values, all_positions)
+    assert torch.equal(first_cut.order.flatten(1).gather(1, first_cut.places), all_positions)
+    documents = document_of_tokens(full_span.borders, len(lengths), seq_length)
+    sizes = first_cut.piece_borders.diff()
+    assert int(sizes.max()) <= first_cut.longest_piece
+    # The pieces of a document differ by at most one token, and a rank holds them in order.
+    assert int((sizes.max(0).values - sizes.min(0).values).max()) <= 1
+    assert all(order.diff().gt(0).all() for order in first_cut.order.flatten(0, 1))
+    for rank, cut in enumerate(cuts):
+        documents_of_rank = documents.gather(1, cut.order[:, rank]).flatten()
+        counts = torch.bincount(documents_of_rank, minlength=len(full_span.borders) - 1)
+        assert torch.equal(counts, cut.part_borders[rank].diff().long())
+        for keys, borders in cut.prefixes:
+            counts = torch.bincount(
+                documents.gather(1, keys).flatten(), minlength=len(full_span.borders) - 1
+            )
+            assert torch.equal(counts, borders.diff().long())
+        if cut.outer is not None:
+            first_rank = rank // inner * inner
+            joined = cut.order[:, first_rank : first_rank + inner].flatten(1).sort(1).values
+            assert torch.equal(joined, cut.outer.order[:, rank // inner])
+
+
+SIZES: dict[str, Any] = {"key_value_rank": 8, "plain_dim": 6, "rotary_dim": 4, "value_dim": 8}
+
+
+def first_elements(tensor: Tensor) -> Tensor:
+    """Return the first 4 elements of every head of a result."""
+    return tensor.unflatten(-1, (-1, 6))[..., :4].flatten(2)
+
+
+@pytest.mark.parametrize(
+    "kind", ["causal", "documents, window", "slopes, keys hidden", "sinks, cap, window"]
+)
+def test_attention_with_short_values_equals_the_first_elements_with_long_values(kind: str) -> None:
+    query, key, value = draw_inputs()
+    core = partial(attend, span=SPANS[kind])
+    full = core(query, key, value)
+    weights = torch.randn(full.shape, dtype=full.dtype, generator=torch.Generator().manual_seed(3))
+    expected_gradients = torch.autograd.grad(
+        (first_elements(full) * first_elements(weights)).sum(), (query, key, value)
+    )
+    for attention in (core, partial(with_wide_values, core)):
+        output = attention(query, key, value[..., :4])
+        assert_equal(output, first_elements(full), kind)
+        gradients = torch.autograd.grad(
+            (output * first_elements(weights)).sum(), (query, key, value)
+        )
+        for name, actual, expected in zip(
+            ("query", "key", "value"), gradients, expected_gradients, strict=True
+        ):
+            assert_equal(actual, expected, f"{kind}: {name}")
+
+
+def test_values_are_padded_for_kernels_that_need_one_head_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, half = torch.device("cuda"), torch.bfloat16
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    large = {"head_dim": 192, "value_dim": 128}
+    assert not choose_core(cuda, half, **large).pads_values, "cuDNN takes these sizes"
+    choice = choose_core(cuda, half, head_dim=96, value_dim=64)
+    assert choice.pads_values
+    assert choice.reason.endswith("values of 64 elements are padded to 96")
+    documents = AttentionSpan(torch.tensor([[2, 3]]))
+    assert choose_core(cuda, half, documents, **large).pads_values
+    assert choose_core(cuda, half, AttentionSpan(soft_cap=2.0), **large).pads_values
+    assert choose_core(cuda, half, dropout=0.1, **large).pads_values
+    # Memory-efficient attention and operators of torch take all sizes.
+    assert not choose_core(cuda, torch.float32, documents, **large).pads_values
+    assert not choose_core(cuda, torch.float64, AttentionSpan(soft_cap=2.0), **large).pads_values
+    assert choose_core(torch.device("cpu"), half, **large).pads_values
+    capability = (8, 0)
+    assert choose_core(cuda, half, **large).pads_values
+    assert not choose_core(cuda, half, head_dim=128, value_dim=128).pads_values
+
+
+def test_contradictory_settings_of_latent_attention_are_refused() -> None:
+    for changes, message in (
+        ({"rotary_dim": 3}, r"rotary_dim \(3\) of latent_attention must be even"),
+        ({"value_dim": 11}, r"value_dim \(11\) .* at most plain_dim \+ rotary_dim \(10\)"),
+        ({"key_value_rank": 0}, "latent_attention.key_value_rank must be .* at least 1"),
+    ):
+        with pytest.raises(ParallelPlanError, match=message):
+            LatentAttentionConfig(**{**SIZES, **changes})
+    # The heads need not divide the hidden size.
+    sizes = {"vocab_size": 16, "max_seq_length": 8, "num_layers": 1, "num_heads": 4}
+    options: dict[str, Any] = {**sizes, "hidden_size": 18, "latent_attention": SIZES}
+    config = GPTConfig.llama(**options)
+    assert (config.head_size, config.value_size, config.rotary_size) == (10, 8, 4)
+    with pytest.raises(ParallelPlanError, match=r"num_attention_heads \(4\) must be a multiple"):
+        config.check_layout(ParallelLayout(3, tp=3))
+    for settings, message in (
+        ({"position": "learned"}, r"position \(learned\) must be rotary with latent_attention"),
+        ({"head_dim": 6}, r"head_dim \(6\) must be None with latent_attention"),
+        ({"num_kv_heads": 2}, r"num_kv_heads \(2\) must be None or num_heads \(4\) with"),
+        ({"qk_norm": True}, r"qk_norm \(True\) must be False with latent_attention"),
+    ):
+        with pytest.raises(ParallelPlanError, match=message):
+            GPTConfig.llama(**options, **settings)
