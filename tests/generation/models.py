@@ -18,8 +18,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.key_value_cache import KeyValueCache
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap import parallelize
-from tests.swap import expert_models, families
-from tests.swap.test_language_models import exact_twin
+from tests.swap import families
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [30, 31, 32, 33, 34, 35]]
 NEW_TOKENS = 10
@@ -29,15 +28,14 @@ NEXT = torch.randint(1, families.V, (3, 8), generator=torch.Generator().manual_s
 
 def small_twin(case: str, **changes: Any) -> nn.Module:
     """Return Hugging Face's model of a case in float64."""
-    if case in expert_models.CASES:
-        return expert_models.exact_twin_of(case, **changes).eval()
-    return exact_twin(case, **changes)
+    twin: nn.Module = families.exact_twin(case, **changes)
+    return twin
 
 
 def twin_of(case: str) -> nn.Module:
     """Return a model of four layers whose generated tokens depend on the prompt."""
     changes: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": None}
-    if case in expert_models.CASES:
+    if case in families.EXPERTS:
         return small_twin(case, **changes)
     depth = "n_layer" if case in ("gpt2", "bloom") else "num_hidden_layers"
     changes |= {} if case == "gemma3" else {depth: 4}

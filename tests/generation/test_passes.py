@@ -20,11 +20,11 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.cached_attention import attend_with_cache
 from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
 from tests.generation.models import NEXT, PROMPTS, check_passes, check_rows, full_logits, small_gpt
-from tests.swap import expert_models, families
+from tests.swap import families
 from tests.sweeps import chosen
 
 # The angles of phi3 depend on the longest row: see test_tokens.py.
-CASES = [case for case in (*families.CASES, *expert_models.CASES) if case != "phi3"]
+CASES = [case for case in (*families.CASES, *families.EXPERTS) if case != "phi3"]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from torch.utils.data import Dataset
 
 from lightning_megatron.checkpoint.consolidate import consolidate
 from tests.fits import BATCH, GPT2, MIXTURE, Job, Module, Report, Tokens, check_equal, run_job
-from tests.swap import expert_models
-from tests.swap.test_language_models import exact_twin
+from tests.swap.families import exact_twin
 from tests.sweeps import chosen
 from tests.world import run_world
 from tests.worlds.test_experts import KINDS as MIXTURES
@@ -90,8 +89,8 @@ class FineTune(Module):
     def __init__(self, case: str) -> None:
         super().__init__()
         name = case.removesuffix(" with an adapter")
-        make = expert_models.exact_twin_of if name == "mixtral" else exact_twin
-        model: Any = make(name, num_hidden_layers=2) if name == "mixtral" else make(name)
+        changes = {"num_hidden_layers": 2} if name == "mixtral" else {}
+        model: Any = exact_twin(name, **changes)
         if case != name:
             targets = "all-linear" if name == "llama" else ["query_key_value", "dense"]
             config = peft.LoraConfig(

@@ -33,7 +33,7 @@ from tests.fits import (
     trainer_of,
 )
 from tests.oracles import float32_as_float64
-from tests.swap.expert_models import exact_twin_of
+from tests.swap.families import exact_twin
 from tests.sweeps import chosen
 from tests.world import run_world
 
@@ -250,7 +250,7 @@ class Exact(Module):
 
     def __init__(self, case: str) -> None:
         super().__init__()
-        self.model = exact_twin_of(case, vocab_size=V)
+        self.model = exact_twin(case, vocab_size=V)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         tokens = batch["input_ids"]
