@@ -130,6 +130,11 @@ def test_the_state_counts_finished_samples_and_not_prefetched_samples() -> None:
         next(batches)
     trainer.finished += 2
     assert sampler.state_dict() == {"epoch": 0, "consumed": 8}
+    # A last batch of fewer samples ends the epoch.
+    trainer = Trainer()
+    [sampler] = samplers_of(10, 4, 1, drop_last=False, finished=trainer)
+    trainer.finished += len(list(sampler))
+    assert sampler.state_dict() == {"epoch": 0, "consumed": 10}
 
 
 def test_epochs_have_different_orders_that_depend_only_on_the_seed() -> None:
