@@ -1,4 +1,4 @@
-"""A script prints the choices of a fit in a table, and slow choices cause warnings."""
+"""Slow choices of a fit cause warnings with a remedy, and kernels are chosen where they exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from lightning_megatron.errors import SpeedWarning
-from lightning_megatron.groups.shard_spec import num_elements
 from lightning_megatron.layers import rotary
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_kernels import KernelChoice, warn_of_slow_path
@@ -22,85 +21,9 @@ from lightning_megatron.strategy.logs.run_table import TableRow, table_of, warn_
 from lightning_megatron.swap import parallelize
 from tests.proof import around_blocks
 from tests.proof.around_blocks import BLOCKS
-from tests.strategy.scripts import run_script
-from tests.strategy.tiny import TinyLM
 from tests.swap.parts import mesh_of
-from tests.sweeps import all_run
 
 GPU = torch.device("cuda", 0)
-
-
-def rows_of(output: str, ranks: str = "rank 0") -> dict[str, tuple[str, str]]:
-    """Return value and reason by subject, from the only table in the output of a program."""
-    title = rf"^Choices of this fit \({ranks}\):\n"
-    (table,) = re.findall(rf"{title}((?:  .*\n)+)", output, re.MULTILINE)
-    rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
-    by_subject = {subject: (value, reason) for subject, value, reason in rows}
-    assert len(by_subject) == len(rows)
-    return by_subject
-
-
-def test_script_prints_the_choices_of_a_dense_fit_once() -> None:
-    run = run_script("run_table_script", "dense")
-    assert run.returncode == 0, run.stderr
-    assert rows_of(run.stdout + run.stderr) == {
-        "layout": (
-            "tp 1, pp 1, dp 1",
-            "one process holds the whole model",
-        ),
-        "precision": (
-            "16-mixed",
-            "float16 parameters and activations, float32 main parameters and gradients, no autocast",
-        ),
-        "fused kernels": ("operators of torch", "cpu: the Triton kernels need a GPU"),
-        "attention": ("torch's choice", "cpu: torch chooses among its own kernels"),
-    }
-    assert run.stderr.count("precision 16-mixed skipped a step") == 1
-    assert run.stderr.count("use Trainer(precision='bf16-mixed') or a lower learning rate") == 1
-
-
-@pytest.mark.skipif(not all_run(), reason="a sweep: pytest --sweeps")
-def test_script_prints_the_layers_of_each_pipeline_stage() -> None:
-    run = run_script("run_table_script", "stages")
-    assert run.returncode == 0, run.stderr
-    rows = rows_of(run.stdout + run.stderr, "pipeline of rank 0")
-    assert rows["layers of stages"] == ("0, 4", "asked for (stage_layers)")
-
-
-def test_script_prints_the_choices_of_experts_once() -> None:
-    run = run_script("run_table_script", "experts")
-    assert run.returncode == 0, run.stderr
-    rows = rows_of(run.stdout + run.stderr)
-    assert rows["layout"][0] == "tp 2, pp 1, dp 1, ep 2, etp 1"
-    experts = {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 16}
-    full_model = TinyLM(experts=experts, mlp_bias=False)
-    full_model.configure_model()
-    sizes = re.search(r"this rank holds ([\d,]+) of ([\d,]+) parameters$", rows["layout"][1])
-    assert sizes is not None, rows["layout"][1]
-    num_local, num_total = (int(number.replace(",", "")) for number in sizes.groups())
-    assert num_total == num_elements(full_model)
-    assert num_total / 2 < num_local < num_total
-    assert rows["sequence parallel"] == (
-        "on",
-        "tp is above 1; sequence lengths must be multiples of tp",
-    )
-    assert rows["precision"][0] == "bf16-mixed"
-    assert rows["products of experts"] == ("loop", "cpu: the host has the group sizes already")
-    assert rows["expert transport"][0] == "all_to_all"
-    assert "top_k (1) is below ep (2)" in rows["expert transport"][1]
-    # A CPU has no faster choice.
-    assert "SpeedWarning" not in run.stderr
-
-
-def test_script_prints_the_choices_of_experts_of_a_later_stage() -> None:
-    run = run_script("run_table_script", "experts of a later stage")
-    assert run.returncode == 0, run.stderr
-    rows = rows_of(run.stdout + run.stderr, "pipeline of rank 0")
-    assert rows["layout"][0] == "tp 1, pp 2, dp 1"
-    assert rows["layers of stages"] == ("1, 1", "asked for (stage_layers)")
-    assert rows["attention"][0] == "torch's choice"
-    assert rows["products of experts"][0] == "loop"
-    assert "expert transport" in rows
 
 
 def test_choice_with_a_remedy_causes_a_warning() -> None:

@@ -1,0 +1,152 @@
+"""A rank that fails or ends stops the job and is named first, and no process or file is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sweeps import chosen
+from tests.worlds.user_script import ROOT, environment, run_script
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads the processes from /proc")
+
+
+@pytest.mark.parametrize("kind", ["raise", "hang", "teardown"])
+def test_a_failing_rank_ends_the_job_with_its_traceback_first(kind: str, tmp_path: Path) -> None:
+    result = run_script(kind, TMPDIR=str(tmp_path))
+    assert result.returncode == 1
+    assert not list(tmp_path.glob("lightning_megatron*"))
+    position = result.stderr.index("ArithmeticError: the third batch is bad")
+    named = "[rank 1] failed; the other ranks will be stopped."
+    assert named in result.stderr[:position]
+    assert result.stderr.count("Traceback (most recent call last)") == 1
+    later = [match.start() for match in re.finditer(r"\[rank \d\] (stops|waits)", result.stderr)]
+    # Ranks that hang may be stopped before they print anything, and no rank waits for the last hook
+    # of another rank.
+    assert later or kind != "raise"
+    assert all(begin > position for begin in later)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    chosen(
+        [
+            ("os_exit", "ended with exit code 7 and without an error message"),
+            ("sys_exit", r"left the run by SystemExit\(0\) at .*user_script.py:\d+"),
+            ("sigsegv", "was ended by SIGSEGV"),
+            ("interrupt", r"left the run by KeyboardInterrupt\(\) at .*user_script.py:\d+"),
+        ],
+        ("os_exit", "ended with exit code 7 and without an error message"),
+        ("sys_exit", r"left the run by SystemExit\(0\) at .*user_script.py:\d+"),
+    ),
+)
+def test_a_rank_that_ends_by_itself_is_named_before_the_ranks_that_miss_it(
+    kind: str, how: str, tmp_path: Path
+) -> None:
+    result = run_script(kind, TMPDIR=str(tmp_path))
+    assert result.returncode != 0
+    reports = re.findall(r"^\[rank \d\].*", result.stderr, re.MULTILINE)
+    assert re.fullmatch(rf"\[rank 1\] {how}; the other ranks will be stopped\.", reports[0])
+    assert all(report.startswith("[rank 0] stops after rank 1 failed") for report in reports[1:])
+    assert not list(tmp_path.glob("lightning_megatron*"))
+
+
+def processes_with(argument: str) -> list[str]:
+    """List the processes that were started with an argument."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if argument in path.read_text(errors="replace"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {seconds} seconds"
+        time.sleep(0.2)
+
+
+@ON_LINUX
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    chosen(
+        [("own", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("own", signal.SIGINT)],
+        ("own", signal.SIGKILL),
+        ("own", signal.SIGINT),
+    ),
+)
+def test_launched_ranks_end_after_the_process_that_launched_them(
+    launcher: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    marker = f"marker-{launcher}-{number.name}-{os.getpid()}"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [
+            *(sys.executable, *(torchrun if launcher == "torchrun" else [])),
+            *("-m", "tests.worlds.user_script", "hang nowhere", marker),
+        ],
+        cwd=ROOT,
+        env=environment(TMPDIR=str(tmp_path)),
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        for _ in range(2 if launcher == "torchrun" else 1):
+            while "waits forever" not in process.stderr.readline():
+                assert process.poll() is None
+        process.send_signal(number)
+        process.wait()
+        wait_until(lambda: not processes_with(marker), 60)
+    assert not list(tmp_path.glob("lightning_megatron*"))
+
+
+HUNG_WORKER = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+from lightning_megatron.strategy.process.dataloaders import seed_dataloader
+
+class Hangs(Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        time.sleep(600 * index)
+        return torch.zeros(3)
+
+batches = iter(seed_dataloader(DataLoader(Hangs(), num_workers=1), 0, 0))
+next(batches)
+print("hangs", flush=True)
+next(batches)
+"""
+
+
+@ON_LINUX
+def test_a_data_worker_that_hangs_ends_with_its_rank_and_leaves_no_files(tmp_path: Path) -> None:
+    marker = f"marker-worker-{os.getpid()}"
+    with subprocess.Popen(
+        [sys.executable, "-c", HUNG_WORKER, marker],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hangs\n"
+        assert len(processes_with(marker)) == 2
+        assert list(tmp_path.glob("pymp-*"))
+        process.kill()
+        process.wait()
+        wait_until(lambda: not processes_with(marker), 60)
+    assert not list(tmp_path.glob("pymp-*"))

@@ -1,0 +1,62 @@
+"""A script prints the choices of a fit once, in a table."""
+
+from __future__ import annotations
+
+import re
+
+from lightning_megatron.groups.shard_spec import num_elements
+from lightning_megatron.models.gpt import GPT
+from tests.worlds.user_script import MODELS, run_script
+
+
+def rows_of(kind: str, ranks: str = "rank 0") -> tuple[dict[str, tuple[str, str]], str]:
+    """Return value and reason by subject, from the only table that a script prints, and its errors."""
+    run = run_script(kind)
+    assert run.returncode == 0, run.stderr
+    title = rf"^Choices of this fit \({ranks}\):\n"
+    (table,) = re.findall(rf"{title}((?:  .*\n)+)", run.stdout + run.stderr, re.MULTILINE)
+    rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
+    by_subject = {subject: (value, reason) for subject, value, reason in rows}
+    assert len(by_subject) == len(rows)
+    return by_subject, run.stderr
+
+
+def test_a_script_prints_the_choices_of_a_dense_fit_once() -> None:
+    rows, errors = rows_of("dense")
+    assert rows == {
+        "layout": ("tp 1, pp 1, dp 1", "one process holds the whole model"),
+        "precision": (
+            "16-mixed",
+            "float16 parameters and activations, float32 main parameters and gradients, no autocast",
+        ),
+        "fused kernels": ("operators of torch", "cpu: the Triton kernels need a GPU"),
+        "attention": ("torch's choice", "cpu: torch chooses among its own kernels"),
+    }
+    assert errors.count("precision 16-mixed skipped a step") == 1
+    assert errors.count("use Trainer(precision='bf16-mixed') or a lower learning rate") == 1
+
+
+def test_a_script_prints_the_choices_of_experts_once() -> None:
+    rows, errors = rows_of("experts")
+    assert rows["layout"][0] == "tp 2, pp 1, dp 1, ep 2, etp 1"
+    sizes = re.search(r"this rank holds ([\d,]+) of ([\d,]+) parameters$", rows["layout"][1])
+    assert sizes is not None, rows["layout"][1]
+    num_local, num_total = (int(number.replace(",", "")) for number in sizes.groups())
+    assert num_total == num_elements(GPT(MODELS["experts"]))
+    assert num_total / 2 < num_local < num_total
+    assert rows["sequence parallel"][0] == "on"
+    assert rows["precision"][0] == "bf16-mixed"
+    assert rows["products of experts"] == ("loop", "cpu: the host has the group sizes already")
+    assert rows["expert transport"][0] == "all_to_all"
+    assert "top_k (1) is below ep (2)" in rows["expert transport"][1]
+    # A CPU has no faster choice.
+    assert "SpeedWarning" not in errors
+
+
+def test_a_script_prints_the_choices_of_experts_of_a_later_stage() -> None:
+    rows, _ = rows_of("later experts", "pipeline of rank 0")
+    assert rows["layout"][0] == "tp 1, pp 2, dp 1"
+    assert rows["layers of stages"] == ("1, 1", "asked for (stage_layers)")
+    assert rows["attention"][0] == "torch's choice"
+    assert rows["products of experts"][0] == "loop"
+    assert "expert transport" in rows
