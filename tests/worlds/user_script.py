@@ -68,7 +68,7 @@ def run_script(*arguments: str, **variables: str) -> subprocess.CompletedProcess
     """Run this script in a new process."""
     return subprocess.run(
         [sys.executable, "-m", "tests.worlds.user_script", *arguments],
-        cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=240, check=False,
+        cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
 
 
