@@ -44,7 +44,8 @@ class CpuSeconds:
     """Plugin that measures the phases of all tests and prints the sums by folder at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._budgets = dict(_budget(line) for line in config.getini("cpu_budgets"))
+        lines = () if config.getoption("--sweeps") else config.getini("cpu_budgets")
+        self._budgets = dict(_budget(line) for line in lines)
         self._by_folder: Counter[str] = Counter()
         self._worker_output = getattr(config, "workeroutput", None)
         self._log = config.getoption("--cpu-log")

@@ -360,6 +360,7 @@ def test_invalid_settings_and_models_are_refused(tmp_path: Path, model: str) -> 
         PreferenceDataModule(pairs, model, length_multiple=0)
 
 
+@pytest.mark.extras
 def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, model: str) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -378,6 +379,7 @@ def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, model: str) -> None:
     check_pairs(preferred.each_pair_once("train").batches[list(range(5))], model, pairs)
 
 
+@pytest.mark.extras
 def test_a_folder_of_datasets_has_the_rows_of_json_lines(tmp_path: Path, model: str) -> None:
     datasets = pytest.importorskip("datasets")
     rows = conversations(9)

@@ -223,6 +223,7 @@ def test_each_pass_has_every_row_once(tmp_path: Path, model: str, kind: str, buf
         samples.close()
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet"])
 def test_rows_have_the_order_of_streaming_datasets(tmp_path: Path, model: str, kind: str) -> None:
     datasets = pytest.importorskip("datasets")

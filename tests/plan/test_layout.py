@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from itertools import permutations
-from pathlib import Path
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan import (
     ParallelLayout,
     ShardRange,
@@ -24,42 +18,6 @@ from lightning_megatron.plan import (
     vocab_range,
 )
 from tests.refusals import check_refusals
-
-GOLDEN = json.loads(
-    (Path(__file__).parents[1] / "golden" / "rank_groups.json").read_text(encoding="utf-8")
-)["cases"]
-ARGUMENTS = ("world_size", "tp", "pp", "cp", "ep", "etp", "order", "rank_offset")
-
-
-def layout_of(case: dict[str, Any]) -> ParallelLayout:
-    return ParallelLayout(**{name: case[name] for name in ARGUMENTS})
-
-
-def test_rank_groups_equal_megatron_core_for_every_order() -> None:
-    def text_of(groups: list[list[int]]) -> str:
-        return "|".join(" ".join(map(str, group)) for group in groups)
-
-    placed = [case for case in GOLDEN if "dense" in case]
-    for case in placed:
-        layout = layout_of(case)
-        for name, expected in case["dense"].items():
-            assert text_of(layout.groups(name)) == expected, (case, name)
-        for name, expected in case["expert"].items():
-            assert text_of(layout.expert_groups(name)) == expected, (case, name)
-        if "embedding" in case:
-            assert text_of(layout.embedding_groups()) == case["embedding"], case
-            assert text_of(layout.position_embedding_groups()) == case["position_embedding"], case
-    assert len(placed) > 200
-    orders = {case["order"] for case in placed}
-    assert {"-".join(order) for order in permutations(["tp", "cp", "ep", "dp", "pp"])} <= orders
-
-
-def test_layouts_that_megatron_core_cannot_place_are_refused() -> None:
-    refused = [case for case in GOLDEN if "dense" not in case]
-    assert len(refused) > 50
-    for case in refused:
-        with pytest.raises(ParallelPlanError):
-            layout_of(case)
 
 
 @st.composite

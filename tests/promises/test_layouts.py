@@ -39,6 +39,9 @@ BALANCED = GPTConfig.llama(
     **LLAMA_SIZES,
     experts={**EXPERTS, "shared_ffn_hidden_size": 16, "layers": [False, True, False, True]},
 )
+LATE_EXPERTS = GPTConfig.llama(
+    **LLAMA_SIZES, experts={**EXPERTS, "layers": [False, False, True, True]}
+)
 WIDE = GPTConfig.llama(**{**LLAMA_SIZES, "ffn_hidden_size": 64})
 SEGMENTS, FULL = (CudaGraphs(mode, warmup_steps=1) for mode in ("segments", "full"))
 EIGHT_BITS = {"fp8": FP8("tensorwise", emulate=True, parameters="fp8"), "microbatch_size": 1}
@@ -88,6 +91,13 @@ JOBS = {
 GRAPHS = {
     "segments, pp2": Job(LLAMA, {**V, "cuda_graphs": SEGMENTS}),
     "segments, ep2 tp2": Job(MIXTURE, {"ep": 2, "tp": 2, "cuda_graphs": SEGMENTS}),
+    "segments, ep2 pp2, one stage without experts": Job(
+        LATE_EXPERTS,
+        {
+            **{"ep": 2, "pp": 2, "stage_layers": [2, 2], "expert_transport": "all_gather"},
+            "cuda_graphs": SEGMENTS,
+        },
+    ),
     "full, tp2": Job(DROPOUT, {"tp": 2, "cuda_graphs": FULL}),
 }
 

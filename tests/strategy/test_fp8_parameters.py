@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +35,7 @@ from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
 from lightning_megatron.strategy.logs.run_table import _cast_choices
 from lightning_megatron.training.eight_bit_buffer import EightBitBuffer
 from lightning_megatron.training.main_parameters import MainParameters
-from tests.strategy import checkpoint_runs
+from tests.fits import BATCH, GPT2, Job, Tokens, run_job
 from tests.strategy.graph_fits import fit, strategy_of
 from tests.strategy.tiny import TinyLM, loader
 from tests.tiny_llama import rows, save_tiny_llama
@@ -274,36 +275,25 @@ def test_a_failed_fit_leaves_ordinary_weights() -> None:
 # ---- checkpoints
 
 
-def resumed(devices: int, folder: Path, fp8: FP8) -> tuple[list[float], list[float]]:
-    """Return the losses of the last two steps of an uninterrupted and of a resumed run."""
-    options: dict[str, Any] = {"precision": "bf16-mixed"}
-    layout = {**IN_FP8, "fp8": fp8}
-    train = checkpoint_runs.train
-    train(layout, devices, 2, save=folder / "2", **options)
-    uninterrupted = train(layout, devices, 4, save=folder / "4", **options)
-    paths = {"resume": folder / "2", "save": folder / "2 to 4"}
-    return uninterrupted.losses[2:], train(layout, devices, 4, **paths, **options).losses
-
-
-def check_same_saved(folder: Path) -> dict[str, Tensor]:
-    """Check that both checkpoints have the same bits; return their tensors."""
-    uninterrupted = OpenCheckpoint.open(folder / "4")
-    tensors = uninterrupted.read_full(list(uninterrupted.tensors))
-    interrupted = OpenCheckpoint.open(folder / "2 to 4")
-    assert interrupted.tensors.keys() == uninterrupted.tensors.keys()
-    for name, value in interrupted.read_full(list(interrupted.tensors)).items():
-        assert torch.equal(value, tensors[name]), name
-    return tensors
+def train(
+    layout: dict[str, Any],
+    steps: int,
+    precision: Any,
+    save: Path | None = None,
+    resume: Path | None = None,
+) -> list[float]:
+    """Return the losses of a fit that may continue from a checkpoint and save one."""
+    paths = {name: str(path) for name, path in (("save", save), ("resume", resume)) if path}
+    job = Job(GPT2, layout, precision, steps, data=partial(Tokens, 5 * BATCH), **paths)
+    return run_job(job).losses
 
 
 def test_checkpoints_hold_main_parameters_and_load_with_and_without_fp8(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"precision": "bf16-mixed"}
-    train = checkpoint_runs.train
-    fp8_losses = train(IN_FP8, 1, 3, save=tmp_path / "fp8", **options).losses
-    train(PLAIN, 1, 2, save=tmp_path / "plain", **options)
-    losses_from_plain = train(IN_FP8, 1, 3, resume=tmp_path / "plain", **options).losses
+    fp8_losses = train(IN_FP8, 3, "bf16-mixed", save=tmp_path / "fp8")
+    train(PLAIN, 2, "bf16-mixed", save=tmp_path / "plain")
+    losses_from_plain = train(IN_FP8, 3, "bf16-mixed", resume=tmp_path / "plain")
     assert losses_from_plain == pytest.approx(fp8_losses[2:], rel=0.01)
-    losses_from_fp8 = train(PLAIN, 1, 4, resume=tmp_path / "fp8", **options).losses
+    losses_from_fp8 = train(PLAIN, 4, "bf16-mixed", resume=tmp_path / "fp8")
     assert len(losses_from_fp8) == 1
     assert losses_from_fp8[0] < fp8_losses[0]
     saved = OpenCheckpoint.open(tmp_path / "fp8")
@@ -315,16 +305,14 @@ def test_checkpoints_hold_main_parameters_and_load_with_and_without_fp8(tmp_path
 
 def test_histories_of_scales_continue_when_the_type_of_weights_changes(tmp_path: Path) -> None:
     """Runs that cast weights resume from the histories of runs that store them, and vice versa."""
-    options: dict[str, Any] = {"precision": "64-true"}
-    train = checkpoint_runs.train
     stored = {**IN_FP8, "fp8": DELAYED}
     cast = {**IN_FP8, "fp8": replace(DELAYED, parameters=None)}
     for saved_layout, resumed_layout in ((stored, cast), (cast, stored)):
         name = "stored" if saved_layout is stored else "cast"
-        expected = train(saved_layout, 1, 5, save=tmp_path / f"{name} 5", **options).losses
-        train(saved_layout, 1, 2, save=tmp_path / name, **options)
+        expected = train(saved_layout, 5, "64-true", save=tmp_path / f"{name} 5")
+        train(saved_layout, 2, "64-true", save=tmp_path / name)
         paths = {"resume": tmp_path / name, "save": tmp_path / f"{name}, other"}
-        actual = train(resumed_layout, 1, 5, **paths, **options).losses
+        actual = train(resumed_layout, 5, "64-true", **paths)
         # Scales of 1 instead of scales from the history would lose most digits of the weights.
         assert actual == pytest.approx(expected[2:], rel=2e-3)
         histories = [histories_in(path) for path in (tmp_path / name, tmp_path / f"{name}, other")]
@@ -333,7 +321,7 @@ def test_histories_of_scales_continue_when_the_type_of_weights_changes(tmp_path:
             after = histories[1][layer]
             assert torch.equal(after[3:], before[:2]), "the steps before the checkpoint"
             assert bool((after[:5] > 0).all())
-    actual = train(IN_FP8, 1, 5, resume=tmp_path / "stored", **options).losses
+    actual = train(IN_FP8, 5, "64-true", resume=tmp_path / "stored")
     assert len(actual) == 3
 
 

@@ -19,9 +19,8 @@ from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
 from lightning_megatron.strategy.logs import run_table
 from lightning_megatron.strategy.logs.run_table import TableRow, table_of, warn_of_slow
 from lightning_megatron.swap import parallelize
-from tests.proof import around_blocks
-from tests.proof.around_blocks import BLOCKS
 from tests.swap.parts import mesh_of
+from tests.worlds.test_own_modules import Around, ResidualAround
 
 GPU = torch.device("cuda", 0)
 
@@ -148,9 +147,9 @@ def test_one_kernel_normalises_and_rotates_heads(
 
 
 def test_table_names_blocks_whose_backward_pass_is_not_split_into_halves() -> None:
-    module = around_blocks.Train("ResidualAround")
+    module = Around(ResidualAround)
     module.configure_model()
-    parallelize(module, mesh_of(pp=2), None, BLOCKS)
+    parallelize(module, mesh_of(pp=2), None, {"body.blocks": "blocks"})
     (choice,) = run_table.whole_backward_choices(module)
     assert (choice.subject, choice.value) == ("backward of body.blocks", "not split into halves")
     assert choice.reason == "Linear computes the gradients of its inputs and its weights at once"

@@ -337,9 +337,8 @@ class Normalized(Module):
     def on_validation_epoch_end(self) -> None:
         self.kept.append(self.buffers_now())
 
-    @property
-    def outcomes(self) -> dict[str, Any]:
-        return {"kept": self.kept, "after": self.buffers_now()}
+    def on_fit_end(self) -> None:
+        self.outcomes = {"kept": self.kept, "after": self.buffers_now()}
 
 
 # ---- communication in steps
