@@ -117,6 +117,26 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class InTurns(Module):
+    """Step the optimizers of a module in turn by manual optimization, each with the parameters of
+    the others off.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)  # type: ignore[call-arg]
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+        self.log("loss", loss, sync_dist=True)
+
+
 class Language(Module):
     """Train a GPT, as a user would write it."""
 

@@ -30,15 +30,14 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
 
     Communication: one all-reduce of a scalar over the world.
     """
-    counted = [
-        torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        for gradient in main.counted_gradients(names)
-    ]
+    counted = main.counted_gradients(names)
     total = torch.zeros((), dtype=torch.float64, device=main.mesh.device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in counted):
         of_dtype = [gradient for gradient in counted if gradient.dtype == dtype]
+        if dtype.is_complex:
+            of_dtype = [torch.view_as_real(gradient) for gradient in of_dtype]
         total += (
-            torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_norm_dtype(dtype)))
+            torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_norm_dtype(of_dtype[0].dtype)))
             .double()
             .square()
             .sum()

@@ -15,7 +15,7 @@ from lightning_megatron import CudaGraphs, GPTConfig
 from tests.fits import Job, Language, Report
 from tests.graphs.jobs import SMALL, run_graphs
 from tests.graphs.jobs import differences as differences_of_reports
-from tests.training.fused_fits import FIND, PlainKernel
+from tests.training.fused_fits import FIND, PlainKernel, fused_groups
 
 
 class FusedLanguage(Language):
@@ -26,12 +26,7 @@ class FusedLanguage(Language):
         self.make = make
 
     def configure_optimizers(self) -> Any:
-        matrices = [p for p in self.parameters() if p.ndim > 1]
-        vectors = [p for p in self.parameters() if p.ndim <= 1]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 0.005}]
-        optimizer = self.make(groups, lr=0.02, weight_decay=0.1, eps=1e-3, fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return fused_groups(self, self.make)
 
 
 class Notes(pl.Callback):

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from lightning_megatron import FP8, CudaGraphs, ParallelPlanError, UnsupportedError
 from tests.fits import (
     GPT2,
+    InTurns,
     Job,
     Regress,
     Report,
@@ -93,23 +94,8 @@ class Encoder(Regress):
         super().__init__(lambda: nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
 
 
-class Adversaries(Own):
+class Adversaries(InTurns, Own):
     """Two optimizers in turn, by manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-        self.log("loss", loss, sync_dist=True)
-        return {"loss": loss.detach()}
 
     def configure_optimizers(self) -> Any:
         first = torch.optim.SGD(self.net.blocks.parameters(), lr=0.05, momentum=0.9)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
@@ -59,6 +59,16 @@ class PlainKernel:
                 half.copy_(parameter)
 
 
+def fused_groups(module: nn.Module, make: Any) -> dict[str, Any]:
+    """Return a fused optimizer of two groups of different learning rates, and its schedule."""
+    matrices = [p for p in module.parameters() if p.ndim > 1]
+    vectors = [p for p in module.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 0.005}]
+    optimizer = make(groups, lr=0.02, weight_decay=0.1, eps=1e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class FusedLM(TinyLM):
     """Train two parameter groups of different learning rates with torch's fused Adam or AdamW."""
 
@@ -75,12 +85,7 @@ class FusedLM(TinyLM):
         self.losses.append(float(outputs["loss"]))
 
     def configure_optimizers(self) -> Any:
-        matrices = [p for p in self.parameters() if p.ndim > 1]
-        vectors = [p for p in self.parameters() if p.ndim <= 1]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 0.005}]
-        optimizer = self.make(groups, lr=0.02, weight_decay=0.1, eps=1e-3, fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return fused_groups(self, self.make)
 
 
 class ClippingModule(FusedLM):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,11 +23,13 @@ from tests.fits import (
     LLAMA,
     LLAMA_SIZES,
     SIZES,
+    InTurns,
     Job,
     Module,
     Report,
     Vectors,
     check_equal,
+    gpt_twin,
     run_job,
     run_jobs_on,
 )
@@ -164,22 +166,11 @@ class Plain(Module):
         return self.make(self.part.parameters())
 
 
-class TwoOptimizers(Plain):
-    """Step two optimizers in turn by manual optimization, each with the layers of the other off."""
+class TwoOptimizers(InTurns, Plain):
+    """Train the layers by two optimizers."""
 
     def __init__(self) -> None:
         super().__init__(torch.optim.SGD)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for optimizer in self.optimizers():
-            self.toggle_optimizer(optimizer)
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-        self.log("loss", loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         first = [*self.part.first.parameters(), *self.part.spare.parameters()]
@@ -237,16 +228,11 @@ def reports() -> dict[str, list[Report]]:
     return run_jobs_on(4, JOBS | OPTIMIZERS)
 
 
-@cache
-def twin(kind: str, precision: str = "64-true", steps: int = 3) -> Report:
-    return run_job(Job(KINDS[kind], precision=precision, steps=steps))
-
-
 @pytest.mark.parametrize("name", JOBS)
 def test_every_layout_trains_as_one_process(name: str, reports: Any) -> None:
     precision = JOBS[name].precision
     tolerance = 1e-10 if precision == "64-true" else 1e-5
-    check_equal(reports[name], twin(name.split(",")[0], precision), tolerance)
+    check_equal(reports[name], gpt_twin(KINDS[name.split(",")[0]], precision=precision), tolerance)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -256,8 +242,8 @@ def test_every_optimizer_trains_as_one_process(name: str, reports: Any) -> None:
 
 def test_tensor_pipeline_and_data_parallel_ranks_together_train_as_one_process() -> None:
     for name, found in run_jobs_on(8, OF_EIGHT).items():
-        check_equal(found, twin("llama" if name == "1f1b" else "gpt2", steps=2))
+        check_equal(found, gpt_twin(OF_EIGHT[name].model, steps=2))
 
 
 def test_one_process_under_the_strategy_trains_as_ordinary_lightning() -> None:
-    check_equal([run_job(Job(KINDS["dropout"], {}))], twin("dropout"))
+    check_equal([run_job(Job(KINDS["dropout"], {}))], gpt_twin(KINDS["dropout"]))
