@@ -49,7 +49,7 @@ def clean_to(folder: Path, *options: str, output: str = "out.jsonl") -> tuple[li
     return (folder / output).read_text().splitlines(), json.loads(report.read_text())
 
 
-def test_broken_short_test_and_duplicate_documents_are_removed(tmp_path: Path) -> None:
+def test_broken_short_test_and_duplicate_documents_are_removed(tmp_path):
     first = text_of(1)
     test = text_of(9)
     mojibake = "schÃ¶n " + text_of(3)
@@ -83,9 +83,7 @@ def test_broken_short_test_and_duplicate_documents_are_removed(tmp_path: Path) -
     assert f"{path}:3 is not valid JSON" in report["broken_lines"][0]
 
 
-def test_the_output_does_not_depend_on_the_number_of_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_megatron.corpus.clean.CHUNK_BYTES", 4000)
     texts = [changed(text_of(n % 20), n, n % 3) for n in range(60)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -102,7 +100,7 @@ def test_the_output_does_not_depend_on_the_number_of_processes(
     assert outputs[0][1]["removed"]["duplicate"] > 20
 
 
-def test_overlap_equals_a_search_for_every_8_gram(tmp_path: Path) -> None:
+def test_overlap_equals_a_search_for_every_8_gram(tmp_path):
     corpus = [text_of(n) for n in range(4)]
     test = f"{corpus[1][:300]} and {text_of(77)} {corpus[1][:300]}"
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in corpus))
@@ -121,14 +119,14 @@ def test_overlap_equals_a_search_for_every_8_gram(tmp_path: Path) -> None:
 
 
 @given(st.text(max_size=300))
-def test_signatures_match_datasketch(text: str) -> None:
+def test_signatures_match_datasketch(text):
     oracle = MinHash(128, scheme="affine32")
     for gram in shingles_of(text, 3):
         oracle.update(gram.encode())
     assert np.array_equal(signature_of(text, 3), oracle.hashvalues)
 
 
-def test_estimates_are_near_the_exact_similarity() -> None:
+def test_estimates_are_near_the_exact_similarity():
     errors = []
     for seed in range(40):
         text = text_of(seed, 400)
@@ -142,7 +140,7 @@ def test_estimates_are_near_the_exact_similarity() -> None:
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.55, 0.7, 0.8, 1.0]))
-def test_clusters_and_matches_equal_a_comparison_of_all_pairs(seed: int, threshold: float) -> None:
+def test_clusters_and_matches_equal_a_comparison_of_all_pairs(seed, threshold):
     draw = np.random.default_rng(seed)
     bases = draw.integers(0, 2**32, (6, 128), dtype=np.uint32)
     rows = bases[draw.integers(0, 6, 40)]
@@ -159,9 +157,7 @@ def test_clusters_and_matches_equal_a_comparison_of_all_pairs(seed: int, thresho
     assert np.array_equal(find_matches(rows, rows[:5], threshold), best)
 
 
-def test_invalid_lines_paths_and_thresholds_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_lines_paths_and_thresholds_are_refused(tmp_path, capsys):
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "a"}\nbroken\n')
     with pytest.raises(CorruptDataError, match=r"in\.jsonl:2 is not valid JSON"):

@@ -47,9 +47,7 @@ def rows_of(data: BERTDataModule, count: int = 200) -> tuple[PairBatches, dict[s
     return batches, batches[list(range(count))]
 
 
-def test_a_row_holds_two_parts_of_one_document_in_order_or_swapped(
-    corpus: str, vocabulary: str
-) -> None:
+def test_a_row_holds_two_parts_of_one_document_in_order_or_swapped(corpus, vocabulary):
     batches, rows = rows_of(module_of(corpus, vocabulary))
     text = TokenFile(corpus).tokens.tolist()
     num_untruncated = 0
@@ -90,16 +88,14 @@ def test_a_row_holds_two_parts_of_one_document_in_order_or_swapped(
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 60))
-def test_truncation_removes_tokens_of_the_longer_segment_one_by_one(
-    first: int, second: int, target: int
-) -> None:
+def test_truncation_removes_tokens_of_the_longer_segment_one_by_one(first, second, target):
     expected = [first, second]
     while sum(expected) > target:
         expected[0 if expected[0] > expected[1] else 1] -= 1
     assert _truncated_sizes(first, second, target) == tuple(expected)
 
 
-def test_rows_of_one_segment_or_without_a_sample(corpus: str, vocabulary: str) -> None:
+def test_rows_of_one_segment_or_without_a_sample(corpus, vocabulary):
     batches, rows = rows_of(module_of(corpus, vocabulary, order_prediction=False))
     assert not rows["order"].any()
     assert not rows["token_types"].any()
@@ -114,7 +110,7 @@ def test_rows_of_one_segment_or_without_a_sample(corpus: str, vocabulary: str) -
     assert (empty["labels"] == -100).all()
 
 
-def test_rows_depend_only_on_seed_row_number_and_epoch(corpus: str, vocabulary: str) -> None:
+def test_rows_depend_only_on_seed_row_number_and_epoch(corpus, vocabulary):
     _, rows = rows_of(module_of(corpus, vocabulary))
     batches, _ = rows_of(module_of(corpus, vocabulary), count=500)
     for number in (7, 3, 180):
@@ -152,8 +148,8 @@ def row_tuples(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
     ],
 )
 def test_a_killed_run_continues_with_the_next_row(
-    tmp_path: Path, corpus: str, vocabulary: str, limits: dict, num_workers: int, stops: tuple
-) -> None:
+    tmp_path, corpus, vocabulary, limits, num_workers, stops
+):
     def trained(*callbacks: Any, ckpt_path: Path | None = None) -> list:
         data = module_of(corpus, vocabulary, global_batch_size=16, num_workers=num_workers)
         return run(RowRecorder(), data, make_trainer(tmp_path, *callbacks, **limits), ckpt_path)
@@ -165,9 +161,7 @@ def test_a_killed_run_continues_with_the_next_row(
     assert len(set(rows)) > 0.9 * len(rows)
 
 
-def test_validation_has_every_sample_once_with_the_same_masks(
-    tmp_path: Path, corpus: str, vocabulary: str
-) -> None:
+def test_validation_has_every_sample_once_with_the_same_masks(tmp_path, corpus, vocabulary):
     rows_of_runs = []
     for seed, batch_size in ((1, 4), (2, 16)):
         data = module_of(corpus, vocabulary, val=corpus, seed=seed, batch_size=batch_size)
@@ -189,9 +183,7 @@ def test_validation_has_every_sample_once_with_the_same_masks(
     assert len(rows_of_runs[0]) == len(PairSamples(TokenFile(corpus), options))
 
 
-def test_named_sets_have_the_losses_of_each_set_validated_alone(
-    tmp_path: Path, corpus: str, vocabulary: str
-) -> None:
+def test_named_sets_have_the_losses_of_each_set_validated_alone(tmp_path, corpus, vocabulary):
     second_corpus = write_sentences(tmp_path / "other", vocabulary, num_documents=9, seed=5)
     sets = {"one": corpus, "both": [corpus, second_corpus]}
     config = EncoderConfig.bert(
@@ -216,7 +208,7 @@ def test_named_sets_have_the_losses_of_each_set_validated_alone(
     assert metrics["one"]["val_loss"] != pytest.approx(metrics["both"]["val_loss"], rel=1e-5)
 
 
-def test_two_ranks_share_the_samples_of_one_process(corpus: str, vocabulary: str) -> None:
+def test_two_ranks_share_the_samples_of_one_process(corpus, vocabulary):
     data = module_of(corpus, vocabulary)
     samples = data.training_samples(64)
     expected = [
@@ -234,9 +226,7 @@ def test_two_ranks_share_the_samples_of_one_process(corpus: str, vocabulary: str
     assert actual == expected
 
 
-def test_a_split_is_disjoint_and_a_blend_has_its_shares(
-    tmp_path: Path, corpus: str, vocabulary: str
-) -> None:
+def test_a_split_is_disjoint_and_a_blend_has_its_shares(tmp_path, corpus, vocabulary):
     data = module_of(corpus, vocabulary, split="6,2,2")
     data.setup()
     ranges = [data._corpora(part)[0][1] for part in ("train", "val", "test")]
@@ -263,7 +253,7 @@ def test_a_split_is_disjoint_and_a_blend_has_its_shares(
         assert np.array_equal(blend[number], longer[number])
 
 
-def test_a_stored_index_equals_a_newly_built_index(corpus: str, vocabulary: str) -> None:
+def test_a_stored_index_equals_a_newly_built_index(corpus, vocabulary):
     built_and_stored = [module_of(corpus, vocabulary).training_samples(100) for _ in range(2)]
     folder = Path(corpus).parent / "index_cache"
     assert any(path.name == "samples.npy" for path in folder.rglob("*.npy"))
@@ -275,9 +265,7 @@ def test_a_stored_index_equals_a_newly_built_index(corpus: str, vocabulary: str)
         assert samples.order_key == expected.order_key
 
 
-def test_the_log_counts_omitted_documents_and_truncated_tokens(
-    tmp_path: Path, vocabulary: str
-) -> None:
+def test_the_log_counts_omitted_documents_and_truncated_tokens(tmp_path, vocabulary):
     with TokenFileWriter(tmp_path / "a", vocab_size=VOCABULARY) as writer:
         writer.add_document(np.full(10, 7))
         writer.add_document([])
@@ -288,9 +276,7 @@ def test_the_log_counts_omitted_documents_and_truncated_tokens(
     assert "71.0% of the tokens are cut" in line
 
 
-def test_invalid_data_and_settings_are_refused(
-    tmp_path: Path, corpus: str, vocabulary: str
-) -> None:
+def test_invalid_data_and_settings_are_refused(tmp_path, corpus, vocabulary):
     with TokenFileWriter(tmp_path / "whole", vocab_size=VOCABULARY) as writer:
         for _ in range(3):
             writer.add_document(np.full(10, 7))

@@ -78,8 +78,8 @@ def documents_of(data: ChatDataModule) -> list[Document]:
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("is_marked", [True, False])
 def test_labels_match_the_assistant_mask_of_transformers(
-    tmp_path: Path, model: str, plain: str, is_marked: bool, packing: bool
-) -> None:
+    tmp_path, model, plain, is_marked, packing
+):
     rows = conversations(20)
     path = write_lines(tmp_path / "rows.jsonl", rows)
     template = None if is_marked else plain
@@ -98,9 +98,7 @@ def test_labels_match_the_assistant_mask_of_transformers(
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
-def test_only_the_completion_of_a_pair_has_labels(
-    tmp_path: Path, model: str, plain: str, is_marked: bool
-) -> None:
+def test_only_the_completion_of_a_pair_has_labels(tmp_path, model, plain, is_marked):
     def documents(row: dict[str, Any]) -> list[Document]:
         path = write_lines(tmp_path / "a.jsonl", [row])
         template = None if is_marked else plain
@@ -114,9 +112,7 @@ def test_only_the_completion_of_a_pair_has_labels(
     assert pair == [(tokens, [-100] * first + labels[first:])]
 
 
-def test_context_windows_hold_complete_conversations_with_their_labels(
-    tmp_path: Path, model: str
-) -> None:
+def test_context_windows_hold_complete_conversations_with_their_labels(tmp_path, model):
     rows, windows = conversations(20), 4
     path = write_lines(tmp_path / "rows.jsonl", rows)
     data = ChatDataModule(path, model, seq_length=248, seed=3, context_windows=windows)
@@ -179,9 +175,7 @@ def check_pairs(batch: dict[str, torch.Tensor], model: str, rows: list[dict[str,
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
-def test_tokens_and_labels_of_pairs_match_the_chat_template(
-    tmp_path: Path, model: str, plain: str, is_marked: bool
-) -> None:
+def test_tokens_and_labels_of_pairs_match_the_chat_template(tmp_path, model, plain, is_marked):
     rows = preferences(14)
     path = write_lines(tmp_path / "rows.jsonl", rows)
 
@@ -207,7 +201,7 @@ def test_tokens_and_labels_of_pairs_match_the_chat_template(
     check_pairs(batch, model, rows)
 
 
-def test_warnings_count_truncated_and_omitted_rows(tmp_path: Path, model: str) -> None:
+def test_warnings_count_truncated_and_omitted_rows(tmp_path, model):
     def check(make: Callable[..., Any], rows: list[Any], counts: tuple[int, int, int]) -> Any:
         path = write_lines(tmp_path / "rows.jsonl", rows)
         read, cut, omitted = counts
@@ -246,7 +240,7 @@ def test_warnings_count_truncated_and_omitted_rows(tmp_path: Path, model: str) -
     assert len(left_out.encoded("train")) == 1
 
 
-def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, model: str) -> None:
+def test_bad_rows_are_named_by_file_and_line(tmp_path, model):
     good, robot = {"messages": [QUESTION, ANSWER]}, turn("robot", "hi")
     bad_chats: list[tuple[Any, str]] = [
         ({"messages": [robot, ANSWER]}, "message 1: the role must be"),
@@ -323,9 +317,7 @@ TEMPLATES: list[tuple[type, bytes, Error, str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(TEMPLATES)))
-def test_templates_without_tokens_or_without_end_are_refused(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_templates_without_tokens_or_without_end_are_refused(tmp_path, model, monkeypatch, number):
     monkeypatch.setattr(chat_template, "_MOST_SECONDS", 1.0)
     make, content, error, reason = TEMPLATES[number]
     is_pair = make is PreferenceDataModule
@@ -337,7 +329,7 @@ def test_templates_without_tokens_or_without_end_are_refused(
         make(path, model, chat_template=str(template)).setup("fit")
 
 
-def test_invalid_settings_and_models_are_refused(tmp_path: Path, model: str) -> None:
+def test_invalid_settings_and_models_are_refused(tmp_path, model):
     from tests.tiny_llama import save_tiny_llama
 
     save_tiny_llama(tmp_path / "untemplated")
@@ -361,7 +353,7 @@ def test_invalid_settings_and_models_are_refused(tmp_path: Path, model: str) -> 
 
 
 @pytest.mark.extras
-def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, model: str) -> None:
+def test_parquet_has_the_rows_of_json_lines(tmp_path, model):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -380,7 +372,7 @@ def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.extras
-def test_a_folder_of_datasets_has_the_rows_of_json_lines(tmp_path: Path, model: str) -> None:
+def test_a_folder_of_datasets_has_the_rows_of_json_lines(tmp_path, model):
     datasets = pytest.importorskip("datasets")
     rows = conversations(9)
     pairs = [{"prompt": "why", "completion": "so"}]
@@ -410,16 +402,14 @@ def test_a_folder_of_datasets_has_the_rows_of_json_lines(tmp_path: Path, model: 
         arrow.unlink(missing_ok=True)
 
 
-def test_a_folder_of_datasets_needs_its_extra(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_datasets_needs_its_extra(tmp_path, model, monkeypatch):
     (tmp_path / "state.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r"lightning-megatron\[datasets\]"):
         ChatDataModule(str(tmp_path), model).setup("fit")
 
 
-def test_named_sets_have_a_loader_each(tmp_path: Path, model: str) -> None:
+def test_named_sets_have_a_loader_each(tmp_path, model):
     rows = conversations(12)
     val = {
         "short": write_lines(tmp_path / "a.jsonl", rows[:3]),
@@ -447,9 +437,7 @@ class PairRecorder(Watcher):
 
 @pytest.mark.parametrize("limits", [{"max_steps": 9, "max_epochs": -1}, {"max_epochs": 2}])
 @pytest.mark.parametrize("make", [ChatDataModule, PreferenceDataModule])
-def test_a_killed_run_continues_with_the_next_row(
-    tmp_path: Path, model: str, make: Any, limits: dict[str, int]
-) -> None:
+def test_a_killed_run_continues_with_the_next_row(tmp_path, model, make, limits):
     is_chat = make is ChatDataModule
     rows = conversations(40) if is_chat else preferences(14)
     path = write_lines(tmp_path / "rows.jsonl", rows)

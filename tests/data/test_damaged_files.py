@@ -82,9 +82,7 @@ def damaged_bytes(content: bytes, draw: random.Random) -> bytes:
     )()
 
 
-def test_damaged_bytes_give_the_same_tokens_or_an_error(
-    sources: list[Path], tmp_path: Path
-) -> None:
+def test_damaged_bytes_give_the_same_tokens_or_an_error(sources, tmp_path):
     draw, refused = random.Random(7), 0
     for source in sources:
         expected = read(source)
@@ -111,9 +109,7 @@ WRONG_VALUES: list[Any] = [
 ]
 
 
-def test_wrong_fields_of_a_description_are_named_with_file_rule_and_remedy(
-    sources: list[Path], tmp_path: Path
-) -> None:
+def test_wrong_fields_of_a_description_are_named_with_file_rule_and_remedy(sources, tmp_path):
     prefix = copy(sources[1], tmp_path)
     path = Path(f"{prefix}.json")
     text = path.read_text()
@@ -158,9 +154,7 @@ def test_wrong_fields_of_a_description_are_named_with_file_rule_and_remedy(
     check(twice, "the key 'vocab_size' occurs twice")
 
 
-def test_raw_text_of_the_same_name_is_ignored_with_a_warning(
-    sources: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_raw_text_of_the_same_name_is_ignored_with_a_warning(sources, tmp_path, caplog):
     prefix = copy(sources[2], tmp_path)
     for content in ('{"text": "raw"}', '{"text": "raw"}\n{"text": "more"}\n' * 50_000):
         caplog.clear()
@@ -183,9 +177,7 @@ HEADER_EDITS = [
 
 
 @pytest.mark.parametrize("with_description", [True, False])
-def test_every_field_of_an_index_is_checked(
-    sources: list[Path], tmp_path: Path, with_description: bool
-) -> None:
+def test_every_field_of_an_index_is_checked(sources, tmp_path, with_description):
     prefix = copy(sources[1], tmp_path)
     if not with_description:
         Path(f"{prefix}.json").unlink()
@@ -207,7 +199,7 @@ def test_every_field_of_an_index_is_checked(
     assert accepted == ([] if with_description else [(17, 3), (250 + 8, 2)])
 
 
-def test_files_of_different_corpora_are_refused(sources: list[Path], tmp_path: Path) -> None:
+def test_files_of_different_corpora_are_refused(sources, tmp_path):
     for number, source in enumerate(sources):
         for foreign in (sources[number - 1], sources[number - 2]):
             for suffix in SUFFIXES:
@@ -226,9 +218,7 @@ REPLACEMENTS: list[Callable[[Path], Any]] = [
 ]
 
 
-def test_paths_that_are_not_files_are_refused_without_waiting(
-    sources: list[Path], tmp_path: Path
-) -> None:
+def test_paths_that_are_not_files_are_refused_without_waiting(sources, tmp_path):
     for number, replace in enumerate(REPLACEMENTS):
         for suffix in SUFFIXES:
             folder = tmp_path / f"{number}{suffix}"
@@ -254,7 +244,7 @@ class Gadget:
         return os.mkdir, (str(self.trace),)
 
 
-def test_pickled_objects_in_files_are_never_executed(sources: list[Path], tmp_path: Path) -> None:
+def test_pickled_objects_in_files_are_never_executed(sources, tmp_path):
     prefix, cache, trace = copy(sources[0], tmp_path), tmp_path / "cache", tmp_path / "executed"
     expected = batches_of(prefix, cache)
     folder = next(path for path in cache.iterdir() if path.is_dir())
@@ -281,9 +271,7 @@ def test_pickled_objects_in_files_are_never_executed(sources: list[Path], tmp_pa
     assert trace.exists()
 
 
-def test_checksums_are_compared_once_and_again_when_a_file_changes(
-    sources: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checksums_are_compared_once_and_again_when_a_file_changes(sources, tmp_path, monkeypatch):
     prefix, calls, crc32_of = copy(sources[0], tmp_path), [], token_file.crc32_of
     monkeypatch.setattr(token_file, "crc32_of", lambda path: calls.append(path) or crc32_of(path))
     monkeypatch.setattr("lightning_megatron.data.checked_files.SETTLING_NS", 0)
@@ -313,11 +301,8 @@ def test_checksums_are_compared_once_and_again_when_a_file_changes(
 
 
 def test_without_a_stored_result_the_process_in_charge_compares_checksums(
-    sources: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    sources, tmp_path, monkeypatch, caplog
+):
     prefix = copy(sources[0], tmp_path)
     corpora.check_corpus_once(TokenFile(prefix), tmp_path / "cache", in_charge=True)
     assert not (tmp_path / "cache").exists(), "the file has changed too recently"
@@ -331,9 +316,7 @@ def test_without_a_stored_result_the_process_in_charge_compares_checksums(
     assert "every run reads the files" in caplog.text
 
 
-def test_a_description_of_version_1_is_read_without_checksums(
-    sources: list[Path], tmp_path: Path
-) -> None:
+def test_a_description_of_version_1_is_read_without_checksums(sources, tmp_path):
     prefix = copy(sources[0], tmp_path)
     path = Path(f"{prefix}.json")
     newer = ("bin_crc32", "idx_sha256", "fields_crc32")
@@ -346,7 +329,7 @@ def test_a_description_of_version_1_is_read_without_checksums(
         TokenFile(prefix)
 
 
-def test_a_damaged_cache_gives_the_same_samples(sources: list[Path], tmp_path: Path) -> None:
+def test_a_damaged_cache_gives_the_same_samples(sources, tmp_path):
     prefix, cache, draw = copy(sources[0], tmp_path), tmp_path / "cache", random.Random(3)
     expected = batches_of(prefix, cache)
     folder = next(path for path in cache.iterdir() if path.is_dir())

@@ -6,7 +6,6 @@ import math
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +20,7 @@ from tests.data.recorder import SEQ_LENGTH, Recorder, make_trainer, run, write_c
 from tests.refusals import check_refusals
 
 
-def test_epochs_of_lightning_have_different_orders_of_the_same_windows(
-    tmp_path: Path, corpus: str
-) -> None:
+def test_epochs_of_lightning_have_different_orders_of_the_same_windows(tmp_path, corpus):
     data = TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9)
     windows = run(Recorder(), data, make_trainer(tmp_path, max_epochs=2))
     first, second = sum(windows[:11], []), sum(windows[11:], [])
@@ -36,14 +33,14 @@ def test_epochs_of_lightning_have_different_orders_of_the_same_windows(
     assert len(run(Recorder(), data, trainer)) == 15
 
 
-def test_reading_batches_does_not_change_the_random_state_of_torch(corpus: str) -> None:
+def test_reading_batches_does_not_change_the_random_state_of_torch(corpus):
     before = torch.get_rng_state()
     for num_workers in (0, 1):
         list(TokenDataModule(corpus, seq_length=4, num_workers=num_workers).train_dataloader())
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_validation_takes_every_token_once_in_the_same_order(tmp_path: Path, corpus: str) -> None:
+def test_validation_takes_every_token_once_in_the_same_order(tmp_path, corpus):
     val, module = write_corpus(tmp_path / "val", 50, first=1000), Recorder()
     data = TokenDataModule(corpus, val, seq_length=SEQ_LENGTH, batch_size=5)
     options = {"max_steps": 2, "num_sanity_val_steps": 0, "val_check_interval": 1}
@@ -53,7 +50,7 @@ def test_validation_takes_every_token_once_in_the_same_order(tmp_path: Path, cor
     assert first == second
 
 
-def test_named_sets_have_a_loader_each(tmp_path: Path, corpus: str) -> None:
+def test_named_sets_have_a_loader_each(tmp_path, corpus):
     val = {
         "low": write_corpus(tmp_path / "low", 50, first=1000),
         "high": [write_corpus(tmp_path / name, 20, first=2000) for name in ("a", "b")],
@@ -70,9 +67,7 @@ def test_named_sets_have_a_loader_each(tmp_path: Path, corpus: str) -> None:
     assert labels_of_sets == [[*range(1001, 1050)], twice, [*range(3001, 3030)]]
 
 
-def test_a_split_divides_the_documents_and_a_blend_has_its_shares(
-    tmp_path: Path, corpus: str
-) -> None:
+def test_a_split_divides_the_documents_and_a_blend_has_its_shares(tmp_path, corpus):
     data = TokenDataModule(corpus, split="80,15,5", seq_length=SEQ_LENGTH, batch_size=5)
     data.setup("fit")
     loaders = (data.train_dataloader(), data.val_dataloader(), data.test_dataloader())
@@ -101,7 +96,7 @@ def write_text(prefix: Path, texts: list[str]) -> str:
     return str(prefix)
 
 
-def test_the_label_after_an_end_of_document_can_be_ignored(tmp_path: Path) -> None:
+def test_the_label_after_an_end_of_document_can_be_ignored(tmp_path):
     prefix = write_text(tmp_path / "c", ["abc", "de"])
     for masked, label in ((False, 100), (True, -100)):
         data = TokenDataModule(val=prefix, seq_length=6, mask_after_eod=masked)
@@ -118,7 +113,7 @@ def test_the_label_after_an_end_of_document_can_be_ignored(tmp_path: Path) -> No
         TokenDataModule(str(tmp_path / "d"), seq_length=4, mask_after_eod=True).train_dataloader()
 
 
-def test_separate_documents_have_lengths_and_no_labels_across_their_ends(tmp_path: Path) -> None:
+def test_separate_documents_have_lengths_and_no_labels_across_their_ends(tmp_path):
     prefix = write_text(tmp_path / "c", ["abc", "d", "efgh"])
     joined = list(TokenDataModule(val=prefix, seq_length=7).val_dataloader())
     batches = list(TokenDataModule(val=prefix, seq_length=7, documents="separate").val_dataloader())
@@ -137,8 +132,8 @@ def test_separate_documents_have_lengths_and_no_labels_across_their_ends(tmp_pat
 
 @pytest.mark.parametrize("order", ["passes", "megatron"])
 def test_document_lengths_match_the_ends_of_documents_in_shuffled_passes_and_blends(
-    tmp_path: Path, order: Any
-) -> None:
+    tmp_path, order
+):
     texts = {"a": ["abc", "d", "efgh", "ij"], "b": ["ABCDEFGHI", "JK"]}
     corpora = {write_text(tmp_path / name, text): 1 for name, text in texts.items()}
     options = {"seq_length": 6, "train_samples": 12, "documents": "separate"}
@@ -155,9 +150,7 @@ def test_document_lengths_match_the_ends_of_documents_in_shuffled_passes_and_ble
     assert len(widths) == 1, "all batches have the same number of lengths"
 
 
-def test_tokenizer_properties_come_from_the_corpus_if_no_tokenizer_is_named(
-    tmp_path: Path, corpus: str
-) -> None:
+def test_tokenizer_properties_come_from_the_corpus_if_no_tokenizer_is_named(tmp_path, corpus):
     prefix = write_text(tmp_path / "c", ["né", "abcd"])
     data = TokenDataModule(prefix, prefix)
     assert (data.vocab_size, data.eod) == (257, 256)
@@ -171,9 +164,7 @@ def test_tokenizer_properties_come_from_the_corpus_if_no_tokenizer_is_named(
         _ = data.vocab_size
 
 
-def test_corpora_of_other_tokenizers_or_vocabularies_are_refused(
-    tmp_path: Path, corpus: str
-) -> None:
+def test_corpora_of_other_tokenizers_or_vocabularies_are_refused(tmp_path, corpus):
     prefix, description = write_text(tmp_path / "c", ["abc"]), tmp_path / "c.json"
     text = description.read_text().replace(ByteTokenizer.fingerprint, "0" * 64)
     description.write_text(text.replace('"bytes"', '"other"'))
@@ -186,7 +177,7 @@ def test_corpora_of_other_tokenizers_or_vocabularies_are_refused(
         list(data.val_dataloader())
 
 
-def test_settings_become_plain_python_types_or_are_refused(tmp_path: Path) -> None:
+def test_settings_become_plain_python_types_or_are_refused(tmp_path):
     blend = MappingProxyType({"a": Fraction(1, 4), "b": np.int64(3)})
     data = TokenDataModule(train=blend, data_dir=tmp_path)
     actual = (data.prefixes["train"], data.weights, data.data_dir)
@@ -223,7 +214,7 @@ def test_settings_become_plain_python_types_or_are_refused(tmp_path: Path) -> No
     )
 
 
-def test_the_speeches_corpus_needs_no_further_settings(tmp_path: Path) -> None:
+def test_the_speeches_corpus_needs_no_further_settings(tmp_path):
     need(SPEECHES)
     data = TokenDataModule(corpus="speeches", data_dir=str(tmp_path), seq_length=128, batch_size=4)
     assert data.vocab_size == 257

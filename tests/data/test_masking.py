@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,9 +46,7 @@ def words_of(tokens: np.ndarray, segments: list[tuple[int, int]]) -> list[list[i
 
 
 @given(TOKENS, TOKENS, SEEDS, st.integers(1, 4))
-def test_whole_words_are_masked_up_to_the_budget(
-    first: list[int], second: list[int], seed: int, max_ngram: int
-) -> None:
+def test_whole_words_are_masked_up_to_the_budget(first, second, seed, max_ngram):
     tokens, segments = row(first, second)
     masking = NGramMasking(0.15, max_ngram)
     masked, labels = masking.mask(tokens, segments, PIECES, np.random.RandomState(seed))
@@ -92,7 +89,7 @@ def slow_choice(
     return chosen
 
 
-def test_masked_positions_and_runs_have_the_rates_of_the_word_by_word_rule() -> None:
+def test_masked_positions_and_runs_have_the_rates_of_the_word_by_word_rule():
     draw = np.random.RandomState(3)
     tokens, segments = row(draw.randint(5, 61, 25).tolist(), draw.randint(5, 61, 40).tolist())
     counts = {name: np.zeros(len(tokens)) for name in ("ours", "slow")}
@@ -115,7 +112,7 @@ def test_masked_positions_and_runs_have_the_rates_of_the_word_by_word_rule() -> 
     assert runs["ours"][3] > num / 2
 
 
-def test_masked_tokens_are_replaced_at_the_rates_of_transformers(tmp_path: Path) -> None:
+def test_masked_tokens_are_replaced_at_the_rates_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.BertTokenizerFast(write_vocabulary(tmp_path / "vocab.txt"))
     collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
@@ -141,7 +138,7 @@ def test_masked_tokens_are_replaced_at_the_rates_of_transformers(tmp_path: Path)
         assert is_same / total == pytest.approx(0.1 + 0.1 / 61, abs=0.03), name
 
 
-def test_word_pieces_come_from_the_tokenizer(tmp_path: Path) -> None:
+def test_word_pieces_come_from_the_tokenizer(tmp_path):
     pieces = WordPieces.of(load_tokenizer(write_vocabulary(tmp_path / "vocab.txt")))
     assert (pieces.padding, pieces.start, pieces.separator, pieces.mask) == (0, CLS, SEP, MASK)
     assert np.array_equal(pieces.continues, PIECES.continues)
@@ -180,18 +177,14 @@ def slow_cut(documents: list[list[int]], rule: PairRule, epoch: int) -> list[lis
 
 
 @given(DOCUMENTS, st.sampled_from([1, 2]), st.integers(0, 3))
-def test_documents_are_cut_like_the_sentence_by_sentence_rule(
-    documents: list[list[int]], least: int, epoch: int
-) -> None:
+def test_documents_are_cut_like_the_sentence_by_sentence_rule(documents, least, epoch):
     rule = replace(RULE, min_sentences=least)
     actual = cut_documents(*arrays(documents), 0, rule, epoch)
     assert actual.tolist() == slow_cut(documents, rule, epoch)
 
 
 @given(DOCUMENTS, st.integers(1, 60), st.integers(0, 59))
-def test_larger_counts_extend_smaller_counts_and_passes_are_complete(
-    documents: list[list[int]], count: int, more: int
-) -> None:
+def test_larger_counts_extend_smaller_counts_and_passes_are_complete(documents, count, more):
     starts, bounds = arrays(documents)
     smaller, larger, single = (
         index_pairs(starts, bounds, 0, RULE, number) for number in (count, count + more, None)
@@ -209,7 +202,7 @@ def test_larger_counts_extend_smaller_counts_and_passes_are_complete(
     assert sorted(used) == expected
 
 
-def test_a_document_has_the_same_targets_wherever_its_range_begins() -> None:
+def test_a_document_has_the_same_targets_wherever_its_range_begins():
     starts, bounds = arrays([[5] * 9, [3] * 14, [], [8] * 6])
     all_samples = cut_documents(starts, bounds, 0, RULE, 1).tolist()
     of_range = cut_documents(starts, bounds[1:], 1, RULE, 1).tolist()
@@ -217,7 +210,7 @@ def test_a_document_has_the_same_targets_wherever_its_range_begins() -> None:
     assert of_range != cut_documents(starts, bounds[1:], 0, RULE, 1).tolist()
 
 
-def test_target_lengths_are_short_at_the_given_rate_and_independent() -> None:
+def test_target_lengths_are_short_at_the_given_rate_and_independent():
     documents, rule = np.arange(40_000), replace(RULE, max_target=102)
     targets = target_lengths(replace(rule, short_probability=0.1), 0, documents, 0)
     short = targets[targets < 102]

@@ -83,15 +83,8 @@ GOLDEN: list[tuple[str, list[float] | None, str | None, int | None, int, list[in
     ("names", "weights", "split", "size", "count", "firsts", "checksum"), GOLDEN
 )
 def test_training_windows_match_megatron_core(
-    tmp_path: Path,
-    names: str,
-    weights: Any,
-    split: Any,
-    size: Any,
-    count: int,
-    firsts: list[int],
-    checksum: int,
-) -> None:
+    tmp_path, names, weights, split, size, count, firsts, checksum
+):
     prefixes = [write(tmp_path, name) for name in names]
     train = prefixes if weights is None else dict(zip(prefixes, weights, strict=True))
 
@@ -137,7 +130,7 @@ def windows_by_the_rule_of_megatron(
     ]
 
 
-def test_documents_of_several_sequences_are_shuffled_by_sequence(tmp_path: Path) -> None:
+def test_documents_of_several_sequences_are_shuffled_by_sequence(tmp_path):
     draw = random.Random(14)
     for case in range(25):
         sequences: list[list[int]] = []
@@ -157,7 +150,7 @@ def test_documents_of_several_sequences_are_shuffled_by_sequence(tmp_path: Path)
         assert actual == windows_by_the_rule_of_megatron(sequences, seq_length, size, seed)
 
 
-def test_splits_round_like_double_precision_or_are_exact() -> None:
+def test_splits_round_like_double_precision_or_are_exact():
     for count, weights, bounds in (
         (30, "90,5,5", [0, 27, 29, 30]),
         (10, "0.1,0.2,0.7", [0, 1, 3, 10]),
@@ -185,7 +178,7 @@ def test_splits_round_like_double_precision_or_are_exact() -> None:
 
 
 @given(st.integers(0, 10**12), st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any))
-def test_splits_cover_all_documents(count: int, weights: list[int]) -> None:
+def test_splits_cover_all_documents(count, weights):
     parts, total = split_range(count, ",".join(map(str, weights))), sum(weights)
     assert (parts[0].start, parts[-1].stop) == (0, count)
     assert all(a.stop == b.start for a, b in pairwise(parts))
@@ -193,7 +186,7 @@ def test_splits_cover_all_documents(count: int, weights: list[int]) -> None:
         assert abs(len(part) * total - count * weight) <= total
 
 
-def test_the_parts_of_a_split_share_no_token_in_either_order(tmp_path: Path) -> None:
+def test_the_parts_of_a_split_share_no_token_in_either_order(tmp_path):
     prefix = write(tmp_path, "a")
     for order in ("passes", "megatron"):
         data = TokenDataModule(prefix, split="60,20,20", seq_length=6, order=order)
@@ -221,7 +214,7 @@ def choices_by_the_rule_of_megatron(
     return chosen
 
 
-def test_blends_choose_datasets_with_the_rounding_of_doubles() -> None:
+def test_blends_choose_datasets_with_the_rounding_of_doubles():
     # If both datasets lag equally, exact integers choose the first; doubles of 0.7 and 0.3
     # sometimes choose the second.
     golden = (
@@ -252,7 +245,7 @@ def test_blends_choose_datasets_with_the_rounding_of_doubles() -> None:
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(any), st.integers(1, 200))
-def test_exact_blends_keep_the_shares_at_every_step(weights: list[int], size: int) -> None:
+def test_exact_blends_keep_the_shares_at_every_step(weights, size):
     choices, total = blend(weights, size).tolist(), sum(weights)
     for stop in range(1, size + 1):
         counts = [choices[:stop].count(dataset) for dataset in range(len(weights))]
@@ -262,7 +255,7 @@ def test_exact_blends_keep_the_shares_at_every_step(weights: list[int], size: in
     assert [choices.count(dataset) for dataset in range(len(weights))] == weights
 
 
-def test_exact_blends_of_worked_examples() -> None:
+def test_exact_blends_of_worked_examples():
     assert blend([0.3, 0.7], 10).tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
     assert blend([1, 2, 3], 12).tolist() == [2, 1, 0, 2, 1, 2, 0, 2, 1, 2, 1, 2]
     assert blend([0.001, 0.999], 5).tolist() == [1, 0, 1, 1, 1]
@@ -274,7 +267,7 @@ def test_exact_blends_of_worked_examples() -> None:
     assert occurrences(blend([1, 2, 3], 6), 3).tolist() == [0, 0, 0, 1, 1, 2]
 
 
-def test_invalid_weights_and_splits_are_refused() -> None:
+def test_invalid_weights_and_splits_are_refused():
     wrong: list[list[float]] = [[], [1.0, -1.0], [math.nan], [math.inf, 1.0]]
     finite = [(([*weights],), "finite and positive") for weights in [*wrong, [1.0, 0.0]]]
     check_refusals(normalize, finite)
@@ -284,7 +277,7 @@ def test_invalid_weights_and_splits_are_refused() -> None:
     check_refusals(split_range, [((10, split), "split weights") for split in ("0,0", "1,-1")])
 
 
-def test_window_starts_and_shuffles_match_megatron() -> None:
+def test_window_starts_and_shuffles_match_megatron():
     for lengths, seq_length, expected in (
         ([3, 5, 2], 4, [[0, 0], [1, 1], [2, 0]]),
         ([3, 5, 2], 3, [[0, 0], [1, 0], [1, 3], [2, 1]]),
@@ -305,7 +298,7 @@ def test_window_starts_and_shuffles_match_megatron() -> None:
 
 
 @given(st.integers(2, 10**15), st.integers(1, 10**5), st.integers(1, 10**9))
-def test_counts_of_windows_and_epochs_are_exact(tokens: int, seq_length: int, samples: int) -> None:
+def test_counts_of_windows_and_epochs_are_exact(tokens, seq_length, samples):
     epochs = num_epochs(tokens, seq_length, samples)
     assert num_windows(epochs * tokens, seq_length) >= samples
     assert epochs == 1 or num_windows((epochs - 1) * tokens, seq_length) < samples
@@ -330,8 +323,8 @@ def read(lengths: list[int], index: Any, window: int) -> list[int]:
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 30), st.integers(0, 30))
 def test_windows_predict_every_token_once_and_larger_counts_only_extend_the_passes(
-    lengths: list[int], seq_length: int, samples: int, additional: int
-) -> None:
+    lengths, seq_length, samples, additional
+):
     sizes = np.array(lengths)
     index = index_once(sizes, seq_length)
     count = len(index.starts) - 1
@@ -357,7 +350,7 @@ def test_windows_predict_every_token_once_and_larger_counts_only_extend_the_pass
     assert all(len(read(lengths, index, number)) == seq_length + 1 for number in range(count))
 
 
-def test_each_pass_has_every_document_and_window_once() -> None:
+def test_each_pass_has_every_document_and_window_once():
     index = index_passes(np.full(10, 8), 8, 30, seed=1)
     for number in range(3):
         part = slice(10 * number, 10 * number + 10)
@@ -368,9 +361,7 @@ def test_each_pass_has_every_document_and_window_once() -> None:
     assert sorted(index.shuffle) == sorted(index.documents) == [0, 1]
 
 
-def test_the_order_key_ignores_by_sequence_if_documents_are_single_sequences(
-    tmp_path: Path,
-) -> None:
+def test_the_order_key_ignores_by_sequence_if_documents_are_single_sequences(tmp_path):
     with TokenFileWriter(tmp_path / "c", dtype="i4") as writer:
         for number in range(9):
             writer.add_document(np.arange(9) + number)

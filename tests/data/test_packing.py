@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from tests.refusals import check_refusals
 
 
 @given(st.lists(st.integers(2, 20), max_size=40), st.integers(20, 30))
-def test_no_two_rows_fit_into_one_row(sizes: list[int], capacity: int) -> None:
+def test_no_two_rows_fit_into_one_row(sizes, capacity):
     rows = best_fit(np.array(sizes, np.int64), capacity)
     assert sorted(item for row in rows for item in row) == list(range(len(sizes)))
     filled = sorted(sum(sizes[item] for item in row) for row in rows)
@@ -46,8 +45,8 @@ def positions_of(index: PackedIndex, row: int, length: int) -> list[tuple[int, i
     *(st.integers(1, 3), st.sampled_from([None, 3]), st.integers(1, 3)),
 )
 def test_every_pass_predicts_every_token_once_in_spans_of_windows(
-    lengths: list[int], num_windows: int, half: int, seed: int | None, num_passes: int
-) -> None:
+    lengths, num_windows, half, seed, num_passes
+):
     window, sizes = 2 * half, np.array(lengths)
     seq_length, options = num_windows * window, {"num_windows": num_windows}
     bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -82,9 +81,7 @@ def test_every_pass_predicts_every_token_once_in_spans_of_windows(
 
 
 @given(st.lists(st.integers(2, 33), min_size=8, max_size=60), st.sampled_from([None, 3]))
-def test_groups_are_as_small_as_the_longest_document_of_a_row_allows(
-    lengths: list[int], seed: int | None
-) -> None:
+def test_groups_are_as_small_as_the_longest_document_of_a_row_allows(lengths, seed):
     index = index_packed(np.array(lengths), 32, None, seed, num_windows=4)
     for row in range(index.num_windows):
         positions = positions_of(index, row, 32)
@@ -94,7 +91,7 @@ def test_groups_are_as_small_as_the_longest_document_of_a_row_allows(
         assert size == next(power for power in (1, 2, 4) if longest <= 8 * power or power == 4)
 
 
-def test_documents_cross_window_borders_only_without_context_windows() -> None:
+def test_documents_cross_window_borders_only_without_context_windows():
     lengths = np.array([5, 7, 6, 8, 3, 3, 5, 7, 6, 8, 3, 3])
     for options, expected in (({}, True), ({"num_windows": 4}, False)):
         index = index_packed(lengths, 32, None, 3, **options)
@@ -105,7 +102,7 @@ def test_documents_cross_window_borders_only_without_context_windows() -> None:
         assert any(crossed) is expected
 
 
-def test_rows_of_a_large_corpus_are_nearly_full() -> None:
+def test_rows_of_a_large_corpus_are_nearly_full():
     draw = np.random.RandomState(1)
     lengths = np.clip(draw.lognormal(np.log(400), 1.0, 20_000), 2, 8192).astype(np.int64)
     index = index_packed(lengths, 8192, None, 3, num_windows=4)
@@ -113,7 +110,7 @@ def test_rows_of_a_large_corpus_are_nearly_full() -> None:
     assert torch.tensor(index.firsts).diff().min() > 0
 
 
-def test_only_documents_longer_than_a_row_are_cut(tmp_path: Path) -> None:
+def test_only_documents_longer_than_a_row_are_cut(tmp_path):
     corpus = write_documents(tmp_path / "c", [9, 3, 4, 2, 5, 1])
     samples = GPTSamples(corpus, SampleOptions(4, order="sequential", whole=True))
     rows = [(samples[row].tolist(), samples.lengths(row)) for row in range(len(samples))]
@@ -128,7 +125,7 @@ def test_only_documents_longer_than_a_row_are_cut(tmp_path: Path) -> None:
         GPTSamples(write_documents(tmp_path / "d", [1, 1, 1]), SampleOptions(4, whole=True))
 
 
-def test_gaps_have_no_tokens_no_labels_and_separate_lengths(tmp_path: Path) -> None:
+def test_gaps_have_no_tokens_no_labels_and_separate_lengths(tmp_path):
     corpus = write_documents(tmp_path / "c", [4, 4, 6, 4], first=10)
     options = SampleOptions(8, order="sequential", whole=True, context_windows=2)
     samples, gap, none = GPTSamples(corpus, options), NO_TOKEN, -100
@@ -154,7 +151,7 @@ def test_gaps_have_no_tokens_no_labels_and_separate_lengths(tmp_path: Path) -> N
     }
 
 
-def test_rows_have_the_lengths_and_labels_of_their_documents(tmp_path: Path) -> None:
+def test_rows_have_the_lengths_and_labels_of_their_documents(tmp_path):
     lengths = [3, 4, 2, 5, 2, 6]
     write_documents(tmp_path / "c", lengths)
     data = TokenDataModule(val=str(tmp_path / "c"), seq_length=7, batch_size=2, documents="whole")
@@ -172,7 +169,7 @@ def test_rows_have_the_lengths_and_labels_of_their_documents(tmp_path: Path) -> 
     assert sorted(predicted) == sorted(set(range(sum(lengths))) - firsts)
 
 
-def test_blends_of_whole_documents_have_every_token_once(tmp_path: Path) -> None:
+def test_blends_of_whole_documents_have_every_token_once(tmp_path):
     a = write_documents(tmp_path / "a", [5, 3, 8])
     corpora = [(a, None), (write_documents(tmp_path / "b", [4, 9, 2, 2], first=1000), None)]
     options = SampleOptions(8, whole=True, cache_dir=str(tmp_path / "cache"))
@@ -185,7 +182,7 @@ def test_blends_of_whole_documents_have_every_token_once(tmp_path: Path) -> None
     assert len({GPTSamples(a, each).order_key for each in options}) == 3
 
 
-def test_settings_that_do_not_fit_whole_documents_are_refused() -> None:
+def test_settings_that_do_not_fit_whole_documents_are_refused():
     whole = {"train": "c", "documents": "whole"}
     check_refusals(
         TokenDataModule,

@@ -95,9 +95,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], int]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_continues_with_the_next_sample(
-    tmp_path: Path, corpus: str, name: str
-) -> None:
+def test_a_killed_run_continues_with_the_next_sample(tmp_path, corpus, name):
     options, limits, stops, number = RUNS[name]
     a, b = (str(tmp_path / prefix) for prefix in "ab")
     for index, prefix in enumerate((a, b)):
@@ -128,7 +126,7 @@ def test_a_killed_run_continues_with_the_next_sample(
         assert (sizes[:7], sizes[-1]) == ([3] * 7, 9)
 
 
-def test_short_epochs_of_a_run_by_steps_follow_each_other(tmp_path: Path, corpus: str) -> None:
+def test_short_epochs_of_a_run_by_steps_follow_each_other(tmp_path, corpus):
     rows = [
         run(
             Recorder(),
@@ -141,9 +139,7 @@ def test_short_epochs_of_a_run_by_steps_follow_each_other(tmp_path: Path, corpus
 
 
 @pytest.mark.parametrize("batch_size", [4, 16])
-def test_another_batch_size_continues_at_the_same_sample(
-    tmp_path: Path, corpus: str, batch_size: int
-) -> None:
+def test_another_batch_size_continues_at_the_same_sample(tmp_path, corpus, batch_size):
     def trained(size: int, *callbacks: Callback, ckpt_path: Path | None = None, **limits: Any):
         module = Recorder()
         data = TokenDataModule(corpus, corpus, seq_length=4, batch_size=size)
@@ -172,7 +168,7 @@ def test_another_batch_size_continues_at_the_same_sample(
     assert taken == order[: len(taken)]
 
 
-def test_checkpoints_of_validation_and_ends_of_epochs_resume(tmp_path: Path, corpus: str) -> None:
+def test_checkpoints_of_validation_and_ends_of_epochs_resume(tmp_path, corpus):
     class SaveAfterValidation(Callback):
         def on_validation_end(self, trainer: Trainer, _: LightningModule) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
@@ -192,9 +188,7 @@ def test_checkpoints_of_validation_and_ends_of_epochs_resume(tmp_path: Path, cor
         assert trained(name=name) == uninterrupted[step:], name
 
 
-def test_a_finished_run_with_more_steps_continues_where_it_stopped(
-    tmp_path: Path, corpus: str
-) -> None:
+def test_a_finished_run_with_more_steps_continues_where_it_stopped(tmp_path, corpus):
     def trained(trainer: Trainer, path: Path | None = None) -> list[list[int]]:
         data = TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=4)
         return run(Recorder(), data, trainer, path)
@@ -207,9 +201,7 @@ def test_a_finished_run_with_more_steps_continues_where_it_stopped(
     assert first + resumed == uninterrupted
 
 
-def test_changed_training_data_restart_from_the_beginning_with_a_warning(
-    tmp_path: Path, corpus: str
-) -> None:
+def test_changed_training_data_restart_from_the_beginning_with_a_warning(tmp_path, corpus):
     path = tmp_path / "killed.ckpt"
     first, second = (
         TokenDataModule(corpus, seq_length=4, batch_size=4, seed=seed) for seed in (1, 2)
@@ -230,9 +222,7 @@ class TwoReplicas(DDPStrategy):
 
 
 @pytest.mark.parametrize("stop", [None, 4])
-def test_lightning_does_not_replace_the_sampler_of_a_distributed_run(
-    tmp_path: Path, corpus: str, stop: int | None
-) -> None:
+def test_lightning_does_not_replace_the_sampler_of_a_distributed_run(tmp_path, corpus, stop):
     def trained(size: int, *callbacks: Callback, path: Path | None = None, **options: Any):
         data = TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=size)
         trainer = make_trainer(tmp_path, *callbacks, max_steps=10, **options)
@@ -250,7 +240,7 @@ def test_lightning_does_not_replace_the_sampler_of_a_distributed_run(
     assert [a + b for a, b in zip(*ranks, strict=True)] == single_process[stop or 0 :]
 
 
-def test_an_invalid_data_position_is_refused(corpus: str) -> None:
+def test_an_invalid_data_position_is_refused(corpus):
     state = {"epoch": 0, "consumed": 8, "batches": 0, "num_samples": 99}
     state |= {"global_batch_size": 4, "steps": 2, "order": "x"}
     wrong = [

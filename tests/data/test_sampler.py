@@ -73,9 +73,7 @@ def samplers_of(
     st.sampled_from([None, 3]),
     st.integers(0, 2),
 )
-def test_ranks_take_contiguous_disjoint_shares(
-    num_samples: int, batch_size: int, dp_size: int, seed: int | None, epoch: int
-) -> None:
+def test_ranks_take_contiguous_disjoint_shares(num_samples, batch_size, dp_size, seed, epoch):
     samplers = samplers_of(num_samples, batch_size, dp_size, seed=seed)
     [single] = samplers_of(num_samples, batch_size * dp_size, 1, seed=seed)
     for sampler in (*samplers, single):
@@ -88,9 +86,7 @@ def test_ranks_take_contiguous_disjoint_shares(
 
 @pytest.mark.parametrize("balanced", [False, True])
 @given(number=st.integers(0, 2**32))
-def test_changed_ranks_and_batch_sizes_neither_repeat_nor_skip_samples(
-    balanced: bool, number: int
-) -> None:
+def test_changed_ranks_and_batch_sizes_neither_repeat_nor_skip_samples(balanced, number):
     draw = random.Random(number)
     rows, seed = mixed_rows(48), draw.choice([None, 5])
     [plain] = samplers_of(48, 1, 1, seed=seed)
@@ -122,7 +118,7 @@ def test_changed_ranks_and_batch_sizes_neither_repeat_nor_skip_samples(
     assert len(taken) == len(set(taken))
 
 
-def test_the_state_counts_finished_samples_and_not_prefetched_samples() -> None:
+def test_the_state_counts_finished_samples_and_not_prefetched_samples():
     trainer = Trainer()
     [sampler] = samplers_of(40, 4, 1, finished=trainer)
     batches = iter(sampler)
@@ -137,7 +133,7 @@ def test_the_state_counts_finished_samples_and_not_prefetched_samples() -> None:
     assert sampler.state_dict() == {"epoch": 0, "consumed": 10}
 
 
-def test_epochs_have_different_orders_that_depend_only_on_the_seed() -> None:
+def test_epochs_have_different_orders_that_depend_only_on_the_seed():
     orders = []
     for _ in range(2):
         [sampler] = samplers_of(30, 5, 1, seed=7)
@@ -151,9 +147,7 @@ def test_epochs_have_different_orders_that_depend_only_on_the_seed() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4))
-def test_evaluation_takes_every_sample_once_in_equal_shapes(
-    num_samples: int, batch_size: int, dp_size: int
-) -> None:
+def test_evaluation_takes_every_sample_once_in_equal_shapes(num_samples, batch_size, dp_size):
     samplers = samplers_of(num_samples, batch_size, dp_size, drop_last=False)
     rows = list(zip(*samplers, strict=True))
     assert len(rows) == len(samplers[0])
@@ -163,7 +157,7 @@ def test_evaluation_takes_every_sample_once_in_equal_shapes(
     assert all(share.count(-1) <= 1 for shares in rows for share in shares), "empty rows"
 
 
-def test_a_stream_continues_across_the_epochs_of_the_trainer() -> None:
+def test_a_stream_continues_across_the_epochs_of_the_trainer():
     trainer = Trainer()
     [sampler] = samplers_of(12, 2, 1, stream=True, finished=trainer)
     taken = []
@@ -177,7 +171,7 @@ def test_a_stream_continues_across_the_epochs_of_the_trainer() -> None:
     assert sampler.state_dict() == {"epoch": 1, "consumed": 0}
 
 
-def test_invalid_sizes_ranks_and_settings_are_refused() -> None:
+def test_invalid_sizes_ranks_and_settings_are_refused():
     check_refusals(
         TokenBatchSampler,
         [
@@ -196,9 +190,7 @@ def largest(work: Sequence[int], shares: Sequence[Sequence[int]]) -> int:
 
 
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
-def test_all_shares_have_equally_many_items_and_about_equal_work(
-    data: st.DataObject, shares: int, size: int
-) -> None:
+def test_all_shares_have_equally_many_items_and_about_equal_work(data, shares, size):
     count = shares * size
     work = data.draw(st.lists(st.integers(0, 10**12), min_size=count, max_size=count))
     balanced = balanced_shares(work, shares)
@@ -209,7 +201,7 @@ def test_all_shares_have_equally_many_items_and_about_equal_work(
     assert balanced == balanced_shares(list(work), shares)
 
 
-def test_two_shares_are_within_10_percent_of_the_optimal_division() -> None:
+def test_two_shares_are_within_10_percent_of_the_optimal_division():
     draw = np.random.RandomState(1)
     for _ in range(10):
         work = (draw.pareto(1.5, 10) * 1000 + 1).astype(int).tolist()
@@ -218,7 +210,7 @@ def test_two_shares_are_within_10_percent_of_the_optimal_division() -> None:
         assert largest(work, balanced_shares(work, 2)) <= 1.1 * best
 
 
-def test_attention_work_of_a_row_includes_its_padding() -> None:
+def test_attention_work_of_a_row_includes_its_padding():
     # The last token of a window is only a label.
     assert attention_work([3, 4, 2], 8) == 9 + 16 + 1
     assert attention_work([4], 8) == 9 + 25
@@ -228,7 +220,7 @@ def test_attention_work_of_a_row_includes_its_padding() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_and_microbatches_have_about_equal_work(size: int) -> None:
+def test_ranks_and_microbatches_have_about_equal_work(size):
     for seed in range(5):
         balance = RowBalance(mixed_rows(64, seed), 4, size)
         before, after = balance.imbalance([range(64)])
@@ -251,9 +243,7 @@ def test_ranks_and_microbatches_have_about_equal_work(size: int) -> None:
     assert f"{before:.3f} times without balancing (next 4 global" in imbalance_line(sampler)
 
 
-def test_a_killed_balanced_run_continues_with_the_next_rows_of_each_rank(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_balanced_run_continues_with_the_next_rows_of_each_rank(tmp_path, caplog):
     lengths = [30, 1, 2, 3, 20, 1, 1, 2, 5, 25, 3, 2, 1, 4, 18, 2, 2, 1, 3, 40] * 3
     write_documents(tmp_path / "c", lengths)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ def windows_of(samples: GPTSamples) -> list[list[int]]:
     return [samples[number].tolist() for number in range(len(samples))]
 
 
-def test_sequential_samples_overlap_in_one_token(tmp_path: Path) -> None:
+def test_sequential_samples_overlap_in_one_token(tmp_path):
     corpus = write_documents(tmp_path / "c", [3, 0, 5, 2])
     samples = GPTSamples(corpus, SampleOptions(4, order="sequential"))
     assert windows_of(samples) == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9]]
@@ -41,7 +40,7 @@ def test_sequential_samples_overlap_in_one_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["passes", "megatron"])
-def test_one_epoch_has_every_window_once(tmp_path: Path, order: str) -> None:
+def test_one_epoch_has_every_window_once(tmp_path, order):
     lengths = [7, 1, 12, 4, 9]
     corpus = write_documents(tmp_path / "c", lengths)
     windows = windows_of(GPTSamples(corpus, SampleOptions(4, order=order)))
@@ -55,15 +54,13 @@ def test_one_epoch_has_every_window_once(tmp_path: Path, order: str) -> None:
     st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda sizes: sum(sizes) > 1),
     st.integers(1, 25),
 )
-def test_any_number_of_samples_is_possible(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], number: int
-) -> None:
+def test_any_number_of_samples_is_possible(tmp_path_factory, lengths, number):
     corpus = write_documents(tmp_path_factory.mktemp("c") / "c", lengths)
     samples = GPTSamples(corpus, SampleOptions(3), num_samples=number)
     assert list(map(len, windows_of(samples))) == [4] * number
 
 
-def test_few_tokens_wrong_ids_and_invalid_options_are_refused(tmp_path: Path) -> None:
+def test_few_tokens_wrong_ids_and_invalid_options_are_refused(tmp_path):
     with pytest.raises(CorruptDataError, match=r"has 4 tokens in documents \[0, 1\); .* needs 9"):
         GPTSamples(write_documents(tmp_path / "c", [4]), SampleOptions(8))
     options = SampleOptions(4, order="sequential", vocab_size=10)
@@ -79,7 +76,7 @@ def test_few_tokens_wrong_ids_and_invalid_options_are_refused(tmp_path: Path) ->
     check_refusals(SampleOptions, [({"seq_length": 4, **each}, phrase) for each, phrase in wrong])
 
 
-def test_blends_have_the_shares_of_weights_or_every_token_once(tmp_path: Path) -> None:
+def test_blends_have_the_shares_of_weights_or_every_token_once(tmp_path):
     a, b = (
         write_documents(tmp_path / "a", [100]),
         write_documents(tmp_path / "b", [300], first=1000),
@@ -94,9 +91,7 @@ def test_blends_have_the_shares_of_weights_or_every_token_once(tmp_path: Path) -
     assert predicted == [*range(1, 100), *range(1001, 1300)]
 
 
-def test_the_index_is_cached_under_a_key_with_every_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_index_is_cached_under_a_key_with_every_option(tmp_path, monkeypatch, caplog):
     corpus, cache = write_documents(tmp_path / "c", [50, 50]), tmp_path / "cache"
     options = SampleOptions(8, cache_dir=str(cache))
     first = GPTSamples(corpus, options, num_samples=30)
@@ -129,9 +124,7 @@ def test_the_index_is_cached_under_a_key_with_every_option(
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "json"])
-def test_a_damaged_cache_is_built_again_with_a_log_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
+def test_a_damaged_cache_is_built_again_with_a_log_line(tmp_path, caplog, damage):
     corpus, cache = write_documents(tmp_path / "c", [50, 50]), tmp_path / "cache"
     options = SampleOptions(8, cache_dir=str(cache))
     expected = windows_of(GPTSamples(corpus, options, num_samples=9))
@@ -151,9 +144,7 @@ def test_a_damaged_cache_is_built_again_with_a_log_line(
     assert caplog.text == ""
 
 
-def test_without_a_writable_cache_the_index_stays_in_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_writable_cache_the_index_stays_in_memory(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     options = SampleOptions(8, cache_dir=str(tmp_path / "file" / "cache"))
     assert len(GPTSamples(write_documents(tmp_path / "c", [50]), options, num_samples=3)) == 3

@@ -94,8 +94,8 @@ def assert_equal(actual: Batch, expected: Batch) -> None:
     ids=str,
 )
 def test_a_section_of_a_complete_file_equals_the_module_without_streaming(
-    tmp_path: Path, model: str, kind: str, options: dict[str, Any]
-) -> None:
+    tmp_path, model, kind, options
+):
     rows = ROWS[kind](40)
     path = write_lines(
         tmp_path / "rows.jsonl", [*rows[:5], *[OMITTED] * (kind == "pairs"), *rows[5:]]
@@ -192,7 +192,7 @@ def expected_pieces(kind: str, model: str, rows: list[dict[str, Any]]) -> list[l
 
 @pytest.mark.parametrize("buffer", [1, 5, 1000])
 @pytest.mark.parametrize("kind", ROWS)
-def test_each_pass_has_every_row_once(tmp_path: Path, model: str, kind: str, buffer: int) -> None:
+def test_each_pass_has_every_row_once(tmp_path, model, kind, buffer):
     rows = ROWS[kind](22)
     expected = expected_pieces(kind, model, rows)
     more = {"packing": False} if kind == "chat" and buffer == 5 else {}
@@ -225,7 +225,7 @@ def test_each_pass_has_every_row_once(tmp_path: Path, model: str, kind: str, buf
 
 @pytest.mark.extras
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet"])
-def test_rows_have_the_order_of_streaming_datasets(tmp_path: Path, model: str, kind: str) -> None:
+def test_rows_have_the_order_of_streaming_datasets(tmp_path, model, kind):
     datasets = pytest.importorskip("datasets")
     paths = write_shards(tmp_path, conversations(22))[kind]
     reader = "parquet" if kind == "parquet" else "json"
@@ -235,9 +235,7 @@ def test_rows_have_the_order_of_streaming_datasets(tmp_path: Path, model: str, k
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_restores_any_state_and_gives_samples_in_any_order(
-    tmp_path: Path, model: str, num_workers: int
-) -> None:
+def test_a_stream_restores_any_state_and_gives_samples_in_any_order(tmp_path, model, num_workers):
     for kind, paths in write_shards(tmp_path, conversations(22)).items():
         if num_workers and kind != "jsonl":
             continue
@@ -264,7 +262,7 @@ def test_a_stream_restores_any_state_and_gives_samples_in_any_order(
         samples.close()
 
 
-def test_rows_hold_at_most_max_conversations(tmp_path: Path, model: str) -> None:
+def test_rows_hold_at_most_max_conversations(tmp_path, model):
     path = write_lines(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}] * 50)
     for windows in (1, 4):
         options = {"seq_length": 1024, "context_windows": windows}
@@ -296,8 +294,8 @@ def watcher_of(kind: str) -> Watcher:
     ],
 )
 def test_a_killed_run_continues_with_the_next_row(
-    tmp_path: Path, model: str, kind: str, limits: dict[str, int], num_workers: int, stops: tuple
-) -> None:
+    tmp_path, model, kind, limits, num_workers, stops
+):
     paths = write_shards(tmp_path, ROWS[kind](40))["jsonl"]
     options = {"seq_length": 64} if kind == "text" else {}
 
@@ -323,9 +321,7 @@ def test_a_killed_run_continues_with_the_next_row(
 
 
 @pytest.mark.parametrize("kind", MODULES)
-def test_a_run_continues_under_another_number_of_ranks(
-    tmp_path: Path, model: str, kind: str
-) -> None:
+def test_a_run_continues_under_another_number_of_ranks(tmp_path, model, kind):
     paths = write_shards(tmp_path, ROWS[kind](40))["jsonl"]
 
     def trained(
@@ -356,9 +352,7 @@ def test_a_run_continues_under_another_number_of_ranks(
         assert list(map(sorted, balanced)) == list(map(sorted, uninterrupted))
 
 
-def test_warnings_count_cut_and_omitted_conversations_of_each_pass(
-    tmp_path: Path, model: str
-) -> None:
+def test_warnings_count_cut_and_omitted_conversations_of_each_pass(tmp_path, model):
     question, answer = turn("user", "why"), turn("assistant", "so")
     long = [turn("user", "x" * 30), turn("assistant", "y" * 100)]
     omitted = [turn("user", "x" * 300), answer]
@@ -388,9 +382,7 @@ def test_warnings_count_cut_and_omitted_conversations_of_each_pass(
         first_row(write_lines(tmp_path / "rows.jsonl", rows[2:]))
 
 
-def test_the_log_counts_unused_rows(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_counts_unused_rows(tmp_path, model, monkeypatch):
     lines: list[str] = []
     for module in ("conversation_datamodule", "row_datamodule"):
         name = f"lightning_megatron.data.{module}.log_row_counts"
@@ -425,9 +417,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_rows_are_named_by_file_and_line(
-    tmp_path: Path, model: str, kind: str, num_workers: int
-) -> None:
+def test_bad_rows_are_named_by_file_and_line(tmp_path, model, kind, num_workers):
     bad, phrase = BAD[kind]
     rows = [{"text": "a" * 9}] * 9 if kind == "text" else ROWS[kind](9)
     write_lines(tmp_path / "0.jsonl", rows[:3])
@@ -452,8 +442,8 @@ def test_bad_rows_are_named_by_file_and_line(
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loader_has_each_pair_once_in_the_order_of_the_files(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, num_workers: int
-) -> None:
+    tmp_path, model, monkeypatch, num_workers
+):
     paths = write_shards(tmp_path, ROWS["pairs"](22))["jsonl"]
     plain = data_of("pairs", paths, model, streaming=None, global_batch_size=4)
     stream = data_of("pairs", paths, model, num_workers=num_workers, global_batch_size=4)
@@ -476,7 +466,7 @@ def test_a_loader_has_each_pair_once_in_the_order_of_the_files(
         assert shares == [[[0, 1], [4, 5], [-1]], [[2, 3], [6, 7], [8]]]
 
 
-def test_unsupported_settings_of_a_stream_are_refused(tmp_path: Path, model: str) -> None:
+def test_unsupported_settings_of_a_stream_are_refused(tmp_path, model):
     for kind in ROWS:
         path = write_lines(tmp_path / f"{kind}.jsonl", ROWS[kind](8))
         more: Sequence[tuple[dict[str, Any], str]] = ()
@@ -505,7 +495,7 @@ def test_unsupported_settings_of_a_stream_are_refused(tmp_path: Path, model: str
         data_of("text", path, model, val=empty, append_eod=False).setup("fit")
 
 
-def test_wrong_states_and_changed_settings_of_a_stream(tmp_path: Path, model: str) -> None:
+def test_wrong_states_and_changed_settings_of_a_stream(tmp_path, model):
     path, killed = write_lines(tmp_path / "rows.jsonl", conversations(40)), tmp_path / "killed.ckpt"
     data, limits = data_of("chat", path, model), {"max_steps": 8, "max_epochs": -1}
     run(Watcher(), data, make_trainer(tmp_path, StopAfter(3, killed), **limits))

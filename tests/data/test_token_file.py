@@ -45,7 +45,7 @@ def golden(tmp_path: Path) -> str:
     return str(prefix)
 
 
-def test_the_index_has_the_94_bytes_of_megatron(tmp_path: Path) -> None:
+def test_the_index_has_the_94_bytes_of_megatron(tmp_path):
     with TokenFileWriter(tmp_path / "ours", vocab_size=257) as writer:
         writer.add_document([1, 2, 3])
         writer.add_document([4, 5, 6, 7, 8, 9], lengths=[2, 4])
@@ -57,7 +57,7 @@ def test_the_index_has_the_94_bytes_of_megatron(tmp_path: Path) -> None:
     assert types == ["uint16", "uint16", "int32", "int32"]
 
 
-def test_a_corpus_of_megatron_is_read_without_description(golden: str) -> None:
+def test_a_corpus_of_megatron_is_read_without_description(golden):
     corpus = TokenFile(golden)
     assert corpus.description is None
     corpus.check_tokenizer(ByteTokenizer())
@@ -81,9 +81,7 @@ def test_a_corpus_of_megatron_is_read_without_description(golden: str) -> None:
     st.lists(st.lists(st.integers(0, 256), max_size=9), max_size=12),
     st.sampled_from(["u2", "i4", "i8", "i2"]),
 )
-def test_written_documents_are_read_back(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], dtype: str
-) -> None:
+def test_written_documents_are_read_back(tmp_path_factory, documents, dtype):
     prefix = tmp_path_factory.mktemp("corpus") / "c"
     with TokenFileWriter(prefix, dtype=dtype) as writer:
         for tokens in documents:
@@ -96,7 +94,7 @@ def test_written_documents_are_read_back(
     assert (starts[1:] - starts[:-1]).tolist() == [len(tokens) for tokens in documents]
 
 
-def test_a_damaged_index_or_token_data_are_refused_with_the_reason(golden: str) -> None:
+def test_a_damaged_index_or_token_data_are_refused_with_the_reason(golden):
     def edited(position: int, value: bytes) -> bytes:
         return GOLDEN_INDEX[:position] + value + GOLDEN_INDEX[position + len(value) :]
 
@@ -136,9 +134,7 @@ def test_a_damaged_index_or_token_data_are_refused_with_the_reason(golden: str) 
             TokenFile(prefix)
 
 
-def test_an_interrupted_writer_leaves_no_files_and_an_older_corpus_unchanged(
-    tmp_path: Path, golden: str
-) -> None:
+def test_an_interrupted_writer_leaves_no_files_and_an_older_corpus_unchanged(tmp_path, golden):
     def interrupted(prefix: str | Path) -> None:
         with TokenFileWriter(prefix, vocab_size=257) as writer:
             writer.add_document([1])
@@ -152,7 +148,7 @@ def test_an_interrupted_writer_leaves_no_files_and_an_older_corpus_unchanged(
     assert TokenFile(golden).num_tokens == 9
 
 
-def test_a_writer_refuses_invalid_tokens_and_lengths(tmp_path: Path) -> None:
+def test_a_writer_refuses_invalid_tokens_and_lengths(tmp_path):
     plain: dict[str, Any] = {"vocab_size": 257}
     for options, tokens, lengths, reason in (
         (plain, [257], None, "document 0 holds .*257"),
@@ -179,7 +175,7 @@ def test_a_writer_refuses_invalid_tokens_and_lengths(tmp_path: Path) -> None:
         TokenFileWriter(tmp_path / "c", tokenizer=Oversized())
 
 
-def test_the_description_counts_tokens_documents_and_bytes(tmp_path: Path) -> None:
+def test_the_description_counts_tokens_documents_and_bytes(tmp_path):
     tokenizer = ByteTokenizer()
     with TokenFileWriter(tmp_path / "c", tokenizer=tokenizer) as writer:
         writer.add_document([*tokenizer.encode("né"), 256], num_bytes=3)
@@ -203,7 +199,7 @@ def test_the_description_counts_tokens_documents_and_bytes(tmp_path: Path) -> No
         corpus.check_tokenizer(OtherTokenizer())
 
 
-def test_a_foreign_json_beside_the_corpus_is_neither_read_nor_overwritten(golden: str) -> None:
+def test_a_foreign_json_beside_the_corpus_is_neither_read_nor_overwritten(golden):
     description_path(golden).write_text(json.dumps({"text": "raw"}))
     assert TokenFile(golden).description is None
     with (

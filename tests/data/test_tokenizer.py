@@ -31,7 +31,7 @@ from tests.refusals import check_refusals
 
 
 @given(st.text())
-def test_the_byte_tokenizer_restores_every_text(text: str) -> None:
+def test_the_byte_tokenizer_restores_every_text(text):
     tokenizer = load_tokenizer("bytes")
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == ("bytes", 257, 256)
     tokens = tokenizer.encode(text)
@@ -39,7 +39,7 @@ def test_the_byte_tokenizer_restores_every_text(text: str) -> None:
     assert tokenizer.decode([*tokens, 256]) == text
 
 
-def test_gpt2_gives_the_published_ids_by_name_and_by_folder() -> None:
+def test_gpt2_gives_the_published_ids_by_name_and_by_folder():
     folder = need(GPT2_BPE)
     tokenizer, by_path = load_tokenizer("gpt2"), load_tokenizer(folder)
     assert isinstance(tokenizer, Tokenizer)
@@ -66,9 +66,7 @@ def write_words(path: Path, words: list[str]) -> Path:
     return path
 
 
-def test_a_tokenizer_json_is_read_by_file_and_by_directory_without_its_truncation(
-    tmp_path: Path,
-) -> None:
+def test_a_tokenizer_json_is_read_by_file_and_by_directory_without_its_truncation(tmp_path):
     by_file = load_tokenizer(write_words(tmp_path / "tokenizer.json", ["[UNK]", "a", "b", "</s>"]))
     by_folder = load_tokenizer(tmp_path)
     assert by_file.encode("a b c a b") == by_folder.encode("a b c a b") == [1, 2, 0, 1, 2]
@@ -83,7 +81,7 @@ def test_a_tokenizer_json_is_read_by_file_and_by_directory_without_its_truncatio
         load_tokenizer(tmp_path / "t.json", eod="HALT")
 
 
-def test_a_vocabulary_file_tokenizes_like_transformers(tmp_path: Path) -> None:
+def test_a_vocabulary_file_tokenizes_like_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     directory, named = need(MINILM), load_tokenizer("bert")
     assert (named.name, named.vocab_size) == ("bert", 30522)
@@ -107,7 +105,7 @@ def test_a_vocabulary_file_tokenizes_like_transformers(tmp_path: Path) -> None:
         assert load_tokenizer(tmp_path).encode(text) == expected
 
 
-def test_the_speeches_vocabulary_covers_the_speeches() -> None:
+def test_the_speeches_vocabulary_covers_the_speeches():
     need(SPEECHES)
     tokenizer = load_tokenizer("speeches-wordpiece")
     assert tokenizer.vocab_size == 4096
@@ -119,9 +117,7 @@ def test_the_speeches_vocabulary_covers_the_speeches() -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_missing_packages_and_unknown_tokenizers_are_named_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_and_unknown_tokenizers_are_named_with_a_remedy(tmp_path, monkeypatch):
     names = "Use 'bytes', 'gpt2', 'bert', 'speeches-wordpiece', the path of a tokenizer.json"
     check_refusals(load_tokenizer, [((tmp_path,), names)])
     with pytest.raises(MissingExtraError, match=r'pip install "lightning-megatron\[text\]"'):
@@ -135,7 +131,7 @@ def test_missing_packages_and_unknown_tokenizers_are_named_with_a_remedy(
         load_tokenizer("bert")
 
 
-def test_ids_may_have_gaps_but_none_is_far_beyond_the_number_of_tokens() -> None:
+def test_ids_may_have_gaps_but_none_is_far_beyond_the_number_of_tokens():
     assert vocab_size_of([0, 7], "x") == 8
     assert vocab_size_of(range(10, 300_000), "x") == 300_000
     for ids in ([], [0, 10**9], [*range(1000), 200_000]):
@@ -143,7 +139,7 @@ def test_ids_may_have_gaps_but_none_is_far_beyond_the_number_of_tokens() -> None
             vocab_size_of(ids, "x")
 
 
-def test_damaged_tokenizer_files_are_refused_by_name(tmp_path: Path) -> None:
+def test_damaged_tokenizer_files_are_refused_by_name(tmp_path):
     path, draw, refused = tmp_path / "tokenizer.json", random.Random(2), 0
     content = write_words(path, ["[UNK]", "a", "b", "</s>"]).read_bytes()
     damages = [b"", b"{}", b"[]", b"null", b"\xff" * 9, content[:-9], b"[" * 10**5]
@@ -189,13 +185,13 @@ SENTENCES = {
         "He left.",
     ],
     "The U.S. Navy and J. Q. Adams. See No. 5. No. Yes.": [
-        *("The U.S. Navy and J. Q. Adams.", "See No. 5.", "No.", "Yes."),
+        *("The U.S. Navy and J. Q. Adams.", "See No. 5.", "No.", "Yes.")
     ],
     'He said "Stop." Then "Go!" (At once.) He went.': [
-        *('He said "Stop."', 'Then "Go!"', "(At once.)", "He went."),
+        *('He said "Stop."', 'Then "Go!"', "(At once.)", "He went.")
     ],
     "It cost $2.5 million. 20 men came. it rained": [
-        *("It cost $2.5 million.", "20 men came. it rained"),
+        *("It cost $2.5 million.", "20 men came. it rained")
     ],
     "A heading\n\nA line\nbroken. New": ["A heading", "A line\nbroken.", "New"],
     " \n \n\n ": [],
@@ -203,13 +199,13 @@ SENTENCES = {
 }
 
 
-def test_sentences_end_where_a_reader_ends_them() -> None:
+def test_sentences_end_where_a_reader_ends_them():
     for text, sentences in SENTENCES.items():
         assert split_sentences(text) == sentences
 
 
 @given(st.text(st.sampled_from(list("AbC1 .!?\"')(\n\t’é")), max_size=60))
-def test_no_character_is_lost_and_no_sentence_is_empty(text: str) -> None:
+def test_no_character_is_lost_and_no_sentence_is_empty(text):
     sentences = split_sentences(text)
     assert "".join("".join(sentences).split()) == "".join(text.split())
     assert all(sentence and sentence == sentence.strip() for sentence in sentences)
@@ -217,7 +213,7 @@ def test_no_character_is_lost_and_no_sentence_is_empty(text: str) -> None:
     assert all(split_sentences(sentence) == [sentence] for sentence in sentences)
 
 
-def test_sentences_of_the_speeches_have_plausible_lengths() -> None:
+def test_sentences_of_the_speeches_have_plausible_lengths():
     need(SPEECHES)
     texts = load_speeches("heldout")
     sentences = [sentence for text in texts for sentence in split_sentences(text)]
@@ -229,7 +225,7 @@ def test_sentences_of_the_speeches_have_plausible_lengths() -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_preprocess_writes_each_sentence_as_a_sequence(tmp_path: Path, workers: str) -> None:
+def test_preprocess_writes_each_sentence_as_a_sequence(tmp_path, workers):
     texts = ["One. Two! Three", "", "Alone.", "Mr. A. B. Clay spoke.\n\nAll rose."]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     options = ["--input", str(tmp_path / "in.jsonl"), "--workers", workers, "--no-progress"]
@@ -245,7 +241,7 @@ def test_preprocess_writes_each_sentence_as_a_sequence(tmp_path: Path, workers: 
     assert [int(corpus[number][-1]) for number in (2, 3, 5)] == [256] * 3
 
 
-def test_sentences_without_tokens_are_left_out(tmp_path: Path) -> None:
+def test_sentences_without_tokens_are_left_out(tmp_path):
     vocabulary = write_vocabulary(tmp_path / "vocab.txt")
     (tmp_path / "in.jsonl").write_text(json.dumps({"text": "Word1. \u200b\n\n\u200b\n\nWord2s1"}))
     main(
@@ -257,9 +253,7 @@ def test_sentences_without_tokens_are_left_out(tmp_path: Path) -> None:
     assert corpus[1].tolist() == [7, 42]
 
 
-def test_the_speeches_are_complete_and_changed_ones_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_speeches_are_complete_and_changed_ones_are_refused(tmp_path, monkeypatch):
     need(SPEECHES)
     train, heldout = load_speeches("train"), load_speeches("heldout")
     assert len(train) + len(heldout) == 249
@@ -275,9 +269,7 @@ def test_the_speeches_are_complete_and_changed_ones_are_refused(
     assert load_speeches("heldout") == []
 
 
-def test_several_processes_write_the_speeches_once_and_sentences_to_other_files(
-    tmp_path: Path,
-) -> None:
+def test_several_processes_write_the_speeches_once_and_sentences_to_other_files(tmp_path):
     need(SPEECHES)
     tokenizer = ByteTokenizer()
     with multiprocessing.get_context("fork").Pool(3) as pool:

@@ -36,15 +36,13 @@ def sleeping(value: int) -> int:
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_results_come_in_order(workers: int) -> None:
+def test_results_come_in_order(workers):
     results = list(map_in_order(worker_of, iter(range(40)), workers))
     assert [value for value, _ in results] == list(range(40))
     assert (os.getpid() in {process for _, process in results}) == (workers == 0)
 
 
-def test_a_worker_survives_sigterm_for_the_grace_period_and_a_killed_worker_raises(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_survives_sigterm_for_the_grace_period_and_a_killed_worker_raises(monkeypatch):
     assert list(map_in_order(signalled, iter(range(7)), 2)) == list(range(7))
     with pytest.raises(BrokenProcessPool):
         list(map_in_order(signalled, iter(range(8)), 2))
@@ -63,7 +61,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_end_with_a_killed_parent() -> None:
+def test_workers_end_with_a_killed_parent():
     completed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
     assert completed.returncode == -signal.SIGKILL, completed.stderr
     workers = {int(process) for process in completed.stdout.strip("{}\n").split(",")}

@@ -39,14 +39,14 @@ def argmax_of_part(rank: int, size: int) -> list[list[int]]:
     ]
 
 
-def test_argmax_is_the_first_largest_logit_of_the_vocabulary() -> None:
+def test_argmax_is_the_first_largest_logit_of_the_vocabulary():
     single = vocab_parallel_argmax(LOGITS, ParallelMesh.single(), 5)
     assert single.tolist() == LARGEST
     finite = LOGITS[:, :5].isfinite().all(-1)
     assert torch.equal(single[finite], LOGITS[finite, :5].argmax(-1))
 
 
-def test_token_scores_of_a_gpt_match_its_logits() -> None:
+def test_token_scores_of_a_gpt_match_its_logits():
     sizes = {"vocab_size": 29, "max_seq_length": 8, "num_layers": 2, "hidden_size": 16}
     model = GPT(GPTConfig.llama(**sizes, num_heads=2), seed=3).eval().double()
     tokens, labels = torch.randint(29, (2, 3, 8))
@@ -64,7 +64,7 @@ def test_token_scores_of_a_gpt_match_its_logits() -> None:
     assert model.hidden_states is None
 
 
-def test_a_perplexity_is_normalised_by_words() -> None:
+def test_a_perplexity_is_normalised_by_words():
     losses = torch.tensor([[1.0, 2.0, 50.0], [3.0, 50.0, 4.0]])
     labels = torch.tensor([[5, 6, -100], [7, -100, 8]])
     words, tokens = WordPerplexity(5), WordPerplexity()
@@ -83,7 +83,7 @@ def test_a_perplexity_is_normalised_by_words() -> None:
     assert float(metric.loss_sum) == 2.0**26 + 2
 
 
-def test_a_word_is_right_if_all_its_tokens_are_right() -> None:
+def test_a_word_is_right_if_all_its_tokens_are_right():
     metric = ClozeAccuracy()
     labels = torch.tensor([[-100, 4, 5], [-100, -100, 6], [7, 8, -100], [-100, -100, -100]])
     hits = torch.tensor([[False, True, True], [True, True, False], [True, False, True], [True] * 3])

@@ -30,7 +30,7 @@ TEXTS = {
 }  # fmt: skip
 
 
-def test_wikitext_becomes_plain_text_with_the_published_number_of_words(tmp_path: Path) -> None:
+def test_wikitext_becomes_plain_text_with_the_published_number_of_words(tmp_path):
     for text, plain in TEXTS.items():
         assert detokenize(text) == plain
     path = tmp_path / "text"
@@ -50,9 +50,7 @@ def test_wikitext_becomes_plain_text_with_the_published_number_of_words(tmp_path
     stride=st.integers(1, 20),
     at=st.data(),
 )
-def test_windows_score_each_token_once_with_its_context(
-    num_tokens: int, window: int, stride: int, at: st.DataObject
-) -> None:
+def test_windows_score_each_token_once_with_its_context(num_tokens, window, stride, at):
     stride = min(stride, window)
     rows = SlidingWindows(range(num_tokens), window, stride)
     scored = []
@@ -68,7 +66,7 @@ def test_windows_score_each_token_once_with_its_context(
     assert rows.num_targets == len(scored)
 
 
-def test_windows_are_as_many_as_in_the_paper_and_skip_no_tokens() -> None:
+def test_windows_are_as_many_as_in_the_paper_and_skip_no_tokens():
     # WikiText-103 has 270,329 tokens in the paper: one window, and one for each 32 further targets.
     assert len(SlidingWindows(range(270_329), 1024, 32)) == 1 + -(-(270_328 - 1024) // 32) == 8417
     with pytest.raises(ParallelPlanError, match=r"stride \(9\) must be at least 1 and at most the"):
@@ -77,14 +75,11 @@ def test_windows_are_as_many_as_in_the_paper_and_skip_no_tokens() -> None:
         SlidingWindows([3], 8, 8)
 
 
-def test_a_passage_has_labels_for_its_last_word(tmp_path: Path) -> None:
+def test_a_passage_has_labels_for_its_last_word(tmp_path):
     path = tmp_path / "lambada.jsonl"
     path.write_text('{"text": "to the bridge \\n"}\n\n{"text": "a\\nb", "more": 1}\n')
     passages = read_passages(path)
-    assert passages == [
-        Passage("to the", "bridge", f"{path}:1"),
-        Passage("a", "b", f"{path}:3"),
-    ]
+    assert passages == [Passage("to the", "bridge", f"{path}:1"), Passage("a", "b", f"{path}:3")]
     rows = ClozeRows(passages, lambda text: list(text.encode()))
     row = rows[0]
     assert (len(rows), rows.window) == (2, 12)
@@ -96,7 +91,7 @@ def test_a_passage_has_labels_for_its_last_word(tmp_path: Path) -> None:
     assert rows[1]["labels"].tolist() == [32, 98, *[-100] * 10]
 
 
-def test_errors_name_a_line_without_a_passage(tmp_path: Path) -> None:
+def test_errors_name_a_line_without_a_passage(tmp_path):
     path = tmp_path / "bad.jsonl"
     for line, message in {
         '{"text": "a b"': "is not valid JSON: Expecting ',' delimiter",
@@ -115,7 +110,7 @@ def test_errors_name_a_line_without_a_passage(tmp_path: Path) -> None:
         ClozeRows(passages, lambda text: [] if text == "abc" else [1])
 
 
-def test_files_that_hold_no_text_are_refused(tmp_path: Path) -> None:
+def test_files_that_hold_no_text_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match=r"LAMBADA must be a file of JSON lines"):
         read_passages(tmp_path / "none.jsonl")
     with pytest.raises(UnsupportedError, match="must be a file"):

@@ -14,11 +14,7 @@ import torch
 
 from lightning_megatron import BERTClassifier, BERTQuestionAnswering, GlueDataModule, RampUp
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
-from lightning_megatron.errors import (
-    CheckpointMismatchError,
-    ParallelPlanError,
-    UnsupportedError,
-)
+from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
 from tests.finetuning.folders import save_encoder, write_mnli
 from tests.finetuning.tasks import data_of
 from tests.fits import Job, run_job, trainer_of
@@ -29,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Rows of ")
 
 
 @pytest.mark.parametrize("strategy", [{}, None])
-def test_spans_start_from_either_kind_of_checkpoint(tmp_path: Path, strategy: Any) -> None:
+def test_spans_start_from_either_kind_of_checkpoint(tmp_path, strategy):
     path = str(tmp_path / "pretrained.ckpt")
     run_job(Job(pretraining, strategy, steps=1, data=Segments, batch=4, save=path))
     assert Path(path).is_file() == (strategy is None)
@@ -57,7 +53,7 @@ def test_spans_start_from_either_kind_of_checkpoint(tmp_path: Path, strategy: An
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
-def test_a_folder_without_a_head_gets_a_new_head(tmp_path: Path, kind: str) -> None:
+def test_a_folder_without_a_head_gets_a_new_head(tmp_path, kind):
     import transformers
 
     folder = save_encoder(tmp_path / "encoder", f"{kind}Model")
@@ -95,7 +91,7 @@ class Steps(pl.Callback):
             trainer.save_checkpoint(self.folder / str(trainer.global_step))
 
 
-def test_a_fit_of_epochs_resumes_exactly_also_while_batches_grow(tmp_path: Path) -> None:
+def test_a_fit_of_epochs_resumes_exactly_also_while_batches_grow(tmp_path):
     save_encoder(tmp_path / "classes", "BertForSequenceClassification", num_labels=3, dropout=0.1)
     write_mnli(tmp_path / "classes_files")
 
@@ -128,7 +124,7 @@ def test_a_fit_of_epochs_resumes_exactly_also_while_batches_grow(tmp_path: Path)
         assert resumed.losses == whole.losses[stop:]
 
 
-def test_a_ramp_up_that_misses_the_global_batch_size_is_refused(tmp_path: Path) -> None:
+def test_a_ramp_up_that_misses_the_global_batch_size_is_refused(tmp_path):
     save_encoder(tmp_path / "classes")
     write_mnli(tmp_path / "classes_files")
     with pytest.raises(ParallelPlanError, match="ramp_up must grow from start to global_batch"):
@@ -137,7 +133,7 @@ def test_a_ramp_up_that_misses_the_global_batch_size_is_refused(tmp_path: Path) 
         data_of("classes", str(tmp_path), ramp_up=RAMP, global_batch_size=None)
 
 
-def test_unsupported_sources_and_settings_are_refused(tmp_path: Path) -> None:
+def test_unsupported_sources_and_settings_are_refused(tmp_path):
     with pytest.raises(CheckpointMismatchError, match=r"neither config.json nor the header"):
         BERTClassifier(str(tmp_path))
     folder = save_encoder(tmp_path / "bert")

@@ -39,7 +39,7 @@ def glue_of(folder: Path, task: Any = "qqp", kind: str = "bert", **options: Any)
 
 
 @kinds
-def test_rows_of_glue_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_rows_of_glue_equal_those_of_transformers(tmp_path, kind):
     write_mnli(tmp_path)
     data = glue_of(tmp_path, "mnli", kind)
     data.setup("fit")
@@ -62,7 +62,7 @@ def test_rows_of_glue_equal_those_of_transformers(tmp_path: Path, kind: str) -> 
 
 
 @kinds
-def test_options_of_race_equal_the_rows_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_options_of_race_equal_the_rows_of_transformers(tmp_path, kind):
     write_race(tmp_path)
     tokenizer = TOKENIZERS[kind](tmp_path / "tokenizer")
     data = RaceDataModule(str(tmp_path), str(tokenizer), seq_length=24)
@@ -92,7 +92,7 @@ def test_options_of_race_equal_the_rows_of_transformers(tmp_path: Path, kind: st
         short.setup("validate")
 
 
-def test_quotation_marks_and_unicode_line_breaks_are_plain_characters(tmp_path: Path) -> None:
+def test_quotation_marks_and_unicode_line_breaks_are_plain_characters(tmp_path):
     rows = [['"a "cat', "1"], ["b\u2028c \x85 d", "0"], ['the end"', "0"]]
     path = write_table(tmp_path / "train.tsv", ["sentence", "label"], rows)
     examples = read_glue(path, GLUE_TASKS["sst2"])
@@ -100,7 +100,7 @@ def test_quotation_marks_and_unicode_line_breaks_are_plain_characters(tmp_path: 
     assert examples.labels == [1, 0, 0]
 
 
-def test_malformed_lines_of_glue_are_named_or_counted(tmp_path: Path) -> None:
+def test_malformed_lines_of_glue_are_named_or_counted(tmp_path):
     write_qqp(tmp_path)
     path = tmp_path / "train.tsv"
     lines = path.read_text().split("\n")
@@ -126,7 +126,7 @@ def test_malformed_lines_of_glue_are_named_or_counted(tmp_path: Path) -> None:
         glue_of(tmp_path)
 
 
-def test_damaged_files_of_race_are_named(tmp_path: Path) -> None:
+def test_damaged_files_of_race_are_named(tmp_path):
     with pytest.raises(UnsupportedError, match="must have files such as train/middle/1.txt"):
         RaceDataModule(str(tmp_path), str(save_tokenizer(tmp_path / "tokenizer")))
     write_race(tmp_path)
@@ -146,7 +146,7 @@ def test_damaged_files_of_race_are_named(tmp_path: Path) -> None:
         assert fault in str(error.value)
 
 
-def test_cached_rows_equal_new_rows_and_follow_changes_of_their_file(tmp_path: Path) -> None:
+def test_cached_rows_equal_new_rows_and_follow_changes_of_their_file(tmp_path):
     write_qqp(tmp_path)
     fresh = glue_of(tmp_path).encoded("val")
     cache = str(tmp_path / "cache")
@@ -158,7 +158,7 @@ def test_cached_rows_equal_new_rows_and_follow_changes_of_their_file(tmp_path: P
     assert len(glue_of(tmp_path, cache_dir=cache).encoded("val")) == 5
 
 
-def test_scores_equal_torchmetrics_in_any_order_of_rows() -> None:
+def test_scores_equal_torchmetrics_in_any_order_of_rows():
     draw = torch.Generator().manual_seed(3)
     labels = torch.randint(2, (50,), generator=draw)
     groups = torch.randint(2, (50,), generator=draw)
@@ -181,7 +181,7 @@ def test_scores_equal_torchmetrics_in_any_order_of_rows() -> None:
     assert actual == pytest.approx(expected, abs=1e-7)
 
 
-def test_an_ensemble_has_the_mean_probabilities_of_its_models() -> None:
+def test_an_ensemble_has_the_mean_probabilities_of_its_models():
     one_is_sure, two_are_not = [[0.0, 10.0]], [[3.0, 0.0]]
     combined = ClassScores.combined(torch.tensor([one_is_sure, two_are_not, two_are_not]))
     # The mean of the scores would choose class 1.
@@ -192,7 +192,7 @@ def test_an_ensemble_has_the_mean_probabilities_of_its_models() -> None:
 PAIRS = (["the cat sees", "a dog"], ["who runs", "the old house near the river"])
 
 
-def test_a_tokenizer_json_without_a_class_name_is_read_by_its_kind(tmp_path: Path) -> None:
+def test_a_tokenizer_json_without_a_class_name_is_read_by_its_kind(tmp_path):
     named = PairTokenizer(str(save_byte_tokenizer(tmp_path / "named")))
     unnamed = PairTokenizer(str(save_byte_tokenizer(tmp_path / "unnamed", is_named=False)))
     actual = unnamed.pairs(*PAIRS, 32, "longest_first")
@@ -212,7 +212,7 @@ def test_a_tokenizer_json_without_a_class_name_is_read_by_its_kind(tmp_path: Pat
 
 
 @kinds
-def test_a_first_text_must_leave_room_for_the_second(tmp_path: Path, kind: str) -> None:
+def test_a_first_text_must_leave_room_for_the_second(tmp_path, kind):
     tokenizer = PairTokenizer(str(TOKENIZERS[kind](tmp_path)))
     special = tokenizer.num_separators
     assert special == (3 if kind == "bert" else 4)
@@ -222,7 +222,7 @@ def test_a_first_text_must_leave_room_for_the_second(tmp_path: Path, kind: str) 
         tokenizer.pairs(["the cat"], ["a dog sees"], 2 + special, "only_second")
 
 
-def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
+def test_folders_without_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match=r"tokenizer.json or vocab.txt: .* BERT or RoBERTa"):
         PairTokenizer(str(tmp_path))
     folder = save_byte_tokenizer(tmp_path / "damaged", is_named=False)

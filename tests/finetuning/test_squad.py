@@ -41,7 +41,7 @@ def data_of(
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_windows_and_labels_equal_transformers(tmp_path: Path, kind: str) -> None:
+def test_windows_and_labels_equal_transformers(tmp_path, kind):
     write_squad(tmp_path, num_train=12)
     data = data_of(tmp_path, kind=kind)
     rows = data.encoded("train")
@@ -91,7 +91,7 @@ def reference_label(question: Any, reference: Any, window: int) -> tuple[int, in
     return start - 1, end + 1
 
 
-def test_best_spans_equal_a_search_over_all_spans() -> None:
+def test_best_spans_equal_a_search_over_all_spans():
     draw = torch.Generator().manual_seed(2)
     scores = torch.randn(5, 13, 2, generator=draw, dtype=torch.float64)
     allowed = torch.rand(5, 13, generator=draw) < 0.7
@@ -111,7 +111,7 @@ def test_best_spans_equal_a_search_over_all_spans() -> None:
         assert values[row].tolist() == pytest.approx([span[0] for span in expected])
 
 
-def test_scores_of_texts_equal_torchmetrics() -> None:
+def test_scores_of_texts_equal_torchmetrics():
     text = pytest.importorskip("torchmetrics.text")
     draw = random.Random(6)
     metric = text.SQuAD()
@@ -131,7 +131,7 @@ def test_scores_of_texts_equal_torchmetrics() -> None:
     assert 0 < sum(exact) < sum(f1) < 60
 
 
-def test_answers_are_normalised_and_compared_like_the_official_evaluation() -> None:
+def test_answers_are_normalised_and_compared_like_the_official_evaluation():
     assert normalised(" The  Cat's (an) 'Old' house. ") == "cats old house"
     assert exact_score("", ()) == 1.0
     assert f1_score("cat", ()) == 0.0
@@ -159,7 +159,7 @@ def perfect_scores(data: SquadDataModule, strength: float = 9.0) -> tuple[SpanSc
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_perfect_scores_give_the_labelled_answers(tmp_path: Path, kind: str) -> None:
+def test_perfect_scores_give_the_labelled_answers(tmp_path, kind):
     write_squad(tmp_path, num_val=9)
     metric, scores = perfect_scores(data_of(tmp_path, threshold=-1.0, kind=kind))
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(1))
@@ -184,7 +184,7 @@ def test_perfect_scores_give_the_labelled_answers(tmp_path: Path, kind: str) -> 
     assert len(complete_keys) > 8
 
 
-def test_the_threshold_suppresses_answers_and_the_best_threshold_is_found(tmp_path: Path) -> None:
+def test_the_threshold_suppresses_answers_and_the_best_threshold_is_found(tmp_path):
     write_squad(tmp_path, num_val=6)
     data = data_of(tmp_path)
     metric, scores = perfect_scores(data)
@@ -204,7 +204,7 @@ def test_the_threshold_suppresses_answers_and_the_best_threshold_is_found(tmp_pa
     assert set(metric.predictions(answers).values()) == {""}
 
 
-def test_questions_with_unseen_windows_do_not_count(tmp_path: Path) -> None:
+def test_questions_with_unseen_windows_do_not_count(tmp_path):
     write_squad(tmp_path, "1.1", num_val=6)
     metric, scores = perfect_scores(data_of(tmp_path, "1.1"))
     is_seen = torch.ones(len(scores), dtype=torch.bool)
@@ -213,7 +213,7 @@ def test_questions_with_unseen_windows_do_not_count(tmp_path: Path) -> None:
     assert sorted(metric.results(scores, is_seen)) == ["exact_match", "f1"]
 
 
-def test_damaged_questions_are_named(tmp_path: Path) -> None:
+def test_damaged_questions_are_named(tmp_path):
     changes: list[tuple[dict[str, Any], str]] = [
         ({"answers": [{"text": "zebra", "answer_start": 0}]}, "answer in the context"),
         ({"answers": []}, r"must have an answer: it has none.*version='2.0'"),
@@ -228,7 +228,7 @@ def test_damaged_questions_are_named(tmp_path: Path) -> None:
             read_squad(path, "1.1")
 
 
-def test_windows_without_new_tokens_are_refused(tmp_path: Path) -> None:
+def test_windows_without_new_tokens_are_refused(tmp_path):
     write_squad(tmp_path)
     with pytest.raises(ParallelPlanError, match=r"doc_stride \(11\) must be below .* \(11\)"):
         data_of(tmp_path, doc_stride=11)
@@ -237,7 +237,7 @@ def test_windows_without_new_tokens_are_refused(tmp_path: Path) -> None:
         data_of(tmp_path, doc_stride=10, kind="roberta").encoded("val")
 
 
-def test_answers_have_all_bytes_of_their_characters(tmp_path: Path) -> None:
+def test_answers_have_all_bytes_of_their_characters(tmp_path):
     context = "the cat \u20ac likes a dog"
     question = SquadQuestion("1", "what?", context, ("\u20ac",), context.index("\u20ac"))
     tokenizer = PairTokenizer(str(TOKENIZERS["roberta"](tmp_path)))

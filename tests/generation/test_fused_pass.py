@@ -33,7 +33,7 @@ def half_model(config: GPTConfig) -> GPT:
     return GPT(config, seed=0).to(torch.bfloat16)
 
 
-def test_only_models_like_llama_are_fused() -> None:
+def test_only_models_like_llama_are_fused():
     for kind in ("llama", "window", "qwen"):
         assert reason_against_fused_pass(half_model(KINDS[kind]), 1, None) is None
     for config, reason in (
@@ -50,14 +50,14 @@ def test_only_models_like_llama_are_fused() -> None:
         assert reason in str(reason_against_fused_pass(half_model(config), 1, None))
 
 
-def test_only_one_row_without_padding_is_fused() -> None:
+def test_only_one_row_without_padding_is_fused():
     gpt = half_model(LLAMA)
     assert "one row, and there are 2" in str(reason_against_fused_pass(gpt, 2, None))
     padding = torch.zeros(1, dtype=torch.long)
     assert "without padding" in str(reason_against_fused_pass(gpt, 1, padding))
 
 
-def test_parameters_of_other_types_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_of_other_types_are_not_fused(monkeypatch):
     assert "torch.float32" in str(reason_against_fused_pass(GPT(LLAMA, seed=0), 1, None))
     gpt = half_model(LLAMA)
     gpt.layers["0"].mlp.down.float()
@@ -70,7 +70,7 @@ class Replaced(RMSNorm):
     """Norm of a user."""
 
 
-def test_changed_models_are_not_fused() -> None:
+def test_changed_models_are_not_fused():
     width, half = TINY["hidden_size"], torch.bfloat16
     linear = nn.Linear(48, width, bias=False, dtype=half)
     changes: list[tuple[Callable[[GPT], None], str]] = [
@@ -91,7 +91,7 @@ def test_changed_models_are_not_fused() -> None:
         assert reason in str(reason_against_fused_pass(gpt, 1, None))
 
 
-def test_a_pass_that_is_not_fused_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pass_that_is_not_fused_logs_the_reason(caplog):
     rows = PromptRows.of([[1, 2], [3, 4]], torch.device("cpu"), num_rows=2, length=2)
     with caplog.at_level("INFO", "lightning_megatron.generation"):
         token_pass = TokenPass(half_model(LLAMA), KeyValueCache(8), rows.padding, 2)

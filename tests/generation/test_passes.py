@@ -34,7 +34,7 @@ CASES = [case for case in (*families.CASES, *families.EXPERTS) if case != "phi3"
         "llama with one key head", "deepseek_v3", "gpt_oss", "mixtral",
     ),
 )  # fmt: skip
-def test_cached_logits_match_full_passes(case: str) -> None:
+def test_cached_logits_match_full_passes(case):
     gpt = small_gpt(case)
     check_rows(gpt, PROMPTS)
     if case in ("gpt2", "gemma2", "bloom"):
@@ -43,7 +43,7 @@ def test_cached_logits_match_full_passes(case: str) -> None:
 
 
 @torch.no_grad()
-def test_several_tokens_at_once_follow_a_ring_cache() -> None:
+def test_several_tokens_at_once_follow_a_ring_cache():
     gpt = small_gpt("mistral")
     row = PROMPTS[0] + NEXT[0].tolist()
     expected = full_logits(gpt, PROMPTS[:1])[0]
@@ -62,13 +62,13 @@ def test_several_tokens_at_once_follow_a_ring_cache() -> None:
     assert num_cached == len(row)
 
 
-def test_tokens_beyond_the_size_of_the_cache_are_refused() -> None:
+def test_tokens_beyond_the_size_of_the_cache_are_refused():
     tokens = torch.zeros(4, 1, 2, 8)
     with pytest.raises(ParallelPlanError, match=r"their cache of 3 tokens: they would have 4"):
         KeyValueCache(3).extend(1, tokens, tokens, None)
 
 
-def test_rows_of_a_cache_are_reordered() -> None:
+def test_rows_of_a_cache_are_reordered():
     cache = KeyValueCache(2)
     keys = torch.arange(3.0).view(1, 3, 1, 1)
     cache.extend(1, keys, -keys, None)
@@ -79,7 +79,7 @@ def test_rows_of_a_cache_are_reordered() -> None:
     assert stored[1][:, 0, 0, 0].tolist() == [-2, -2, 0]
 
 
-def test_each_token_is_held_by_one_rank_of_cp() -> None:
+def test_each_token_is_held_by_one_rank_of_cp():
     """Two ranks hold the tokens of calls of 6, 1, 3 and 1 tokens."""
     cache, positions = KeyValueCache(11), []
     for rank in range(2):
@@ -98,7 +98,7 @@ def test_each_token_is_held_by_one_rank_of_cp() -> None:
 
 
 @pytest.mark.parametrize("case", ["gpt2", "gemma3", "gpt_neox", "deepseek_v3"])
-def test_passes_over_one_token_match_full_passes(case: str) -> None:
+def test_passes_over_one_token_match_full_passes(case):
     # The heads of keys and values of deepseek_v3 have different sizes.
     gpt = small_gpt(case)
     if case != "deepseek_v3":
@@ -109,7 +109,7 @@ def test_passes_over_one_token_match_full_passes(case: str) -> None:
     assert token_pass.is_captured == (case == "gemma3")
 
 
-def test_a_ring_cache_has_the_memory_of_its_window() -> None:
+def test_a_ring_cache_has_the_memory_of_its_window():
     gpt = small_gpt("gemma3")
     # Layers 0 and 2 have a window of 4 tokens, and layer 1 has none. Each has 6 key/value heads of
     # 8 elements.
@@ -118,7 +118,7 @@ def test_a_ring_cache_has_the_memory_of_its_window() -> None:
     assert check_passes(gpt, PROMPTS)[0].num_bytes == expected
 
 
-def test_slots_without_tokens_do_not_change_attention() -> None:
+def test_slots_without_tokens_do_not_change_attention():
     """New memory may contain any values, even NaN."""
     torch.manual_seed(0)
     cache = KeyValueCache(7)
@@ -142,7 +142,7 @@ class Doubled(torch.nn.Module):
         return 2 * weight
 
 
-def test_models_whose_passes_need_the_host_are_not_captured() -> None:
+def test_models_whose_passes_need_the_host_are_not_captured():
     for case, reason in {
         "bloom": "have a slopes",
         "gemma2": "have a soft cap",
@@ -161,14 +161,14 @@ class RefusingBackend(TapeBackend):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def test_a_failed_capture_is_reported_and_changes_nothing() -> None:
+def test_a_failed_capture_is_reported_and_changes_nothing():
     with pytest.warns(SpeedWarning, match="not permitted when stream is capturing") as caught:
         _, token_pass = check_passes(small_gpt("llama"), PROMPTS, RefusingBackend())
     assert not token_pass.is_captured
     assert len([1 for warning in caught if warning.category is SpeedWarning]) == 1
 
 
-def test_passes_of_a_model_on_the_cpu_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+def test_passes_of_a_model_on_the_cpu_are_not_captured(caplog):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4}
     gpt = GPT(GPTConfig.llama(vocab_size=257, max_seq_length=64, **sizes), seed=0)
     assert "need a GPU" in str(reason_against_capture(gpt, 64))

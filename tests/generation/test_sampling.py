@@ -26,7 +26,7 @@ def random_logits(scale: float) -> torch.Tensor:
     return logits
 
 
-def test_sampling_logits_equal_those_of_transformers() -> None:
+def test_sampling_logits_equal_those_of_transformers():
     settings = product((0.7, 1.0, 1.6), (None, 1, 7, 500), (1e-6, 0.3, 0.95, 1.0))
     for temperature, top_k, top_p in settings:
         steps: list[Any] = [processors.TemperatureLogitsWarper(temperature)]
@@ -41,7 +41,7 @@ def test_sampling_logits_equal_those_of_transformers() -> None:
             assert torch.equal(actual, expected), f"{options}, scale {scale}"
 
 
-def test_samples_have_the_probabilities_of_the_logits() -> None:
+def test_samples_have_the_probabilities_of_the_logits():
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(20000, 4)
     options = GenerationSettings(sample=True, temperature=2.0, seed=1)
     drawn = Sampler(options, logits.device)(logits)
@@ -53,13 +53,13 @@ def test_samples_have_the_probabilities_of_the_logits() -> None:
     assert not torch.equal(drawn, Sampler(reseeded, logits.device)(logits))
 
 
-def test_without_sampling_the_most_probable_token_is_chosen() -> None:
+def test_without_sampling_the_most_probable_token_is_chosen():
     logits = random_logits(1.0)
     tokens = Sampler(GenerationSettings(), logits.device)(logits)
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-def test_errors_name_invalid_settings() -> None:
+def test_errors_name_invalid_settings():
     for setting, value in (
         ("max_new_tokens", 0),
         ("temperature", 0.0),
@@ -75,7 +75,7 @@ def test_errors_name_invalid_settings() -> None:
             GenerationSettings(**{setting: value})
 
 
-def test_argmax_in_groups_equals_that_of_torch() -> None:
+def test_argmax_in_groups_equals_that_of_torch():
     for width in (5, 256, 768, 1000):
         # Few different values, so that several logits are the largest.
         logits = torch.randint(0, 30, (7, width)).bfloat16()
@@ -112,9 +112,7 @@ def next_token(logits: Tensor) -> Tensor:
     return logits[:, 0].long() + 1
 
 
-def test_a_replay_is_launched_before_the_last_token_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replay_is_launched_before_the_last_token_is_read(monkeypatch):
     # The copy is needed because the device holds later tokens when the host reads.
     monkeypatch.setattr(decoding, "_start_read", lambda tokens: tokens.clone().tolist)
 

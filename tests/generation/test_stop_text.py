@@ -18,13 +18,13 @@ def pieces_of(data: bytes, strings: tuple[str, ...] = (), before: bytes = b"") -
     return [*(stream.push(token) for token in data), stream.finish()]
 
 
-def test_a_character_appears_when_its_bytes_are_complete() -> None:
+def test_a_character_appears_when_its_bytes_are_complete():
     assert pieces_of("aé€b".encode()) == ["a", "", "é", "", "", "€", "b", ""]
     assert pieces_of(b"a\xe2\x82") == ["a", "", "", "\ufffd"]
 
 
 @given(data=st.binary(max_size=40), before=st.text(max_size=5))
-def test_pieces_of_any_bytes_join_to_the_full_text(data: bytes, before: str) -> None:
+def test_pieces_of_any_bytes_join_to_the_full_text(data, before):
     assert "".join(pieces_of(data, before=before.encode())) == data.decode(errors="replace")
 
 
@@ -32,7 +32,7 @@ def test_pieces_of_any_bytes_join_to_the_full_text(data: bytes, before: str) -> 
     data=st.text(alphabet="abé", max_size=30),
     strings=st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_size=3),
 )
-def test_pieces_end_before_the_first_stop_string(data: str, strings: list[str]) -> None:
+def test_pieces_end_before_the_first_stop_string(data, strings):
     tokens = list(data.encode())
     stops = StopStrings(BYTES.decode, strings)
     ends = [n for n in range(1, len(tokens) + 1) if stops(tokens[:n])]
@@ -48,11 +48,11 @@ def words(tokens: list[int]) -> str:
     return "".join([f" {token}" for token in tokens]).removeprefix(" ")
 
 
-def test_the_blank_before_the_first_new_word_is_printed() -> None:
+def test_the_blank_before_the_first_new_word_is_printed():
     stream = TextStream(words, before=[1, 2])
     assert [stream.push(3), stream.push(4), stream.finish()] == [" 3", " 4", ""]
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_an_empty_stop_string_is_refused():
     with pytest.raises(UnsupportedError, match="one is empty"):
         StopStrings(BYTES.decode, ["a", ""])

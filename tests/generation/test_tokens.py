@@ -40,7 +40,7 @@ def by_transformers(case: str, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize(
     "case", chosen(CASES, "llama", "gpt2", "gemma3", "phi3", "mixtral", "bloom")
 )
-def test_generated_tokens_equal_those_of_transformers(case: str) -> None:
+def test_generated_tokens_equal_those_of_transformers(case):
     if case == "gemma2":
         pytest.skip("the soft cap of transformers rounds to float32")
     expected = by_transformers(case)
@@ -60,7 +60,7 @@ def stops_of(case: str, number: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("case", chosen(("llama", "mistral", "gpt2", "mixtral"), "gpt2"))
-def test_beam_search_finds_the_sequences_of_transformers(case: str) -> None:
+def test_beam_search_finds_the_sequences_of_transformers(case):
     model, fill, lengths, differs = replaced(case), 10**6, set(), False
     for beams, penalty, number in SEARCHES:
         stops = stops_of(case, number)
@@ -81,7 +81,7 @@ def test_beam_search_finds_the_sequences_of_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", chosen(CASES, "bloom", "gemma2", "phi3", "mixtral"))
-def test_replaced_models_generate_with_a_cache(case: str) -> None:
+def test_replaced_models_generate_with_a_cache(case):
     """Each pass reads one new token, and the tokens equal the tokens of passes without a cache."""
     model = replaced(case)
     searches: list[dict[str, Any]] = [
@@ -106,7 +106,7 @@ def test_replaced_models_generate_with_a_cache(case: str) -> None:
         assert (lengths[-1] > 1) == reads_full_rows, lengths
 
 
-def test_caches_of_transformers_and_assisted_generation_raise() -> None:
+def test_caches_of_transformers_and_assisted_generation_raise():
     model = replaced("llama")
     tokens = torch.tensor(PROMPTS[:1])
     # Transformers 5.24 renames the argument.
@@ -123,7 +123,7 @@ def test_caches_of_transformers_and_assisted_generation_raise() -> None:
             model(tokens, **{name: DynamicCache()})
 
 
-def test_generation_continues_input_embeddings() -> None:
+def test_generation_continues_input_embeddings():
     twin: Any = twin_of("llama")
     vectors = twin.get_input_embeddings()(torch.tensor(PROMPTS[:1])).detach()
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
@@ -137,7 +137,7 @@ def has_two_of(tokens: Sequence[int]) -> bool:
     return len(tokens) > 3 and tokens[-1] % 2 == 0
 
 
-def test_rows_and_beams_end_with_a_stop_token_or_at_a_stop_function() -> None:
+def test_rows_and_beams_end_with_a_stop_token_or_at_a_stop_function():
     model = replaced("llama")
     unstopped = generate(model, PROMPTS, GREEDY)
     stop = unstopped[0][3]
@@ -157,7 +157,7 @@ def test_rows_and_beams_end_with_a_stop_token_or_at_a_stop_function() -> None:
     assert min(map(len, rows)) < NEW_TOKENS
 
 
-def test_generation_keeps_the_training_mode() -> None:
+def test_generation_keeps_the_training_mode():
     model = GPT(GPTConfig.gpt2(**SIZES, hidden_dropout=0.5), seed=0)
     tokens = generate(model, PROMPTS, GREEDY)
     assert tokens == generate(model.eval(), PROMPTS, GREEDY)
@@ -165,7 +165,7 @@ def test_generation_keeps_the_training_mode() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_invalid_prompts_lengths_and_beams_raise() -> None:
+def test_invalid_prompts_lengths_and_beams_raise():
     model = GPT(GPTConfig.gpt2(**SIZES))
     for prompts, message in (
         ([], "at least one prompt"),

@@ -30,7 +30,7 @@ class PieceRunner:
         self.model = model
         self.options = options
         self.pieces: list[SegmentList] = []
-        model._run_chunk = self.run  # type: ignore[method-assign]
+        model._run_chunk = self.run
 
     def run(self, chunk: int, values: Mapping[str, Any]) -> Any:
         self.pieces = split(self.model.segments(chunk), **self.options)

@@ -51,11 +51,7 @@ NAMES_OF_NORMS = {
         "attention_norm": "attention.output.LayerNorm",
         "mlp_norm": "output.LayerNorm",
     },
-    "pre": {
-        "final_norm": "bert.encoder.ln",
-        "attention_norm": "attention.ln",
-        "mlp_norm": "ln",
-    },
+    "pre": {"final_norm": "bert.encoder.ln", "attention_norm": "attention.ln", "mlp_norm": "ln"},
 }
 
 
@@ -113,7 +109,7 @@ def build_encoder(order: str) -> Encoder:
 
 @pytest.mark.parametrize("kernel", ["mask", "lengths", "flash"])
 @pytest.mark.parametrize("order", ["post", "pre"])
-def test_losses_and_gradients_equal_transformers(order: str, kernel: str) -> None:
+def test_losses_and_gradients_equal_transformers(order, kernel):
     model = build_encoder(order)
     reference = theirs(order)
     weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
@@ -156,7 +152,7 @@ def test_losses_and_gradients_equal_transformers(order: str, kernel: str) -> Non
 @pytest.mark.parametrize(
     ("size", "count"), [("336m", 336_226_108), ("1.3b", 1_280_595_772), ("3.9b", 3_869_081_404)]
 )
-def test_the_sizes_of_the_paper_have_its_numbers_of_parameters(size: Any, count: int) -> None:
+def test_the_sizes_of_the_paper_have_its_numbers_of_parameters(size, count):
     config = EncoderConfig.bert(size)
     with torch.device("meta"):
         model = Encoder(config)
@@ -172,14 +168,14 @@ def test_the_sizes_of_the_paper_have_its_numbers_of_parameters(size: Any, count:
     assert config.hidden_size // config.num_heads == 64
 
 
-def test_fields_of_a_size_of_the_paper_can_be_changed() -> None:
+def test_fields_of_a_size_of_the_paper_can_be_changed():
     config = EncoderConfig.bert("1.3b", hidden_size=128, num_heads=2)
     assert (config.num_layers, config.ffn_hidden_size, config.norm_position) == (24, 512, "pre")
     with pytest.raises(ParallelPlanError, match=r"size .* must be one of 336m, 1.3b, 3.9b"):
-        EncoderConfig.bert("2b")  # type: ignore[arg-type]
+        EncoderConfig.bert("2b")
 
 
-def test_weights_before_residual_sums_have_a_smaller_initial_std() -> None:
+def test_weights_before_residual_sums_have_a_smaller_initial_std():
     config = EncoderConfig.bert(**(SIZES | {"hidden_size": 96}), ffn_hidden_size=192)
     model = Encoder(config, seed=1)
     for layer in model.layers.values():

@@ -51,7 +51,7 @@ def make_trainer(tmp_path: Path, **options: Any) -> L.Trainer:
     return L.Trainer(accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet, **options)
 
 
-def test_a_causal_lm_learns_logs_and_predicts(tmp_path: Path) -> None:
+def test_a_causal_lm_learns_logs_and_predicts(tmp_path):
     L.seed_everything(1)
     module, data = CausalLM(CONFIG, learning_rate=1e-2, warmup_steps=4), Counting()
     trainer = make_trainer(tmp_path, max_epochs=20)
@@ -70,7 +70,7 @@ def test_a_causal_lm_learns_logs_and_predicts(tmp_path: Path) -> None:
     assert float(torch.cat(losses).mean()) == pytest.approx(test_metrics["test_loss"], rel=1e-5)
 
 
-def test_dropout_is_that_of_plain_lightning_under_the_strategy(tmp_path: Path) -> None:
+def test_dropout_is_that_of_plain_lightning_under_the_strategy(tmp_path):
     config = replace(CONFIG, attention_dropout=0.2)
     losses = []
     for strategy in ("auto", MegatronStrategy(microbatch_size=2)):
@@ -82,7 +82,7 @@ def test_dropout_is_that_of_plain_lightning_under_the_strategy(tmp_path: Path) -
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-def test_a_checkpoint_restores_configuration_and_weights(tmp_path: Path) -> None:
+def test_a_checkpoint_restores_configuration_and_weights(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1)
     module = CausalLM(CONFIG, betas=(0.8, 0.9))
     trainer.fit(module, Counting())
@@ -93,7 +93,7 @@ def test_a_checkpoint_restores_configuration_and_weights(tmp_path: Path) -> None
     assert torch.equal(loaded.model.embedding.word.weight, module.model.embedding.word.weight)
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
+def test_matrices_decay_and_vectors_do_not():
     module = CausalLM(CONFIG, weight_decay=0.3, max_steps=10)
     module.configure_model()
     groups = module.configure_optimizers()["optimizer"].param_groups
@@ -103,7 +103,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert sum(len(group["params"]) for group in groups) == len(list(module.parameters()))
 
 
-def test_configure_model_builds_the_model_once() -> None:
+def test_configure_model_builds_the_model_once():
     module = CausalLM(CONFIG)
     module.configure_model()
     built = module.model
@@ -111,7 +111,7 @@ def test_configure_model_builds_the_model_once() -> None:
     assert module.model is built
 
 
-def test_the_device_mesh_of_another_strategy_raises() -> None:
+def test_the_device_mesh_of_another_strategy_raises():
     module = CausalLM(CONFIG)
     module._device_mesh = object()
     with pytest.raises(UnsupportedError, match="Use MegatronStrategy, ddp or one device"):
@@ -121,7 +121,7 @@ def test_the_device_mesh_of_another_strategy_raises() -> None:
 @pytest.mark.parametrize(
     ("shape", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)]
 )
-def test_the_learning_rate_warms_up_and_decays(shape: Any, middle: float) -> None:
+def test_the_learning_rate_warms_up_and_decays(shape, middle):
     schedule = WarmupSchedule(shape, warmup_steps=4, num_steps=24, min_ratio=0.1)
     assert [schedule.factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert schedule.factor(14) == pytest.approx(middle)
@@ -132,19 +132,19 @@ def test_the_learning_rate_warms_up_and_decays(shape: Any, middle: float) -> Non
     )
 
 
-def test_a_decay_without_an_end_and_an_unknown_shape_raise() -> None:
+def test_a_decay_without_an_end_and_an_unknown_shape_raise():
     assert WarmupSchedule("constant", 0, None, 0.0).factor(10**6) == 1.0
     with pytest.raises(UnsupportedError, match="cosine schedule needs a last step"):
         WarmupSchedule("cosine", 0, None, 0.0)
     with pytest.raises(UnsupportedError, match="one of cosine, linear, constant: it is 'step'"):
-        WarmupSchedule("step", 0, 10, 0.0)  # type: ignore[arg-type]
+        WarmupSchedule("step", 0, 10, 0.0)
 
 
 RATE_SCHEDULE = partial(WSDSchedule, num_steps=8, decay_steps=4, decay="linear", warmup_steps=2)
 WEIGHT_DECAY_SCHEDULE = partial(WeightDecaySchedule, start=0.0, end=0.4, num_steps=8)
 
 
-def test_a_fit_follows_its_schedules_and_checkpoints_restore_them(tmp_path: Path) -> None:
+def test_a_fit_follows_its_schedules_and_checkpoints_restore_them(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=6)
     module = CausalLM(
         CONFIG,
@@ -179,7 +179,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_invalid_schedules_raise_in_the_constructor() -> None:
+def test_invalid_schedules_raise_in_the_constructor():
     for options, message in INVALID:
         with pytest.raises(ParallelPlanError, match=message):
             CausalLM(CONFIG, **options)

@@ -20,7 +20,7 @@ LONGROPE |= {"short_factors": [1.0] * 3, "long_factors": [2.0] * 3}
 ROTARY = {"position": "rotary"}
 
 
-def test_layouts_that_do_not_divide_the_model_raise() -> None:
+def test_layouts_that_do_not_divide_the_model_raise():
     cases: list[tuple[dict[str, Any], dict[str, int], str]] = [
         ({}, {"tp": 2}, "num_attention_heads (9) must be a multiple of tp (2), because each rank holds whole heads"),
         ({"ffn_hidden_size": 40}, {"tp": 3}, "ffn_hidden_size (40) must be a multiple of tp (3)"),
@@ -34,7 +34,7 @@ def test_layouts_that_do_not_divide_the_model_raise() -> None:
             GPTConfig.gpt2(**(SIZES | sizes)).check_layout(ParallelLayout(6, **layout))
 
 
-def test_lengths_of_sequences_must_fit_the_model_and_the_layout() -> None:
+def test_lengths_of_sequences_must_fit_the_model_and_the_layout():
     config = GPTConfig.gpt2(**SIZES)
     config.check_layout(ParallelLayout(4, cp=4), seq_length=16)
     config.check_layout(ParallelLayout(3, tp=3), sequence_parallel=False, seq_length=31)
@@ -86,7 +86,7 @@ SCALINGS: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_inconsistent_sizes_and_rotary_scalings_raise() -> None:
+def test_inconsistent_sizes_and_rotary_scalings_raise():
     for sizes, message in INCONSISTENT:
         with pytest.raises(ParallelPlanError, match=re.escape(message)):
             GPTConfig.gpt2(**(SIZES | sizes))
@@ -95,7 +95,7 @@ def test_inconsistent_sizes_and_rotary_scalings_raise() -> None:
             RotaryScaling(**numbers)
 
 
-def test_layers_are_divided_among_stages_by_work() -> None:
+def test_layers_are_divided_among_stages_by_work():
     def layers_of_stages(num_layers: int, vocab_size: int, pp: int, vpp: int = 1) -> list[int]:
         config = GPTConfig.gpt2(num_layers=num_layers, vocab_size=vocab_size)
         return list(config.partition(ParallelLayout(world_size=pp, pp=pp, vpp=vpp)).counts)
@@ -108,7 +108,7 @@ def test_layers_are_divided_among_stages_by_work() -> None:
     assert layers_of_stages(13, 50257, 4) == [4, 4, 5, 0]
 
 
-def test_default_sizes_of_families_equal_the_published_ones() -> None:
+def test_default_sizes_of_families_equal_the_published_ones():
     assert GPTConfig.gpt2().ffn_size == 3072
     llama = GPTConfig.llama()
     assert (llama.ffn_size, llama.kv_heads, llama.head_size, llama.bias) == (14336, 8, 128, False)
@@ -116,7 +116,7 @@ def test_default_sizes_of_families_equal_the_published_ones() -> None:
     assert (small.ffn_size, small.kv_heads) == (256, 4)
 
 
-def test_configurations_from_plain_values_are_hashable() -> None:
+def test_configurations_from_plain_values_are_hashable():
     scaling = LONGROPE | {"short_factors": [1.0, 1.0], "long_factors": [2.0, 3.0]}
     layers: Any = [True, False, True, False]
     windows: dict[str, Any] = {"sliding_window": 8, "window_layers": layers}

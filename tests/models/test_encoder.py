@@ -80,7 +80,7 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], label: s
 # ---- settings
 
 
-def test_inconsistent_settings_and_layouts_raise() -> None:
+def test_inconsistent_settings_and_layouts_raise():
     for change, message in (
         ({"num_layers": 0}, "num_layers must be a whole number of at least 1: it is 0"),
         ({"hidden_size": 25}, r"hidden_size \(25\) must be a multiple of num_heads"),
@@ -108,7 +108,7 @@ def test_inconsistent_settings_and_layouts_raise() -> None:
             config.check_layout(ParallelLayout(max(sizes.values()), **sizes), **options)
 
 
-def test_rows_longer_than_the_position_table_are_refused() -> None:
+def test_rows_longer_than_the_position_table_are_refused():
     long_rows = torch.full((1, 30), 1)
     long_rows[0, :4] = 5
     with pytest.raises(ParallelPlanError, match=r"\(30\) must not exceed max_seq_length \(20\)"):
@@ -120,7 +120,7 @@ def test_rows_longer_than_the_position_table_are_refused() -> None:
         model(EncoderInput(long_rows + 1))
 
 
-def test_an_encoder_draws_new_dropout_at_every_call() -> None:
+def test_an_encoder_draws_new_dropout_at_every_call():
     model = build_encoder(hidden_dropout=0.3, attention_dropout=0.3).train()
     rows = rows_with_mask()
     assert not torch.equal(model(rows).hidden, model(rows).hidden)
@@ -133,7 +133,7 @@ def test_an_encoder_draws_new_dropout_at_every_call() -> None:
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("order", ["pre", "post"])
-def test_results_with_lengths_equal_those_with_the_mask(order: str, head: str) -> None:
+def test_results_with_lengths_equal_those_with_the_mask(order, head):
     for positions in ("row", "tokens"):
         model = build_encoder(head=head, norm_position=order, positions=positions)
         for labels in {LABELS if head in ("masked_lm", "pretraining") else None, None}:
@@ -151,7 +151,7 @@ def test_results_with_lengths_equal_those_with_the_mask(order: str, head: str) -
                 assert span.key_borders is not None
 
 
-def test_vectors_and_positions_with_lengths_equal_those_with_the_mask() -> None:
+def test_vectors_and_positions_with_lengths_equal_those_with_the_mask():
     vectors = torch.linspace(-1, 1, 3 * 12 * 24, dtype=torch.float64).view(3, 12, 24)
     positions = (torch.arange(36).view(3, 12) * 7) % 12
     inputs: dict[str, Any] = {"vectors": vectors, "positions": positions}
@@ -163,7 +163,7 @@ def test_vectors_and_positions_with_lengths_equal_those_with_the_mask() -> None:
     assert spans
 
 
-def test_layers_process_padded_rows_as_one_row_with_flash_attention() -> None:
+def test_layers_process_padded_rows_as_one_row_with_flash_attention():
     model, shapes = build_encoder(), []
     model.layers["1"].register_forward_hook(lambda *call: shapes.append(tuple(call[-1].shape)))
     with flash_stand_in():
@@ -180,7 +180,7 @@ class Reversed(nn.Module):
         return hidden.flip(0)
 
 
-def test_rows_are_not_joined_if_a_module_may_mix_positions() -> None:
+def test_rows_are_not_joined_if_a_module_may_mix_positions():
     model = build_encoder()
     model.layers["1"].mlp = nn.Sequential(model.layers["1"].mlp, Reversed())
     expected = outputs_of(model, model(rows_with_mask()))
@@ -190,7 +190,7 @@ def test_rows_are_not_joined_if_a_module_may_mix_positions() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", "full_except_core"])
-def test_recomputation_and_attention_dropout_need_no_mask(recompute: Any) -> None:
+def test_recomputation_and_attention_dropout_need_no_mask(recompute):
     expected = run(build_encoder(), rows_with_mask())
     for dropout in (0.0, 0.3) if recompute != "full_except_core" else (0.0,):
         model = build_encoder(attention_dropout=dropout)
@@ -205,7 +205,7 @@ def test_recomputation_and_attention_dropout_need_no_mask(recompute: Any) -> Non
             assert 0.3 not in calls
 
 
-def test_contradictory_descriptions_of_padding_are_refused() -> None:
+def test_contradictory_descriptions_of_padding_are_refused():
     with pytest.raises(UnsupportedError, match="either valid or lengths"):
         EncoderInput(ROWS, valid=VALID, lengths=torch.tensor(LENGTHS))
     with pytest.raises(UnsupportedError, match=r"each of the 3 rows: its shape is \(2,\)"):
@@ -222,7 +222,7 @@ def encoder_in_two_chunks() -> Encoder:
     return build_encoder(mesh)
 
 
-def test_chunks_run_one_after_the_other_equal_the_full_model() -> None:
+def test_chunks_run_one_after_the_other_equal_the_full_model():
     model, expected = encoder_in_two_chunks(), build_encoder()(rows_with_mask()).pooled
     assert model.num_chunks == 2
     names = ("layers.0.mlp.up.weight", "layers.1.mlp.up.weight", "embedding.norm.weight")

@@ -28,19 +28,14 @@ SIZES: dict[str, Any] = {"vocab_size": 64, "max_seq_length": 16, "num_layers": 2
 SHARED = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "shared_ffn_hidden_size": 48}
 EXPERTS = GPTConfig.llama(**SIZES, hidden_size=32, ffn_hidden_size=64, experts=SHARED)
 ENCODER = EncoderConfig(
-    vocab_size=64,
-    num_positions=16,
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    ffn_hidden_size=72,
+    vocab_size=64, num_positions=16, num_layers=2, hidden_size=32, num_heads=4, ffn_hidden_size=72
 )
 #: With two ranks, each has 40 features, which is no multiple of 16.
 INDIVISIBLE = GPTConfig.gpt2(**SIZES, hidden_size=32, ffn_hidden_size=80)
 MESSAGE = "multiples of 16: layers.0.mlp.up has 40 output and 32 input features"
 
 
-def test_linear_sizes_equal_those_of_the_built_layers() -> None:
+def test_linear_sizes_equal_those_of_the_built_layers():
     for config in (*CONFIGS.values(), EXPERTS):
         for tp in (1, 2, 4):
             with torch.device("meta"):
@@ -55,7 +50,7 @@ def test_linear_sizes_equal_those_of_the_built_layers() -> None:
             assert actual == expected
 
 
-def test_an_encoder_with_indivisible_layers_is_refused() -> None:
+def test_an_encoder_with_indivisible_layers_is_refused():
     indivisible_layers = dict.fromkeys(
         name
         for _, name, linear in _linears(Encoder(ENCODER, seed=1))
@@ -105,7 +100,7 @@ def check_fp8_sizes(module: LightningModule, tp: int, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["config", "model", "Hugging Face model", "folder"])
-def test_indivisible_sizes_are_refused_before_processes_start(kind: str, tmp_path: Any) -> None:
+def test_indivisible_sizes_are_refused_before_processes_start(kind, tmp_path):
     module: LightningModule
     if kind == "config":
         module = WithConfig(INDIVISIBLE)
@@ -123,11 +118,11 @@ def test_indivisible_sizes_are_refused_before_processes_start(kind: str, tmp_pat
     check_fp8_sizes(module, tp=1)
 
 
-def test_models_built_in_configure_model_are_not_checked_early() -> None:
+def test_models_built_in_configure_model_are_not_checked_early():
     check_fp8_sizes(WithConfigureModel(GPT(INDIVISIBLE, seed=1)), tp=2)
 
 
-def test_lora_factors_are_not_counted_as_layers() -> None:
+def test_lora_factors_are_not_counted_as_layers():
     model = GPT(CONFIGS["llama"], seed=1)
     before = [name for _, name, _ in _linears(model)]
     base = model.layers["0"].attention.qkv
@@ -142,7 +137,7 @@ def test_lora_factors_are_not_counted_as_layers() -> None:
     assert update.b.scaling is None
 
 
-def test_patterns_without_a_match_are_refused_before_processes_start() -> None:
+def test_patterns_without_a_match_are_refused_before_processes_start():
     with pytest.raises(ParallelPlanError, match=r"'\*.mlp.gate' matches none of .*layers.N.mlp.up"):
         check_fp8_sizes(WithConfig(INDIVISIBLE), tp=1, keep=("*.mlp.gate",))
     check_fp8_sizes(WithConfig(EXPERTS), tp=1, keep=("*.mlp.shared.*",))

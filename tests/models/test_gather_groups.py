@@ -49,7 +49,7 @@ def delay_parameters(model: PipelinedModule) -> None:
 
 @pytest.mark.parametrize("chunk", [None, 5, "forward"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_parameter_is_read_before_its_module_is_called(kind: str, chunk: Any) -> None:
+def test_no_parameter_is_read_before_its_module_is_called(kind, chunk):
     tokens = torch.randint(VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
     for name, call in CALLS.items():
         model = GPT(KINDS[kind], seed=1).eval()

@@ -113,7 +113,7 @@ def train(module: HuggingFaceCausalLM, layout: Any = None, devices: int = 1) -> 
     return float(fit(module, layout, devices).callback_metrics["val_loss"])
 
 
-def test_the_mean_loss_equals_cross_entropy_of_shifted_labels(folder: str) -> None:
+def test_the_mean_loss_equals_cross_entropy_of_shifted_labels(folder):
     module, batch = HuggingFaceCausalLM(folder), make_batch()
     module.configure_model()
     count = (batch["labels"] != -100).sum()
@@ -123,7 +123,7 @@ def test_the_mean_loss_equals_cross_entropy_of_shifted_labels(folder: str) -> No
     assert module.mean_loss(unlabelled, torch.tensor(0), is_trained=True).item() == 0.0
 
 
-def test_the_strategy_trains_like_ordinary_lightning(folder: str) -> None:
+def test_the_strategy_trains_like_ordinary_lightning(folder):
     plain, swapped = build_module(folder), build_module(folder)
     expected, actual = train(plain), train(swapped, {})
     assert type(plain.model).__name__ == "LlamaForCausalLM"
@@ -135,7 +135,7 @@ def test_the_strategy_trains_like_ordinary_lightning(folder: str) -> None:
     assert train(build_module(folder), {}) == actual
 
 
-def test_weights_have_the_requested_dtype(folder: str) -> None:
+def test_weights_have_the_requested_dtype(folder):
     for options, dtype in (
         ({"dtype": "bfloat16"}, torch.bfloat16),
         ({"dtype": "bfloat16", "from_scratch": True}, torch.bfloat16),
@@ -147,7 +147,7 @@ def test_weights_have_the_requested_dtype(folder: str) -> None:
         assert module.model.training
 
 
-def test_a_checkpoint_restores_settings_and_weights(folder: str, tmp_path: Path) -> None:
+def test_a_checkpoint_restores_settings_and_weights(folder, tmp_path):
     module: Any = build_module(folder, betas=(0.8, 0.9))
     fit(module, max_steps=1).save_checkpoint(tmp_path / "one.ckpt")
     loaded: Any = HuggingFaceCausalLM.load_from_checkpoint(tmp_path / "one.ckpt")
@@ -155,9 +155,7 @@ def test_a_checkpoint_restores_settings_and_weights(folder: str, tmp_path: Path)
     assert torch.equal(loaded.model.lm_head.weight, module.model.lm_head.weight)
 
 
-def test_a_consolidated_checkpoint_loads_and_resumes_in_ordinary_lightning(
-    folder: str, tmp_path: Path
-) -> None:
+def test_a_consolidated_checkpoint_loads_and_resumes_in_ordinary_lightning(folder, tmp_path):
     module, resumed, plain = (build_module(folder) for _ in range(3))
     fit(module, {}, max_steps=1).save_checkpoint(tmp_path / "one.ckpt")
     tokens = make_batch()["tokens"]
@@ -177,7 +175,7 @@ def test_a_consolidated_checkpoint_loads_and_resumes_in_ordinary_lightning(
 # ---- refusals
 
 
-def test_paths_without_a_model_raise(tmp_path: Path) -> None:
+def test_paths_without_a_model_raise(tmp_path):
     with pytest.raises(
         UnsupportedError, match="a folder written by save_pretrained or `hf download`"
     ):
@@ -206,9 +204,7 @@ ILLEGAL: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def test_damaged_and_illegal_configurations_are_refused_with_the_name_of_their_folder(
-    folder: str,
-) -> None:
+def test_damaged_and_illegal_configurations_are_refused_with_the_name_of_their_folder(folder):
     path = Path(folder, "config.json")
     valid = json.loads(path.read_text())
     Path(folder, "trap.py").write_text("raise AssertionError('code of the folder must not run')")
@@ -220,7 +216,7 @@ def test_damaged_and_illegal_configurations_are_refused_with_the_name_of_their_f
 
 
 @pytest.mark.parametrize("layout", [None, {}])
-def test_missing_and_damaged_weights_of_a_folder_raise(layout: Any, tmp_path: Path) -> None:
+def test_missing_and_damaged_weights_of_a_folder_raise(layout, tmp_path):
     folder = save_model(tmp_path / "opt", "opt")
     weights = Path(folder, "model.safetensors")
     tensors = load_file(weights)
@@ -234,7 +230,7 @@ def test_missing_and_damaged_weights_of_a_folder_raise(layout: Any, tmp_path: Pa
         train(build_module(folder), layout)
 
 
-def test_data_with_a_larger_vocabulary_than_the_model_raise(folder: str) -> None:
+def test_data_with_a_larger_vocabulary_than_the_model_raise(folder):
     module, data = HuggingFaceCausalLM(folder), Batches()
     data.vocab_size = V + 1
     trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=1, logger=False, barebones=True)
@@ -251,9 +247,7 @@ class ModuleInEvaluationMode(HuggingFaceCausalLM):
         self.model.eval()
 
 
-def test_expert_settings_need_experts_in_training_mode_and_the_strategy(
-    folder: str, tmp_path: Path
-) -> None:
+def test_expert_settings_need_experts_in_training_mode_and_the_strategy(folder, tmp_path):
     with pytest.raises(UnsupportedError, match="expert_settings of a Llama configuration must be"):
         train(build_module(folder, expert_settings=SETTINGS), {})
     mixtral = save_model(tmp_path / "mixtral", "mixtral")

@@ -46,11 +46,7 @@ def values_of_steps(
 
 
 TRANSFORMERS_SCHEDULES: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "constant": (
-        lambda o: ConstantSchedule(o, warmup_steps=W),
-        "constant_with_warmup",
-        {},
-    ),
+    "constant": (lambda o: ConstantSchedule(o, warmup_steps=W), "constant_with_warmup", {}),
     "linear": (lambda o: LinearSchedule(o, N, W), "linear", {}),
     "cosine": (lambda o: CosineSchedule(o, N, W), "cosine", {}),
     "cosine with a floor": (
@@ -69,7 +65,7 @@ TRANSFORMERS_SCHEDULES: dict[str, tuple[Any, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS_SCHEDULES)
-def test_learning_rates_equal_those_of_transformers(name: str) -> None:
+def test_learning_rates_equal_those_of_transformers(name):
     optimization = pytest.importorskip("transformers.optimization")
     make, kind, options = TRANSFORMERS_SCHEDULES[name]
     warmup = options.get("warmup", W)
@@ -90,7 +86,7 @@ def test_learning_rates_equal_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
-def test_wsd_rates_equal_those_of_transformers(decay: Any) -> None:
+def test_wsd_rates_equal_those_of_transformers(decay):
     optimization = pytest.importorskip("transformers.optimization")
     optimizer = adamw()
     reference = optimization.get_wsd_schedule(
@@ -133,7 +129,7 @@ MEGATRON_STYLES: dict[str, Callable[..., LRScheduler]] = {
 
 
 @pytest.mark.parametrize("style", MEGATRON_STYLES)
-def test_learning_rates_equal_those_of_megatron(style: str) -> None:
+def test_learning_rates_equal_those_of_megatron(style):
     # The inverse square root reaches the floor before step N, where Megatron-LM jumps to it.
     floor, initial = 0.0045, 0.001
     actual = values_of_steps(MEGATRON_STYLES[style](adamw(), initial_lr=initial, min_lr=floor))
@@ -148,7 +144,7 @@ def test_learning_rates_equal_those_of_megatron(style: str) -> None:
 
 
 @pytest.mark.parametrize(("shape", "start", "end"), [("linear", 0.02, 0.1), ("cosine", 0.3, 0.0)])
-def test_weight_decays_equal_those_of_megatron(shape: Any, start: float, end: float) -> None:
+def test_weight_decays_equal_those_of_megatron(shape, start, end):
     optimizer = adamw(0.1, 0.0)
     before = [group["lr"] for group in optimizer.param_groups]
     actual = values_of_steps(
@@ -164,7 +160,7 @@ def test_weight_decays_equal_those_of_megatron(shape: Any, start: float, end: fl
     assert actual[N:] == [[end, 0.0]] * 10
 
 
-def test_weight_decays_of_groups_keep_their_proportions() -> None:
+def test_weight_decays_of_groups_keep_their_proportions():
     actual = values_of_steps(WeightDecaySchedule(adamw(0.1, 0.05), 0.2, 0.4, 2), 4, "weight_decay")
     assert actual == [[0.2, 0.1], [pytest.approx(0.3), pytest.approx(0.15)], *[[0.4, 0.2]] * 2]
     constant = WeightDecaySchedule(adamw(0.1, 0.0), 0.2, 0.2, 2, "constant")
@@ -189,7 +185,7 @@ def rates_and_decays_of_steps(
 
 
 @pytest.mark.parametrize("num_steps", [3, 30])
-def test_resumed_schedules_continue_exactly(num_steps: int) -> None:
+def test_resumed_schedules_continue_exactly(num_steps):
     optimizer = adamw(0.1, 0.0)
     schedulers = make_schedulers(optimizer)
     for _ in range(num_steps):
@@ -211,7 +207,7 @@ def test_resumed_schedules_continue_exactly(num_steps: int) -> None:
     ) == rates_and_decays_of_steps(optimizer, schedulers)
 
 
-def test_a_wsd_schedule_resumes_with_a_new_end_from_another_scheduler() -> None:
+def test_a_wsd_schedule_resumes_with_a_new_end_from_another_scheduler():
     optimizer = adamw()
     first = LambdaLR(optimizer, lambda step: 1.0)
     for _ in range(20):
@@ -226,7 +222,7 @@ def test_a_wsd_schedule_resumes_with_a_new_end_from_another_scheduler() -> None:
     assert actual[10] == actual[11] == [0.0, 0.0]
 
 
-def test_learning_rates_that_are_tensors_are_filled_in_place() -> None:
+def test_learning_rates_that_are_tensors_are_filled_in_place():
     optimizer = adamw()
     rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
     scheduler = LinearSchedule(optimizer, 4)
@@ -240,7 +236,7 @@ INVALID_SETTINGS: list[tuple[Callable[[Any], LRScheduler], str]] = [
     (lambda o: CosineSchedule(o, 10, 10), r"warmup_steps \(10\) must be below num_steps \(10\)"),
     (lambda o: LinearSchedule(o, 10, 12), "Use warmup_steps from 0 to 9"),
     (lambda o: WSDSchedule(o, 10, 6, warmup_steps=5), "num_steps of at least 11"),
-    (lambda o: WSDSchedule(o, 10, 6, "square"), "decay must be linear, cosine or 1-sqrt"),  # type: ignore[arg-type]
+    (lambda o: WSDSchedule(o, 10, 6, "square"), "decay must be linear, cosine or 1-sqrt"),
     (lambda o: CosineSchedule(o, 10, min_lr=0.01), r"min_lr \(0.01\) must be at most .* group 1"),
     (lambda o: ConstantSchedule(o, 3, initial_lr=1), "initial_lr .* Use a value from 0 to 0.02"),
     (lambda o: CosineSchedule(o, 10, min_ratio=1.5), "min_ratio must be a finite number of at"),
@@ -248,14 +244,14 @@ INVALID_SETTINGS: list[tuple[Callable[[Any], LRScheduler], str]] = [
     (lambda o: CosineSchedule(o, 0), "num_steps must be a whole number of at least 1: it is 0"),
     (lambda o: InverseSqrtSchedule(o), "timescale must be given if warmup_steps is 0"),
     (lambda o: WeightDecaySchedule(o, 0.1, 0.2, 5, "constant"), "must be equal"),
-    (lambda o: WeightDecaySchedule(o, 0.1, 0.2, 5, "cubic"), "shape must be constant, linear"),  # type: ignore[arg-type]
+    (lambda o: WeightDecaySchedule(o, 0.1, 0.2, 5, "cubic"), "shape must be constant, linear"),
     (lambda o: WeightDecaySchedule(adamw(0.0, 0.0), 0.1, 0.2, 5), "must be above 0"),
     (lambda o: WeightDecaySchedule(o, -0.1, 0.2, 5), "start must be a finite number of at least 0"),
-    (lambda o: CosineSchedule(None, 5), "optimizer must be"),  # type: ignore[arg-type]
+    (lambda o: CosineSchedule(None, 5), "optimizer must be"),
 ]
 
 
-def test_invalid_settings_raise() -> None:
+def test_invalid_settings_raise():
     for make, message in INVALID_SETTINGS:
         with pytest.raises(ParallelPlanError, match=message):
             make(adamw())

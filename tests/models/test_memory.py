@@ -58,14 +58,14 @@ ONE = ParallelLayout(1)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_memory_saved_by_a_forward_pass_equals_the_estimate(kind: str) -> None:
+def test_memory_saved_by_a_forward_pass_equals_the_estimate(kind):
     for dtype in (HALF, FULL):
         model, config = build_model(CONFIGS[kind], dtype), CONFIGS[kind]
         assert saved_bytes(model) == pytest.approx(estimated_kept_bytes(config, dtype), rel=0.015)
         check_parameters(model, ONE)
 
 
-def test_numbers_of_parameters_with_every_setting_equal_the_estimate() -> None:
+def test_numbers_of_parameters_with_every_setting_equal_the_estimate():
     latent: dict[str, Any] = {
         "key_value_rank": 12,
         "plain_dim": 10,
@@ -99,7 +99,7 @@ PEAKS: list[tuple[str, int, Any, Any]] = [
 
 
 @pytest.mark.parametrize("case", PEAKS, ids=str)
-def test_the_peak_memory_of_a_step_equals_the_estimate(case: tuple[str, int, Any, Any]) -> None:
+def test_the_peak_memory_of_a_step_equals_the_estimate(case):
     kind, vocab_size, recompute, loss_chunk = case
     sizes = {"vocab_size": vocab_size, "hidden_size": 128, "ffn_hidden_size": 384}
     config = GPTConfig(**{**vars(CONFIGS[kind]), **sizes})
@@ -113,9 +113,7 @@ def test_the_peak_memory_of_a_step_equals_the_estimate(case: tuple[str, int, Any
     ("kind", "recompute", "loss_chunk"),
     [("gpt2", "none", None), ("llama", "full", 50), ("post", "none", 50), ("latent", "full", None)],
 )
-def test_memory_left_by_an_input_half_equals_the_estimate(
-    kind: str, recompute: Any, loss_chunk: int | None
-) -> None:
+def test_memory_left_by_an_input_half_equals_the_estimate(kind, recompute, loss_chunk):
     model = build_model(CONFIGS[kind], recompute=recompute)
     model.loss_chunk = loss_chunk
     costs = estimated_costs(CONFIGS[kind], HALF, loss_chunk=loss_chunk)
@@ -142,7 +140,7 @@ RECOMPUTATIONS = {
         *zip(("gpt2", "llama", "geglu") * 2, RECOMPUTATIONS, strict=True),
     ),
 )
-def test_kept_memory_with_recomputation_equals_the_estimate(kind: str, settings: str) -> None:
+def test_kept_memory_with_recomputation_equals_the_estimate(kind, settings):
     config, training = CONFIGS[kind], TrainingShape(seq_length=LENGTH, microbatch_size=BATCH)
     measured, estimates = [], []
     for recompute in ("none", RECOMPUTATIONS[settings]):
@@ -157,7 +155,7 @@ def test_kept_memory_with_recomputation_equals_the_estimate(kind: str, settings:
     assert saving == pytest.approx(estimated[0] - estimated[1], rel=0.02)
 
 
-def test_recomputed_activations_of_relu_and_kept_cores_have_their_exact_sizes() -> None:
+def test_recomputed_activations_of_relu_and_kept_cores_have_their_exact_sizes():
     relu = replace(CONFIGS["gpt2"], activation="relu")
     sizes = [kept_bytes(build_model(relu, recompute=parts)) for parts in ("none", "activations")]
     assert sizes[0] == sizes[1], "ReLU keeps its result anyway"
@@ -215,13 +213,13 @@ def check_change(config: GPTConfig, fp8: FP8, recompute: Any = "none") -> int:
         PASSES, *zip(EIGHT_BITS, ([*RECIPES, *RECIPES[:3]] * 2)[: len(EIGHT_BITS)], strict=True)
     ),
 )
-def test_memory_kept_in_8_bits_equals_the_estimate(kind: str, recipe: Any) -> None:
+def test_memory_kept_in_8_bits_equals_the_estimate(kind, recipe):
     change = check_change(EIGHT_BITS[kind], FP8(recipe, emulate=True))
     # ReLU and the attention core keep their results in addition to the copies in 8 bits.
     assert (change > 0) == (kind == "parallel relu")
 
 
-def test_memory_in_8_bits_with_recomputation_and_excluded_layers_equals_the_estimate() -> None:
+def test_memory_in_8_bits_with_recomputation_and_excluded_layers_equals_the_estimate():
     for kind, recompute in (("gpt2", "activations"), ("llama", "norms"), ("parallel relu", "full")):
         check_change(EIGHT_BITS[kind], FP8(emulate=True), recompute)
     for kind in ("gpt2", "llama"):
@@ -232,7 +230,7 @@ def test_memory_in_8_bits_with_recomputation_and_excluded_layers_equals_the_esti
     ("kind", "recipe"),
     [("gpt2", "tensorwise"), ("gpt2", "delayed"), ("llama", "rowwise"), ("llama", "blockwise")],
 )
-def test_the_estimate_counts_casts_of_weights_and_histories(kind: str, recipe: Any) -> None:
+def test_the_estimate_counts_casts_of_weights_and_histories(kind, recipe):
     config, history = EIGHT_BITS[kind], {"history": 5} if recipe == "delayed" else {}
     settings = FP8(recipe, emulate=True, last_bf16=1, **history)
     model, tokens = build_model(config, FULL, fp8=settings), draw_tokens(config)
@@ -255,7 +253,7 @@ def test_the_estimate_counts_casts_of_weights_and_histories(kind: str, recipe: A
 
 
 @pytest.mark.parametrize(("kind", "recipe"), [("llama", "tensorwise"), ("latent", "rowwise")])
-def test_memory_left_by_an_input_half_in_8_bits_equals_the_estimate(kind: str, recipe: Any) -> None:
+def test_memory_left_by_an_input_half_in_8_bits_equals_the_estimate(kind, recipe):
     config, settings = EIGHT_BITS[kind], FP8(recipe, emulate=True)
     costs = estimated_costs(config, HALF, settings)
     estimate = sum(layer.waiting for layer in costs) + costs[0].head_waiting
@@ -266,9 +264,7 @@ def test_memory_left_by_an_input_half_in_8_bits_equals_the_estimate(kind: str, r
     ("kind", "recompute", "is_shared"),
     [("gpt2", "none", False), ("llama", "full", True), ("clamped", "none", True)],
 )
-def test_the_peak_memory_of_a_step_in_8_bits_equals_the_estimate(
-    kind: str, recompute: Any, is_shared: bool
-) -> None:
+def test_the_peak_memory_of_a_step_in_8_bits_equals_the_estimate(kind, recompute, is_shared):
     config = replace(EIGHT_BITS[kind], vocab_size=256)
     settings: Any = FP8(emulate=True, cast_weights="batch" if is_shared else "microbatch")
     model = build_model(config, fp8=settings, recompute=recompute)
@@ -308,9 +304,7 @@ EXPERT_PASSES = [(kind, *variant) for kind in MIXTURES for variant in VARIANTS]
     ("kind", "dtype", "recompute"),
     chosen(EXPERT_PASSES, *((k, *VARIANTS[n % 4]) for n, k in enumerate(MIXTURES))),
 )
-def test_memory_kept_by_experts_equals_the_estimate(
-    kind: str, dtype: torch.dtype, recompute: Any
-) -> None:
+def test_memory_kept_by_experts_equals_the_estimate(kind, dtype, recompute):
     config = MIXTURES[kind]
     model = build_model(config, dtype, recompute=recompute)
     expected = estimated_kept_bytes(config, dtype, recompute=recompute)
@@ -328,9 +322,7 @@ def test_memory_kept_by_experts_equals_the_estimate(
         ("biases", FULL, 384, "none"),
     ],
 )
-def test_the_peak_memory_of_a_step_with_experts_equals_the_estimate(
-    kind: str, dtype: torch.dtype, width: int, recompute: Any
-) -> None:
+def test_the_peak_memory_of_a_step_with_experts_equals_the_estimate(kind, dtype, width, recompute):
     experts: Any = MIXTURES[kind].experts
     experts = replace(experts, ffn_hidden_size=width)
     config = replace(MIXTURES[kind], hidden_size=128, experts=experts)
@@ -339,7 +331,7 @@ def test_the_peak_memory_of_a_step_with_experts_equals_the_estimate(
     assert estimate == pytest.approx(peak_bytes(model), rel=0.06)
 
 
-def test_all_layers_share_the_memory_of_places_for_clones() -> None:
+def test_all_layers_share_the_memory_of_places_for_clones():
     config, layout = MIXTURES["all layers"], ParallelLayout(4, ep=4)
     experts: Any = config.experts
     shape, weights = config.memory_shape(), 3 * config.hidden_size * experts.ffn_hidden_size
@@ -351,7 +343,7 @@ def test_all_layers_share_the_memory_of_places_for_clones() -> None:
     assert estimate_memory(shape, ONE, with_clones) == estimate_memory(shape, ONE, training)
 
 
-def test_the_estimate_and_the_layer_choose_the_same_transport() -> None:
+def test_the_estimate_and_the_layer_choose_the_same_transport():
     names: dict[type, str] = {LocalDispatcher: "none", GatherDispatcher: "all_gather"}
     names |= {AllToAllDispatcher: "all_to_all", OneSidedDispatcher: "one_sided"}
     transports: tuple[Transport, ...] = ("auto", "all_gather", "all_to_all", "one_sided")

@@ -58,7 +58,7 @@ def build_gpt(config: GPTConfig, mesh: ParallelMesh, recompute: Recompute, trans
     model = GPT(config, mesh, seed=1)
     model.recompute = recompute
     for mixture in model.mixtures().values():
-        mixture.transport = transport  # type: ignore[assignment]
+        mixture.transport = transport
     return model
 
 
@@ -126,7 +126,7 @@ def _float64() -> Any:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_pieces_of_every_scope_compute_the_same_bits(name: str) -> None:
+def test_pieces_of_every_scope_compute_the_same_bits(name):
     num_pieces = check_scopes(CONFIGS[name], ParallelMesh.single(seed=4), "none", SCOPES)
     assert num_pieces[0] == 1
     # Numbers of pieces differ, as eager segments lie before, between and after static segments.
@@ -142,14 +142,14 @@ def test_pieces_of_every_scope_compute_the_same_bits(name: str) -> None:
         ("shared expert", "full"),
     ],
 )
-def test_pieces_compute_the_same_bits_with_recomputation(name: str, recompute: Recompute) -> None:
+def test_pieces_compute_the_same_bits_with_recomputation(name, recompute):
     scopes = [("all",), ("attention",), ("mlp", "router", "head")]
     check_scopes(CONFIGS[name], ParallelMesh.single(seed=4), recompute, scopes)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("head", ["masked_lm", "pooler"])
-def test_an_encoder_in_pieces_computes_the_same_bits(head: Any, dropout: float) -> None:
+def test_an_encoder_in_pieces_computes_the_same_bits(head, dropout):
     config = EncoderConfig(
         vocab_size=V, num_positions=S, num_layers=2, hidden_size=16, num_heads=4,
         ffn_hidden_size=24, hidden_dropout=0.3, attention_dropout=dropout, head=head,
@@ -165,7 +165,7 @@ def test_an_encoder_in_pieces_computes_the_same_bits(head: Any, dropout: float) 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_segments_read_all_parameters_and_pieces_end_at_cuts(name: str) -> None:
+def test_segments_read_all_parameters_and_pieces_end_at_cuts(name):
     model = GPT(CONFIGS[name], seed=1)
     expanded = model.segments().expand()
     assert set(expanded.parameters) == set(model.parameters())
@@ -177,7 +177,7 @@ def test_segments_read_all_parameters_and_pieces_end_at_cuts(name: str) -> None:
     assert all(piece.is_static for piece in runner.pieces)
 
 
-def test_masks_and_rotary_tables_are_inputs_of_segments() -> None:
+def test_masks_and_rotary_tables_are_inputs_of_segments():
     config = GPTConfig.llama(**SIZES, sliding_window=4, window_layers=(False, True))
     model = GPT(config, seed=1)
     assert model.segments().inputs == (
@@ -193,7 +193,7 @@ def test_masks_and_rotary_tables_are_inputs_of_segments() -> None:
     assert [piece.is_static for piece in runner.pieces] == [False, True, False, True, False]
 
 
-def test_a_fully_recomputed_block_is_one_segment_with_all_its_scopes() -> None:
+def test_a_fully_recomputed_block_is_one_segment_with_all_its_scopes():
     model = GPT(CONFIGS["shared expert"], seed=1)
     model.recompute = "full"
     segments = {segment.name: segment for segment in model.segments().expand()}
@@ -203,7 +203,7 @@ def test_a_fully_recomputed_block_is_one_segment_with_all_its_scopes() -> None:
     )  # fmt: skip
 
 
-def test_a_layer_without_segments_is_eager() -> None:
+def test_a_layer_without_segments_is_eager():
     class Doubled(nn.Module):
         def forward(self, hidden: Tensor, *_: object) -> Tensor:
             return hidden * 2
@@ -217,7 +217,7 @@ def test_a_layer_without_segments_is_eager() -> None:
     assert [piece.is_static for piece in runner.pieces] == [True, False, True]
 
 
-def test_compiled_blocks_share_one_graph_and_are_one_segment_each() -> None:
+def test_compiled_blocks_share_one_graph_and_are_one_segment_each():
     torch.compiler.reset()
     model = GPT(
         GPTConfig.llama(**SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0}), seed=1

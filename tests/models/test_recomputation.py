@@ -74,7 +74,7 @@ def gradients_of(model: GPT, settings: Any, packed: bool = False) -> list[Tensor
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_gradients_with_recomputation_have_the_same_bits(kind: str) -> None:
+def test_gradients_with_recomputation_have_the_same_bits(kind):
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             model = build_model(CONFIGS[kind]).float()
@@ -85,7 +85,7 @@ def test_gradients_with_recomputation_have_the_same_bits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WITHOUT_CORE)
-def test_gradients_without_recomputed_cores_equal_those_of_kept_activations(kind: str) -> None:
+def test_gradients_without_recomputed_cores_equal_those_of_kept_activations(kind):
     model = build_model(WITHOUT_CORE[kind])
     for options in ({"layers": 1}, {"offload": True}):
         packed = kind == "window, sinks"
@@ -95,7 +95,7 @@ def test_gradients_without_recomputed_cores_equal_those_of_kept_activations(kind
             torch.testing.assert_close(*pair, rtol=0, atol=1e-12)
 
 
-def test_the_core_runs_forward_once_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_runs_forward_once_in_training(monkeypatch):
     calls: Counter[str] = Counter()
     for name in ("forward_part", "backward_part"):
         function = getattr(attention_parts, name)
@@ -113,7 +113,7 @@ def test_the_core_runs_forward_once_in_training(monkeypatch: pytest.MonkeyPatch)
     assert calls["forward_part"] == 2 * LAYERS, "nothing is kept without gradients"
 
 
-def test_two_backward_passes_give_the_same_gradients() -> None:
+def test_two_backward_passes_give_the_same_gradients():
     model = build_model(WITHOUT_CORE["soft cap"])
     model.recompute = "full_except_core"
     tokens = torch.arange(S)[None]
@@ -123,7 +123,7 @@ def test_two_backward_passes_give_the_same_gradients() -> None:
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
-def test_recomputed_layers_are_counted_from_the_start_or_end_of_each_chunk() -> None:
+def test_recomputed_layers_are_counted_from_the_start_or_end_of_each_chunk():
     first = Recomputation(("full",), layers=2)
     last = Recomputation(("norms", "activations"), layers=1, at="last")
     assert [first.parts_of(place, 4) for place in range(4)] == [("full",)] * 2 + [()] * 2
@@ -139,7 +139,7 @@ def test_recomputed_layers_are_counted_from_the_start_or_end_of_each_chunk() -> 
     assert not model.layers["2"].mlp.recomputes_activation
 
 
-def test_settings_that_cannot_be_followed_are_refused() -> None:
+def test_settings_that_cannot_be_followed_are_refused():
     for value, message in (
         (
             "some",

@@ -205,15 +205,13 @@ def check_case(name: str, mesh: ParallelMesh) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_setting_equals_the_plain_model(name: str) -> None:
+def test_every_setting_equals_the_plain_model(name):
     with in_float64():
         check_case(name, ParallelMesh.single())
 
 
 @pytest.mark.parametrize("loss_chunk", [None, 5, "forward"])
-def test_losses_of_chunks_and_their_sums_have_the_gradients_of_stored_losses(
-    loss_chunk: Any,
-) -> None:
+def test_losses_of_chunks_and_their_sums_have_the_gradients_of_stored_losses(loss_chunk):
     tokens, labels, _ = draw_batch()
     model = GPT(SCALED_LOGITS, seed=1).double()
     expected = model(tokens, labels, 0.1)
@@ -236,14 +234,14 @@ def test_losses_of_chunks_and_their_sums_have_the_gradients_of_stored_losses(
     assert ("_SummedCrossEntropyBackward" in names) == (loss_chunk == "forward")
 
 
-def test_norm_weights_with_an_offset_start_at_zero() -> None:
+def test_norm_weights_with_an_offset_start_at_zero():
     weights = dict(GPT(CASES["offset, scale, geglu"].config, seed=1).named_parameters())
     norms = [weight for name, weight in weights.items() if "norm" in name]
     assert len(norms) == 9
     assert not any(weight.any() for weight in norms)
 
 
-def test_invalid_batches_raise() -> None:
+def test_invalid_batches_raise():
     model, (tokens, _, embeddings) = GPT(GPTConfig.gpt2(**SIZES), seed=1), draw_batch()
     inputs: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (tokens, {"embeddings": embeddings.float()}, UnsupportedError, "tokens or embeddings, .*: both were given"),
@@ -262,7 +260,7 @@ def test_invalid_batches_raise() -> None:
         model.recompute = "some"
 
 
-def test_bfloat16_losses_of_long_padded_rows_are_finite() -> None:
+def test_bfloat16_losses_of_long_padded_rows_are_finite():
     config = GPTConfig.llama(**(SIZES | {"max_seq_length": 640}), qk_norm=True)
     model, tokens = GPT(config, seed=1).bfloat16(), torch.randint(0, V, (2, 640))
     losses = model(tokens, tokens, span=AttentionSpan(torch.tensor([[600, 40], [0, 640]])))
@@ -271,7 +269,7 @@ def test_bfloat16_losses_of_long_padded_rows_are_finite() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_copies_have_separate_parameters_and_models_under_meta_stay_there() -> None:
+def test_copies_have_separate_parameters_and_models_under_meta_stay_there():
     model = GPT(GPTConfig.gpt2(**SIZES))
     copied = copy.deepcopy(model)
     for ours, theirs in zip(model.parameters(), copied.parameters(), strict=True):
@@ -287,7 +285,7 @@ def test_copies_have_separate_parameters_and_models_under_meta_stay_there() -> N
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_half_precision_and_autocast_stay_close_to_float32(recompute: str) -> None:
+def test_half_precision_and_autocast_stay_close_to_float32(recompute):
     scale = {"qk_norm": True, "norm_offset": 1.0, "embedding_scale": 5.7, "sliding_window": 5}
     configs = (GPTConfig.gpt2(**SIZES), GPTConfig.llama(**LLAMA), GPTConfig.llama(**LLAMA, **scale))
     tokens = draw_batch()[0]
@@ -311,7 +309,7 @@ def test_half_precision_and_autocast_stay_close_to_float32(recompute: str) -> No
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in wide.parameters())
 
 
-def test_the_scale_of_token_vectors_is_rounded_to_their_dtype() -> None:
+def test_the_scale_of_token_vectors_is_rounded_to_their_dtype():
     tokens = draw_batch()[0]
     embedding = GPT(GPTConfig.llama(**LLAMA, embedding_scale=5.71), seed=1).bfloat16().embedding
     assert embedding is not None

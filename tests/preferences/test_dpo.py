@@ -19,11 +19,7 @@ from lightning_megatron import (
     PreferenceDataModule,
     Streaming,
 )
-from lightning_megatron.errors import (
-    CheckpointMismatchError,
-    ParallelPlanError,
-    UnsupportedError,
-)
+from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
 from lightning_megatron.models.lora import LoraSettings
 from lightning_megatron.preferences.reference import ReferenceLogProbs
 from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
@@ -99,7 +95,7 @@ LOSSES: list[tuple[Any, float, bool]] = [
 ]
 
 
-def test_losses_match_the_formulas_on_plain_logits(folder: Path) -> None:
+def test_losses_match_the_formulas_on_plain_logits(folder):
     batch = pairs_of(folder).each_pair_once("train").batches[[0, 1, 2, -1]]
     auto = transformers.AutoModelForCausalLM
     reference = auto.from_pretrained(folder / "model", dtype=torch.float64)
@@ -131,7 +127,7 @@ def test_losses_match_the_formulas_on_plain_logits(folder: Path) -> None:
         )
 
 
-def test_invalid_settings_raise(folder: Path) -> None:
+def test_invalid_settings_raise(folder):
     with pytest.raises(ParallelPlanError, match="beta must be a finite number above 0"):
         module_of(folder, beta=0)
     with pytest.raises(ParallelPlanError, match=r"must be 0 with loss_type 'ipo'"):
@@ -185,9 +181,7 @@ def fit(
 
 @pytest.mark.filterwarnings("ignore:The checkpoint was written with other training data")
 @pytest.mark.parametrize("strategy", ["auto", None])
-def test_a_restarted_training_keeps_its_reference(
-    folder: Path, tmp_path: Path, strategy: str | None
-) -> None:
+def test_a_restarted_training_keeps_its_reference(folder, tmp_path, strategy):
     uninterrupted = fit(folder, strategy=strategy)
     assert uninterrupted.losses[0] == pytest.approx(math.log(2), rel=0, abs=1e-12)
     assert uninterrupted.losses[-1] < 0.6
@@ -211,9 +205,7 @@ def test_a_restarted_training_keeps_its_reference(
         assert torch.equal(reloaded.reference.state()["train"]["values"], values[0])
 
 
-def test_a_trained_model_is_refused_as_reference_unless_adapters_can_be_disabled(
-    folder: Path,
-) -> None:
+def test_a_trained_model_is_refused_as_reference_unless_adapters_can_be_disabled(folder):
     pytest.importorskip("peft")
     rows = str(folder / "rows.jsonl")
     lora = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])
@@ -238,7 +230,7 @@ def test_a_trained_model_is_refused_as_reference_unless_adapters_can_be_disabled
     )
 
 
-def test_named_sets_have_the_values_of_each_set_validated_alone(folder: Path) -> None:
+def test_named_sets_have_the_values_of_each_set_validated_alone(folder):
     sets = {
         "few": write_lines(folder / "few.jsonl", preferences(3, seed=3)),
         "many": write_lines(folder / "many.jsonl", preferences(5, seed=4)),
@@ -260,14 +252,14 @@ def test_named_sets_have_the_values_of_each_set_validated_alone(folder: Path) ->
     assert metrics["few"]["val_loss"] != pytest.approx(math.log(2), abs=1e-4)
 
 
-def test_a_reference_needs_numbered_pairs(folder: Path) -> None:
+def test_a_reference_needs_numbered_pairs(folder):
     rows = write_lines(folder / "chat.jsonl", conversations(4))
     data = ChatDataModule(rows, str(folder / "model"), seq_length=250)
     with pytest.raises(UnsupportedError, match="the Trainer is ChatDataModule"):
         trainer_of(folder, strategy="auto").fit(module_of(folder), data)
 
 
-def test_a_section_of_a_complete_file_trains_like_an_unstreamed_file(folder: Path) -> None:
+def test_a_section_of_a_complete_file_trains_like_an_unstreamed_file(folder):
     for options in ({}, {"reference_free": True}):
         unstreamed, whole, sections = (
             fit(folder, streaming=streaming, **options).losses
@@ -278,7 +270,7 @@ def test_a_section_of_a_complete_file_trains_like_an_unstreamed_file(folder: Pat
         assert unstreamed != sections
 
 
-def test_log_probabilities_of_unknown_pairs_are_nan() -> None:
+def test_log_probabilities_of_unknown_pairs_are_nan():
     reference = ReferenceLogProbs()
     numbers = torch.tensor([0, 3, 2**40])
     values = torch.arange(6.0).view(3, 2)

@@ -20,13 +20,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.extras
 
 LENGTH, NUM = 160, 6
-LOSSES = {
-    "sigmoid": 0.0,
-    "robust": 0.2,
-    "hinge": 0.0,
-    "ipo": 0.0,
-    "apo_zero": 0.0,
-}
+LOSSES = {"sigmoid": 0.0, "robust": 0.2, "hinge": 0.0, "ipo": 0.0, "apo_zero": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +62,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_gradients_and_rewards_match_trl(folder: Path, trainer: Any, name: str) -> None:
+def test_loss_gradients_and_rewards_match_trl(folder, trainer, name):
     data = PreferenceDataModule(
         str(folder / "rows.jsonl"), str(folder / "model"), seq_length=LENGTH
     )
@@ -87,7 +81,7 @@ def test_loss_gradients_and_rewards_match_trl(folder: Path, trainer: Any, name: 
     expected_loss = trainer.compute_loss(model, trainer.data_collator(rows))
     expected = gradients(model, expected_loss)
 
-    module = DPO(str(folder / "model"), 0.3, name, LOSSES[name])  # type: ignore[arg-type]
+    module = DPO(str(folder / "model"), 0.3, name, LOSSES[name])
     loss, rewards = loss_and_rewards(module, model, trainer.ref_model, batch)
     actual = gradients(model, loss)
     # TRL's head computes log-probabilities in float32.

@@ -42,7 +42,7 @@ def compare(case: str, num_calls: int) -> None:
 
 
 @pytest.mark.parametrize("compiled_part", ["whole", "block", "wrapped"])
-def test_model_compiled_before_its_replacement_is_refused(compiled_part: str):
+def test_model_compiled_before_its_replacement_is_refused(compiled_part):
     model = twin_of("llama")
     if compiled_part == "wrapped":
         model = torch.compile(model, backend="eager")

@@ -108,7 +108,7 @@ def parallelized(model: Any, plan: dict[str, str] | None = None) -> Any:
     return root["model"]
 
 
-def test_changes_of_a_model_without_weights_take_effect(tmp_path: Path) -> None:
+def test_changes_of_a_model_without_weights_take_effect(tmp_path):
     saved_folder("llama", tmp_path)
     for change in CHANGES:
         plain, model = changed_with_and_without_weights(tmp_path, change)
@@ -117,7 +117,7 @@ def test_changes_of_a_model_without_weights_take_effect(tmp_path: Path) -> None:
         assert_equal(actual, expected, change.__name__, 1e-4)
 
 
-def test_only_changed_parameters_are_materialized(tmp_path: Path) -> None:
+def test_only_changed_parameters_are_materialized(tmp_path):
     _, model = changed_with_and_without_weights(saved_folder("llama", tmp_path), zero_head)
     assert [n for n, p in model.named_parameters() if not p.is_meta] == ["lm_head.weight"]
     with build_on_meta():
@@ -130,9 +130,7 @@ def test_only_changed_parameters_are_materialized(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["gpt2", "mixtral", "gpt_neox", "gemma"])
-def test_values_read_from_packed_and_tied_tensors_match_the_folder(
-    case: str, tmp_path: Path
-) -> None:
+def test_values_read_from_packed_and_tied_tensors_match_the_folder(case, tmp_path):
     saved_folder(case, tmp_path)
     plain = AUTO.from_pretrained(tmp_path)
     with build_on_meta():
@@ -154,7 +152,7 @@ def randomly_initialized(change: Callable[[Any], Any] | None) -> Any:
     return parallelized(model)
 
 
-def test_values_written_into_a_randomly_initialized_model_are_kept() -> None:
+def test_values_written_into_a_randomly_initialized_model_are_kept():
     changes = (None, read_weights, write_key_projection)
     plain, read_only, changed = map(randomly_initialized, changes)
     for name, parameter in plain.named_parameters():
@@ -222,7 +220,7 @@ REFUSED: list[tuple[Callable[[Any], None], str]] = [
 ]  # fmt: skip
 
 
-def test_changes_that_replaced_layers_cannot_compute_are_refused(tmp_path: Path) -> None:
+def test_changes_that_replaced_layers_cannot_compute_are_refused(tmp_path):
     for change, message in REFUSED:
         case = "gpt2" if change is untie_head else "llama"
         saved_folder(case, tmp_path / case)
@@ -231,7 +229,7 @@ def test_changes_that_replaced_layers_cannot_compute_are_refused(tmp_path: Path)
                 parallelized(model)
 
 
-def test_a_configuration_that_changes_after_the_model_was_built_is_refused(tmp_path: Path) -> None:
+def test_a_configuration_that_changes_after_the_model_was_built_is_refused(tmp_path):
     saved_folder("llama", tmp_path)
     for key, value in {"rms_norm_eps": 0.1, "hidden_act": "gelu", "head_dim": 6}.items():
         _, model = changed_with_and_without_weights(
@@ -247,9 +245,7 @@ def test_a_configuration_that_changes_after_the_model_was_built_is_refused(tmp_p
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma", "gpt2"])
-def test_padding_token_set_after_construction_does_not_change_training(
-    case: str, tmp_path: Path
-) -> None:
+def test_padding_token_set_after_construction_does_not_change_training(case, tmp_path):
     token = int(TOKENS[0, 3])
     plain, model = changed_with_and_without_weights(
         saved_folder(case, tmp_path), lambda model: setattr(model.config, "pad_token_id", token)
@@ -264,7 +260,7 @@ def test_padding_token_set_after_construction_does_not_change_training(
 
 
 @pytest.mark.parametrize("case", ["bert classes", "roberta classes"])
-def test_new_classifier_may_have_another_number_of_labels(case: str, tmp_path: Path) -> None:
+def test_new_classifier_may_have_another_number_of_labels(case, tmp_path):
     def eight_labels(model: Any) -> None:
         torch.manual_seed(7)
         if case.startswith("bert"):
@@ -280,7 +276,7 @@ def test_new_classifier_may_have_another_number_of_labels(case: str, tmp_path: P
     assert_equal(parallelized(model)(input_ids=TOKENS).logits, expected, case, 1e-4)
 
 
-def test_arguments_of_from_pretrained_change_the_configuration(tmp_path: Path) -> None:
+def test_arguments_of_from_pretrained_change_the_configuration(tmp_path):
     saved_folder("roberta", tmp_path)
     changes = {"num_labels": 7, "hidden_dropout_prob": 0.3}
     with build_on_meta():
@@ -299,7 +295,7 @@ def test_arguments_of_from_pretrained_change_the_configuration(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("is_pretrained", [True, False])
-def test_a_model_that_the_plan_keeps_gets_its_values(is_pretrained: bool, tmp_path: Path) -> None:
+def test_a_model_that_the_plan_keeps_gets_its_values(is_pretrained, tmp_path):
     # configure_model builds every model of a known family without values.
     twin = twin_of("mixtral", torch.bfloat16)
     twin.save_pretrained(tmp_path)
@@ -323,7 +319,7 @@ def test_a_model_that_the_plan_keeps_gets_its_values(is_pretrained: bool, tmp_pa
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in actual.items())
 
 
-def test_models_that_keep_their_own_code_keep_a_loaded_state_dict(tmp_path: Path) -> None:
+def test_models_that_keep_their_own_code_keep_a_loaded_state_dict(tmp_path):
     folder = saved_folder("llama", tmp_path / "llama")
     plain, model = changed_with_and_without_weights(folder, load_state)
     parallelized(model, {"model": "replicate"})
@@ -346,7 +342,7 @@ def test_models_that_keep_their_own_code_keep_a_loaded_state_dict(tmp_path: Path
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-def test_body_taken_out_of_its_model_has_the_values_of_the_folder(tmp_path: Path) -> None:
+def test_body_taken_out_of_its_model_has_the_values_of_the_folder(tmp_path):
     folder = saved_folder("llama", tmp_path)
     plain, body = changed_with_and_without_weights(folder, lambda model: model.model)
     parallelized(body)

@@ -120,7 +120,7 @@ def loss_and_gradients_under_dropout(
 
 
 @pytest.mark.parametrize("case", ENCODERS)
-def test_encoders_match_hugging_face(case: str) -> None:
+def test_encoders_match_hugging_face(case):
     compare(case, MESH)
 
 
@@ -134,7 +134,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("case", ["bert classes", "roberta classes"])
-def test_classification_losses_match_hugging_face_for_every_problem_type(case: str) -> None:
+def test_classification_losses_match_hugging_face_for_every_problem_type(case):
     settings: list[tuple[dict[str, Any], Tensor]] = [
         ({"problem_type": declared}, targets)
         for problem, targets in PROBLEMS.items()
@@ -146,7 +146,7 @@ def test_classification_losses_match_hugging_face_for_every_problem_type(case: s
         assert_equal(model(**call).loss, twin(**call).loss, f"{case}, {changes}", 1e-9)
 
 
-def test_outputs_have_the_names_order_and_types_of_hugging_face() -> None:
+def test_outputs_have_the_names_order_and_types_of_hugging_face():
     for case in ENCODERS:
         twin, model = exact_twin(case), swapped(exact_twin(case))
         call = labelled(case, inputs(twin)["whole"])
@@ -168,14 +168,14 @@ REFUSED: list[tuple[str, Call, str]] = [
 ]  # fmt: skip
 
 
-def test_unsupported_arguments_of_calls_are_refused_by_name() -> None:
+def test_unsupported_arguments_of_calls_are_refused_by_name():
     for case, call, message in REFUSED:
         model = swapped(twin_of(case))
         with pytest.raises(UnsupportedError, match=message):
             model(TOKENS, **call)
 
 
-def test_encoders_inside_other_modules_are_replaced_only_if_their_class_has_a_table() -> None:
+def test_encoders_inside_other_modules_are_replaced_only_if_their_class_has_a_table():
     model = transformers.BertForPreTraining(transformers.BertConfig(**ENCODERS["bert"][1]))
     parallelize(nn.ModuleDict({"model": model}), MESH)
     assert type(model.bert) is transformers.BertModel
@@ -187,7 +187,7 @@ def test_encoders_inside_other_modules_are_replaced_only_if_their_class_has_a_ta
 @pytest.mark.parametrize(
     "case", ["bert masked", "bert classes", "roberta masked", "roberta classes"]
 )
-def test_frozen_encoders_stay_frozen_after_replacement(case: str) -> None:
+def test_frozen_encoders_stay_frozen_after_replacement(case):
     for pp_rank in (0, 1):
         twin = twin_of(case)
         twin.base_model.requires_grad_(False)

@@ -76,9 +76,7 @@ def own(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_every_family_is_loaded_cut_exported_and_named_bit_for_bit(
-    case: str, tmp_path: Path
-) -> None:
+def test_every_family_is_loaded_cut_exported_and_named_bit_for_bit(case, tmp_path):
     dtype = torch.bfloat16 if case in [*CASES, *ENCODERS][::2] else torch.float32
     twin, family = twin_of(case, dtype).eval(), family_of_case(case)
     twin.save_pretrained(tmp_path / "theirs")
@@ -165,7 +163,7 @@ def check_names(case: str, twin: Any) -> None:
 # ---- loading
 
 
-def test_loading_keeps_the_dtype_and_memory_of_parameters() -> None:
+def test_loading_keeps_the_dtype_and_memory_of_parameters():
     twin, family = twin_of("llama", torch.float64), family_of("llama")
     model = GPT(family.config(twin.config.to_dict()), seed=1).bfloat16()
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
@@ -181,7 +179,7 @@ def loaded(case: str, state: Any, mesh: Any = None, **changes: Any) -> dict[str,
     return full_tensors(model) if mesh is None else {}
 
 
-def test_names_and_further_tensors_of_earlier_files_are_read() -> None:
+def test_names_and_further_tensors_of_earlier_files_are_read():
     twin = twin_of("gpt2")
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64) for layer in range(3)}
     without_head = twin.transformer.state_dict() | masks
@@ -234,7 +232,7 @@ OTHER_TENSORS: list[tuple[str, dict[str, Tensor | None], str]] = [
 ]  # fmt: skip
 
 
-def test_tensors_of_another_model_are_refused() -> None:
+def test_tensors_of_another_model_are_refused():
     for case, changes, message in OTHER_TENSORS:
         state = {**twin_of(case).state_dict(), **changes}
         with pytest.raises(CheckpointMismatchError, match=message):
@@ -246,7 +244,7 @@ def test_tensors_of_another_model_are_refused() -> None:
         loaded("llama", twin_of("llama").state_dict(), mlp_bias=True)
 
 
-def test_a_tied_head_that_differs_from_the_embedding_is_refused() -> None:
+def test_a_tied_head_that_differs_from_the_embedding_is_refused():
     state = twin_of("qwen3").state_dict()
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
     separate = state | {"lm_head.weight": state["lm_head.weight"].clone()}
@@ -258,7 +256,7 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused() -> None:
         loaded("qwen3", separate)
 
 
-def test_unknown_families_are_refused_and_a_family_of_the_user_takes_precedence() -> None:
+def test_unknown_families_are_refused_and_a_family_of_the_user_takes_precedence():
     with pytest.raises(UnsupportedError, match=r"'opt' is not.*llama \(LlamaForCausalLM\)"):
         family_of("opt")
     assert find_family("OPTForCausalLM") is None
@@ -272,7 +270,7 @@ def test_unknown_families_are_refused_and_a_family_of_the_user_takes_precedence(
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_every_class_loads_the_files_of_every_class(kind: str, tmp_path: Path) -> None:
+def test_every_class_loads_the_files_of_every_class(kind, tmp_path):
     for saved, built in product(("", " masked", " classes"), repeat=2):
         twin, architecture = twin_of(f"{kind}{saved}"), ENCODERS[f"{kind}{built}"][0]
         twin.save_pretrained(tmp_path)
@@ -292,7 +290,7 @@ def test_every_class_loads_the_files_of_every_class(kind: str, tmp_path: Path) -
         assert bool(note) == ("keep their initial values" in note)
 
 
-def test_a_new_head_does_not_depend_on_the_layout(tmp_path: Path) -> None:
+def test_a_new_head_does_not_depend_on_the_layout(tmp_path):
     twin_of("roberta").save_pretrained(tmp_path)
     family, folder = family_of("RobertaForSequenceClassification"), SafetensorsFolder(tmp_path)
     config, missing, heads = family.config(folder.config), set(), []
@@ -307,7 +305,7 @@ def test_a_new_head_does_not_depend_on_the_layout(tmp_path: Path) -> None:
     assert not heads[0].output.bias.any()
 
 
-def test_missing_tensors_other_than_a_new_head_are_refused() -> None:
+def test_missing_tensors_other_than_a_new_head_are_refused():
     state, family = twin_of("bert").state_dict(), family_of("BertForSequenceClassification")
     model = part_on_meta(family.config(config_of("bert").to_dict()), mesh_of())
     bias = "encoder.layer.1.output.dense.bias"
@@ -332,11 +330,11 @@ class CountingReader(TensorsInMemory):
 
     def read(self, name: str, slices: Slices) -> Tensor:
         part = super().read(name, slices)
-        self.parts.append((name, part.numel()))  # type: ignore[attr-defined]
+        self.parts.append((name, part.numel()))
         return part
 
 
-def test_a_part_of_an_expert_is_read_without_the_remaining_stack() -> None:
+def test_a_part_of_an_expert_is_read_without_the_remaining_stack():
     twin, family = twin_of("mixtral"), family_of("mixtral")
     state: Any = CountingReader(twin.state_dict())
     target = "layers.1.mlp.experts.3.gate_up.weight"
@@ -349,9 +347,7 @@ def test_a_part_of_an_expert_is_read_without_the_remaining_stack() -> None:
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_every_rank_reads_only_its_part_of_its_experts(
-    is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_rank_reads_only_its_part_of_its_experts(is_packed, tmp_path, monkeypatch):
     reads: list[tuple[str, int]] = []
     read = SafetensorsFolder.read
 
@@ -379,7 +375,7 @@ def test_every_rank_reads_only_its_part_of_its_experts(
         assert sum(size for _, size in reads) == dense + 4 * 2 * 3 * 24 * 10
 
 
-def test_expert_biases_stay_in_float32_beside_bfloat16_weights(tmp_path: Path) -> None:
+def test_expert_biases_stay_in_float32_beside_bfloat16_weights(tmp_path):
     family, config = family_of("deepseek_v3"), our_config_of("deepseek_v3")
     generator = torch.Generator().manual_seed(0)
     tensors = {
@@ -402,7 +398,7 @@ def test_expert_biases_stay_in_float32_beside_bfloat16_weights(tmp_path: Path) -
     assert all(torch.equal(full[name], bias) for name, bias in biases.items())
 
 
-def test_a_gpt_built_before_parallelize_keeps_its_expert_biases() -> None:
+def test_a_gpt_built_before_parallelize_keeps_its_expert_biases():
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8, "scoring": "sigmoid"}
     config = our_config_of("llama", num_hidden_layers=1)
     config = type(config)(**{**vars(config), "experts": ExpertsConfig(**experts, expert_bias=True)})
@@ -414,7 +410,7 @@ def test_a_gpt_built_before_parallelize_keeps_its_expert_biases() -> None:
     assert torch.equal(root["model"].layers["0"].mlp.router.expert_bias, bias)
 
 
-def test_state_dicts_for_other_strategies_have_the_tensors_of_the_class() -> None:
+def test_state_dicts_for_other_strategies_have_the_tensors_of_the_class():
     # Shares of the step, which routers with a balancing loss of a step count, are left out.
     twin = twin_of("mixtral", expert_settings={"aux_loss": 0.1, "aux_loss_scope": "global"})
     root = nn.ModuleDict({"model": twin})
@@ -428,7 +424,7 @@ def test_state_dicts_for_other_strategies_have_the_tensors_of_the_class() -> Non
     assert to_package_names(root, theirs).keys() == ours.keys()
 
 
-def test_a_folder_is_imported_as_a_checkpoint_and_exported_unchanged(tmp_path: Path) -> None:
+def test_a_folder_is_imported_as_a_checkpoint_and_exported_unchanged(tmp_path):
     twin_of("mixtral").save_pretrained(tmp_path / "theirs")
     import_model(tmp_path / "theirs", tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "back")
@@ -447,7 +443,7 @@ def states_of(case: str, state_of: Callable[[Tensor], Tensor]) -> tuple[Any, dic
     return ClassTensors.of_module(root), states
 
 
-def test_states_that_no_tensor_of_the_class_can_have_are_refused() -> None:
+def test_states_that_no_tensor_of_the_class_can_have_are_refused():
     models, steps = states_of("mixtral", lambda _: torch.tensor(3.0))
     assert all(step == 3 for step in class_states(models, "step", steps).values())
     expert = next(name for name in steps if name.endswith("gate_up_proj.2"))
@@ -484,7 +480,7 @@ def random_tensors() -> Iterator[tuple[str, Tensor]]:
         del full
 
 
-def test_files_keep_their_maximum_size_and_the_index_lists_all_tensors(tmp_path: Path) -> None:
+def test_files_keep_their_maximum_size_and_the_index_lists_all_tensors(tmp_path):
     export_folder(random_tensors(), GPT2, CONFIG, tmp_path, 16_000)
     files = sorted(tmp_path.glob("*.safetensors"))
     count = len(files)
@@ -503,7 +499,7 @@ def test_files_keep_their_maximum_size_and_the_index_lists_all_tensors(tmp_path:
     assert len(list((tmp_path / "one").glob("*.safetensors"))) == len(index["weight_map"])
 
 
-def test_a_full_header_starts_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_header_starts_a_new_file(tmp_path, monkeypatch):
     export_folder(random_tensors(), GPT2, CONFIG, tmp_path / "one")
     monkeypatch.setattr(safetensors_writer, "_MAX_HEADER_BYTES", 500)
     monkeypatch.setattr(safetensors_writer, "_BLOCK", 300)
@@ -514,7 +510,7 @@ def test_a_full_header_starts_a_new_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert_same(several, one, "several files")
 
 
-def test_an_exported_configuration_has_the_dtype_and_names_no_code(tmp_path: Path) -> None:
+def test_an_exported_configuration_has_the_dtype_and_names_no_code(tmp_path):
     foreign = {"auto_map": {"AutoConfig": "code.Config"}, "_name_or_path": "here"}
     config = {**CONFIG, **foreign, "torch_dtype": "float64"}
     export_folder(random_tensors(), GPT2, config, tmp_path, dtype=torch.float16)
@@ -524,7 +520,7 @@ def test_an_exported_configuration_has_the_dtype_and_names_no_code(tmp_path: Pat
     assert written == CONFIG | added
 
 
-def test_an_export_names_wrong_tensors_and_leaves_no_files(tmp_path: Path) -> None:
+def test_an_export_names_wrong_tensors_and_leaves_no_files(tmp_path):
     ours = {entry.target: torch.randn(entry.shape) for entry in GPT2.tensors(GPT2.config(CONFIG))}
     without_norm = {name: t for name, t in ours.items() if name != "final_norm.weight"}
     unknown = {"layers.9.mlp.down.weight": torch.ones(2)}
@@ -543,7 +539,7 @@ def test_an_export_names_wrong_tensors_and_leaves_no_files(tmp_path: Path) -> No
         export_folder(ours.items(), GPT2, CONFIG, tmp_path)
 
 
-def test_bert_without_pooler_is_exported_without_pooler(tmp_path: Path) -> None:
+def test_bert_without_pooler_is_exported_without_pooler(tmp_path):
     config = transformers.BertConfig(**ENCODERS["bert"][1])
     twin, family = (
         transformers.BertModel(config, add_pooling_layer=False).eval(),

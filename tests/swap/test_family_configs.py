@@ -118,7 +118,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_unsupported_settings_are_refused_by_name() -> None:
+def test_unsupported_settings_are_refused_by_name():
     kinds = (UnsupportedError, CheckpointMismatchError, ParallelPlanError)
     for case, changes, message in REFUSED:
         with pytest.raises(kinds, match=message):
@@ -128,7 +128,7 @@ def test_unsupported_settings_are_refused_by_name() -> None:
             family_of("llama").config(config)
 
 
-def test_all_fields_of_hugging_face_are_known_and_have_its_defaults() -> None:
+def test_all_fields_of_hugging_face_are_known_and_have_its_defaults():
     for family in families():
         assert isinstance(family.config, ConfigTable)
         # Files leave out fields with default values. One family has no default for this field.
@@ -142,7 +142,7 @@ def test_all_fields_of_hugging_face_are_known_and_have_its_defaults() -> None:
         assert config == family.config(theirs), family.model_type
 
 
-def test_notations_of_earlier_files_are_read() -> None:
+def test_notations_of_earlier_files_are_read():
     assert our_config_of("llama", rope_parameters=None, rope_theta=5e5).rotary_base == 5e5
     linear = our_config_of("llama", rope_scaling={"type": "linear", "factor": 2.0})
     assert linear.rotary_scaling == RotaryScaling(kind="linear", factor=2.0)
@@ -162,7 +162,7 @@ def test_notations_of_earlier_files_are_read() -> None:
     assert gemma.activation == "geglu_tanh"
 
 
-def test_a_window_as_long_as_the_longest_sequence_is_dropped() -> None:
+def test_a_window_as_long_as_the_longest_sequence_is_dropped():
     assert our_config_of("mistral", sliding_window=64).sliding_window is None
     assert our_config_of("mistral", sliding_window=63).sliding_window == 63
     qwen2 = our_config_of("qwen2", use_sliding_window=False, layer_types=None)
@@ -179,7 +179,7 @@ def num_parameters(config: GPTConfig) -> int:
     return dense + mixtures * shape.expert_parameters(layout)
 
 
-def test_configurations_of_published_models_are_read() -> None:
+def test_configurations_of_published_models_are_read():
     experts = {}
     for name, config in PUBLISHED.items():
         family = family_of(config["architectures"][0])
@@ -203,7 +203,7 @@ def test_configurations_of_published_models_are_read() -> None:
     }
 
 
-def test_the_published_deepseek_v3_configuration_is_read() -> None:
+def test_the_published_deepseek_v3_configuration_is_read():
     fields = {k: v for k, v in PUBLISHED["DeepSeek-V3"].items() if k != "quantization_config"}
     family: Any = family_of("deepseek_v3")
     config = family.config(fields)
@@ -224,7 +224,7 @@ def test_the_published_deepseek_v3_configuration_is_read() -> None:
     assert config.experts == family.config.parts["experts"].record({}) == experts
 
 
-def test_the_published_gpt_oss_configuration_is_read() -> None:
+def test_the_published_gpt_oss_configuration_is_read():
     family: Any = family_of("gpt_oss")
     config = family.config(PUBLISHED["gpt-oss-20b"])
     assert (config.experts.linear_bias, config.experts.router_bias) == (True, True)
@@ -237,7 +237,7 @@ def test_the_published_gpt_oss_configuration_is_read() -> None:
     assert in_table == num_parameters(config) == 20_914_757_184
 
 
-def test_router_settings_of_configurations_are_used() -> None:
+def test_router_settings_of_configurations_are_used():
     mixtral = {"num_experts": 5, "top_k": 2, "ffn_hidden_size": 20}
     assert our_config_of("mixtral").experts == ExpertsConfig(**mixtral)
     settings = {"aux_loss": 0.02, "z_loss": 0.001, "aux_loss_scope": "global"}
@@ -266,17 +266,13 @@ EARLIER_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_fields_of_earlier_versions_and_trainers_change_nothing_silently(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_fields_of_earlier_versions_and_trainers_change_nothing_silently(caplog):
     for case in CASES:
         assert our_config_of(case, **EARLIER_DEFAULTS) == our_config_of(case)
     assert not caplog.records
 
 
-def test_unknown_fields_of_users_are_ignored_with_one_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unknown_fields_of_users_are_ignored_with_one_warning(caplog):
     notes = {"my_note_llama": "tuned on speeches", "my_list": [{"a": 1}], "my_zero": None}
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -287,7 +283,7 @@ def test_unknown_fields_of_users_are_ignored_with_one_warning(
 
 
 @pytest.mark.parametrize("name", ["logit_scale", "embedding_multiplier", "use_mrope"])
-def test_ignored_fields_do_not_change_the_hugging_face_model(name: str) -> None:
+def test_ignored_fields_do_not_change_the_hugging_face_model(name):
     results = []
     for extra_fields in ({}, {name: 0.5}):
         torch.manual_seed(0)
@@ -297,9 +293,7 @@ def test_ignored_fields_do_not_change_the_hugging_face_model(name: str) -> None:
     assert torch.equal(*results)
 
 
-def test_unknown_fields_are_refused_without_transformers_or_a_model_type(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unknown_fields_are_refused_without_transformers_or_a_model_type(monkeypatch):
     with pytest.raises(UnsupportedError, match="my_note of a Llama"):
         our_config_of("llama", model_type=None, my_note=1)
     known = "lightning_megatron.swap.families.unknown_fields._known_of"
@@ -327,7 +321,7 @@ ODD_VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def test_odd_values_give_a_configuration_or_an_error_of_this_package() -> None:
+def test_odd_values_give_a_configuration_or_an_error_of_this_package():
     for family in families():
         base = getattr(transformers, family.architecture).config_class().to_dict()
         names = sorted(family.config.names | IRRELEVANT)
@@ -350,7 +344,7 @@ WRONG_VALUES: dict[type, tuple[Any, ...]] = {
 }
 
 
-def test_a_value_of_a_wrong_type_is_refused_with_its_field_and_the_legal_values() -> None:
+def test_a_value_of_a_wrong_type_is_refused_with_its_field_and_the_legal_values():
     seen = set()
     for case in (*CASES, *EXPERTS):
         table, base = family_of((CASES | EXPERTS)[case][0]).config, config_of(case).to_dict()
@@ -368,7 +362,7 @@ def test_a_value_of_a_wrong_type_is_refused_with_its_field_and_the_legal_values(
     assert len(seen) > 300
 
 
-def test_every_field_that_a_table_reads_has_a_kind() -> None:
+def test_every_field_that_a_table_reads_has_a_kind():
     tables = [t for f in families() for t in (f.config, *f.config.parts.values())]
     free = {r.name for t in tables for r in t.fields if r.allowed is None and r.kind is None}
     assert free - KINDS.keys() == {"expert_settings"}, "ExpertsConfig checks these"

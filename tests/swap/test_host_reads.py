@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -37,8 +36,8 @@ def losses_of(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
 
 
 def test_each_tensor_of_a_device_batch_is_read_once_for_all_microbatches_or_never_if_noted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(host_values, "_is_on_host", lambda tensor: False)
     mesh, twin = ParallelMesh.single(), twin_of("llama")
     model = swapped(twin_of("llama"), mesh)

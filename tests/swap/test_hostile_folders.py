@@ -108,7 +108,7 @@ def check_folder(folder: Path, label: str) -> str:
 # ---- whole folders
 
 
-def test_tensors_and_their_parts_equal_those_of_the_safetensors_library(tmp_path: Path) -> None:
+def test_tensors_and_their_parts_equal_those_of_the_safetensors_library(tmp_path):
     tensors = {
         kind: torch.randint(0, 2 if kind == "BOOL" else 100, (7, 5, 3)).to(dtype)
         for kind, dtype in DTYPES.items()
@@ -134,7 +134,7 @@ def test_tensors_and_their_parts_equal_those_of_the_safetensors_library(tmp_path
     assert path.read_bytes() == before, "a read tensor is a copy"
 
 
-def test_several_files_are_read_as_one(tmp_path: Path) -> None:
+def test_several_files_are_read_as_one(tmp_path):
     save_indexed_files(tmp_path)
     assert not check_folder(tmp_path, "indexed")
     assert SafetensorsFolder.exists_in(tmp_path)
@@ -144,7 +144,7 @@ def test_several_files_are_read_as_one(tmp_path: Path) -> None:
     assert SafetensorsFolder(tmp_path / "mixed").dtype == torch.bfloat16, "that of most elements"
 
 
-def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
+def test_missing_files_and_tensors_are_named(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="has neither"):
         SafetensorsFolder(tmp_path)
     with pytest.raises(CheckpointMismatchError, match="nothing is downloaded"):
@@ -237,9 +237,7 @@ def edit_index(index: dict[str, Any], draw: random.Random) -> tuple[Any, str]:
     return new if kind == "top" else index, f"{kind} of {name}: {new!r}"[:200]
 
 
-def test_edited_headers_indexes_and_bytes_are_refused_or_give_the_saved_tensors(
-    tmp_path: Path,
-) -> None:
+def test_edited_headers_indexes_and_bytes_are_refused_or_give_the_saved_tensors(tmp_path):
     path, num_refused = save_single_file(tmp_path / "file"), 0
     content = path.read_bytes()
     header, data = split_file(content)
@@ -312,7 +310,7 @@ MALFORMED: tuple[bytes, ...] = (
 )  # fmt: skip
 
 
-def test_damaged_files_are_refused_with_their_reason(tmp_path: Path) -> None:
+def test_damaged_files_are_refused_with_their_reason(tmp_path):
     path = save_single_file(tmp_path)
     content = path.read_bytes()
     for change, message in HEADERS:
@@ -341,7 +339,7 @@ OTHER_FILES = (
 )  # fmt: skip
 
 
-def test_malformed_indexes_and_entries_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
+def test_malformed_indexes_and_entries_outside_of_the_folder_are_refused(tmp_path):
     path = save_indexed_files(tmp_path / "model")
     valid = path.read_text()
     for text in MALFORMED_INDEXES:
@@ -362,7 +360,7 @@ def test_malformed_indexes_and_entries_outside_of_the_folder_are_refused(tmp_pat
             SafetensorsFolder(path.parent)
 
 
-def test_symbolic_file_links_are_followed_only_in_the_hugging_face_cache(tmp_path: Path) -> None:
+def test_symbolic_file_links_are_followed_only_in_the_hugging_face_cache(tmp_path):
     outside, folder = tmp_path / "outside", tmp_path / "linked"
     save_indexed_files(outside)
     folder.mkdir()
@@ -386,7 +384,7 @@ def test_symbolic_file_links_are_followed_only_in_the_hugging_face_cache(tmp_pat
     assert not check_folder(cache / "snapshots" / "0123", "the cache")
 
 
-def test_paths_that_are_not_files_are_refused_without_waiting(tmp_path: Path) -> None:
+def test_paths_that_are_not_files_are_refused_without_waiting(tmp_path):
     for number, name in enumerate((WEIGHTS, INDEX, FILES[0])):
         folder = tmp_path / str(number)
         (save_single_file if name == WEIGHTS else save_indexed_files)(folder)
@@ -401,7 +399,7 @@ def test_paths_that_are_not_files_are_refused_without_waiting(tmp_path: Path) ->
 # ---- configurations
 
 
-def test_configuration_files_must_be_strict_json_of_limited_size_and_depth(tmp_path: Path) -> None:
+def test_configuration_files_must_be_strict_json_of_limited_size_and_depth(tmp_path):
     folder = save_llama(tmp_path / "model")
     path, valid = folder / "config.json", (folder / "config.json").read_text()
     import_model(folder, tmp_path / "whole")
@@ -435,7 +433,7 @@ FIELDS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def test_illegal_fields_of_configurations_are_refused(tmp_path: Path) -> None:
+def test_illegal_fields_of_configurations_are_refused(tmp_path):
     folder = save_llama(tmp_path / "model")
     valid = json.loads((folder / "config.json").read_text())
     for number, changes in enumerate(FIELDS):
@@ -477,7 +475,7 @@ def write_trap(path: Path, trap: Path, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("kind", ["torch.save", "pickle", "numpy"])
-def test_pickles_are_refused_without_running_code(kind: str, tmp_path: Path) -> None:
+def test_pickles_are_refused_without_running_code(kind, tmp_path):
     trap, path = tmp_path / "sprung", tmp_path / "last.ckpt"
     write_trap(path, trap, kind)
     with pytest.raises((CorruptDataError, UnsupportedError), match="last.ckpt"):
@@ -499,7 +497,7 @@ def test_pickles_are_refused_without_running_code(kind: str, tmp_path: Path) -> 
         assert trap.exists()
 
 
-def test_code_that_a_configuration_names_does_not_run(tmp_path: Path) -> None:
+def test_code_that_a_configuration_names_does_not_run(tmp_path):
     trap = tmp_path / "sprung"
     parts = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer")
     code = {"auto_map": dict.fromkeys(parts, "trap.Trap")}
@@ -515,7 +513,7 @@ def test_code_that_a_configuration_names_does_not_run(tmp_path: Path) -> None:
     assert not trap.exists()
 
 
-def test_yaml_tags_of_a_recipe_create_no_objects(tmp_path: Path) -> None:
+def test_yaml_tags_of_a_recipe_create_no_objects(tmp_path):
     from lightning_megatron.strategy.cli import main
 
     # A class_path of a recipe is imported, because recipes name the code of a training.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ MESH = ParallelMesh.single()
 
 
 @pytest.mark.parametrize("case", [*CASES, *EXPERTS])
-def test_every_family_has_the_logits_loss_and_gradients_of_hugging_face(case: str) -> None:
+def test_every_family_has_the_logits_loss_and_gradients_of_hugging_face(case):
     calls: dict[str, Any] = inputs()
     # The padding token occurs in the input, and some families do not train its vector.
     changes = {} if case in EXPERTS else {"pad_token_id": int(calls["whole"]["input_ids"][0, 1])}
@@ -87,7 +86,7 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CHANGED)))
-def test_changed_settings_have_the_logits_of_hugging_face(number: int) -> None:
+def test_changed_settings_have_the_logits_of_hugging_face(number):
     case, changes = CHANGED[number]
     changes = {**changes, "attn_implementation": "eager"}
     twin, model = twin_of(case, **changes).eval(), twin_of(case, **changes).eval()
@@ -126,13 +125,13 @@ def check_generation(mesh: ParallelMesh, case: str, **changes: Any) -> None:
         assert torch.equal(*outputs), f"{case}, {options}, {mesh.layout}, rank {mesh.rank}"
 
 
-def test_generation_has_the_tokens_of_hugging_face() -> None:
+def test_generation_has_the_tokens_of_hugging_face():
     for case in ("llama", *WITH_SLOPES, "mixtral"):
         check_generation(MESH, case)
 
 
 @pytest.mark.parametrize("case", WITH_SLOPES)
-def test_slopes_over_padding_between_tokens_match_hugging_face(case: str) -> None:
+def test_slopes_over_padding_between_tokens_match_hugging_face(case):
     call = inputs()["whole"]
     mask = torch.ones(B, S, dtype=torch.long)
     mask[0, 3:5], mask[1, :2], mask[1, 6], mask[2, 8:] = 0, 0, 0, 0
@@ -141,7 +140,7 @@ def test_slopes_over_padding_between_tokens_match_hugging_face(case: str) -> Non
     check_call(swapped(exact_twin(case)), MESH, call, expected_of(exact_twin(case), call), case)
 
 
-def test_padding_uses_a_mask_only_where_lengths_do_not_suffice() -> None:
+def test_padding_uses_a_mask_only_where_lengths_do_not_suffice():
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     labels = torch.tensor([[5, 6, -100, -100], [1, 2, 3, -100]])
     assert span_of(mask, None, PackedRow(), mask.shape, labels) is None
@@ -163,7 +162,7 @@ def test_padding_uses_a_mask_only_where_lengths_do_not_suffice() -> None:
         span_of(mask, None, PackedRow(torch.tensor([0, 2, 4])), mask.shape)
 
 
-def test_a_model_with_a_wrapped_layer_is_refused_with_and_without_weights(tmp_path: Path) -> None:
+def test_a_model_with_a_wrapped_layer_is_refused_with_and_without_weights(tmp_path):
     twin_of("llama").save_pretrained(tmp_path)
     for build in (nullcontext, build_on_meta):
         root = nn.Module()
@@ -178,7 +177,7 @@ def test_a_model_with_a_wrapped_layer_is_refused_with_and_without_weights(tmp_pa
 # ---- experts
 
 
-def test_the_balancing_loss_of_one_layer_has_the_gradients_of_hugging_face() -> None:
+def test_the_balancing_loss_of_one_layer_has_the_gradients_of_hugging_face():
     coefficient, call = 0.3, inputs()["whole"]
     with float32_as_float64():
         twin = exact_twin("mixtral", num_hidden_layers=1, output_router_logits=True)
@@ -195,7 +194,7 @@ def test_the_balancing_loss_of_one_layer_has_the_gradients_of_hugging_face() -> 
     check_gradients(model, MESH, (output.logits, loss, gradients), "with a balancing loss")
 
 
-def test_the_balancing_loss_of_all_layers_is_refused_with_the_setting_to_use_instead() -> None:
+def test_the_balancing_loss_of_all_layers_is_refused_with_the_setting_to_use_instead():
     for case, weight in (("mixtral", "0.02"), ("qwen3_moe", "0.03")):
         config = config_of(case, output_router_logits=True, router_aux_loss_coef=0.02).to_dict()
         # Both models have two layers of experts; tokens choose two or three experts.

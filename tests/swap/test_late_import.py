@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +17,7 @@ from tests.swap.families import config_of, transformers
 NAME = "a_module_of_this_test"
 
 
-def test_import_callback_runs_once_and_only_inside_the_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_import_callback_runs_once_and_only_inside_the_block(tmp_path, monkeypatch):
     (tmp_path / f"{NAME}.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, NAME, raising=False)
@@ -41,7 +38,7 @@ def test_import_callback_runs_once_and_only_inside_the_block(
     assert sys.meta_path == finders
 
 
-def test_models_are_built_on_meta_if_transformers_is_imported_inside_the_block() -> None:
+def test_models_are_built_on_meta_if_transformers_is_imported_inside_the_block():
     code = """
 import sys
 from lightning_megatron.swap import build_on_meta
@@ -59,9 +56,7 @@ assert not AutoModelForCausalLM.from_config(config).lm_head.weight.is_meta
 
 
 @pytest.mark.parametrize("remaining", [(), ("peft",), ("peft.tuners.tuners_utils",)])
-def test_build_on_meta_works_after_a_partly_failed_import_of_peft(
-    remaining: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_on_meta_works_after_a_partly_failed_import_of_peft(remaining, monkeypatch):
     for name in ("peft", "peft.tuners.tuners_utils"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in remaining:

@@ -89,9 +89,7 @@ def sparse_folder(folder: Path, config: dict[str, Any], is_packed: bool) -> tupl
 @pytest.mark.parametrize(
     ("config", "is_packed"), [(LLAMA, False), (MIXTRAL, False), (MIXTRAL, True)]
 )
-def test_memory_of_loading_stays_near_the_shard(
-    config: dict[str, Any], is_packed: bool, tmp_path: Path
-) -> None:
+def test_memory_of_loading_stays_near_the_shard(config, is_packed, tmp_path):
     size, largest = sparse_folder(tmp_path, config, is_packed)
     assert size > 2e9
     process = subprocess.run(

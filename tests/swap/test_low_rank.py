@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,18 +146,18 @@ def compare_encoder(case: str, mesh: ParallelMesh) -> None:
 @pytest.mark.parametrize(
     "case", [*DECODERS, "mixtral", "qwen3_moe", "bert masked", "roberta", "roberta classes"]
 )
-def test_adapters_match_peft(case: str) -> None:
+def test_adapters_match_peft(case):
     compare_adapters(case, MESH)
 
 
-def test_adapters_with_patterns_and_other_scales_match_peft() -> None:
+def test_adapters_with_patterns_and_other_scales_match_peft():
     settings = {"target_modules": ["v_proj", "q_proj", "up_proj"], "use_rslora": True}
     settings |= {"layers_to_transform": [1, 2], "rank_pattern": {"v_proj": 5}}
     settings |= {"alpha_pattern": {"q_proj": 7}, "task_type": "CAUSAL_LM"}
     compare_adapters("llama", MESH, **settings)
 
 
-def test_lora_dropout_applies_only_to_the_input_of_the_update() -> None:
+def test_lora_dropout_applies_only_to_the_input_of_the_update():
     wrapped = swapped(adapted(exact_twin("llama"), lora_dropout=0.5), MESH)
     call, gpt = inputs()["whole"], wrapped.get_base_model().gpt
     update = gpt.layers["1"].attention.qkv.low_rank["q_proj"]
@@ -187,7 +186,7 @@ def test_lora_dropout_applies_only_to_the_input_of_the_update() -> None:
         assert_equal(mean.mean((0, 1)), update.eval()(x)[0, 0], "mean under dropout", 0.02)
 
 
-def test_adapters_of_models_without_values_start_with_the_values_of_peft(tmp_path: Path) -> None:
+def test_adapters_of_models_without_values_start_with_the_values_of_peft(tmp_path):
     twin_of("llama").save_pretrained(tmp_path)
     root = nn.Module()
     torch.manual_seed(1)
@@ -227,7 +226,7 @@ DAMAGES: list[tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], Any, str]]
 ]  # fmt: skip
 
 
-def test_saved_adapters_are_loaded_whole_or_refused(tmp_path: Path) -> None:
+def test_saved_adapters_are_loaded_whole_or_refused(tmp_path):
     twin_of("llama").save_pretrained(tmp_path)
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     for damage, error, message in DAMAGES:
@@ -238,7 +237,7 @@ def test_saved_adapters_are_loaded_whole_or_refused(tmp_path: Path) -> None:
             peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
 
 
-def test_models_that_a_plan_replicates_keep_the_layers_of_peft(tmp_path: Path) -> None:
+def test_models_that_a_plan_replicates_keep_the_layers_of_peft(tmp_path):
     twin = twin_of("llama").eval()
     twin.save_pretrained(tmp_path)
     root, call = nn.Module(), inputs()["whole"]
@@ -262,7 +261,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-def test_adapters_that_replaced_models_cannot_compute_are_refused_by_name() -> None:
+def test_adapters_that_replaced_models_cannot_compute_are_refused_by_name():
     for case, settings, message in REFUSED:
         wrapped = adapted(exact_twin(case), **settings)
         with pytest.raises(UnsupportedError, match=message):

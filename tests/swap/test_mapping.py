@@ -40,7 +40,7 @@ class CountingReader(TensorsInMemory):
 
     def read(self, name: str, slices: Slices) -> Tensor:
         part = super().read(name, slices)
-        self.parts.append(part.numel())  # type: ignore[attr-defined]
+        self.parts.append(part.numel())
         return part
 
 
@@ -54,7 +54,7 @@ def full_of(tensor: TensorMap, reader: TensorsInMemory) -> Tensor:
     return tensor.full(reader, torch.float32)
 
 
-def test_split_restores_the_joined_tensors() -> None:
+def test_split_restores_the_joined_tensors():
     for tensor in MAPS.values():
         theirs = values_of(tensor)
         back = tensor.split(full_of(tensor, TensorsInMemory(theirs)))
@@ -62,7 +62,7 @@ def test_split_restores_the_joined_tensors() -> None:
         assert all(torch.equal(back[name], theirs[name]) for name in theirs)
 
 
-def test_rows_by_heads_become_all_query_then_key_then_value_rows() -> None:
+def test_rows_by_heads_become_all_query_then_key_then_value_rows():
     full = full_of(MAPS["vector by heads"], TensorsInMemory({"a": torch.arange(24.0)}))
     parts = torch.arange(24.0).view(4, 3, 2).unbind(1)
     assert torch.equal(full, torch.cat([part.flatten() for part in parts]))
@@ -70,7 +70,7 @@ def test_rows_by_heads_become_all_query_then_key_then_value_rows() -> None:
 
 @given(data=st.data(), kind=st.sampled_from(sorted(MAPS)))
 @settings(deadline=None)
-def test_any_shard_is_read_without_other_elements(data: st.DataObject, kind: str) -> None:
+def test_any_shard_is_read_without_other_elements(data, kind):
     tensor = MAPS[kind]
     dim = data.draw(st.integers(0, len(tensor.shape) - 1))
     ends = sorted(data.draw(st.lists(st.integers(0, tensor.shape[dim]), min_size=2, max_size=6)))
@@ -82,10 +82,10 @@ def test_any_shard_is_read_without_other_elements(data: st.DataObject, kind: str
     for box, view in spec.local_views(local):
         tensor.fill(view, box.offsets, box.sizes, reader)
     assert torch.equal(local, expected)
-    assert sum(reader.parts) == expected.numel()  # type: ignore[attr-defined]
+    assert sum(reader.parts) == expected.numel()
 
 
-def test_flat_slices_and_gated_rows_are_filled_like_shards() -> None:
+def test_flat_slices_and_gated_rows_are_filled_like_shards():
     tensor = MAPS["by heads"]
     reader = TensorsInMemory(values_of(tensor))
     for tp_rank in range(2):
@@ -103,7 +103,7 @@ def test_flat_slices_and_gated_rows_are_filled_like_shards() -> None:
     assert torch.equal(half, torch.cat([theirs["gate"][4:8], theirs["up"][4:8]]).bfloat16())
 
 
-def test_sources_must_have_the_rows_of_their_target() -> None:
+def test_sources_must_have_the_rows_of_their_target():
     with pytest.raises(ValueError, match="w has 24, its sources have 20"):
         TensorMap("w", (24, 10), (Source("a", 20),))
     with pytest.raises(ValueError, match=r"w must have shape \(24, 10\): \(10, 24\)"):
@@ -114,7 +114,7 @@ def test_sources_must_have_the_rows_of_their_target() -> None:
 
 
 @pytest.mark.parametrize("kind", MAPS)
-def test_copied_pieces_make_the_full_tensor(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_pieces_make_the_full_tensor(kind, monkeypatch):
     tensor = MAPS[kind]
     reader = TensorsInMemory(values_of(tensor))
     monkeypatch.setattr(copying, "PIECE_BYTES", 3 * 10 * 4)
@@ -127,14 +127,14 @@ def test_copied_pieces_make_the_full_tensor(kind: str, monkeypatch: pytest.Monke
     assert torch.equal(full, full_of(tensor, reader))
 
 
-def test_interleave_keeps_all_items_and_separates_neighbours() -> None:
+def test_interleave_keeps_all_items_and_separates_neighbours():
     for number in range(40):
         order = interleave(range(number), 4)
         assert sorted(order) == list(range(number))
         assert all(abs(first - second) >= number // 4 - 1 for first, second in pairwise(order[:4]))
 
 
-def test_error_of_a_failed_read_reaches_the_caller() -> None:
+def test_error_of_a_failed_read_reaches_the_caller():
     copies = [Copy(name, (slice(0, 1),), torch.empty(1)) for name in "ab"]
     with pytest.raises(KeyError, match="b"):
         copy_all(copies, TensorsInMemory({"a": torch.ones(1)}))
@@ -145,7 +145,7 @@ class Terminal(StringIO):
         return True
 
 
-def test_progress_bar_of_bytes_is_shown_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_of_bytes_is_shown_only_on_a_terminal(monkeypatch):
     monkeypatch.setattr(copying, "BAR_DELAY", 0)
     for stream, is_asked in ((Terminal(), True), (Terminal(), False), (StringIO(), True)):
         monkeypatch.setattr(sys, "stderr", stream)

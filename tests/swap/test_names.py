@@ -52,7 +52,7 @@ def train(model: Any, freeze: str, num_steps: int = 2) -> list[Tensor]:
     ("case", "freeze"),
     [("llama", "layers.1"), ("llama", "k_proj"), ("gpt2", "h.0."), ("qwen2", "q_proj.weight")],
 )
-def test_groups_and_freezing_by_names_train_like_hugging_face(case: str, freeze: str) -> None:
+def test_groups_and_freezing_by_names_train_like_hugging_face(case, freeze):
     expected_losses = train(exact_twin(case), freeze)
     losses = train(swapped(exact_twin(case)), freeze)
     assert expected_losses[0] != expected_losses[-1]
@@ -60,7 +60,7 @@ def test_groups_and_freezing_by_names_train_like_hugging_face(case: str, freeze:
         assert_equal(loss, expected_loss, f"{case} without {freeze}, step {step}", 1e-9)
 
 
-def test_projections_of_a_joint_layer_have_separate_gradients() -> None:
+def test_projections_of_a_joint_layer_have_separate_gradients():
     twin, model = exact_twin("llama"), swapped(exact_twin("llama"))
     for network in (twin, model):
         network.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
@@ -73,7 +73,7 @@ def test_projections_of_a_joint_layer_have_separate_gradients() -> None:
             assert_equal(gradient[: len(parameter)], parameter.grad, name, 1e-9)
 
 
-def test_projections_of_a_joint_layer_are_adjacent_in_memory() -> None:
+def test_projections_of_a_joint_layer_are_adjacent_in_memory():
     model = swapped(twin_of("llama"))
     attention = model.model.layers[1].self_attn
     stacks = [part for part in model.body.modules() if isinstance(part, ParameterStack)]
@@ -97,7 +97,7 @@ def test_projections_of_a_joint_layer_are_adjacent_in_memory() -> None:
     )
 
 
-def test_hooks_of_parameters_change_gradients_like_in_hugging_face() -> None:
+def test_hooks_of_parameters_change_gradients_like_in_hugging_face():
     expected: dict[str, Tensor] = {}
     for network in (exact_twin("llama"), swapped(exact_twin("llama"))):
         for number, name in enumerate(
@@ -126,14 +126,14 @@ REFUSED: tuple[Callable[[Any], object], ...] = (
 )
 
 
-def test_calls_and_changes_without_effect_are_refused() -> None:
+def test_calls_and_changes_without_effect_are_refused():
     for action in REFUSED:
         model = swapped(twin_of("llama"))
         with pytest.raises(UnsupportedError, match=r"cut over ranks"):
             action(model)
 
 
-def test_forward_hooks_of_the_full_model_run() -> None:
+def test_forward_hooks_of_the_full_model_run():
     model, calls = twin_of("llama"), []
     model.register_forward_hook(lambda *_: calls.append("before"))
     swapped(model)
@@ -142,7 +142,7 @@ def test_forward_hooks_of_the_full_model_run() -> None:
     assert calls == ["before", "after"]
 
 
-def test_training_modes_follow_the_module_tree() -> None:
+def test_training_modes_follow_the_module_tree():
     model = twin_of("llama", attention_dropout=0.5).train()
     model.model.layers[0].eval()
     swapped(model)
@@ -156,7 +156,7 @@ def test_training_modes_follow_the_module_tree() -> None:
     assert not blocks["1"].mlp.training
 
 
-def test_a_copy_computes_with_its_own_parameters() -> None:
+def test_a_copy_computes_with_its_own_parameters():
     model = swapped(twin_of("llama").eval())
     copied = deepcopy(model)
     expected = model(input_ids=TOKENS).logits

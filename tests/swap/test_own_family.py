@@ -75,7 +75,7 @@ STABLELM = Family(
 )
 
 
-def test_a_family_of_another_package_is_loaded_computed_and_exported(tmp_path: Path) -> None:
+def test_a_family_of_another_package_is_loaded_computed_and_exported(tmp_path):
     assert find_family("stablelm") is None
     sizes = {"vocab_size": 53, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64}
@@ -95,7 +95,7 @@ def test_a_family_of_another_package_is_loaded_computed_and_exported(tmp_path: P
     assert all(torch.equal(tensor, reloaded[name]) for name, tensor in twin.state_dict().items())
 
 
-def test_families_have_public_names_and_keep_their_former_path() -> None:
+def test_families_have_public_names_and_keep_their_former_path():
     for name in families.__all__:
         assert getattr(former, name, None) in (getattr(families, name), None), name
     assert {"Family", "ConfigTable", "Field", "DecoderNames"} <= vars(former).keys()
@@ -119,7 +119,7 @@ def output_with_package(folder: Path, value: str) -> str:
     return process.stdout.strip() if process.returncode == 0 else process.stderr
 
 
-def test_families_of_installed_packages_are_known_or_refused(tmp_path: Path) -> None:
+def test_families_of_installed_packages_are_known_or_refused(tmp_path):
     (tmp_path / "other").mkdir()
     name = "tests.swap.test_own_family:STABLELM"
     assert output_with_package(tmp_path, name) == "stablelm stablelm"

@@ -142,7 +142,7 @@ REFUSED: list[tuple[nn.Module, dict[str, str] | None, str]] = [
 ]  # fmt: skip
 
 
-def test_plans_that_cannot_be_honoured_are_refused_and_change_nothing() -> None:
+def test_plans_that_cannot_be_honoured_are_refused_and_change_nothing():
     for module, plan, reason in REFUSED:
         refuse(module, mesh_of(), plan, reason)
     refuse(mlp(), mesh_of(pp=2), MLP_PLAN, "pipeline stages")
@@ -172,7 +172,7 @@ PLAN = {"*.layers.0": "column", "*.layers.2": "row", "*.encoder": "auto", "*.wor
 PLAN |= {"*.head": "vocab"}
 
 
-def test_errors_of_every_step_leave_a_model_of_all_kinds_unchanged() -> None:
+def test_errors_of_every_step_leave_a_model_of_all_kinds_unchanged():
     root: Any = nn.ModuleDict({"root": WholeModel()})
     for changes, match in (
         ({"*.head": "diagonal"}, "the kind 'diagonal'"),
@@ -186,7 +186,7 @@ def test_errors_of_every_step_leave_a_model_of_all_kinds_unchanged() -> None:
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_a_refusal_leaves_hugging_face_models_unchanged(on_meta: bool) -> None:
+def test_a_refusal_leaves_hugging_face_models_unchanged(on_meta):
     peft = pytest.importorskip("peft")
     config = config_of("llama")
 
@@ -207,7 +207,7 @@ def test_a_refusal_leaves_hugging_face_models_unchanged(on_meta: bool) -> None:
     refuse(root, mesh_of(), plan, "must be a multiple of tp")
 
 
-def test_only_the_install_step_changes_the_module() -> None:
+def test_only_the_install_step_changes_the_module():
     root: Any = nn.ModuleDict({"root": WholeModel()})
     before = state_of(root)
     plan = decide(root, mesh_of(), SwapOptions(PLAN))
@@ -226,7 +226,7 @@ def test_only_the_install_step_changes_the_module() -> None:
 # ---- what a plan matches
 
 
-def test_the_last_pattern_of_a_plan_wins_and_auto_applies_to_all_modules_inside() -> None:
+def test_the_last_pattern_of_a_plan_wins_and_auto_applies_to_all_modules_inside():
     plan = {"*": "column_gather", "5": "vocab", "2": "replicate"}
     gathered = {"0": "column_gather", "3": "column_gather"}
     assert kinds_of(mlp(), plan) == {**gathered, "5": "vocab"}
@@ -236,20 +236,20 @@ def test_the_last_pattern_of_a_plan_wins_and_auto_applies_to_all_modules_inside(
     assert kinds_of(Classifier(), {"*": "auto", "encoder": "replicate"}) == {}
 
 
-def test_without_a_plan_encoder_layers_and_attention_of_torch_are_swapped() -> None:
+def test_without_a_plan_encoder_layers_and_attention_of_torch_are_swapped():
     names = ["0.encoder", "0.encoder.layers.0", "0.encoder.layers.1", "1.attention"]
     assert list(kinds_of(nn.Sequential(Classifier(), AttentionOnly()), None)) == names
     assert kinds_of(nn.Sequential(Residual(16, 4, 24), nn.Linear(2, 2)), None) == {}
 
 
-def test_unsupported_calls_of_a_cut_block_are_refused() -> None:
+def test_unsupported_calls_of_a_cut_block_are_refused():
     module = layer(batch_first=True)
     parallelize(module, mesh_of())
     with pytest.raises(UnsupportedError, match="is_causal=True needs attn_mask"):
         module[0](torch.randn(2, 3, 8), is_causal=True)
 
 
-def test_records_and_modules_without_a_sharded_weight_are_described() -> None:
+def test_records_and_modules_without_a_sharded_weight_are_described():
     record = parallelize(mlp(), mesh_of(), {"0": "column"})[0]
     assert str(record) == "0: Linear -> ColumnParallelLinear (column, 104 of 208 elements here)"
     layers = {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
@@ -258,7 +258,7 @@ def test_records_and_modules_without_a_sharded_weight_are_described() -> None:
     assert describe_unsharded(root) == "Whole on every rank: norm."
 
 
-def test_suggested_plans_pair_the_layers_of_attention_and_of_mlps() -> None:
+def test_suggested_plans_pair_the_layers_of_attention_and_of_mlps():
     def linear(**sizes: tuple[int, int]) -> dict[str, nn.Module]:
         return {name: nn.Linear(*size) for name, size in sizes.items()}
 
@@ -277,7 +277,7 @@ def test_suggested_plans_pair_the_layers_of_attention_and_of_mlps() -> None:
     assert suggest_tensor_plan(nn.ModuleDict({"norm": nn.LayerNorm(8)}), 2) == {}
 
 
-def test_a_rule_joins_several_source_tensors_of_an_exact_class_into_one() -> None:
+def test_a_rule_joins_several_source_tensors_of_an_exact_class_into_one():
     class Split(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -311,7 +311,7 @@ def model_of(**changes: Any) -> Any:
     return transformers.GraniteForCausalLM(config)
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_heads_that_do_not_divide_are_refused():
     llama = transformers.LlamaConfig(hidden_size=36, num_attention_heads=9, num_key_value_heads=3)
     llama.update({"num_hidden_layers": 1, "intermediate_size": 16, "vocab_size": 64})
     for model, tp, reason in (
@@ -322,7 +322,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
             parallelize(nn.ModuleDict({"model": model}), mesh_of(tp))
 
 
-def test_plan_entries_that_are_not_understood_leave_their_module_uncut() -> None:
+def test_plan_entries_that_are_not_understood_leave_their_module_uncut():
     model = model_of()
     assert supported_plan(model, 2).kinds["model.layers.0.mlp.gate_proj"] == "column"
     known = model.tp_plan

@@ -60,7 +60,7 @@ def built(folder: Path) -> Any:
     return nn.ModuleDict({"model": model})
 
 
-def test_packed_experts_are_decoded_like_in_transformers(tmp_path: Path) -> None:
+def test_packed_experts_are_decoded_like_in_transformers(tmp_path):
     expected = save_quantized_gpt_oss(tmp_path)
     folder = SafetensorsFolder(tmp_path)
     assert set(folder.names()) == expected.keys()
@@ -82,7 +82,7 @@ def test_packed_experts_are_decoded_like_in_transformers(tmp_path: Path) -> None
         assert torch.equal(folder.read(name, part), expected[name][part])
 
 
-def test_extreme_scales_are_decoded_exactly(tmp_path: Path) -> None:
+def test_extreme_scales_are_decoded_exactly(tmp_path):
     blocks = torch.arange(16, dtype=torch.uint8).mul(16).add(torch.arange(16)).to(torch.uint8)
     scales = torch.tensor([0, 1, 126, 127, 128, 252], dtype=torch.uint8)
     tensors = {
@@ -96,7 +96,7 @@ def test_extreme_scales_are_decoded_exactly(tmp_path: Path) -> None:
     assert torch.equal(values, torch.cat([pairs * 2.0 ** (int(scale) - 127) for scale in scales]))
 
 
-def test_fp8_blocks_are_multiplied_by_their_scales(tmp_path: Path) -> None:
+def test_fp8_blocks_are_multiplied_by_their_scales(tmp_path):
     generator = torch.Generator().manual_seed(1)
     numbers = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3, generator=generator)
@@ -114,9 +114,7 @@ def test_fp8_blocks_are_multiplied_by_their_scales(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_replaced_model_of_quantized_weights_uses_and_saves_the_decoded_weights(
-    tmp_path: Path,
-) -> None:
+def test_a_replaced_model_of_quantized_weights_uses_and_saves_the_decoded_weights(tmp_path):
     expected = save_quantized_gpt_oss(tmp_path / "published")
     plain = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(tmp_path / "published"), dtype=torch.bfloat16
@@ -132,7 +130,7 @@ def test_a_replaced_model_of_quantized_weights_uses_and_saves_the_decoded_weight
     assert all(torch.equal(saved, expected[name]) for name, saved in reloaded.state_dict().items())
 
 
-def test_a_quantized_gpt_oss_folder_is_imported_and_exported_decoded(tmp_path: Path) -> None:
+def test_a_quantized_gpt_oss_folder_is_imported_and_exported_decoded(tmp_path):
     expected = save_quantized_gpt_oss(tmp_path / "published")
     import_model(tmp_path / "published", tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "back")
@@ -141,7 +139,7 @@ def test_a_quantized_gpt_oss_folder_is_imported_and_exported_decoded(tmp_path: P
     assert all(torch.equal(tensor, expected[name]) for name, tensor in back.state_dict().items())
 
 
-def test_quantized_weights_that_cannot_be_decoded_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_that_cannot_be_decoded_are_refused(tmp_path):
     save_quantized_gpt_oss(tmp_path)
     message = "4 or 8 bits are read for models that are replaced"
     with pytest.raises(UnsupportedError, match=message):
@@ -161,7 +159,7 @@ def test_quantized_weights_that_cannot_be_decoded_are_refused(tmp_path: Path) ->
             import_model(tmp_path, tmp_path / "ours")
 
 
-def test_an_fp8_deepseek_folder_is_imported_and_exported_decoded(tmp_path: Path) -> None:
+def test_an_fp8_deepseek_folder_is_imported_and_exported_decoded(tmp_path):
     twin = twin_of("deepseek_v3").to(torch.bfloat16)
     twin.save_pretrained(tmp_path / "published")
     plain = SafetensorsFolder(tmp_path / "published")

@@ -66,12 +66,12 @@ def refusal(
 BLOCKS = {"model.blocks": "blocks"}
 
 
-def test_stages_have_the_requested_numbers_of_blocks() -> None:
+def test_stages_have_the_requested_numbers_of_blocks():
     stages = [stage_of(Model(), BLOCKS, rank, stage_layers=(3, 1)) for rank in (0, 1)]
     assert [len(stage._modules) for stage in stages] == [3, 1]
 
 
-def test_each_stage_keeps_its_modules_under_the_names_of_the_full_model() -> None:
+def test_each_stage_keeps_its_modules_under_the_names_of_the_full_model():
     first, last = Model(tied=True), Model(tied=True)
     stage_of(first, BLOCKS), stage_of(last, {**BLOCKS, "*.norm": "last"}, 1)
     names = [f"blocks.{index}.{kind}" for index in range(4) for kind in ("weight", "bias")]
@@ -89,7 +89,7 @@ def test_each_stage_keeps_its_modules_under_the_names_of_the_full_model() -> Non
     assert last.blocks[0].in_features == 8
 
 
-def test_plans_that_do_not_fit_are_refused_with_the_legal_values() -> None:
+def test_plans_that_do_not_fit_are_refused_with_the_legal_values():
     norm_last = {**BLOCKS, "*.norm": "last"}
     cases: list[tuple[dict[str, str], dict[str, Any], str]] = [
         ({"model.block": "blocks"}, {}, "Did you mean 'model.blocks'"),
@@ -131,7 +131,7 @@ def plan_of(model: Any, staged: StagedBlocks) -> StepPlan:
     return staged.plan_of(cursor, result)
 
 
-def test_stages_run_in_turn_and_send_tensors_that_later_stages_need() -> None:
+def test_stages_run_in_turn_and_send_tensors_that_later_stages_need():
     torch.manual_seed(0)
     first, last, full_model = Model(), Model(), Model()
     for model in (first, last):
@@ -153,7 +153,7 @@ def test_stages_run_in_turn_and_send_tensors_that_later_stages_need() -> None:
     assert [name for name, _ in first.named_parameters()][:1] == ["words.weight"]
 
 
-def test_unsupported_calls_of_a_stage_are_refused() -> None:
+def test_unsupported_calls_of_a_stage_are_refused():
     model = Model()
     staged = stage_of(model, BLOCKS, 1)
     with pytest.raises(UnsupportedError, match="cannot be called outside of steps"):
@@ -168,7 +168,7 @@ def test_unsupported_calls_of_a_stage_are_refused() -> None:
         run_stage(model, staged, received=[hidden], plan=plan)
 
 
-def test_hugging_face_models_declare_their_blocks_and_refuse_unsupported_calls() -> None:
+def test_hugging_face_models_declare_their_blocks_and_refuse_unsupported_calls():
     sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "pad_token_id": None}
     sizes |= {"num_hidden_layers": 2}
     # No family computes this activation, so the model keeps its own code.
