@@ -38,14 +38,8 @@ def changed(text: str, seed: int, times: int) -> str:
 
 def clean_to(folder: Path, *options: str, output: str = "out.jsonl") -> tuple[list[str], dict]:
     report = folder / f"{output}.report.json"
-    main(
-        [
-            str(folder / "in.jsonl"),
-            str(folder / output),
-            *("--report", str(report), "--no-progress"),
-            *(options or ("--workers", "1")),
-        ]
-    )
+    more = ("--report", str(report), "--no-progress")
+    main([str(folder / "in.jsonl"), str(folder / output), *more, *options])
     return (folder / output).read_text().splitlines(), json.loads(report.read_text())
 
 

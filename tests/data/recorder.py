@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_megatron.data.row_datamodule import RowDataModule
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
@@ -67,20 +66,6 @@ class StopAfter(Callback):
         if self.batches == 0:
             trainer.save_checkpoint(self.path)
             raise KeyboardInterrupt
-
-
-class OneRank(SingleDeviceStrategy):
-    """Strategy that reports to be one of several data ranks, with microbatches of 2 rows."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__()
-        self.place = {"num_replicas": size, "rank": rank}
-
-    distributed_sampler_kwargs = property(lambda self: self.place)
-
-    def samples_per_microbatch(self, batch_size: int) -> int:
-        """Return the rows of a microbatch."""
-        return min(2, batch_size)
 
 
 def write_corpus(prefix: Path, num_tokens: int, first: int = 0) -> str:

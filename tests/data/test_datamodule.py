@@ -1,22 +1,30 @@
-"""TokenDataModule gives a Trainer all tokens of its corpora, and rejects invalid settings."""
+"""TokenDataModule and its samples give a Trainer all tokens of its corpora, cache their index under a full
+key, and reject invalid settings.
+"""
 
 from __future__ import annotations
 
-import math
-from fractions import Fraction
+import dataclasses
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
 
+from lightning_megatron.data import samples as samples_module
 from lightning_megatron.data.datamodule import TokenDataModule
-from lightning_megatron.data.token_file import TokenFileWriter
+from lightning_megatron.data.samples import GPTSamples, SampleOptions
+from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
-from tests.corpora import SPEECHES, need
-from tests.data.recorder import SEQ_LENGTH, Recorder, make_trainer, run, write_corpus
+from tests.data.recorder import (
+    SEQ_LENGTH,
+    Recorder,
+    make_trainer,
+    run,
+    write_corpus,
+    write_documents,
+)
 from tests.refusals import check_refusals
 
 
@@ -33,13 +41,6 @@ def test_epochs_of_lightning_have_different_orders_of_the_same_windows(tmp_path,
     assert len(run(Recorder(), data, trainer)) == 15
 
 
-def test_reading_batches_does_not_change_the_random_state_of_torch(corpus):
-    before = torch.get_rng_state()
-    for num_workers in (0, 1):
-        list(TokenDataModule(corpus, seq_length=4, num_workers=num_workers).train_dataloader())
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_validation_takes_every_token_once_in_the_same_order(tmp_path, corpus):
     val, module = write_corpus(tmp_path / "val", 50, first=1000), Recorder()
     data = TokenDataModule(corpus, val, seq_length=SEQ_LENGTH, batch_size=5)
@@ -48,23 +49,10 @@ def test_validation_takes_every_token_once_in_the_same_order(tmp_path, corpus):
     first, second = sum(module.validated[:3], []), sum(module.validated[3:], [])
     assert sorted(first) == list(range(1001, 1050))
     assert first == second
-
-
-def test_named_sets_have_a_loader_each(tmp_path, corpus):
-    val = {
-        "low": write_corpus(tmp_path / "low", 50, first=1000),
-        "high": [write_corpus(tmp_path / name, 20, first=2000) for name in ("a", "b")],
-    }
-    test = {"only": write_corpus(tmp_path / "only", 30, first=3000)}
-    data = TokenDataModule(corpus, MappingProxyType(val), test, seq_length=4)
-    data.setup("fit")
-    assert data.set_names == {"val": ("low", "high"), "test": ("only",)}
-    labels_of_sets = [
-        sorted(int(t) for batch in loader for t in batch["labels"].flatten() if t != -100)
-        for loader in (*data.val_dataloader(), *data.test_dataloader())
-    ]
-    twice = sorted(2 * [*range(2001, 2020)])
-    assert labels_of_sets == [[*range(1001, 1050)], twice, [*range(3001, 3030)]]
+    before = torch.get_rng_state()
+    for num_workers in (0, 1):
+        list(TokenDataModule(corpus, seq_length=4, num_workers=num_workers).train_dataloader())
+    assert torch.equal(torch.get_rng_state(), before), "torch's random state is left alone"
 
 
 def test_a_split_divides_the_documents_and_a_blend_has_its_shares(tmp_path, corpus):
@@ -131,15 +119,11 @@ def test_separate_documents_have_lengths_and_no_labels_across_their_ends(tmp_pat
 
 
 @pytest.mark.parametrize("order", ["passes", "megatron"])
-def test_document_lengths_match_the_ends_of_documents_in_shuffled_passes_and_blends(
-    tmp_path, order
-):
+def test_lengths_of_shuffled_passes_and_blends_end_with_the_documents(tmp_path, order):
     texts = {"a": ["abc", "d", "efgh", "ij"], "b": ["ABCDEFGHI", "JK"]}
     corpora = {write_text(tmp_path / name, text): 1 for name, text in texts.items()}
     options = {"seq_length": 6, "train_samples": 12, "documents": "separate"}
-    widths = set()
     for batch in TokenDataModule(corpora, order=order, **options).train_dataloader():
-        widths.add(batch["lengths"].shape)
         tokens, labels, [lengths] = batch["tokens"][0], batch["labels"][0], batch["lengths"]
         assert int(lengths.sum()) == 6
         ends = (lengths.cumsum(0)[lengths > 0] - 1)[:-1]
@@ -147,42 +131,15 @@ def test_document_lengths_match_the_ends_of_documents_in_shuffled_passes_and_ble
         assert tokens[ends].tolist() == [256] * len(ends)
         assert int((tokens[:-1] == 256).sum()) == len(ends)
         assert labels[ends].tolist() == [-100] * len(ends)
-    assert len(widths) == 1, "all batches have the same number of lengths"
 
 
-def test_tokenizer_properties_come_from_the_corpus_if_no_tokenizer_is_named(tmp_path, corpus):
-    prefix = write_text(tmp_path / "c", ["né", "abcd"])
-    data = TokenDataModule(prefix, prefix)
-    assert (data.vocab_size, data.eod) == (257, 256)
-    assert data.bytes_per_token == pytest.approx(7 / 9)
-    # A corpus without description needs a tokenizer for its vocabulary only.
-    data = TokenDataModule(corpus, seq_length=4)
-    data.setup("fit")
-    assert next(iter(data.train_dataloader()))["tokens"].shape == (1, 4)
-    assert data.bytes_per_token is None
-    with pytest.raises(UnsupportedError, match="Pass the tokenizer"):
-        _ = data.vocab_size
-
-
-def test_corpora_of_other_tokenizers_or_vocabularies_are_refused(tmp_path, corpus):
+def test_corpora_of_other_tokenizers_and_invalid_settings_are_refused(tmp_path):
     prefix, description = write_text(tmp_path / "c", ["abc"]), tmp_path / "c.json"
     text = description.read_text().replace(ByteTokenizer.fingerprint, "0" * 64)
     description.write_text(text.replace('"bytes"', '"other"'))
-    with pytest.raises(CorruptDataError, match="written with 'other' .* but 'bytes'"):
-        TokenDataModule(prefix, tokenizer="bytes").setup("fit")
     with pytest.raises(CorruptDataError, match="must share a tokenizer"):
         TokenDataModule([prefix, write_text(tmp_path / "d", ["abc"])]).setup("fit")
-    data = TokenDataModule(val=corpus, tokenizer="bytes", seq_length=4, batch_size=64)
-    with pytest.raises(CorruptDataError, match="vocabulary of 257 tokens"):
-        list(data.val_dataloader())
-
-
-def test_settings_become_plain_python_types_or_are_refused(tmp_path):
-    blend = MappingProxyType({"a": Fraction(1, 4), "b": np.int64(3)})
-    data = TokenDataModule(train=blend, data_dir=tmp_path)
-    actual = (data.prefixes["train"], data.weights, data.data_dir)
-    assert actual == (["a", "b"], [0.25, 3.0], str(tmp_path))
-    splits = (
+    splits = [
         "",
         "a,b",
         "1,2,3,4",
@@ -193,7 +150,8 @@ def test_settings_become_plain_python_types_or_are_refused(tmp_path):
         "0,0",
         "inf",
         "١,1",
-    )
+    ]
+    named = "val must give each set a name"
     check_refusals(
         TokenDataModule,
         [
@@ -201,26 +159,64 @@ def test_settings_become_plain_python_types_or_are_refused(tmp_path):
             ({"train": "a", "corpus": "speeches"}, "because it defines all parts"),
             ({"train": "a", "val": "b", "split": "9,1"}, "split needs train"),
             ({"train": "a", "split": Path("x" * 5000)}, "must be non-negative decimal"),
-            *(
-                ({"train": "a", "val": val}, "val must give each set a name")
-                for val in ({}, {"": "a"}, {"a": []})
-            ),
-            *(
-                ({"train": "a", "split": split, "order": order}, "split weights")
-                for split in splits
-                for order in ("passes", "megatron")
-            ),
+            *(({"train": "a", "val": val}, named) for val in ({}, {"": "a"}, {"a": []})),
+            *(({"train": "a", "split": split}, "split weights") for split in splits),
         ],
     )
 
 
-def test_the_speeches_corpus_needs_no_further_settings(tmp_path):
-    need(SPEECHES)
-    data = TokenDataModule(corpus="speeches", data_dir=str(tmp_path), seq_length=128, batch_size=4)
-    assert data.vocab_size == 257
-    data.prepare_data()
-    data.setup("fit")
-    batch = next(iter(data.train_dataloader()))
-    assert batch["tokens"].shape == batch["labels"].shape == (4, 128)
-    assert batch["tokens"].dtype == torch.int64
-    assert math.isclose(data.bytes_per_token, 1, abs_tol=0.001)
+def windows_of(samples: GPTSamples) -> list[list[int]]:
+    return [samples[number].tolist() for number in range(len(samples))]
+
+
+def test_sequential_samples_overlap_in_one_token(tmp_path):
+    corpus = write_documents(tmp_path / "c", [3, 0, 5, 2])
+    samples = GPTSamples(corpus, SampleOptions(4, order="sequential"))
+    assert windows_of(samples) == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9]]
+    with pytest.raises(IndexError):
+        samples[3]
+    assert len(corpus.document_starts) == 4  # the empty document has nothing to split
+    (part,) = windows_of(GPTSamples(corpus, SampleOptions(4, order="sequential"), range(1, 2)))
+    assert part == [3, 4, 5, 6, 7], "a range has only its tokens"
+    with TokenFileWriter(tmp_path / "d", vocab_size=100) as writer:
+        writer.add_document(np.arange(10), lengths=[4, 6])
+        writer.add_document(np.arange(50, 55), lengths=[2, 3])
+    samples = GPTSamples(TokenFile(tmp_path / "d"), SampleOptions(9), documents=range(1))
+    assert samples[0].tolist() == list(range(10)), "all sequences of a document"
+
+
+def test_few_tokens_wrong_ids_and_invalid_options_are_refused(tmp_path):
+    with pytest.raises(CorruptDataError, match=r"has 4 tokens in documents \[0, 1\); .* needs 9"):
+        GPTSamples(write_documents(tmp_path / "c", [4]), SampleOptions(8))
+    options = SampleOptions(4, order="sequential", vocab_size=10)
+    samples = GPTSamples(write_documents(tmp_path / "d", [20]), options)
+    assert samples[1].tolist() == [4, 5, 6, 7, 8]
+    with pytest.raises(CorruptDataError, match=r"of 10 tokens: sample 2 .* holds 8 to 12"):
+        samples[2]
+    check_refusals(SampleOptions, [((0,), "seq_length"), ((4, 1, "random"), "order must be")])
+
+
+def test_the_index_is_cached_under_a_key_with_every_option(tmp_path, monkeypatch, caplog):
+    corpus, cache = write_documents(tmp_path / "c", [50, 50]), tmp_path / "cache"
+    options = SampleOptions(8, cache_dir=str(cache))
+    first = GPTSamples(corpus, options, num_samples=30)
+
+    def num_indices() -> int:
+        return sum(path.is_dir() for path in cache.iterdir())
+
+    for change in ({"seed": 1}, {"seq_length": 9}, {"order": "megatron"}, {"tokenizer": "abc"}):
+        before = num_indices()
+        changed = GPTSamples(corpus, dataclasses.replace(options, **change), num_samples=30)
+        assert num_indices() == before + 1, change
+        assert first.order_key != changed.order_key
+    GPTSamples(corpus, options, range(1), num_samples=30)
+    longer = GPTSamples(corpus, options, num_samples=31)
+    other = GPTSamples(write_documents(tmp_path / "d", [60, 40]), options, num_samples=30)
+    assert num_indices() == before + 4
+    assert longer.order_key == first.order_key != other.order_key
+    monkeypatch.setattr(samples_module, "index_passes", lambda *_: pytest.fail("built again"))
+    for lock in cache.glob("*.lock"):
+        lock.unlink()
+    assert windows_of(GPTSamples(corpus, options, num_samples=30)) == windows_of(first)
+    assert not list(cache.glob("*.lock")), "an existing cache is read without writing"
+    assert caplog.text == ""

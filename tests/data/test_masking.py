@@ -202,21 +202,12 @@ def test_larger_counts_extend_smaller_counts_and_passes_are_complete(documents, 
     assert sorted(used) == expected
 
 
-def test_a_document_has_the_same_targets_wherever_its_range_begins():
-    starts, bounds = arrays([[5] * 9, [3] * 14, [], [8] * 6])
-    all_samples = cut_documents(starts, bounds, 0, RULE, 1).tolist()
-    of_range = cut_documents(starts, bounds[1:], 1, RULE, 1).tolist()
-    assert of_range == [sample for sample in all_samples if sample[0] >= 9]
-    assert of_range != cut_documents(starts, bounds[1:], 0, RULE, 1).tolist()
-
-
 def test_target_lengths_are_short_at_the_given_rate_and_independent():
     documents, rule = np.arange(40_000), replace(RULE, max_target=102)
     targets = target_lengths(replace(rule, short_probability=0.1), 0, documents, 0)
     short = targets[targets < 102]
     # One in 101 short lengths is the full length.
     assert len(short) / len(targets) == pytest.approx(0.1 * 100 / 101, abs=0.008)
-    assert (short.min(), short.max()) == (2, 101)
     assert short.mean() == pytest.approx(51.5, abs=2.5)
     base = target_lengths(rule, 0, documents, 0) < 102
     for variant in (
@@ -226,4 +217,3 @@ def test_target_lengths_are_short_at_the_given_rate_and_independent():
         target_lengths(rule, 0, documents + 1, 0),
     ):
         assert (base & (variant < 102)).mean() == pytest.approx(base.mean() ** 2, abs=0.012)
-    assert (target_lengths(replace(RULE, short_probability=0.0), 0, documents, 0) == 20).all()

@@ -17,7 +17,6 @@ from lightning_megatron.data.loader import WindowBatches
 from lightning_megatron.data.packing import PackedIndex, index_packed
 from lightning_megatron.data.samples import NO_TOKEN, GPTSamples, SampleOptions
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.plan.context_groups import ContextGroups, crosses
 from tests.data.recorder import write_documents
 from tests.refusals import check_refusals
 
@@ -78,36 +77,6 @@ def test_every_pass_predicts_every_token_once_in_spans_of_windows(
         assert sorted(predicted) == expected
     longer = index_packed(sizes, seq_length, count + 1, seed, **options)
     assert all(longer.pieces(row, bounds) == index.pieces(row, bounds) for row in range(count))
-
-
-@given(st.lists(st.integers(2, 33), min_size=8, max_size=60), st.sampled_from([None, 3]))
-def test_groups_are_as_small_as_the_longest_document_of_a_row_allows(lengths, seed):
-    index = index_packed(np.array(lengths), 32, None, seed, num_windows=4)
-    for row in range(index.num_windows):
-        positions = positions_of(index, row, 32)
-        longest = max(stop - start for document, start, stop in positions if document >= 0)
-        borders = [0, *(stop for _, _, stop in positions)]
-        size = ContextGroups.of(borders, 32, 4).size
-        assert size == next(power for power in (1, 2, 4) if longest <= 8 * power or power == 4)
-
-
-def test_documents_cross_window_borders_only_without_context_windows():
-    lengths = np.array([5, 7, 6, 8, 3, 3, 5, 7, 6, 8, 3, 3])
-    for options, expected in (({}, True), ({"num_windows": 4}, False)):
-        index = index_packed(lengths, 32, None, 3, **options)
-        crossed = [
-            crosses([0, *(stop for _, _, stop in positions_of(index, row, 32))], 8)
-            for row in range(index.num_windows)
-        ]
-        assert any(crossed) is expected
-
-
-def test_rows_of_a_large_corpus_are_nearly_full():
-    draw = np.random.RandomState(1)
-    lengths = np.clip(draw.lognormal(np.log(400), 1.0, 20_000), 2, 8192).astype(np.int64)
-    index = index_packed(lengths, 8192, None, 3, num_windows=4)
-    assert int(lengths.sum()) / (index.num_windows * 8192) > 0.98
-    assert torch.tensor(index.firsts).diff().min() > 0
 
 
 def test_only_documents_longer_than_a_row_are_cut(tmp_path):
@@ -184,15 +153,10 @@ def test_blends_of_whole_documents_have_every_token_once(tmp_path):
 
 def test_settings_that_do_not_fit_whole_documents_are_refused():
     whole = {"train": "c", "documents": "whole"}
-    check_refusals(
-        TokenDataModule,
-        [
-            ({**whole, "order": "megatron"}, "whose samples cross the ends"),
-            ({**whole, "seq_length": 24, "context_windows": 6}, "Use 4 or 8."),
-            ({**whole, "seq_length": 20, "context_windows": 4}, "Use 16 or 24."),
-            (
-                {"train": "c", "seq_length": 16, "documents": "separate", "context_windows": 4},
-                "needs documents='whole'",
-            ),
-        ],
-    )
+    cases = [
+        ({**whole, "order": "megatron"}, "whose samples cross the ends"),
+        ({**whole, "seq_length": 24, "context_windows": 6}, "Use 4 or 8."),
+        ({**whole, "seq_length": 20, "context_windows": 4}, "Use 16 or 24."),
+        ({"train": "c", "documents": "separate", "context_windows": 4}, "needs documents='whole'"),
+    ]
+    check_refusals(TokenDataModule, cases)

@@ -61,6 +61,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def is_running(process: int) -> bool:
+    """Return whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_workers_end_with_a_killed_parent():
     completed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
     assert completed.returncode == -signal.SIGKILL, completed.stderr
@@ -69,11 +77,3 @@ def test_workers_end_with_a_killed_parent():
     while workers := {process for process in workers if is_running(process)}:
         assert time.monotonic() < deadline, workers
         time.sleep(0.05)
-
-
-def is_running(process: int) -> bool:
-    """Return whether a process exists and has not ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

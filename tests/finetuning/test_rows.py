@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy
 
 from lightning_megatron import GlueDataModule, RaceDataModule
-from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.finetuning.glue import GLUE_TASKS, read_glue
 from lightning_megatron.finetuning.race import race_files, read_race
 from lightning_megatron.finetuning.scores import ClassScores
@@ -21,7 +21,6 @@ from lightning_megatron.finetuning.tokens import PairTokenizer
 from tests.finetuning.folders import (
     TOKENIZERS,
     save_byte_tokenizer,
-    save_tokenizer,
     write_mnli,
     write_qqp,
     write_race,
@@ -92,14 +91,6 @@ def test_options_of_race_equal_the_rows_of_transformers(tmp_path, kind):
         short.setup("validate")
 
 
-def test_quotation_marks_and_unicode_line_breaks_are_plain_characters(tmp_path):
-    rows = [['"a "cat', "1"], ["b\u2028c \x85 d", "0"], ['the end"', "0"]]
-    path = write_table(tmp_path / "train.tsv", ["sentence", "label"], rows)
-    examples = read_glue(path, GLUE_TASKS["sst2"])
-    assert examples.texts == ([row[0] for row in rows],)
-    assert examples.labels == [1, 0, 0]
-
-
 def test_malformed_lines_of_glue_are_named_or_counted(tmp_path):
     write_qqp(tmp_path)
     path = tmp_path / "train.tsv"
@@ -108,42 +99,36 @@ def test_malformed_lines_of_glue_are_named_or_counted(tmp_path):
         "3\t1\t2\tonly one question": "must have 6 columns: it has 4",
         "3\t1\t2\t \tb\t1": "must have a text in the column question1: it is empty",
         "3\t1\t2\ta\tb\t-": "must have a label of 0, 1: it has '-'",
-        "": "must have 6 columns: it has 1",
     }.items():
         path.write_text("\n".join([*lines[:4], line, *lines[4:]]))
-        with pytest.raises(CorruptDataError) as error:
+        with pytest.raises(CorruptDataError, match=f"train.tsv:5 {fault}."):
             glue_of(tmp_path).setup("fit")
-        assert f"{path}:5 {fault}." in str(error.value)
         data = glue_of(tmp_path, malformed="leave_out")
         with pytest.warns(UserWarning, match="20 read, 1 malformed rows left out"):
             data.setup("fit")
         assert len(data.encoded("train")) == 20
-    path = write_table(tmp_path / "dev.tsv", ["id", "question1", "question2"], [["1", "a", "b"]])
+    rows = [['"a "cat', "1"], ["b\u2028c \x85 d", "0"]]
+    path = write_table(tmp_path / "plain.tsv", ["sentence", "label"], rows)
+    examples = read_glue(path, GLUE_TASKS["sst2"])
+    assert examples.texts == ([row[0] for row in rows],), "quotation marks are plain characters"
+    write_table(tmp_path / "dev.tsv", ["id", "question1", "question2"], [["1", "a", "b"]])
     with pytest.raises(CorruptDataError, match=r"dev.tsv:1 must name .* is_duplicate missing"):
         glue_of(tmp_path).setup("validate")
-    path.unlink()
-    with pytest.raises(UnsupportedError, match=r"files of the task qqp must exist: .*dev.tsv"):
-        glue_of(tmp_path)
 
 
 def test_damaged_files_of_race_are_named(tmp_path):
-    with pytest.raises(UnsupportedError, match="must have files such as train/middle/1.txt"):
-        RaceDataModule(str(tmp_path), str(save_tokenizer(tmp_path / "tokenizer")))
     write_race(tmp_path)
     path = tmp_path / "dev" / "high" / "0.txt"
     content = json.loads(path.read_text())
-    changes: list[tuple[dict[str, Any], str]] = [
+    for change, fault in (
         ({"answers": ["A", "E", "B"]}, "question 2 must have an answer of A, B, C, D: it has 'E'"),
         ({"answers": ["A"]}, "must have as many questions as options and answers: it has 3, 3, 1"),
         ({"options": [["a"] * 4, ["a"] * 3, ["a"] * 4]}, "question 2 must have 4 texts as options"),
         ({"article": ""}, "must have a text as article"),
-    ]
-    for change, fault in changes:
+    ):
         path.write_text(json.dumps(content | change))
-        with pytest.raises(CorruptDataError) as error:
+        with pytest.raises(CorruptDataError, match=f"{path}.*{fault}"):
             read_race(path, 1)
-        assert str(path) in str(error.value)
-        assert fault in str(error.value)
 
 
 def test_cached_rows_equal_new_rows_and_follow_changes_of_their_file(tmp_path):
@@ -159,22 +144,15 @@ def test_cached_rows_equal_new_rows_and_follow_changes_of_their_file(tmp_path):
 
 
 def test_scores_equal_torchmetrics_in_any_order_of_rows():
-    draw = torch.Generator().manual_seed(3)
-    labels = torch.randint(2, (50,), generator=draw)
-    groups = torch.randint(2, (50,), generator=draw)
-    logits = torch.randn(50, 2, generator=draw)
+    labels, groups, logits = torch.randint(2, (50,)), torch.randint(2, (50,)), torch.randn(50, 2)
     metric = ClassScores(labels, groups, ["a", "b"], has_f1=True)
-    order = torch.randperm(50, generator=draw)[:40]
+    order = torch.randperm(50)[:40]
     for part in order.split(7):
         metric.update(torch.cat([part, torch.tensor([-1])]), torch.cat([logits[part], logits[:1]]))
     actual = {name: float(value) for name, value in metric.compute().items()}
-    chosen = logits.argmax(1)
-    accuracy = MulticlassAccuracy(2, average="micro")
-    true_positives = ((chosen == 1) & (labels == 1))[order].sum()
-    expected = {
-        "accuracy": float(accuracy(chosen[order], labels[order])),
-        "f1": float(2 * true_positives / (chosen[order].sum() + labels[order].sum())),
-    }
+    chosen, accuracy = logits.argmax(1), MulticlassAccuracy(2, average="micro")
+    expected = {"accuracy": float(accuracy(chosen[order], labels[order]))}
+    expected["f1"] = float(BinaryF1Score()(chosen[order], labels[order]))
     for number, name in enumerate("ab"):
         part = order[groups[order] == number]
         expected[f"accuracy_{name}"] = float(accuracy(chosen[part], labels[part]))
@@ -220,15 +198,3 @@ def test_a_first_text_must_leave_room_for_the_second(tmp_path, kind):
     assert len(row) == 3 + special
     with pytest.raises(CorruptDataError, match=f"has 2, and a pair has {special} special"):
         tokenizer.pairs(["the cat"], ["a dog sees"], 2 + special, "only_second")
-
-
-def test_folders_without_a_tokenizer_are_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"tokenizer.json or vocab.txt: .* BERT or RoBERTa"):
-        PairTokenizer(str(tmp_path))
-    folder = save_byte_tokenizer(tmp_path / "damaged", is_named=False)
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(CorruptDataError, match=r"tokenizer.json is not valid JSON"):
-        PairTokenizer(str(folder))
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {}}))
-    with pytest.raises(CorruptDataError, match="no tokenizer that transformers can read"):
-        PairTokenizer(str(folder))

@@ -1,25 +1,33 @@
-"""Passes over new tokens after a cache have the logits of passes over full rows, and those that
-cannot be captured say why.
+"""Passes over new tokens after a cache have the logits of passes over full rows, and those that cannot be
+captured or fused say why.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils import parametrize
+from torch import nn
+from torch.nn.utils import parametrizations
 
 from lightning_megatron import GPT, GenerationSettings, GPTConfig, generate
-from lightning_megatron.errors import ParallelPlanError, SpeedWarning
-from lightning_megatron.generation.token_pass import reason_against_capture, reason_against_replay
+from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.generation import fused_pass
+from lightning_megatron.generation.fused_pass import reason_against_fused_pass
+from lightning_megatron.generation.prompts import PromptRows
+from lightning_megatron.generation.token_pass import TokenPass, reason_against_replay
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.cached_attention import attend_with_cache
 from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
+from lightning_megatron.layers.norm import RMSNorm
 from tests.generation.models import NEXT, PROMPTS, check_passes, check_rows, full_logits, small_gpt
+from tests.kernels.models import KINDS, TINY
 from tests.swap import families
 from tests.sweeps import chosen
 
@@ -62,41 +70,6 @@ def test_several_tokens_at_once_follow_a_ring_cache():
     assert num_cached == len(row)
 
 
-def test_tokens_beyond_the_size_of_the_cache_are_refused():
-    tokens = torch.zeros(4, 1, 2, 8)
-    with pytest.raises(ParallelPlanError, match=r"their cache of 3 tokens: they would have 4"):
-        KeyValueCache(3).extend(1, tokens, tokens, None)
-
-
-def test_rows_of_a_cache_are_reordered():
-    cache = KeyValueCache(2)
-    keys = torch.arange(3.0).view(1, 3, 1, 1)
-    cache.extend(1, keys, -keys, None)
-    cache.advance(1)
-    cache.reorder(torch.tensor([2, 2, 0]))
-    stored = cache.extend(1, keys, keys, None)
-    assert stored[0][:, 0, 0, 0].tolist() == [2, 2, 0]
-    assert stored[1][:, 0, 0, 0].tolist() == [-2, -2, 0]
-
-
-def test_each_token_is_held_by_one_rank_of_cp():
-    """Two ranks hold the tokens of calls of 6, 1, 3 and 1 tokens."""
-    cache, positions = KeyValueCache(11), []
-    for rank in range(2):
-        cache.clear()
-        pieces = [2 * rank, 2 * rank + 1, 2 * (3 - rank), 2 * (3 - rank) + 1]
-        held = cache.hold(torch.tensor([pieces]), 6, 2, rank)
-        for first, count in ((0, 6), (6, 1), (7, 3), (10, 1)):
-            key = torch.zeros(count if first else 4, 1, 2, 4)
-            key = key[held.local_indices(first, count)] if first else key
-            held.cache.extend(1, key, key, None)
-            cache.advance(count)
-        positions.append([place for place in held.places_with(11, 0)[0].tolist() if place >= 0])
-        assert cache.num_bytes < 2 * 11 * 2 * 4 * 4
-    assert sorted(place for of_rank in positions for place in of_rank) == list(range(11))
-    assert {len(of_rank) for of_rank in positions} <= {5, 6}
-
-
 @pytest.mark.parametrize("case", ["gpt2", "gemma3", "gpt_neox", "deepseek_v3"])
 def test_passes_over_one_token_match_full_passes(case):
     # The heads of keys and values of deepseek_v3 have different sizes.
@@ -135,28 +108,19 @@ def test_slots_without_tokens_do_not_change_attention():
     torch.testing.assert_close(actual, expected)
 
 
-class Doubled(torch.nn.Module):
-    """Parametrization that doubles a weight."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return 2 * weight
-
-
 def test_models_whose_passes_need_the_host_are_not_captured():
-    for case, reason in {
-        "bloom": "have a slopes",
-        "gemma2": "have a soft cap",
-        "phi3": "longrope",
-    }.items():
+    reasons = {"bloom": "have a slopes", "gemma2": "have a soft cap", "phi3": "longrope"}
+    for case, reason in reasons.items():
         assert reason in str(reason_against_replay(small_gpt(case)))
     gpt = small_gpt("llama")
-    parametrize.register_parametrization(gpt.layers["0"].mlp.down, "weight", Doubled())
+    parametrizations.weight_norm(gpt.layers["0"].mlp.down)
     assert "a parametrization computes weights" in str(reason_against_replay(gpt))
+    gpt = small_gpt("llama")
+    gpt.final_norm.register_forward_hook(lambda *_: None)
+    assert "a hook on" in str(reason_against_replay(gpt))
 
 
 class RefusingBackend(TapeBackend):
-    """Backend whose captures fail."""
-
     def capture(self, *arguments: Any, **options: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -171,12 +135,75 @@ def test_a_failed_capture_is_reported_and_changes_nothing():
 def test_passes_of_a_model_on_the_cpu_are_not_captured(caplog):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4}
     gpt = GPT(GPTConfig.llama(vocab_size=257, max_seq_length=64, **sizes), seed=0)
-    assert "need a GPU" in str(reason_against_capture(gpt, 64))
     with caplog.at_level("INFO", "lightning_megatron.generation"):
         generate(gpt, [[1, 2]], GenerationSettings(20))
         assert "not captured as a CUDA graph: CUDA graphs need a GPU" in caplog.text
         caplog.clear()
         generate(gpt, [[1, 2]], GenerationSettings(20, cuda_graph=False))
         assert not caplog.records
-    gpt.final_norm.register_forward_hook(lambda *_: None)
-    assert "a hook on" in str(reason_against_replay(gpt))
+
+
+LIMITS = SimpleNamespace(MAX_PAIRED_WIDTH=64, MAX_SUM_WIDTH=64)
+LLAMA = KINDS["llama"]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that the fused kernels support every tensor."""
+    monkeypatch.setattr(fused_pass, "fused_kernels", lambda tensor: LIMITS)
+
+
+def half_model(config: GPTConfig) -> GPT:
+    return GPT(config, seed=0).to(torch.bfloat16)
+
+
+def test_only_models_like_llama_are_fused(kernels):
+    for kind in ("llama", "window", "qwen"):
+        assert reason_against_fused_pass(half_model(KINDS[kind]), 1, None) is None
+    for config, reason in (
+        (KINDS["gpt2"], "the last norm is not a plain RMSNorm"),
+        (KINDS["gemma"], "the last norm is not a plain RMSNorm"),
+        (KINDS["glm"], "the outputs of a layer are scaled or normalised"),
+        (dataclasses.replace(LLAMA, activation="geglu"), "the MLP of a layer is not one with"),
+        (dataclasses.replace(LLAMA, position="learned"), "not all layers have a rotary embedding"),
+        (dataclasses.replace(LLAMA, parallel_residual=True), "a layer is not a sequence of norm"),
+        (dataclasses.replace(LLAMA, residual_scale=0.5), "the outputs of a layer are scaled"),
+        (dataclasses.replace(LLAMA, mlp_bias=True), "a linear layer other than that of queries"),
+        (dataclasses.replace(LLAMA, ffn_hidden_size=72), "vectors have 72 elements"),
+    ):
+        assert reason in str(reason_against_fused_pass(half_model(config), 1, None))
+
+
+def test_only_one_row_without_padding_is_fused(kernels, caplog):
+    gpt = half_model(LLAMA)
+    padding = torch.zeros(1, dtype=torch.long)
+    assert "without padding" in str(reason_against_fused_pass(gpt, 1, padding))
+    rows = PromptRows.of([[1, 2], [3, 4]], torch.device("cpu"), num_rows=2, length=2)
+    with caplog.at_level("INFO", "lightning_megatron.generation"):
+        assert not TokenPass(gpt, KeyValueCache(8), rows.padding, 2).is_fused
+    assert "not run on fused layers: it computes one row, and there are 2" in caplog.text
+
+
+def test_parameters_of_other_types_are_not_fused(kernels, monkeypatch):
+    assert "torch.float32" in str(reason_against_fused_pass(GPT(LLAMA, seed=0), 1, None))
+    gpt = half_model(LLAMA)
+    gpt.layers["0"].mlp.down.float()
+    assert "torch.bfloat16, torch.float32" in str(reason_against_fused_pass(gpt, 1, None))
+    monkeypatch.setattr(fused_pass, "fused_kernels", lambda tensor: None)
+    assert "do not support" in str(reason_against_fused_pass(half_model(LLAMA), 1, None))
+
+
+def test_changed_models_are_not_fused(kernels):
+    class OwnNorm(RMSNorm):
+        pass
+
+    width, half = TINY["hidden_size"], torch.bfloat16
+    for change, reason in (
+        (lambda gpt: setattr(gpt.layers["1"], "mlp_norm", OwnNorm(width, gpt.mesh).to(half)), "a norm of a layer is not a plain RMSNorm"),
+        (lambda gpt: setattr(gpt.layers["1"].mlp, "down", nn.Linear(48, width, bias=False, dtype=half)), "a linear layer was replaced"),
+        (lambda gpt: setattr(gpt.layers["1"].attention.qkv, "low_rank", nn.Identity()), "a linear layer has a low-rank update"),
+        (lambda gpt: setattr(gpt, "hidden_states", []), "the call collects hidden states"),
+    ):  # fmt: skip
+        gpt = half_model(LLAMA)
+        change(gpt)
+        assert reason in str(reason_against_fused_pass(gpt, 1, None))

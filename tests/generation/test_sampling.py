@@ -1,6 +1,4 @@
-"""Sampling uses the logits of transformers and their probabilities; replayed passes are launched before
-the host reads the token of the previous one.
-"""
+"""Sampling uses the logits of transformers and their probabilities, and streamed text ends before stops."""
 
 from __future__ import annotations
 
@@ -9,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_megatron import GenerationSettings, ParallelPlanError
-from lightning_megatron.generation import decoding
+from lightning_megatron import GenerationSettings
+from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.generation.sampling import Sampler, argmax, sampling_logits
+from lightning_megatron.generation.stop_text import StopStrings, TextStream, before_stop
 
 processors = pytest.importorskip("transformers.generation.logits_process")
 
@@ -53,28 +53,6 @@ def test_samples_have_the_probabilities_of_the_logits():
     assert not torch.equal(drawn, Sampler(reseeded, logits.device)(logits))
 
 
-def test_without_sampling_the_most_probable_token_is_chosen():
-    logits = random_logits(1.0)
-    tokens = Sampler(GenerationSettings(), logits.device)(logits)
-    assert torch.equal(tokens, logits.argmax(-1))
-
-
-def test_errors_name_invalid_settings():
-    for setting, value in (
-        ("max_new_tokens", 0),
-        ("temperature", 0.0),
-        ("temperature", float("nan")),
-        ("top_k", 0),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("stop_tokens", (-1,)),
-        ("seed", -1),
-        ("sample", "yes"),
-    ):
-        with pytest.raises(ParallelPlanError, match=setting):
-            GenerationSettings(**{setting: value})
-
-
 def test_argmax_in_groups_equals_that_of_torch():
     for width in (5, 256, 768, 1000):
         # Few different values, so that several logits are the largest.
@@ -84,55 +62,44 @@ def test_argmax_in_groups_equals_that_of_torch():
         assert torch.equal(argmax(logits), logits.argmax(-1))
 
 
-class FakeSession:
-    """Session of one row that counts upwards. Passes are captured from the second pass on."""
-
-    num_prompts = 1
-    max_new_tokens = 5
-
-    def __init__(self, events: list[str], can_capture: bool) -> None:
-        self.events = events
-        self.can_capture = can_capture
-        self.num_passes = 0
-
-    @property
-    def is_captured(self) -> bool:
-        return self.can_capture and self.num_passes > 1
-
-    def logits(self, tokens: Tensor | None) -> Tensor:
-        self.num_passes += 1
-        self.events.append(f"pass {self.num_passes}")
-        return torch.zeros(1, 9) if tokens is None else tokens[:, None].float()
-
-    def broadcast_tokens(self, tokens: Tensor) -> Tensor:
-        return tokens
+BYTES = ByteTokenizer()
 
 
-def next_token(logits: Tensor) -> Tensor:
-    return logits[:, 0].long() + 1
+def pieces_of(data: bytes, strings: tuple[str, ...] = (), before: bytes = b"") -> list[str]:
+    stream = TextStream(BYTES.decode, strings, list(before))
+    return [*(stream.push(token) for token in data), stream.finish()]
 
 
-def test_a_replay_is_launched_before_the_last_token_is_read(monkeypatch):
-    # The copy is needed because the device holds later tokens when the host reads.
-    monkeypatch.setattr(decoding, "_start_read", lambda tokens: tokens.clone().tolist)
+def test_a_character_appears_when_its_bytes_are_complete():
+    assert pieces_of("aé€b".encode()) == ["a", "", "é", "", "", "€", "b", ""]
+    assert pieces_of(b"a\xe2\x82") == ["a", "", "", "\ufffd"]
 
-    def chosen(events: list[str], can_capture: bool) -> Any:
-        session: Any = FakeSession(events, can_capture)
-        sampler: Any = next_token
-        return decoding._chosen_tokens(session, sampler)
 
-    for can_capture, expected in (
-        (False, "pass 1, got 1, pass 2, got 2, pass 3, got 3, pass 4, got 4, pass 5, got 5"),
-        # The pass of the second token is the first captured one.
-        (True, "pass 1, got 1, pass 2, pass 3, got 2, pass 4, got 3, pass 5, got 4, got 5"),
-    ):
-        events: list[str] = []
-        for tokens in chosen(events, can_capture):
-            events.append(f"got {tokens[0]}")
-        assert ", ".join(events) == expected
-    # One pass is wasted when generation ends early.
-    events = []
-    ended = chosen(events, True)
-    assert [next(ended), next(ended)] == [[1], [2]]
-    ended.close()
-    assert events == ["pass 1", "pass 2", "pass 3"]
+@given(data=st.binary(max_size=40), before=st.text(max_size=5))
+def test_pieces_of_any_bytes_join_to_the_full_text(data, before):
+    assert "".join(pieces_of(data, before=before.encode())) == data.decode(errors="replace")
+
+
+@given(
+    data=st.text(alphabet="abé", max_size=30),
+    strings=st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_size=3),
+)
+def test_pieces_end_before_the_first_stop_string(data, strings):
+    tokens = list(data.encode())
+    stops = StopStrings(BYTES.decode, strings)
+    ends = [n for n in range(1, len(tokens) + 1) if stops(tokens[:n])]
+    tokens_read = tokens[: ends[0]] if ends else tokens
+    text = "".join(pieces_of(bytes(tokens_read), tuple(strings)))
+    assert text == before_stop(BYTES.decode(tokens_read), strings)
+    # The stream prints no text that it would have to take back.
+    assert text == "".join(pieces_of(bytes(tokens), tuple(strings)))
+
+
+def words(tokens: list[int]) -> str:
+    """Decode words as SentencePiece does, which omits the blank before the first word."""
+    return "".join([f" {token}" for token in tokens]).removeprefix(" ")
+
+
+def test_the_blank_before_the_first_new_word_is_printed():
+    stream = TextStream(words, before=[1, 2])
+    assert [stream.push(3), stream.push(4), stream.finish()] == [" 3", " 4", ""]

@@ -26,7 +26,6 @@ def test_layouts_that_do_not_divide_the_model_raise():
         ({"ffn_hidden_size": 40}, {"tp": 3}, "ffn_hidden_size (40) must be a multiple of tp (3)"),
         ({"num_heads": 12, "num_kv_heads": 4}, {"tp": 6}, "num_kv_heads (4) must be a multiple or a divisor of tp (6)"),
         ({}, {"pp": 6}, "num_layers (4) must be at least pp x vpp (6 x 1 = 6)"),
-        ({}, {"pp": 3, "vpp": 2}, "num_layers (4) must be at least pp x vpp (3 x 2 = 6)"),
         ({}, {"ep": 2}, "ep (2) needs a model with experts"),
     ]  # fmt: skip
     for sizes, layout, message in cases:
@@ -52,26 +51,20 @@ def test_lengths_of_sequences_must_fit_the_model_and_the_layout():
 
 INCONSISTENT: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": 0}, "num_layers must be a whole number of at least 1: it is 0"),
-    ({"ffn_hidden_size": 0}, "ffn_hidden_size must be a whole number of at least 1 or None: it is 0"),
     ({"hidden_dropout": 1.0}, "hidden_dropout must be a finite number of at least 0 and below 1: it is 1.0"),
     ({"activation": "tanh"}, "activation must be gelu, gelu_tanh, relu, swiglu, geglu"),
-    ({"norm": "batch"}, "norm must be layernorm or rmsnorm: it is 'batch'"),
     ({"hidden_size": 40}, "hidden_size (40) must be a multiple of num_heads (9)"),
     ({**ROTARY, "head_dim": 5}, "head_dim (5) must be even"),
     ({"num_kv_heads": 4}, "num_attention_heads (9) must be a multiple of num_kv_heads (4)"),
     ({"rotary_dim": 2}, "rotary_dim (2) must be None, because position (learned) has no rotary angles"),
     ({**ROTARY, "rotary_dim": 3}, "rotary_dim (3) must be even and at most head_dim (4)"),
-    ({**ROTARY, "rotary_dim": 6}, "rotary_dim (6) must be even and at most head_dim (4)"),
     ({**ROTARY, "rotary_scaling": LONGROPE}, "rotary_scaling's factors (3) must be 2"),
-    ({"sliding_window": 0}, "sliding_window must be a whole number of at least 1 or None: it is 0"),
     ({"window_layers": (True,) * 4}, "must be None without sliding_window"),
     ({"sliding_window": 8, "window_layers": (True,)}, "the number of window_layers (1) must be num_layers"),
     ({"alibi_bias_max": 4.0}, "alibi_bias_max (4.0) must be 8.0, because position (learned) has no slopes"),
-    ({"position": "alibi", "rotary_dim": 2}, "rotary_dim (2) must be None, because position (alibi)"),
     ({"norm_offset": 1.0}, "norm_offset (1.0) must be 0, because norm (layernorm)"),
     ({"parallel_residual": True, "norm_position": "post"}, "norm_position (post) must be pre"),
     ({"embedding_scale": 0.0}, "embedding_scale must be a finite number above 0: it is 0.0"),
-    ({"attention_scale": -1.0}, "attention_scale must be a finite number above 0 or None: it is -1.0"),
 ]  # fmt: skip
 SCALINGS: list[tuple[dict[str, Any], str]] = [
     ({"kind": "dynamic"}, "kind must be linear, llama3, yarn or longrope: it is 'dynamic'"),
@@ -108,21 +101,10 @@ def test_layers_are_divided_among_stages_by_work():
     assert layers_of_stages(13, 50257, 4) == [4, 4, 5, 0]
 
 
-def test_default_sizes_of_families_equal_the_published_ones():
-    assert GPTConfig.gpt2().ffn_size == 3072
-    llama = GPTConfig.llama()
-    assert (llama.ffn_size, llama.kv_heads, llama.head_size, llama.bias) == (14336, 8, 128, False)
-    small = GPTConfig.llama(hidden_size=64, num_heads=4)
-    assert (small.ffn_size, small.kv_heads) == (256, 4)
-
-
 def test_configurations_from_plain_values_are_hashable():
+    windows = {"sliding_window": 8, "window_layers": [True, False, True, False]}
     scaling = LONGROPE | {"short_factors": [1.0, 1.0], "long_factors": [2.0, 3.0]}
-    layers: Any = [True, False, True, False]
-    windows: dict[str, Any] = {"sliding_window": 8, "window_layers": layers}
     config = GPTConfig.llama(**SIZES, **windows, rotary_scaling=scaling)
-    factors = {"short_factors": (1.0, 1.0), "long_factors": (2.0, 3.0)}
-    assert config.rotary_scaling == RotaryScaling(kind="longrope", original_length=8, **factors)
+    assert config.rotary_scaling.long_factors == (2.0, 3.0)
     assert [config.window_of(layer) for layer in range(4)] == [8, None, 8, None]
-    assert GPTConfig(**asdict(config)) == config
     assert hash(GPTConfig(**asdict(config))) == hash(config)

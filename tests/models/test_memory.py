@@ -24,7 +24,7 @@ from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.plan.budget import TrainingShape, clone_bytes, estimate_memory
+from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.experts import Transport, transport_over_ep
 from lightning_megatron.plan.fp8 import FP8
@@ -65,37 +65,12 @@ def test_memory_saved_by_a_forward_pass_equals_the_estimate(kind):
         check_parameters(model, ONE)
 
 
-def test_numbers_of_parameters_with_every_setting_equal_the_estimate():
-    latent: dict[str, Any] = {
-        "key_value_rank": 12,
-        "plain_dim": 10,
-        "rotary_dim": 6,
-        "value_dim": 8,
-    }
-    for settings in (
-        {"qkv_bias": True, "qk_norm": True},
-        {"output_bias": True},
-        {"mlp_bias": True},
-        {"latent_attention": latent, "num_kv_heads": 4, "qkv_bias": True, "output_bias": True},
-        {"latent_attention": {**latent, "query_rank": 20}, "num_kv_heads": 4},
-    ):
-        sizes = {**SIZES, "num_kv_heads": 1, "activation": "geglu_tanh"}
-        check_parameters(build_model(GPTConfig.llama(**{**sizes, **settings}), FULL), ONE)
-
-
 #: Kind, vocabulary, recomputation and chunk of the loss.
 PEAKS: list[tuple[str, int, Any, Any]] = [
-    ("gpt2", 256, "none", None),
-    ("llama", 8192, "selective", None),
-    ("window", 256, "full", None),
-    ("latent", 256, "none", None),
-    ("clamped", 8192, "none", None),
-    ("bounded scores, sinks", 256, "selective", None),
-    ("sinks", 256, "none", None),
-    ("slopes", 256, "full", None),
-    ("gpt2", 8192, "none", 96),
-    ("llama", 8192, "full", "forward"),
-]
+    ("gpt2", 256, "none", None), ("llama", 8192, "selective", None), ("window", 256, "full", None),
+    ("latent", 256, "none", None), ("bounded scores, sinks", 256, "selective", None), ("slopes", 256, "full", None),
+    ("gpt2", 8192, "none", 96), ("llama", 8192, "full", "forward"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PEAKS, ids=str)
@@ -155,21 +130,6 @@ def test_kept_memory_with_recomputation_equals_the_estimate(kind, settings):
     assert saving == pytest.approx(estimated[0] - estimated[1], rel=0.02)
 
 
-def test_recomputed_activations_of_relu_and_kept_cores_have_their_exact_sizes():
-    relu = replace(CONFIGS["gpt2"], activation="relu")
-    sizes = [kept_bytes(build_model(relu, recompute=parts)) for parts in ("none", "activations")]
-    assert sizes[0] == sizes[1], "ReLU keeps its result anyway"
-    config = CONFIGS["llama"]
-    measured, estimated = [], []
-    for recompute in ("full", "full_except_core"):
-        measured.append(kept_bytes(build_model(config, recompute=recompute)))
-        training = TrainingShape(seq_length=LENGTH, microbatch_size=BATCH, recompute=recompute)
-        (estimate,) = estimate_memory(config.memory_shape(), ONE, training)
-        estimated.append(estimate.activations + estimate.loss)
-    cores = 3 * BATCH * LENGTH * (64 * 2 + 4 * 4)
-    assert measured[1] - measured[0] == estimated[1] - estimated[0] == cores
-
-
 # ---- layers in 8 bits
 
 LARGE: dict[str, Any] = {"hidden_size": 256}
@@ -179,12 +139,9 @@ _SHARED = {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 16, "shared_ffn_hidd
 EIGHT_BITS = {
     "gpt2": GPTConfig.gpt2(**SIZES | LARGE),
     "llama": GPTConfig.llama(**GATED, num_kv_heads=2),
-    "post": GPTConfig.gpt2(**SIZES | LARGE, norm_position="post"),
     "parallel relu": replace(CONFIGS["parallel relu"], **LARGE),
-    "latent": GPTConfig.llama(**GATED, latent_attention={**_LATENT, "query_rank": 16}),
-    "latent, whole queries": GPTConfig.llama(**GATED, latent_attention=_LATENT),
-    "bounded scores": GPTConfig.llama(**LLAMA | LARGE, attention_soft_cap=0.7),
     "clamped": GPTConfig.gpt2(**SIZES | LARGE, ffn_hidden_size=384, activation="clamped_swiglu"),
+    "latent": GPTConfig.llama(**GATED, latent_attention={**_LATENT, "query_rank": 16}),
     "shared expert": GPTConfig.llama(**GATED, experts={**_SHARED, "layers": [False, True, False]}),
 }
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
@@ -209,9 +166,7 @@ def check_change(config: GPTConfig, fp8: FP8, recompute: Any = "none") -> int:
 
 @pytest.mark.parametrize(
     ("kind", "recipe"),
-    chosen(
-        PASSES, *zip(EIGHT_BITS, ([*RECIPES, *RECIPES[:3]] * 2)[: len(EIGHT_BITS)], strict=True)
-    ),
+    chosen(PASSES, *zip(EIGHT_BITS, (RECIPES * 2)[: len(EIGHT_BITS)], strict=True)),
 )
 def test_memory_kept_in_8_bits_equals_the_estimate(kind, recipe):
     change = check_change(EIGHT_BITS[kind], FP8(recipe, emulate=True))
@@ -226,15 +181,11 @@ def test_memory_in_8_bits_with_recomputation_and_excluded_layers_equals_the_esti
         check_change(EIGHT_BITS[kind], FP8(emulate=True, first_bf16=1, keep=("*.mlp.*",)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [("gpt2", "tensorwise"), ("gpt2", "delayed"), ("llama", "rowwise"), ("llama", "blockwise")],
-)
+@pytest.mark.parametrize(("kind", "recipe"), [("gpt2", "delayed"), ("llama", "blockwise")])
 def test_the_estimate_counts_casts_of_weights_and_histories(kind, recipe):
     config, history = EIGHT_BITS[kind], {"history": 5} if recipe == "delayed" else {}
     settings = FP8(recipe, emulate=True, last_bf16=1, **history)
     model, tokens = build_model(config, FULL, fp8=settings), draw_tokens(config)
-    assert model.weight_casts is not None
     with model.weight_casts.shared():
         model(tokens, labels=tokens).mean().backward()
         cast_bytes = model.weight_casts.num_bytes
@@ -246,18 +197,9 @@ def test_the_estimate_counts_casts_of_weights_and_histories(kind, recipe):
         ({"num_microbatches": 1}, history_bytes),
         ({"fp8": replace(settings, cast_weights="microbatch")}, history_bytes),
         ({"cuda_graphs": CudaGraphs("segments")}, history_bytes),
-        ({"fp8": None}, 0),
     ):
         (estimate,) = estimate_memory(config.memory_shape(), ONE, replace(training, **changes))
         assert estimate.casts == expected, changes
-
-
-@pytest.mark.parametrize(("kind", "recipe"), [("llama", "tensorwise"), ("latent", "rowwise")])
-def test_memory_left_by_an_input_half_in_8_bits_equals_the_estimate(kind, recipe):
-    config, settings = EIGHT_BITS[kind], FP8(recipe, emulate=True)
-    costs = estimated_costs(config, HALF, settings)
-    estimate = sum(layer.waiting for layer in costs) + costs[0].head_waiting
-    assert waiting_bytes(build_model(config, fp8=settings)) == pytest.approx(estimate, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -286,13 +228,10 @@ def test_the_peak_memory_of_a_step_in_8_bits_equals_the_estimate(kind, recompute
 MIXTURES = {
     "every second layer": mixture({}),
     "all layers": mixture({"layers": 1, "top_k": 3, "aux_loss": 0.01, "z_loss": 0.001}),
-    "the first layer": mixture({"layers": (True, False, False), "normalize_top_k": False}),
     "sigmoid": mixture({"scoring": "sigmoid", "aux_loss": 0.01, "num_experts": 64, "expert_bias": True}),
-    "many scores": mixture({"num_experts": 128, "z_loss": 0.001}),
     "jitter and capacity": mixture({"jitter": 0.1, "capacity_factor": 8.0}),
     "shared": mixture({"shared_ffn_hidden_size": 80, "jitter": 0.1}),
     "shared with a gate": mixture({"shared_ffn_hidden_size": 80, "shared_gate": True}),
-    "relu": mixture({}, activation="relu"),
     "gelu": mixture({}, activation="gelu"),
     "biases": mixture({"linear_bias": True, "router_bias": True}, activation="clamped_swiglu"),
 }  # fmt: skip
@@ -315,7 +254,6 @@ def test_memory_kept_by_experts_equals_the_estimate(kind, dtype, recompute):
 @pytest.mark.parametrize(
     ("kind", "dtype", "width", "recompute"),
     [
-        ("every second layer", FULL, 48, "none"),
         ("all layers", HALF, 384, "experts"),
         ("shared", HALF, 48, "expert_inputs"),
         ("gelu", FULL, 384, "full"),
@@ -329,18 +267,6 @@ def test_the_peak_memory_of_a_step_with_experts_equals_the_estimate(kind, dtype,
     estimate = estimated_peak_bytes(config, dtype=dtype, recompute=recompute)
     model = build_model(config, dtype, recompute=recompute)
     assert estimate == pytest.approx(peak_bytes(model), rel=0.06)
-
-
-def test_all_layers_share_the_memory_of_places_for_clones():
-    config, layout = MIXTURES["all layers"], ParallelLayout(4, ep=4)
-    experts: Any = config.experts
-    shape, weights = config.memory_shape(), 3 * config.hidden_size * experts.ffn_hidden_size
-    training = TrainingShape(seq_length=LENGTH, expert_transport="one_sided", expert_rows=1.0)
-    with_clones = replace(training, clone_places=2)
-    assert clone_bytes(shape, layout, with_clones) == 2 * weights * (2 + 4)
-    (plain,), (cloned,) = (estimate_memory(shape, layout, t) for t in (training, with_clones))
-    assert cloned.peak - plain.peak == 2 * weights * (2 + 4)
-    assert estimate_memory(shape, ONE, with_clones) == estimate_memory(shape, ONE, training)
 
 
 def test_the_estimate_and_the_layer_choose_the_same_transport():

@@ -6,17 +6,14 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
+from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.recomputation import Recompute
 from lightning_megatron.plan.segment_scopes import SegmentScope
 from tests.models.flash_stand_in import flash_stand_in, padded_on_the_right
@@ -27,12 +24,9 @@ SIZES: dict[str, Any] = {
     "vocab_size": V, "max_seq_length": S, "num_layers": 2, "hidden_size": 16, "num_heads": 4,
     "hidden_dropout": 0.3, "attention_dropout": 0.3,
 }  # fmt: skip
-EXPERTS_WITH_LOSSES = ExpertsConfig(
-    num_experts=4, top_k=2, ffn_hidden_size=8, aux_loss=0.3, z_loss=0.01
-)
-EXPERTS_WITH_SHARED_EXPERT = ExpertsConfig(
-    num_experts=4, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=8, capacity_factor=0.8
-)
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
+LOSSES = EXPERTS | {"aux_loss": 0.3, "z_loss": 0.01}
+SHARED = EXPERTS | {"shared_ffn_hidden_size": 8, "capacity_factor": 0.8}
 DENSE = {
     "gpt2": GPTConfig.gpt2(**SIZES),
     "gpt2 parallel": GPTConfig.gpt2(**SIZES, parallel_residual=True),
@@ -40,9 +34,9 @@ DENSE = {
     "llama post": GPTConfig.llama(**SIZES, norm_position="post"),
 }
 WITH_EXPERTS = {
-    "experts": GPTConfig.llama(**SIZES, experts=EXPERTS_WITH_LOSSES),
-    "experts post": GPTConfig.llama(**SIZES, experts=EXPERTS_WITH_LOSSES, norm_position="post"),
-    "shared expert": GPTConfig.llama(**SIZES, experts=EXPERTS_WITH_SHARED_EXPERT),
+    "experts": GPTConfig.llama(**SIZES, experts=LOSSES),
+    "experts post": GPTConfig.llama(**SIZES, experts=LOSSES, norm_position="post"),
+    "shared expert": GPTConfig.llama(**SIZES, experts=SHARED),
 }
 CONFIGS = DENSE | WITH_EXPERTS
 #: All scopes together, each scope alone, and the pair of router and preprocess.
@@ -62,13 +56,6 @@ def build_gpt(config: GPTConfig, mesh: ParallelMesh, recompute: Recompute, trans
     return model
 
 
-def padding_of(model: Encoder) -> dict[str, Tensor]:
-    """Describe padding by a mask, or by lengths for a model without attention dropout."""
-    if model.config.attention_dropout == 0.0:
-        return {"lengths": torch.tensor([S, 5])}
-    return {"valid": padded_on_the_right([S, 5], S)}
-
-
 def train(model: GPT | Encoder, mesh: ParallelMesh) -> dict[str, Tensor | None]:
     """Run two microbatches forward, then both backward; return losses and gradients."""
     losses = []
@@ -77,10 +64,13 @@ def train(model: GPT | Encoder, mesh: ParallelMesh) -> dict[str, Tensor | None]:
         tokens = draw_tokens(number, mesh)
         if isinstance(model, GPT):
             losses.append(model(tokens, tokens, label_smoothing=0.1).mean())
-        else:
-            result = model(EncoderInput(tokens, **padding_of(model)), tokens)
-            output = result.pooled if result.losses is None else result.losses
-            losses.append(output.mean())
+            continue
+        # Padding is described by lengths where attention drops nothing.
+        padding = {"lengths": torch.tensor([S, 5])}
+        if model.config.attention_dropout:
+            padding = {"valid": padded_on_the_right([S, 5], S)}
+        result = model(EncoderInput(tokens, **padding), tokens)
+        losses.append((result.pooled if result.losses is None else result.losses).mean())
     losses_and_gradients: dict[str, Tensor | None] = {}
     for number, loss in enumerate(losses):
         # One loss at a time, because pieces do not add the two gradients of a tied weight first.
@@ -175,59 +165,3 @@ def test_segments_read_all_parameters_and_pieces_end_at_cuts(name):
     ends = [piece.segments[-1].name for piece in runner.pieces]
     assert ends == ["embedding", "layers.0.attention", "head"]
     assert all(piece.is_static for piece in runner.pieces)
-
-
-def test_masks_and_rotary_tables_are_inputs_of_segments():
-    config = GPTConfig.llama(**SIZES, sliding_window=4, window_layers=(False, True))
-    model = GPT(config, seed=1)
-    assert model.segments().inputs == (
-        "tokens", "positions", "vectors", "cut", "rotary", "rows", "rows.4",
-        "labels", "label_smoothing", "ignore_index", "sums", "place",
-    )  # fmt: skip
-    mesh = model.mesh
-    span = AttentionSpan(torch.tensor([[S], [5]]), positions=torch.arange(S).repeat(2, 1))
-    model_in_pieces = GPT(config, mesh, seed=1)
-    runner = PieceRunner(model_in_pieces, scopes=("attention",))
-    tokens = draw_tokens(0, mesh)
-    assert torch.equal(model_in_pieces.eval()(tokens, span=span), model.eval()(tokens, span=span))
-    assert [piece.is_static for piece in runner.pieces] == [False, True, False, True, False]
-
-
-def test_a_fully_recomputed_block_is_one_segment_with_all_its_scopes():
-    model = GPT(CONFIGS["shared expert"], seed=1)
-    model.recompute = "full"
-    segments = {segment.name: segment for segment in model.segments().expand()}
-    assert list(segments) == ["embedding", "layers.0.block", "layers.1.block", "head"]
-    assert segments["layers.1.block"].scopes == (
-        "attention", "router", "preprocess", "experts", "combine",
-    )  # fmt: skip
-
-
-def test_a_layer_without_segments_is_eager():
-    class Doubled(nn.Module):
-        def forward(self, hidden: Tensor, *_: object) -> Tensor:
-            return hidden * 2
-
-    model = GPT(CONFIGS["gpt2"], seed=1)
-    model.layers["1"] = Doubled()
-    runner = PieceRunner(model)
-    model(draw_tokens(0, model.mesh))
-    names = [[segment.name for segment in piece] for piece in runner.pieces]
-    assert names == [["embedding", "layers.0.attention", "layers.0.mlp"], ["layers.1"], ["head"]]
-    assert [piece.is_static for piece in runner.pieces] == [True, False, True]
-
-
-def test_compiled_blocks_share_one_graph_and_are_one_segment_each():
-    torch.compiler.reset()
-    model = GPT(
-        GPTConfig.llama(**SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0}), seed=1
-    )
-    counter = CompileCounter()
-    for block in model.layers.values():
-        block.compile(backend=counter)
-    model(draw_tokens(0, model.mesh)).sum().backward()
-    assert counter.frame_count == 1
-    expanded = model.segments().expand()
-    assert [segment.name for segment in expanded] == ["embedding", "layers.0", "layers.1", "head"]
-    assert expanded.is_static
-    assert expanded.segments[1].scopes == ("attention", "mlp")

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_megatron import (
     DPO,
-    ChatDataModule,
-    MegatronStrategy,
     PreferenceDataModule,
     Streaming,
 )
-from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.models.lora import LoraSettings
 from lightning_megatron.preferences.reference import ReferenceLogProbs
-from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
+from tests import fits
+from tests.chat_folder import preferences, save_chat_llama, write_lines
 from tests.data.recorder import StopAfter
+from tests.fits import Job
 from tests.preferences.parts import loss_and_rewards, perturbed
 
 transformers = pytest.importorskip("transformers")
@@ -66,21 +67,19 @@ def plain_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
 def expected_loss(name: str, smoothing: float, ratios: Tensor, counts: Tensor) -> float:
     """Return the mean loss of pairs by the formula of the papers, one pair at a time."""
 
-    def minus_log_sigmoid(value: float) -> float:
-        return math.log1p(math.exp(-value))
+    def sigmoid(value: float) -> float:
+        return 1 / (1 + math.exp(-value))
 
     total = 0.0
     for (chosen, rejected), (long, short) in zip(ratios.tolist(), counts.tolist(), strict=True):
         logit = BETA * (chosen - rejected)
-        right, wrong = minus_log_sigmoid(logit), minus_log_sigmoid(-logit)
+        right, wrong = -math.log(sigmoid(logit)), -math.log(sigmoid(-logit))
         total += {
             "sigmoid": (1 - smoothing) * right + smoothing * wrong,
             "robust": ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing),
             "hinge": max(0.0, 1 - logit),
             "ipo": (chosen / long - rejected / short - 1 / (2 * BETA)) ** 2,
-            "apo_zero": 1
-            - 1 / (1 + math.exp(-BETA * chosen))
-            + 1 / (1 + math.exp(-BETA * rejected)),
+            "apo_zero": 1 - sigmoid(BETA * chosen) + sigmoid(BETA * rejected),
         }[name]
     return total / len(ratios)
 
@@ -97,56 +96,33 @@ LOSSES: list[tuple[Any, float, bool]] = [
 
 def test_losses_match_the_formulas_on_plain_logits(folder):
     batch = pairs_of(folder).each_pair_once("train").batches[[0, 1, 2, -1]]
-    auto = transformers.AutoModelForCausalLM
-    reference = auto.from_pretrained(folder / "model", dtype=torch.float64)
+    auto, path = transformers.AutoModelForCausalLM, folder / "model"
+    reference = auto.from_pretrained(path, dtype=torch.float64)
     model = perturbed(copy.deepcopy(reference))
     real = {key: value[:3] for key, value in batch.items()}
     with torch.no_grad():
-        (log_probs, counts), (reference_log_probs, _) = (
-            plain_log_probs(network, real) for network in (model, reference)
-        )
-    for name, smoothing, is_reference_free in LOSSES:
-        ratios = log_probs if is_reference_free else log_probs - reference_log_probs
-        module = module_of(
-            folder, loss_type=name, label_smoothing=smoothing, reference_free=is_reference_free
-        )
-        loss, rewards = loss_and_rewards(module, model, reference, batch)
-        assert loss.dtype == torch.float64
+        log_probs, counts = plain_log_probs(model, real)
+        reference_log_probs, _ = plain_log_probs(reference, real)
+    for name, smoothing, is_free in LOSSES:
+        ratios = log_probs if is_free else log_probs - reference_log_probs
+        options = {"loss_type": name, "label_smoothing": smoothing, "reference_free": is_free}
+        loss, rewards = loss_and_rewards(module_of(folder, **options), model, reference, batch)
         expected = expected_loss(name, smoothing, ratios, counts)
         assert float(loss.detach()) == pytest.approx(expected, rel=0, abs=1e-10)
-        means = (BETA * ratios).mean(0)
-        assert {key: float(value) for key, value in rewards.items()} == pytest.approx(
-            {
-                "rewards/chosen": float(means[0]),
-                "rewards/rejected": float(means[1]),
-                "rewards/margins": float(means[0] - means[1]),
-                "rewards/accuracies": float((ratios[:, 0] > ratios[:, 1]).double().mean()),
-            },
-            rel=0,
-            abs=1e-10,
-        )
+        chosen, rejected = (BETA * ratios).mean(0).tolist()
+        accuracy = float((ratios[:, 0] > ratios[:, 1]).double().mean())
+        expected_rewards = {
+            "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected,
+            "rewards/accuracies": accuracy,
+        }  # fmt: skip
+        actual = {key: float(value) for key, value in rewards.items()}
+        assert actual == pytest.approx(expected_rewards, rel=0, abs=1e-10)
 
 
-def test_invalid_settings_raise(folder):
-    with pytest.raises(ParallelPlanError, match="beta must be a finite number above 0"):
-        module_of(folder, beta=0)
-    with pytest.raises(ParallelPlanError, match=r"must be 0 with loss_type 'ipo'"):
-        module_of(folder, loss_type="ipo", label_smoothing=0.1)
-    with pytest.raises(ParallelPlanError, match=r"must be below 0.5"):
-        module_of(folder, loss_type="robust", label_smoothing=0.5)
-    with pytest.raises(ParallelPlanError, match="token_weighted and bytes_per_token"):
-        module_of(folder, token_weighted=False)
-    with pytest.raises(ParallelPlanError, match="lora.r must be a whole number"):
-        module_of(folder, lora={"r": 0})
-
-
-def trainer_of(folder: Path, *callbacks: Any, steps: int = 4, **options: Any) -> Trainer:
-    defaults: dict[str, Any] = {"strategy": MegatronStrategy(), "precision": "64-true"}
-    return Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        callbacks=list(callbacks), default_root_dir=folder, **{**defaults, **options},
-    )  # fmt: skip
+def trainer_of(folder: Path, *callbacks: Any, strategy: Any = None) -> Trainer:
+    job = Job(steps=4, trainer={"default_root_dir": folder, "gradient_clip_val": None})
+    job = replace(job, strategy=None if strategy == "auto" else {"microbatch_size": None})
+    return fits.trainer_of(job, 1, *callbacks)
 
 
 class LossRecorder(DPO):
@@ -166,11 +142,9 @@ def fit(
     folder: Path, *callbacks: Any, ckpt_path: Path | None = None, rows: str = "rows.jsonl",
     strategy: Any = None, streaming: Streaming | None = None, **options: Any,
 ) -> LossRecorder:  # fmt: skip
-    seed_everything(1, verbose=False)
-    module = LossRecorder(
-        str(folder / "model"), BETA, learning_rate=0.003, schedule="constant", **options
-    )
-    trainer = trainer_of(folder, *callbacks, strategy=strategy or MegatronStrategy())
+    trainer = trainer_of(folder, *callbacks, strategy=strategy)
+    settings = {"learning_rate": 0.003, "schedule": "constant", **options}
+    module = LossRecorder(str(folder / "model"), BETA, **settings)
     try:
         data = pairs_of(folder, rows, global_batch_size=2, streaming=streaming)
         trainer.fit(module, data, ckpt_path=ckpt_path)
@@ -207,56 +181,19 @@ def test_a_restarted_training_keeps_its_reference(folder, tmp_path, strategy):
 
 def test_a_trained_model_is_refused_as_reference_unless_adapters_can_be_disabled(folder):
     pytest.importorskip("peft")
-    rows = str(folder / "rows.jsonl")
-    lora = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])
-    values = {}
-    for name, options in {"whole": {}, "lora": {"lora": lora}}.items():
-        module = fit(folder, **options)
-        data = pairs_of(folder, test=rows)
-        tester = trainer_of(folder)
-        if name == "whole":
-            with pytest.raises(UnsupportedError, match=r"this model has been trained.*\(lora\)"):
-                tester.test(module, data, verbose=False)
-            continue
-        [results] = tester.test(module, data, verbose=False)
-        assert results["test_loss"] < math.log(2) - 0.01
-        assert results["test_rewards/margins"] > 0.0
-        values = module.reference.state()
-        names = {key for key, parameter in module.named_parameters() if parameter.requires_grad}
-        assert names
-        assert all(".lora_" in key for key in names)
-    torch.testing.assert_close(
-        values["test"]["values"], values["train"]["values"], rtol=0, atol=1e-10
-    )
-
-
-def test_named_sets_have_the_values_of_each_set_validated_alone(folder):
-    sets = {
-        "few": write_lines(folder / "few.jsonl", preferences(3, seed=3)),
-        "many": write_lines(folder / "many.jsonl", preferences(5, seed=4)),
-    }
-    metrics = {}
-    for name, val in {**sets, "all": sets}.items():
-        seed_everything(1, verbose=False)
-        module, trainer = module_of(folder), trainer_of(folder, steps=2)
-        data = pairs_of(folder, global_batch_size=2, val=val)
-        trainer.fit(module, data)
-        trainer.validate(module, data, verbose=False)
-        metrics[name] = {key: float(value) for key, value in trainer.callback_metrics.items()}
-    assert module.reference.state().keys() == {"train", "val/few", "val/many"}
-    for mean in ("loss", *(f"rewards/{kind}" for kind in ("chosen", "margins", "accuracies"))):
-        few, many = (metrics[name][f"val_{mean}"] for name in sets)
-        actual = [metrics["all"][f"val_{mean}{end}"] for end in ("/few", "/many", "")]
-        expected = [few, many, (3 * few + 5 * many) / 8]
-        assert actual == pytest.approx(expected, rel=0, abs=1e-12)
-    assert metrics["few"]["val_loss"] != pytest.approx(math.log(2), abs=1e-4)
-
-
-def test_a_reference_needs_numbered_pairs(folder):
-    rows = write_lines(folder / "chat.jsonl", conversations(4))
-    data = ChatDataModule(rows, str(folder / "model"), seq_length=250)
-    with pytest.raises(UnsupportedError, match="the Trainer is ChatDataModule"):
-        trainer_of(folder, strategy="auto").fit(module_of(folder), data)
+    data = pairs_of(folder, test=str(folder / "rows.jsonl"))
+    with pytest.raises(UnsupportedError, match=r"this model has been trained.*\(lora\)"):
+        trainer_of(folder).test(fit(folder), data, verbose=False)
+    module = fit(folder, lora=LoraSettings(r=4, target_modules=["q_proj", "v_proj"]))
+    data = pairs_of(folder, test=str(folder / "rows.jsonl"))
+    [results] = trainer_of(folder).test(module, data, verbose=False)
+    assert results["test_loss"] < math.log(2) - 0.01
+    assert results["test_rewards/margins"] > 0.0
+    names = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
+    assert names
+    assert all(".lora_" in key for key in names)
+    test, train = (module.reference.state()[part]["values"] for part in ("test", "train"))
+    torch.testing.assert_close(test, train, rtol=0, atol=1e-10)
 
 
 def test_a_section_of_a_complete_file_trains_like_an_unstreamed_file(folder):
@@ -271,12 +208,10 @@ def test_a_section_of_a_complete_file_trains_like_an_unstreamed_file(folder):
 
 
 def test_log_probabilities_of_unknown_pairs_are_nan():
-    reference = ReferenceLogProbs()
-    numbers = torch.tensor([0, 3, 2**40])
-    values = torch.arange(6.0).view(3, 2)
-    reference.load_state({"train": {"key": "", "pairs": numbers, "values": values}})
-    actual = reference.of("train", torch.tensor([2**40, 3, 0]))
-    assert torch.equal(actual, values.flip(0))
+    reference, values = ReferenceLogProbs(), torch.arange(6.0).view(3, 2)
+    pairs = torch.tensor([0, 3, 2**40])
+    reference.load_state({"train": {"key": "", "pairs": pairs, "values": values}})
+    assert torch.equal(reference.of("train", pairs.flip(0)), values.flip(0))
     actual = reference.of("train", torch.tensor([2, -1, 2**41]))
     assert actual.isnan().all(1).tolist() == [True, False, True]
     with pytest.raises(CheckpointMismatchError, match=r"they have \['key', 'values'"):

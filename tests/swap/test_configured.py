@@ -5,6 +5,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,8 @@ TOKENS = torch.randint(0, V - 2, (2, 8), generator=torch.Generator().manual_seed
 AUTO = transformers.AutoModelForCausalLM
 
 
-@torch.no_grad()
 def zero_head(model: Any) -> None:
-    model.lm_head.weight.zero_()
-
-
-def scale_data(model: Any) -> None:
-    model.lm_head.weight.data.mul_(3)
+    nn.init.zeros_(model.lm_head.weight)
 
 
 @torch.no_grad()
@@ -37,29 +33,9 @@ def clear_row(model: Any) -> None:
     model.get_input_embeddings().weight[3] = 0.0
 
 
-def replace_head(model: Any) -> None:
-    torch.manual_seed(3)
-    model.lm_head = nn.Linear(48, V, bias=False)
-
-
 def load_state(model: Any) -> None:
-    torch.manual_seed(4)
     state = model.state_dict()
     model.load_state_dict({name: torch.randn(t.shape) / 10 for name, t in state.items()})
-
-
-def add_tokens(model: Any) -> None:
-    torch.manual_seed(5)
-    model.resize_token_embeddings(V + 7)
-
-
-def remove_tokens(model: Any) -> None:
-    model.resize_token_embeddings(V - 2)
-
-
-def redraw_weights(model: Any) -> None:
-    torch.manual_seed(6)
-    nn.init.normal_(model.model.layers[1].mlp.up_proj.weight)
 
 
 @torch.no_grad()
@@ -73,15 +49,12 @@ def read_weights(model: Any) -> None:
     assert model.device.type == "cpu"
 
 
-def reinitialize(model: Any) -> None:
-    model.post_init()
-    model.init_weights()
-    model.model.layers[0].apply(model._init_weights)
-
-
-CHANGES = (
-    *(zero_head, scale_data, clear_row, replace_head, load_state, add_tokens, remove_tokens),
-    *(redraw_weights, write_key_projection, read_weights, deepcopy, reinitialize),
+CHANGES: tuple[Callable[[Any], Any], ...] = (
+    *(zero_head, clear_row, load_state, write_key_projection, read_weights, deepcopy),
+    lambda model: model.lm_head.weight.data.mul_(3),
+    lambda model: setattr(model, "lm_head", nn.Linear(48, V, bias=False)),
+    lambda model: model.resize_token_embeddings(V + 7),
+    lambda model: model.init_weights(),
 )
 
 
@@ -94,12 +67,14 @@ def changed_with_and_without_weights(
     folder: Path, change: Callable[[Any], Any], library: Any = AUTO
 ) -> tuple[Any, Any]:
     """Return two models after the same change: built with weights, and built without weights."""
-    plain = library.from_pretrained(folder)
-    plain = change(plain) or plain
-    with build_on_meta():
-        model = library.from_pretrained(folder)
-        model = change(model) or model
-    return plain, model
+    models = []
+    for context in (nullcontext(), build_on_meta()):
+        with context:
+            model = library.from_pretrained(folder)
+            torch.manual_seed(3)
+            changed = change(model)
+            models.append(changed if isinstance(changed, transformers.PreTrainedModel) else model)
+    return models[0], models[1]
 
 
 def parallelized(model: Any, plan: dict[str, str] | None = None) -> Any:
@@ -110,11 +85,11 @@ def parallelized(model: Any, plan: dict[str, str] | None = None) -> Any:
 
 def test_changes_of_a_model_without_weights_take_effect(tmp_path):
     saved_folder("llama", tmp_path)
-    for change in CHANGES:
+    for number, change in enumerate(CHANGES):
         plain, model = changed_with_and_without_weights(tmp_path, change)
         expected = plain(input_ids=TOKENS).logits
         actual = parallelized(model)(input_ids=TOKENS).logits
-        assert_equal(actual, expected, change.__name__, 1e-4)
+        assert_equal(actual, expected, f"change {number}", 1e-4)
 
 
 def test_only_changed_parameters_are_materialized(tmp_path):
@@ -125,11 +100,10 @@ def test_only_changed_parameters_are_materialized(tmp_path):
         model.requires_grad_(False)
         model.to(torch.bfloat16)
         assert sum(parameter.numel() for parameter in model.parameters()) == model.num_parameters()
-        assert repr(model)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
 
 
-@pytest.mark.parametrize("case", ["gpt2", "mixtral", "gpt_neox", "gemma"])
+@pytest.mark.parametrize("case", ["gpt2", "mixtral", "gpt_neox"])
 def test_values_read_from_packed_and_tied_tensors_match_the_folder(case, tmp_path):
     saved_folder(case, tmp_path)
     plain = AUTO.from_pretrained(tmp_path)
@@ -165,115 +139,67 @@ def test_values_written_into_a_randomly_initialized_model_are_kept():
 # ---- refusals
 
 
-def replace_activation(model: Any) -> None:
-    model.model.layers[0].mlp.act_fn = nn.ReLU()
-
-
-def replace_forward(model: Any) -> None:
-    model.lm_head.forward = lambda hidden: hidden
-
-
-def change_dropout(model: Any) -> None:
-    model.model.layers[1].self_attn.attention_dropout = 0.25
-
-
-def add_head_bias(model: Any) -> None:
-    model.lm_head = nn.Linear(48, V)
-
-
-def enlarge_head(model: Any) -> None:
-    model.lm_head = nn.Linear(48, V + 1, bias=False)
-
-
-@torch.no_grad()
-def change_rotary_table(model: Any) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-def tie_head(model: Any) -> None:
-    model.lm_head.weight = model.model.embed_tokens.weight
-
-
-def untie_head(model: Any) -> None:
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-
-
-def repeat_block(model: Any) -> None:
-    model.model.layers[1] = model.model.layers[0]
-
-
-def add_gradient_hook(model: Any) -> None:
-    model.model.embed_tokens.weight.register_hook(lambda gradient: gradient * 0)
-
-
-REFUSED: list[tuple[Callable[[Any], None], str]] = [
-    (replace_activation, r"'model.model.layers.0.mlp.act_fn' is a ReLU, but its class builds a SiLU"),
-    (replace_forward, r"'model.lm_head' has a forward method of its own"),
-    (change_dropout, r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, but was built as 0.0"),
-    (add_head_bias, r"'lm_head.bias' unexpected"),
-    (enlarge_head, r"'lm_head.weight'"),
-    (change_rotary_table, r"the buffer inv_freq of 'model.model.rotary_emb' has other values"),
-    (tie_head, r"output head of 'model' is that of the embedding.*tie_word_embeddings=True"),
-    (untie_head, r"is not that of the embedding.*tie_word_embeddings=False"),
-    (repeat_block, r"'model.model.layers.1' is the module 'model.model.layers.0', too"),
-    (add_gradient_hook, r"'model.model.embed_tokens.weight' has gradient hooks.*on_fit_start"),
-]  # fmt: skip
+REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (
+        lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.ReLU()),
+        r"'model.model.layers.0.mlp.act_fn' is a ReLU, but its class builds a SiLU",
+    ),
+    (
+        lambda model: setattr(model.lm_head, "forward", lambda hidden: hidden),
+        r"'model.lm_head' has a forward method of its own",
+    ),
+    (
+        lambda model: setattr(model.model.layers[1].self_attn, "attention_dropout", 0.25),
+        r"attention_dropout of 'model.model.layers.1.self_attn' is 0.25, but was built as 0.0",
+    ),
+    (lambda model: setattr(model, "lm_head", nn.Linear(48, V)), r"'lm_head.bias' unexpected"),
+    (
+        lambda model: model.model.rotary_emb.inv_freq.data.mul_(0.5),
+        r"the buffer inv_freq of 'model.model.rotary_emb' has other values",
+    ),
+    (
+        lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
+        r"output head of 'model' is that of the embedding.*tie_word_embeddings=True",
+    ),
+    (
+        lambda model: model.model.layers.__setitem__(1, model.model.layers[0]),
+        r"'model.model.layers.1' is the module 'model.model.layers.0', too",
+    ),
+    (
+        lambda model: model.model.embed_tokens.weight.register_hook(torch.zeros_like),
+        r"'model.model.embed_tokens.weight' has gradient hooks.*on_fit_start",
+    ),
+]
 
 
 def test_changes_that_replaced_layers_cannot_compute_are_refused(tmp_path):
+    saved_folder("llama", tmp_path)
     for change, message in REFUSED:
-        case = "gpt2" if change is untie_head else "llama"
-        saved_folder(case, tmp_path / case)
-        for model in changed_with_and_without_weights(tmp_path / case, change):
+        for model in changed_with_and_without_weights(tmp_path, change):
             with pytest.raises((UnsupportedError, CheckpointMismatchError), match=message):
                 parallelized(model)
-
-
-def test_a_configuration_that_changes_after_the_model_was_built_is_refused(tmp_path):
-    saved_folder("llama", tmp_path)
-    for key, value in {"rms_norm_eps": 0.1, "hidden_act": "gelu", "head_dim": 6}.items():
-        _, model = changed_with_and_without_weights(
-            tmp_path, lambda model, key=key, value=value: setattr(model.config, key, value)
-        )
-        with pytest.raises(
-            UnsupportedError, match=rf"{key} of the configuration of 'model' changed"
-        ):
-            parallelized(model)
+    # Only a model without weights still depends on its configuration.
+    _, model = changed_with_and_without_weights(
+        tmp_path, lambda model: setattr(model.config, "rms_norm_eps", 0.1)
+    )
+    with pytest.raises(
+        UnsupportedError, match="rms_norm_eps of the configuration of 'model' changed"
+    ):
+        parallelized(model)
 
 
 # ---- further models
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma", "gpt2"])
-def test_padding_token_set_after_construction_does_not_change_training(case, tmp_path):
-    token = int(TOKENS[0, 3])
+def test_new_classifier_may_have_another_number_of_labels(tmp_path):
     plain, model = changed_with_and_without_weights(
-        saved_folder(case, tmp_path), lambda model: setattr(model.config, "pad_token_id", token)
+        saved_folder("bert classes", tmp_path),
+        lambda model: setattr(model, "classifier", nn.Linear(48, 8)),
+        transformers.AutoModelForSequenceClassification,
     )
-    networks = (parallelized(deepcopy(plain)), parallelized(model), plain)
-    for network in networks:
-        network(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    gradients = [network.get_input_embeddings().weight.grad[:V] for network in networks]
-    assert gradients[-1][token].abs().sum() > 0
-    for gradient in gradients:
-        assert_equal(gradient, gradients[-1], case, 1e-4)
-
-
-@pytest.mark.parametrize("case", ["bert classes", "roberta classes"])
-def test_new_classifier_may_have_another_number_of_labels(case, tmp_path):
-    def eight_labels(model: Any) -> None:
-        torch.manual_seed(7)
-        if case.startswith("bert"):
-            model.classifier = nn.Linear(48, 8)
-        else:
-            model.classifier.out_proj = nn.Linear(48, 8)
-
-    library = transformers.AutoModelForSequenceClassification
-    folder = saved_folder(case, tmp_path)
-    plain, model = changed_with_and_without_weights(folder, eight_labels, library)
     expected = plain(input_ids=TOKENS).logits
     assert expected.shape == (2, 8)
-    assert_equal(parallelized(model)(input_ids=TOKENS).logits, expected, case, 1e-4)
+    assert_equal(parallelized(model)(input_ids=TOKENS).logits, expected, "logits", 1e-4)
 
 
 def test_arguments_of_from_pretrained_change_the_configuration(tmp_path):
@@ -320,32 +246,16 @@ def test_a_model_that_the_plan_keeps_gets_its_values(is_pretrained, tmp_path):
 
 
 def test_models_that_keep_their_own_code_keep_a_loaded_state_dict(tmp_path):
-    folder = saved_folder("llama", tmp_path / "llama")
-    plain, model = changed_with_and_without_weights(folder, load_state)
-    parallelized(model, {"model": "replicate"})
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert_equal(model(input_ids=TOKENS).logits, plain(input_ids=TOKENS).logits, "logits", 1e-4)
     # A model that its table refuses.
     positions = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    twin = exact_twin("deepseek_v3", rope_parameters=positions).float()
-    twin.save_pretrained(tmp_path / "dynamic")
-    plain, model = changed_with_and_without_weights(tmp_path / "dynamic", load_state)
+    exact_twin("deepseek_v3", rope_parameters=positions).float().save_pretrained(tmp_path)
+    plain, model = changed_with_and_without_weights(tmp_path, load_state)
     root = nn.ModuleDict({"model": model})
     with pytest.raises(UnsupportedError, match="rope_type must be .*: it is 'dynamic'"):
         parallelize(root, ParallelMesh.single(), needs_tables=True)
     (record,) = parallelize(root, ParallelMesh.single())
     assert root["model"] is model
-    assert record.kind == "Hugging Face's own module"
     assert "rope_type must be" in str(record)
     assert any(name.endswith("e_score_correction_bias") for name in plain.state_dict())
     for name, tensor in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
-
-
-def test_body_taken_out_of_its_model_has_the_values_of_the_folder(tmp_path):
-    folder = saved_folder("llama", tmp_path)
-    plain, body = changed_with_and_without_weights(folder, lambda model: model.model)
-    parallelized(body)
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(body.get_parameter(name), parameter), name
-    assert_equal(body(TOKENS).last_hidden_state, plain(TOKENS).last_hidden_state, "states", 1e-5)

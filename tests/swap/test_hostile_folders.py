@@ -27,14 +27,13 @@ from lightning_megatron.cli import checkpoint as cli_checkpoint
 from lightning_megatron.cli import convert as cli_convert
 from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
-from lightning_megatron.swap import build_on_meta
 from lightning_megatron.swap.weights.safetensors_folder import (
     DTYPES,
     INDEX,
     WEIGHTS,
     SafetensorsFolder,
 )
-from tests.swap.families import transformers, twin_of
+from tests.swap.families import twin_of
 
 safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -134,24 +133,13 @@ def test_tensors_and_their_parts_equal_those_of_the_safetensors_library(tmp_path
     assert path.read_bytes() == before, "a read tensor is a copy"
 
 
-def test_several_files_are_read_as_one(tmp_path):
-    save_indexed_files(tmp_path)
-    assert not check_folder(tmp_path, "indexed")
-    assert SafetensorsFolder.exists_in(tmp_path)
-    assert not SafetensorsFolder.exists_in(tmp_path / "elsewhere")
-    most = {"a": torch.ones(9).bfloat16(), "b": torch.ones(2)}
-    save_single_file(tmp_path / "mixed", most)
-    assert SafetensorsFolder(tmp_path / "mixed").dtype == torch.bfloat16, "that of most elements"
-
-
-def test_missing_files_and_tensors_are_named(tmp_path):
+def test_several_files_are_read_as_one_and_missing_ones_are_named(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="has neither"):
         SafetensorsFolder(tmp_path)
     with pytest.raises(CheckpointMismatchError, match="nothing is downloaded"):
         SafetensorsFolder("meta-llama/Llama-3.1-8B")
     index = save_indexed_files(tmp_path)
-    with pytest.raises(CheckpointMismatchError, match="must have a config.json"):
-        _ = SafetensorsFolder(tmp_path).config
+    assert not check_folder(tmp_path, "indexed")
     with pytest.raises(CheckpointMismatchError, match="has no 'absent'. It has 'half'"):
         SafetensorsFolder(tmp_path).read("absent")
     content = json.loads(index.read_text())
@@ -191,11 +179,18 @@ def join_file(header: object, data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
+ENTRY = b'"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
+MALFORMED: tuple[bytes, ...] = (
+    b'{"a":' * 3000 + b"1" + b"}" * 3000, b"[" * 100_000, b'{"a": NaN}', b'{"a\xff": 1}', b"{%s, %s}" % (ENTRY, ENTRY),
+    b"{%s}" % ENTRY.replace(b"[2]", b"[" + b"9" * 5000 + b"]"), b"[]", b"null", b'"\\ud800"',
+)  # fmt: skip
+
+
 def edit_header(header: dict[str, Any], draw: random.Random) -> str:
     """Change one entry of a header, and describe the change."""
     name = draw.choice([name for name in header if name != "__metadata__"])
     entry, new = header[name], draw.choice(ODD_VALUES + ODD_TYPES)
-    kind = draw.choice(("entry", "key", "field", "number", "drop", "rename", "metadata", "shift"))
+    kind = draw.choice(("entry", "key", "field", "number", "drop", "metadata", "shift"))
     if kind == "entry":
         header[name] = new
     elif kind == "key":
@@ -208,8 +203,6 @@ def edit_header(header: dict[str, Any], draw: random.Random) -> str:
         numbers[draw.randrange(len(numbers))] = draw.choice(choices)
     elif kind == "drop":
         del header[name]
-    elif kind == "rename":
-        header[draw.choice(("", "x", f"{name}.", "__metadata__"))] = header.pop(name)
     elif kind == "metadata":
         header["__metadata__"] = new
     else:
@@ -222,12 +215,9 @@ def edit_index(index: dict[str, Any], draw: random.Random) -> tuple[Any, str]:
     """Change one entry of an index; return it and describe the change."""
     weight_map = index["weight_map"]
     name, new = draw.choice(list(weight_map)), draw.choice((*ODD_VALUES, *ODD_FILES))
-    kind = draw.choice(("drop", "drop a file", "place", "rename", "map", "top"))
+    kind = draw.choice(("drop", "place", "rename", "map", "top"))
     if kind == "drop":
         del weight_map[name]
-    elif kind == "drop a file":
-        kept = {key: file for key, file in weight_map.items() if file != weight_map[name]}
-        index["weight_map"] = kept
     elif kind == "place":
         weight_map[name] = new
     elif kind == "rename":
@@ -244,8 +234,8 @@ def test_edited_headers_indexes_and_bytes_are_refused_or_give_the_saved_tensors(
     for seed in range(200):
         changed, draw = copy.deepcopy(header), random.Random(seed)
         change = edit_header(changed, draw)
-        # Loading a model detects a missing empty tensor and new names.
-        if "nothing" in changed and not changed.keys() - header.keys():
+        # Loading a model detects a missing empty tensor.
+        if "nothing" in changed:
             path.write_bytes(join_file(changed, data))
             num_refused += bool(check_folder(path.parent, f"seed {seed}, {change}"))
     assert num_refused > 120
@@ -257,12 +247,13 @@ def test_edited_headers_indexes_and_bytes_are_refused_or_give_the_saved_tensors(
             flipped[position] ^= 1 << draw.randrange(8)
             path.write_bytes(flipped)
             check_folder(path.parent, f"bit of byte {position}, seed {seed}")
-    for length in (0, 1, 7, 8, 9, 40, len(content) - 1):
-        path.write_bytes(content[:length])
-        assert check_folder(path.parent, f"cut to {length}")
-    for suffix in (b"x", bytes(8), content):
-        path.write_bytes(content + suffix)
-        assert check_folder(path.parent, "extended")
+    for text in MALFORMED:
+        path.write_bytes(join_file(text, bytes(8)))
+        assert check_folder(path.parent, str(text[:40]))
+    lengths = (0, 1, 7, 8, 9, 40, len(content) - 1)
+    for damaged in (*(content[:n] for n in lengths), content + b"x", content + content):
+        path.write_bytes(damaged)
+        assert check_folder(path.parent, f"{len(damaged)} bytes")
 
     path, num_refused = save_indexed_files(tmp_path / "files"), 0
     index = json.loads(path.read_text())
@@ -271,62 +262,6 @@ def test_edited_headers_indexes_and_bytes_are_refused_or_give_the_saved_tensors(
         path.write_text(json.dumps(edited))
         num_refused += bool(check_folder(path.parent, f"seed {seed}: {change}"))
     assert num_refused > 75
-
-
-def many_entries(header: dict[str, Any]) -> None:
-    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    header.update({f"{n:x}": entry for n in range(1 << 17)})
-
-
-HEADERS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda h: h["half"]["data_offsets"].__setitem__(0, 4), "inside its file"),
-    (
-        lambda h: h["layers.1.weight"].update(shape=[1, 3], data_offsets=list(h["layers.0.weight"]["data_offsets"])),
-        "Error while deserializing header",
-    ),
-    (lambda h: h.pop("layers.2.weight"), "Error while deserializing header"),
-    (lambda h: h["layers.2.weight"].update(dtype="I32"), "weights must be floating-point"),
-    (
-        lambda h: h["half"].update(dtype="F16") or h["layers.3.weight"].update(dtype="BF16", shape=[8, 3]),
-        "must not mix types of the same width",
-    ),
-    (lambda h: h.update(__metadata__={"a": 1}), "expected a string"),
-    (lambda h: h["half"].update(dtype="F33"), "has F33"),
-    (lambda h: h["half"].pop("dtype"), "dtype, shape and data_offsets"),
-    (many_entries, "too many values"),
-]  # fmt: skip
-#: Whole files.
-CONTENTS: list[tuple[Callable[[bytes], bytes], str]] = [
-    (lambda content: content[:-10], "truncated or damaged"),
-    (lambda content: content[:5], "begin with the length of its header"),
-    (lambda content: content[:60], "begin with the length of its header"),
-    (lambda content: b"version https://git-lfs.github.com/spec/v1\n", "begin with the length of its header"),
-    (lambda content: content.replace(b'"shape":[5]', b'"shape":[x]'), "is not valid JSON"),
-]  # fmt: skip
-ENTRY = b'"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
-MALFORMED: tuple[bytes, ...] = (
-    b'{"a":' * 3000 + b"1" + b"}" * 3000, b"[" * 100_000, b'{"a": NaN}', b'{"a\xff": 1}', b"{%s, %s}" % (ENTRY, ENTRY),
-    b"{%s}" % ENTRY.replace(b"[2]", b"[" + b"9" * 5000 + b"]"), b"[]", b"null", b'"\\ud800"',
-)  # fmt: skip
-
-
-def test_damaged_files_are_refused_with_their_reason(tmp_path):
-    path = save_single_file(tmp_path)
-    content = path.read_bytes()
-    for change, message in HEADERS:
-        header, data = split_file(content)
-        change(header)
-        path.write_bytes(join_file(header, data))
-        with pytest.raises(REFUSALS, match=message):
-            opened(tmp_path)
-    for damage, message in CONTENTS:
-        path.write_bytes(damage(content))
-        with pytest.raises(CorruptDataError, match=message):
-            opened(tmp_path)
-    for text in MALFORMED:
-        path.write_bytes(join_file(text, bytes(8)))
-        with pytest.raises(CorruptDataError, match=str(tmp_path)):
-            opened(tmp_path)
 
 
 MALFORMED_INDEXES = (
@@ -373,8 +308,6 @@ def test_symbolic_file_links_are_followed_only_in_the_hugging_face_cache(tmp_pat
         (folder / file).unlink()
         os.link(outside / file, folder / file)
     assert not check_folder(folder, "hard links")
-    (tmp_path / "shortcut").symlink_to(folder)
-    assert not check_folder(tmp_path / "shortcut", "a link to the folder")
     cache = tmp_path / "hub" / "models--org--name"
     for part in ("blobs", "snapshots/0123"):
         (cache / part).mkdir(parents=True)
@@ -402,51 +335,15 @@ def test_paths_that_are_not_files_are_refused_without_waiting(tmp_path):
 def test_configuration_files_must_be_strict_json_of_limited_size_and_depth(tmp_path):
     folder = save_llama(tmp_path / "model")
     path, valid = folder / "config.json", (folder / "config.json").read_text()
-    import_model(folder, tmp_path / "whole")
+    deep, long = '"a": ' + "[" * 40 + "]" * 40, '{"x": "' + "x" * 10_000_000 + '"}'
     begun = valid.replace("{", "{%s, ", 1)
-    texts = [
-        "",
-        "[]",
-        "null",
-        valid[:50],
-        '{"a":' * 3000,
-        '{"x": "' + "x" * 10_000_000 + '"}',
-        "[" * 100_000,
-        "\ud800",
-    ]
-    deep = '"a": ' + "[" * 40 + "]" * 40
+    texts = ["", "[]", "null", valid[:50], '{"a":' * 3000, long, "[" * 100_000, "\ud800"]
     texts += [begun % part for part in ('"vocab_size": 7', '"a": NaN', '"a": 1e999', deep)]
     for number, text in enumerate(texts):
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         with pytest.raises(CorruptDataError, match=r"model/config\.json"):
             import_model(folder, tmp_path / f"out{number}")
         assert not (tmp_path / f"out{number}").exists()
-
-
-#: Fields of a configuration that are refused when a model is imported, and when it is built.
-FIELDS: tuple[dict[str, Any], ...] = (
-    {"architectures": 3}, {"architectures": [3]}, {"architectures": "LlamaForCausalLM"}, {"architectures": [[]]},
-    {"architectures": [], "model_type": 3}, {"architectures": {"a": 1}}, {"vocab_size": 10**9},
-    {"num_hidden_layers": 9999}, {"hidden_size": 2**28, "head_dim": 4}, {"hidden_size": "many"}, {"hidden_size": None},
-    {"num_hidden_layers": [2]}, {"vocab_size": 10**400}, {"intermediate_size": -3}, {"num_attention_heads": 0},
-    {"hidden_act": {"a": 1}},
-)  # fmt: skip
-
-
-def test_illegal_fields_of_configurations_are_refused(tmp_path):
-    folder = save_llama(tmp_path / "model")
-    valid = json.loads((folder / "config.json").read_text())
-    for number, changes in enumerate(FIELDS):
-        (folder / "config.json").write_text(json.dumps({**valid, **changes}))
-        with pytest.raises(OUR_ERRORS):
-            import_model(folder, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-        if number > 8:
-            message = f"{folder}.*config.json|config.json.*{folder}"
-            with pytest.raises(REFUSALS, match=message), build_on_meta():
-                transformers.LlamaForCausalLM.from_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({**valid, "architectures": []}))
-    import_model(folder, tmp_path / "out")  # model_type names the family
 
 
 # ---- code
@@ -484,7 +381,7 @@ def test_pickles_are_refused_without_running_code(kind, tmp_path):
         cli_checkpoint.main(["show", str(path)])
     folder = save_llama(tmp_path / "model")
     (folder / "model.safetensors").unlink()
-    for name in ("pytorch_model.bin", "model.safetensors", "consolidated.00.pth", "model.pt"):
+    for name in ("pytorch_model.bin", "model.safetensors"):
         write_trap(folder / name, trap, kind)
         with pytest.raises(OUR_ERRORS, match="model"):
             SafetensorsFolder(folder)

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.families import family_of
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.swap import build_on_meta, parallelize
-from lightning_megatron.swap.hugging_face.packed_rows import PackedRow, span_of
 from tests.oracles import assert_equal, float32_as_float64
 from tests.swap.families import (
     CASES,
@@ -23,7 +20,6 @@ from tests.swap.families import (
     V,
     config_of,
     exact_twin,
-    transformers,
     twin_of,
 )
 from tests.swap.parts import (
@@ -138,40 +134,6 @@ def test_slopes_over_padding_between_tokens_match_hugging_face(case):
     ignored = mask * F.pad(mask, (1, 0), value=1)[:, :-1] == 0
     call |= {"attention_mask": mask, "labels": call["labels"].masked_fill(ignored, -100)}
     check_call(swapped(exact_twin(case)), MESH, call, expected_of(exact_twin(case), call), case)
-
-
-def test_padding_uses_a_mask_only_where_lengths_do_not_suffice():
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    labels = torch.tensor([[5, 6, -100, -100], [1, 2, 3, -100]])
-    assert span_of(mask, None, PackedRow(), mask.shape, labels) is None
-    assert span_of(mask, None, PackedRow(), mask.shape) is None
-    left_padded = span_of(mask.flip(1), None, PackedRow(), mask.shape, labels.flip(1))
-    assert left_padded is not None
-    assert left_padded.mask is None
-    assert torch.equal(left_padded.lengths, torch.tensor([[1, 3], [0, 4]]))
-    # Labels at padding count, so padding must attend to the same tokens as in Hugging Face's models.
-    labels_at_padding = labels.clone()
-    labels_at_padding[0, 3] = 4
-    scattered = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]])
-    for padding_mask, padding_labels in ((mask, labels_at_padding), (scattered, None)):
-        span = span_of(padding_mask, None, PackedRow(), mask.shape, padding_labels)
-        assert span is not None
-        assert span.lengths is None
-        assert torch.equal(span.mask, padding_mask.bool()[:, None, None])
-    with pytest.raises(UnsupportedError, match="either attention_mask or cu_seq_lens_q: both"):
-        span_of(mask, None, PackedRow(torch.tensor([0, 2, 4])), mask.shape)
-
-
-def test_a_model_with_a_wrapped_layer_is_refused_with_and_without_weights(tmp_path):
-    twin_of("llama").save_pretrained(tmp_path)
-    for build in (nullcontext, build_on_meta):
-        root = nn.Module()
-        with build():
-            root.model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        attention = root.model.model.layers[0].self_attn
-        attention.q_proj = nn.Sequential(attention.q_proj)
-        with pytest.raises(UnsupportedError, match="q_proj' is a Sequential, but its class builds"):
-            parallelize(root, MESH)
 
 
 # ---- experts

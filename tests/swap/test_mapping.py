@@ -4,10 +4,6 @@ foreign tensors.
 
 from __future__ import annotations
 
-import sys
-from io import StringIO
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +14,7 @@ from lightning_megatron.groups.shard_spec import FlatSlice, ShardSpec
 from lightning_megatron.plan.shards import ShardRange, attention_ranges, gated_ranges
 from lightning_megatron.swap.tensors.mapping import Slices, Source, TensorMap, TensorsInMemory
 from lightning_megatron.swap.weights import copying
-from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all, interleave
+from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all
 
 BY_HEADS = tuple(Source("a", 8, first=n * 2, strip=2, step=6) for n in range(3))
 MAPS = {
@@ -32,7 +28,7 @@ MAPS = {
 
 
 class CountingReader(TensorsInMemory):
-    """Record the number of elements of every read."""
+    """Record the name and the number of elements of every read."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -40,7 +36,7 @@ class CountingReader(TensorsInMemory):
 
     def read(self, name: str, slices: Slices) -> Tensor:
         part = super().read(name, slices)
-        self.parts.append(part.numel())
+        self.parts.append((name, part.numel()))
         return part
 
 
@@ -82,7 +78,7 @@ def test_any_shard_is_read_without_other_elements(data, kind):
     for box, view in spec.local_views(local):
         tensor.fill(view, box.offsets, box.sizes, reader)
     assert torch.equal(local, expected)
-    assert sum(reader.parts) == expected.numel()
+    assert sum(size for _, size in reader.parts) == expected.numel()
 
 
 def test_flat_slices_and_gated_rows_are_filled_like_shards():
@@ -103,13 +99,6 @@ def test_flat_slices_and_gated_rows_are_filled_like_shards():
     assert torch.equal(half, torch.cat([theirs["gate"][4:8], theirs["up"][4:8]]).bfloat16())
 
 
-def test_sources_must_have_the_rows_of_their_target():
-    with pytest.raises(ValueError, match="w has 24, its sources have 20"):
-        TensorMap("w", (24, 10), (Source("a", 20),))
-    with pytest.raises(ValueError, match=r"w must have shape \(24, 10\): \(10, 24\)"):
-        MAPS["whole"].split(torch.zeros(10, 24))
-
-
 # ---- concurrent pieces
 
 
@@ -127,29 +116,7 @@ def test_copied_pieces_make_the_full_tensor(kind, monkeypatch):
     assert torch.equal(full, full_of(tensor, reader))
 
 
-def test_interleave_keeps_all_items_and_separates_neighbours():
-    for number in range(40):
-        order = interleave(range(number), 4)
-        assert sorted(order) == list(range(number))
-        assert all(abs(first - second) >= number // 4 - 1 for first, second in pairwise(order[:4]))
-
-
 def test_error_of_a_failed_read_reaches_the_caller():
     copies = [Copy(name, (slice(0, 1),), torch.empty(1)) for name in "ab"]
     with pytest.raises(KeyError, match="b"):
         copy_all(copies, TensorsInMemory({"a": torch.ones(1)}))
-
-
-class Terminal(StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_bar_of_bytes_is_shown_only_on_a_terminal(monkeypatch):
-    monkeypatch.setattr(copying, "BAR_DELAY", 0)
-    for stream, is_asked in ((Terminal(), True), (Terminal(), False), (StringIO(), True)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        copies = [Copy("a", (slice(0, 500),), torch.empty(500))]
-        copy_all(copies, TensorsInMemory({"a": torch.ones(500)}), is_asked)
-        shown, is_shown = stream.getvalue(), is_asked and isinstance(stream, Terminal)
-        assert ("2.00k/2.00k" in shown) if is_shown else shown == ""

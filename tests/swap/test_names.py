@@ -60,55 +60,33 @@ def test_groups_and_freezing_by_names_train_like_hugging_face(case, freeze):
         assert_equal(loss, expected_loss, f"{case} without {freeze}, step {step}", 1e-9)
 
 
-def test_projections_of_a_joint_layer_have_separate_gradients():
-    twin, model = exact_twin("llama"), swapped(exact_twin("llama"))
-    for network in (twin, model):
-        network.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
-        network(input_ids=TOKENS).logits.square().mean().backward()
-    for name, parameter in twin.named_parameters():
-        gradient = model.get_parameter(name).grad
-        if parameter.grad is None:
-            assert gradient is None, name
-        else:
-            assert_equal(gradient[: len(parameter)], parameter.grad, name, 1e-9)
-
-
 def test_projections_of_a_joint_layer_are_adjacent_in_memory():
     model = swapped(twin_of("llama"))
     attention = model.model.layers[1].self_attn
+    weights = [layer.weight for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
     stacks = [part for part in model.body.modules() if isinstance(part, ParameterStack)]
-    stack = next(candidate for candidate in stacks if candidate.parts[0] is attention.q_proj.weight)
-    assert [id(part) for part in stack.parts] == [
-        id(layer.weight) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
-    ]
-    assert stack.concatenate().data_ptr() == attention.q_proj.weight.data_ptr()
+    (stack,) = (candidate for candidate in stacks if candidate.parts[0] is weights[0])
+    assert [id(part) for part in stack.parts] == [id(weight) for weight in weights]
+    assert stack.concatenate().data_ptr() == weights[0].data_ptr()
     with torch.no_grad():
-        attention.k_proj.weight.fill_(7.0)
-    start, stop = (
-        len(attention.q_proj.weight),
-        len(attention.q_proj.weight) + len(attention.k_proj.weight),
-    )
-    assert (stack.concatenate()[start:stop] == 7).all()
+        weights[1].fill_(7.0)
+    assert torch.equal(stack.concatenate(), torch.cat(weights))
     model.half()
-    assert_equal(
-        stack.concatenate().float(),
-        torch.cat([part.float() for part in stack.parts]),
-        "separate in memory",
-    )
+    separate = torch.cat([part.float() for part in stack.parts])
+    assert_equal(stack.concatenate().float(), separate, "separate in memory")
 
 
 def test_hooks_of_parameters_change_gradients_like_in_hugging_face():
     expected: dict[str, Tensor] = {}
+    names = ("embed_tokens.weight", "layers.1.self_attn.q_proj.weight", "norm.weight")
     for network in (exact_twin("llama"), swapped(exact_twin("llama"))):
-        for number, name in enumerate(
-            ("embed_tokens.weight", "layers.1.self_attn.q_proj.weight", "norm.weight")
-        ):
+        for number, name in enumerate(names):
             parameter = network.model.get_parameter(name)
             handle = parameter.register_hook(lambda gradient, factor=number + 2: gradient * factor)
             network(input_ids=TOKENS).logits.square().mean().backward()
             handle.remove()
-            hooked_gradient = parameter.grad[:V]
-            assert_equal(hooked_gradient, expected.setdefault(name, hooked_gradient), name, 1e-9)
+            gradient = parameter.grad[:V]
+            assert_equal(gradient, expected.setdefault(name, gradient), name, 1e-9)
             network.zero_grad()
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from lightning_megatron import families
 from lightning_megatron.families import (
     ConfigTable,
     DecoderNames,
@@ -20,7 +19,6 @@ from lightning_megatron.families import (
     translate_values,
 )
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.swap import families as former
 from lightning_megatron.swap.weights.export import export_folder
 from lightning_megatron.swap.weights.load import load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
@@ -36,16 +34,19 @@ STABLELM = Family(
     config=ConfigTable(
         "StableLM",
         (
-            Field("vocab_size", 50304, "vocab_size"),
-            Field("hidden_size", 2560, "hidden_size"),
+            *(Field("vocab_size", 50304, "vocab_size"), Field("hidden_size", 2560, "hidden_size")),
+            *(
+                Field("num_hidden_layers", 32, "num_layers"),
+                Field("num_attention_heads", 32, "num_heads"),
+            ),
             Field("intermediate_size", 6912, "ffn_hidden_size"),
-            Field("num_hidden_layers", 32, "num_layers"),
-            Field("num_attention_heads", 32, "num_heads"),
             Field("num_key_value_heads", 32, "num_kv_heads"),
             Field("max_position_embeddings", 4096, "max_seq_length"),
             Field("hidden_act", "silu", translate_values("hidden_act", "activation", _ACTIVATIONS)),
-            Field("layer_norm_eps", 1e-5, "norm_eps"),
-            Field("initializer_range", 0.02, "init_std"),
+            *(
+                Field("layer_norm_eps", 1e-5, "norm_eps"),
+                Field("initializer_range", 0.02, "init_std"),
+            ),
             Field("tie_word_embeddings", False, "tie_embeddings"),
             Field("attention_dropout", 0.0, "attention_dropout"),
             Field("use_qkv_bias", False, "qkv_bias"),
@@ -95,16 +96,10 @@ def test_a_family_of_another_package_is_loaded_computed_and_exported(tmp_path):
     assert all(torch.equal(tensor, reloaded[name]) for name, tensor in twin.state_dict().items())
 
 
-def test_families_have_public_names_and_keep_their_former_path():
-    for name in families.__all__:
-        assert getattr(former, name, None) in (getattr(families, name), None), name
-    assert {"Family", "ConfigTable", "Field", "DecoderNames"} <= vars(former).keys()
-
-
 def output_with_package(folder: Path, value: str) -> str:
     """Return the output of a program that finds a family among installed packages."""
     information = folder / "stablelm_for_us-1.0.dist-info"
-    information.mkdir()
+    information.mkdir(parents=True)
     metadata = "Metadata-Version: 2.1\nName: stablelm-for-us\nVersion: 1.0\n"
     (information / "METADATA").write_text(metadata)
     entry = f"[lightning_megatron.families]\nstablelm = {value}\n"
@@ -114,13 +109,11 @@ def output_with_package(folder: Path, value: str) -> str:
         "from lightning_megatron.families import families, family_of\n"
         "print(family_of('StableLmForCausalLM').model_type, families()[0].model_type)"
     )
-    command = [sys.executable, "-c", program]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     return process.stdout.strip() if process.returncode == 0 else process.stderr
 
 
 def test_families_of_installed_packages_are_known_or_refused(tmp_path):
-    (tmp_path / "other").mkdir()
     name = "tests.swap.test_own_family:STABLELM"
     assert output_with_package(tmp_path, name) == "stablelm stablelm"
     assert "(json:dumps) is a function" in output_with_package(tmp_path / "other", "json:dumps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,26 +13,14 @@ from torch import Tensor, nn
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import build_on_meta, parallelize
-from lightning_megatron.swap.apply import build, install
-from lightning_megatron.swap.blocks.builders import BlockRequest
-from lightning_megatron.swap.blocks.rules import (
-    BlockRule,
-    TensorRule,
-    build_target,
-    fill_target,
-    rules_of,
-)
 from lightning_megatron.swap.decide.model_plan import (
-    describe_unsharded,
     suggest_tensor_plan,
     supported_plan,
 )
-from lightning_megatron.swap.decide.swap_plan import SwapOptions, decide
 from tests.swap.cases import CLASSIFIER_PLAN, MLP_PLAN, AttentionOnly, Classifier, TiedDecoder, mlp
 from tests.swap.families import config_of, transformers
 
@@ -128,13 +117,9 @@ REFUSED: list[tuple[nn.Module, dict[str, str] | None, str]] = [
     (repeated(), {"0": "column_gather"}, "'0' has the kind 'column_gather', '1' has 'replicate'"),
     (hooked(), {"0": "column"}, "'0' has hooks"),
     (inside(nn.Embedding(8, 4, max_norm=1.0)), {"0": "vocab"}, "max_norm"),
-    (inside(nn.Embedding(8, 4, sparse=True)), {"0": "vocab"}, "sparse"),
-    (inside(nn.Embedding(8, 4, scale_grad_by_freq=True)), {"0": "vocab"}, "scale_grad_by_freq"),
     (inside(nn.MultiheadAttention(8, 2, kdim=4)), None, "kdim"),
-    (inside(nn.MultiheadAttention(8, 2, add_bias_kv=True)), None, "add_bias_kv"),
     (inside(nn.MultiheadAttention(8, 2, add_zero_attn=True)), None, "add_zero_attn"),
     (layer(activation=nn.PReLU(8)), None, "activation"),
-    (layer(activation=nn.Softmax(-1)), None, "activation"),
     (nn.TransformerEncoderLayer(8, 2, 8), None, "nothing holds it"),
     (GPT(GPT2), None, "nothing holds it"),
     (extended_gpt(), None, "its parameters differ from those of its config.*'adapter.bias'"),
@@ -168,33 +153,14 @@ class WholeModel(nn.Module):
         self.register_forward_pre_hook(lambda *_: None)
 
 
-PLAN = {"*.layers.0": "column", "*.layers.2": "row", "*.encoder": "auto", "*.words": "vocab"}
-PLAN |= {"*.head": "vocab"}
-
-
-def test_errors_of_every_step_leave_a_model_of_all_kinds_unchanged():
-    root: Any = nn.ModuleDict({"root": WholeModel()})
-    for changes, match in (
-        ({"*.head": "diagonal"}, "the kind 'diagonal'"),
-        ({"*.tail": "column"}, "matches no module"),
-        ({"*.words": "column"}, "of type Embedding"),
-        ({"*.odd": "column"}, "must be a multiple of tp"),
-        ({"*.head": "replicate"}, "share one weight must cut it alike"),
-    ):
-        refuse(root, mesh_of(), {**PLAN, **changes}, match)
-    refuse(root, mesh_of(), None, "has this kind", pipeline_plan={"*.head": "blocks"})
-
-
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_a_refusal_leaves_hugging_face_models_unchanged(on_meta):
     peft = pytest.importorskip("peft")
     config = config_of("llama")
 
     def build_model() -> Any:
-        model = transformers.LlamaForCausalLM(config)
-        if on_meta:
-            with build_on_meta():
-                model = transformers.AutoModelForCausalLM.from_config(config)
+        with build_on_meta() if on_meta else nullcontext():
+            model = transformers.AutoModelForCausalLM.from_config(config)
         # This registers a hook that a replaced model does not need.
         model.enable_input_require_grads()
         return model
@@ -203,24 +169,7 @@ def test_a_refusal_leaves_hugging_face_models_unchanged(on_meta):
     adapted = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapter)
     models = {"replaced": build_model(), "adapted": adapted, "kept": build_model()}
     root = nn.ModuleDict({**models, "odd": nn.Linear(8, 7)})
-    plan = {"kept": "replicate", "odd": "column"}
-    refuse(root, mesh_of(), plan, "must be a multiple of tp")
-
-
-def test_only_the_install_step_changes_the_module():
-    root: Any = nn.ModuleDict({"root": WholeModel()})
-    before = state_of(root)
-    plan = decide(root, mesh_of(), SwapOptions(PLAN))
-    assert state_of(root) == before
-    swaps = build(plan)
-    assert state_of(root) == before
-    records = install(plan, swaps)
-    assert [record.name.removeprefix("root.") for record in records] == [
-        *("words", "layers.0", "layers.2", "encoder", "encoder.layers.0", "encoder.layers.1"),
-        *("head", "gpt"),
-    ]
-    assert root["root"].head.weight is root["root"].words.weight
-    assert state_of(root)["modules"] != before["modules"]
+    refuse(root, mesh_of(), {"kept": "replicate", "odd": "column"}, "must be a multiple of tp")
 
 
 # ---- what a plan matches
@@ -249,55 +198,22 @@ def test_unsupported_calls_of_a_cut_block_are_refused():
         module[0](torch.randn(2, 3, 8), is_causal=True)
 
 
-def test_records_and_modules_without_a_sharded_weight_are_described():
-    record = parallelize(mlp(), mesh_of(), {"0": "column"})[0]
-    assert str(record) == "0: Linear -> ColumnParallelLinear (column, 104 of 208 elements here)"
-    layers = {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
-    root = nn.ModuleDict(layers)
-    parallelize(root, mesh_of(), {"up": "column", "down": "row"})
-    assert describe_unsharded(root) == "Whole on every rank: norm."
-
-
 def test_suggested_plans_pair_the_layers_of_attention_and_of_mlps():
-    def linear(**sizes: tuple[int, int]) -> dict[str, nn.Module]:
-        return {name: nn.Linear(*size) for name, size in sizes.items()}
+    def linear(**sizes: tuple[int, int]) -> nn.ModuleDict:
+        return nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
 
-    attention = nn.ModuleDict(linear(q=(8, 8), k=(8, 4), v=(8, 4), out=(8, 8)))
-    gated = {"norm": nn.LayerNorm(8), **linear(gate=(8, 12), up=(8, 12), down=(12, 8))}
-    chain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    block = {"att": attention, "mlp": nn.ModuleDict(gated)}
-    blocks = nn.ModuleList(nn.ModuleDict(block) for _ in range(2))
-    root = nn.ModuleDict({"first": nn.Linear(3, 8), "blocks": blocks, "chain": chain})
+    def block() -> nn.ModuleDict:
+        attention = linear(q=(8, 8), k=(8, 4), v=(8, 4), out=(8, 8))
+        mlp = linear(gate=(8, 12), up=(8, 12), down=(12, 8))
+        return nn.ModuleDict({"att": attention, "norm": nn.LayerNorm(8), "mlp": mlp})
+
+    root = nn.ModuleDict({"first": nn.Linear(3, 8), "blocks": nn.ModuleList([block(), block()])})
     column = [f"blocks.*.{name}" for name in ("att.q", "att.k", "att.v", "mlp.gate", "mlp.up")]
-    row = ["blocks.*.att.out", "blocks.*.mlp.down", "chain.4"]
-    expected = dict.fromkeys([*column, "chain.2"], "column") | dict.fromkeys(row, "row")
+    row = ["blocks.*.att.out", "blocks.*.mlp.down"]
+    expected = dict.fromkeys(column, "column") | dict.fromkeys(row, "row")
     assert suggest_tensor_plan(root, 2) == expected
-    single = nn.ModuleDict({"head": nn.Linear(8, 4), "odd": nn.Linear(5, 3)})
+    single = linear(head=(8, 4), odd=(5, 3))
     assert suggest_tensor_plan(single, 2) == {"head": "column_gather"}
-    assert suggest_tensor_plan(nn.ModuleDict({"norm": nn.LayerNorm(8)}), 2) == {}
-
-
-def test_a_rule_joins_several_source_tensors_of_an_exact_class_into_one():
-    class Split(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.up = nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
-
-    class MyLinear(nn.Linear):
-        pass
-
-    def build_block(request: BlockRequest) -> nn.Module:
-        return ColumnParallelLinear(4, 12, request.mesh, bias=False)
-
-    source = Split()
-    joined = TensorRule("weight", ("gate.weight", "up.weight"))
-    rule = BlockRule("gated", Split, build_block, (joined,))
-    request = BlockRequest("block", source, mesh_of(), 0)
-    target: Any = build_target(rule, request)
-    fill_target(rule, request, target)
-    assert torch.equal(target.weight, source.gate.weight)
-    assert "column" in rules_of(nn.Linear(2, 2))
-    assert "column" not in rules_of(MyLinear(2, 2))
 
 
 # ---- plans of Hugging Face models without a table
@@ -329,9 +245,7 @@ def test_plan_entries_that_are_not_understood_leave_their_module_uncut():
     for name, kind, part in (
         # Layers of one module are cut together or not at all.
         ("model.layers.*.mlp.up_proj", "packed_colwise", ".mlp."),
-        ("model.layers.*.mlp.down_proj", "all_reduce", ".mlp."),
         ("model.layers.*.input_layernorm", "colwise", "norm"),
-        ("model.norm.weight", "replicate", "norm"),
     ):
         model.tp_plan = {**known, name: kind}
         plan = supported_plan(model, 2)
@@ -339,10 +253,7 @@ def test_plan_entries_that_are_not_understood_leave_their_module_uncut():
         assert plan.kinds["model.layers.1.self_attn.q_proj"] == "column"
         assert name in str(plan)
     model.tp_plan = dict.fromkeys(known, "packed_colwise")
-    assert supported_plan(model, 2).kinds == {}
     root = nn.ModuleDict({"model": model})
     *_, record = parallelize(root, mesh_of(2))
-    assert root["model"] is model
     assert record.local_elements == record.full_elements
-    for text in ("no known plan", "Whole on every rank: ", "model.layers.*.mlp.up_proj"):
-        assert text in str(record)
+    assert "no known plan" in str(record)

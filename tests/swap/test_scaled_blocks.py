@@ -65,35 +65,19 @@ def test_packed_experts_are_decoded_like_in_transformers(tmp_path):
     folder = SafetensorsFolder(tmp_path)
     assert set(folder.names()) == expected.keys()
     assert "quantization_config" not in folder.config
-    assert folder.has_scales
-    folder.check_types(folder.names())
     for name, tensor in expected.items():
         assert folder.shape(name) == tuple(tensor.shape)
         assert folder.dtype_of(name) == torch.bfloat16
-        full_slices = tuple(slice(0, size) for size in tensor.shape)
-        assert torch.equal(folder.read(name, full_slices), tensor), name
+        assert torch.equal(
+            folder.read(name, tuple(slice(0, size) for size in tensor.shape)), tensor
+        ), name
     name = "model.layers.1.mlp.experts.gate_up_proj"
-    parts = (
+    for part in (
         (slice(1, 3), slice(0, 64), slice(0, 64, 2)),
         (slice(0, 1), slice(31, 33), slice(1, 64, 2)),
         (slice(2, 4), slice(40, 64), slice(5, 6)),
-    )
-    for part in parts:
+    ):
         assert torch.equal(folder.read(name, part), expected[name][part])
-
-
-def test_extreme_scales_are_decoded_exactly(tmp_path):
-    blocks = torch.arange(16, dtype=torch.uint8).mul(16).add(torch.arange(16)).to(torch.uint8)
-    scales = torch.tensor([0, 1, 126, 127, 128, 252], dtype=torch.uint8)
-    tensors = {
-        "x_blocks": blocks.expand(1, 1, 6, 16).contiguous(),
-        "x_scales": scales.view(1, 1, 6),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    (values,) = SafetensorsFolder(tmp_path).read("x").flatten(1).double()
-    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-    pairs = torch.cat((numbers, -numbers)).repeat_interleave(2)
-    assert torch.equal(values, torch.cat([pairs * 2.0 ** (int(scale) - 127) for scale in scales]))
 
 
 def test_fp8_blocks_are_multiplied_by_their_scales(tmp_path):
@@ -128,15 +112,6 @@ def test_a_replaced_model_of_quantized_weights_uses_and_saves_the_decoded_weight
     replaced.save_pretrained(tmp_path / "saved")
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(saved, expected[name]) for name, saved in reloaded.state_dict().items())
-
-
-def test_a_quantized_gpt_oss_folder_is_imported_and_exported_decoded(tmp_path):
-    expected = save_quantized_gpt_oss(tmp_path / "published")
-    import_model(tmp_path / "published", tmp_path / "ours")
-    export_model(tmp_path / "ours", tmp_path / "back")
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
-    assert back.dtype == torch.bfloat16
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in back.state_dict().items())
 
 
 def test_quantized_weights_that_cannot_be_decoded_are_refused(tmp_path):
