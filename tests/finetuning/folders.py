@@ -97,16 +97,22 @@ def write_table(path: Path, columns: list[str], rows: list[list[str]]) -> Path:
 def write_mnli(folder: Path, num_train: int = 40, num_val: int = 11) -> Path:
     draw = random.Random(1)
     columns = ["index", "genre", "sentence1", "sentence2", "label1", "gold_label"]
-    for name, size in (
-        ("train", num_train), ("dev_matched", num_val), ("dev_mismatched", num_val - 2),
-    ):  # fmt: skip
+    names, labels = (
+        ("train", "dev_matched", "dev_mismatched"),
+        ["contradiction", "entailment", "neutral"],
+    )
+    for name, size in zip(names, (num_train, num_val, num_val - 2), strict=True):
         rows = [
             [
-                str(at), "fiction", sentence(draw), f'"{sentence(draw)}', "neutral",
-                draw.choice(["contradiction", "entailment", "neutral"]),
+                str(at),
+                "fiction",
+                sentence(draw),
+                f'"{sentence(draw)}',
+                "neutral",
+                draw.choice(labels),
             ]
             for at in range(size)
-        ]  # fmt: skip
+        ]
         write_table(folder / f"{name}.tsv", columns, rows)
     return folder
 
@@ -123,10 +129,10 @@ def write_qqp(folder: Path, num_train: int = 20, num_val: int = 13) -> Path:
     return folder
 
 
-def write_race(folder: Path, num_train: int = 5, num_val: int = 2) -> Path:
+def write_race(folder: Path) -> Path:
     """Write files of three questions each, some of which have their option in the middle."""
     draw = random.Random(3)
-    for part, size in (("train", num_train), ("dev", num_val), ("test", 1)):
+    for part, size in (("train", 5), ("dev", 2), ("test", 1)):
         for group in ("middle", "high"):
             (folder / part / group).mkdir(parents=True, exist_ok=True)
             for number in range(size):
@@ -150,23 +156,18 @@ def squad_content(draw: random.Random, num: int, may_lack: bool) -> dict[str, An
     articles = []
     for number in range(num):
         context = f"{sentence(draw, 6, 24)}, {sentence(draw, 2, 9)}."
-        words = context.split(" ")
-        questions = []
+        words, questions = context.split(" "), []
         for index in range(2):
             first = draw.randrange(len(words) - 2)
             text = " ".join(words[first : first + draw.randint(1, 2)])
-            start = len(" ".join([*words[:first], ""]))
-            lacks = may_lack and (number + index) % 3 == 0
-            answer = {"text": text, "answer_start": start}
-            questions.append(
-                {
-                    "id": f"{number}-{index}",
-                    "question": f"{sentence(draw, 1, 3)}?",
-                    "answers": [] if lacks else [answer],
-                    **({"is_impossible": lacks} if may_lack else {}),
-                    **({"plausible_answers": [answer]} if lacks else {}),
-                }
-            )
+            answer = {"text": text, "answer_start": len(" ".join([*words[:first], ""]))}
+            question = {"id": f"{number}-{index}", "question": f"{sentence(draw, 1, 3)}?"}
+            question["answers"] = [answer]
+            if may_lack:
+                question["is_impossible"] = (number + index) % 3 == 0
+            if question.get("is_impossible"):
+                question |= {"answers": [], "plausible_answers": [answer]}
+            questions.append(question)
         articles.append({"title": "t", "paragraphs": [{"context": context, "qas": questions}]})
     return {"version": "v", "data": articles}
 

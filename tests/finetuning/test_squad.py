@@ -69,18 +69,14 @@ def test_windows_and_labels_equal_transformers(tmp_path, kind):
 
 
 def reference_label(question: Any, reference: Any, window: int) -> tuple[int, int]:
-    """Return the labels as the example run_qa.py of transformers makes them.
-
-    The search for the start ends with the context. The example goes on with the separator, whose
-    offset is 0.
+    """Return the labels as the example run_qa.py of transformers makes them. Its search for the start
+    goes on with the separator, whose offset is 0; this one ends with the context.
     """
     if not question.answers:
         return 0, 0
-    offsets = reference["offset_mapping"][window].tolist()
-    sequence = reference.sequence_ids(window)
+    offsets, sequence = reference["offset_mapping"][window].tolist(), reference.sequence_ids(window)
     begin, stop = question.start, question.start + len(question.answers[0])
-    start = sequence.index(1)
-    end = len(sequence) - 1 - sequence[::-1].index(1)
+    start, end = sequence.index(1), len(sequence) - 1 - sequence[::-1].index(1)
     if not (offsets[start][0] <= begin and offsets[end][1] >= stop):
         return 0, 0
     last = end
@@ -92,23 +88,19 @@ def reference_label(question: Any, reference: Any, window: int) -> tuple[int, in
 
 
 def test_best_spans_equal_a_search_over_all_spans():
-    draw = torch.Generator().manual_seed(2)
-    scores = torch.randn(5, 13, 2, generator=draw, dtype=torch.float64)
-    allowed = torch.rand(5, 13, generator=draw) < 0.7
+    scores, allowed = torch.randn(5, 13, 2, dtype=torch.float64), torch.rand(5, 13) < 0.7
     first, last, values = best_spans(scores, allowed, 4, 6)
     for row in range(5):
-        expected = sorted(
-            (
-                (float(scores[row, i, 0] + scores[row, j, 1]), i, j)
-                for i in range(13)
-                for j in range(i, min(13, i + 4))
-                if allowed[row, i] and allowed[row, j]
-            ),
-            reverse=True,
-        )[:6]
-        assert first[row].tolist() == [span[1] for span in expected]
-        assert last[row].tolist() == [span[2] for span in expected]
-        assert values[row].tolist() == pytest.approx([span[0] for span in expected])
+        pairs = [(i, j) for i in range(13) for j in range(i, min(13, i + 4))]
+        spans = [
+            (float(scores[row, i, 0] + scores[row, j, 1]), i, j)
+            for i, j in pairs
+            if allowed[row, i] and allowed[row, j]
+        ]
+        expected = sorted(spans, reverse=True)[:6]
+        assert first[row].tolist() == [start for _, start, _ in expected]
+        assert last[row].tolist() == [end for _, _, end in expected]
+        assert values[row].tolist() == pytest.approx([value for value, _, _ in expected])
 
 
 def test_scores_of_texts_equal_torchmetrics():
@@ -204,15 +196,14 @@ def test_questions_with_unseen_windows_do_not_count(tmp_path):
 
 
 def test_damaged_questions_are_named(tmp_path):
-    changes: list[tuple[dict[str, Any], str]] = [
+    path = tmp_path / "dev-v1.1.json"
+    for change, fault in (
         ({"answers": [{"text": "zebra", "answer_start": 0}]}, "answer in the context"),
         ({"answers": []}, r"must have an answer: it has none.*version='2.0'"),
         ({"question": None}, "must have an id, a question and the context"),
-    ]
-    for change, fault in changes:
+    ):
         content = squad_content(random.Random(1), 3, may_lack=False)
         content["data"][1]["paragraphs"][0]["qas"][1].update(change)
-        path = tmp_path / "dev-v1.1.json"
         path.write_text(json.dumps(content))
         with pytest.raises(CorruptDataError, match=f"dev-v1.1.json, question '1-1' .*{fault}"):
             read_squad(path, "1.1")
