@@ -63,9 +63,7 @@ def _read_back(rank: int, size: int, path: str) -> None:
 
 
 @pytest.mark.gpu2
-def test_the_communicator_of_each_axis_has_the_settings_of_a_file(
-    tmp_path: Path,
-) -> None:
+def test_the_communicator_of_each_axis_has_the_settings_of_a_file(tmp_path: Path) -> None:
     require_gpus(2, needs_nccl="the settings are those of NCCL")
     path = tmp_path / "nccl.yaml"
     path.write_text(FILE)

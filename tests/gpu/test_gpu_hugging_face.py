@@ -177,9 +177,7 @@ def test_adapters_on_one_gpu_agree_with_peft():
 def _compare_on_two_gpus(rank: int, size: int) -> None:
     for sequence_parallel in (False, True):
         mesh = ParallelMesh.create(
-            ParallelLayout(size, tp=size),
-            device=gpu_of(rank),
-            sequence_parallel=sequence_parallel,
+            ParallelLayout(size, tp=size), device=gpu_of(rank), sequence_parallel=sequence_parallel
         )
         for case in LARGER:
             for dtype in TOLERANCE:

@@ -21,12 +21,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "pp2 vpp2": {"pp": 2, "vpp": 2},
         "pp2 zb-h1": {"pp": 2, "schedule": "zb-h1"},
         "pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
-        "pp2 dualpipe-v": {
-            "pp": 2,
-            "vpp": 2,
-            "schedule": "dualpipe-v",
-            "microbatch_size": 1,
-        },
+        "pp2 dualpipe-v": {"pp": 2, "vpp": 2, "schedule": "dualpipe-v", "microbatch_size": 1},
         "dp2": {},
     },
     4: {

@@ -26,8 +26,7 @@ SIZES: dict[str, Any] = {
 GPT2 = GPTConfig.gpt2(**SIZES, hidden_dropout=0.2, attention_dropout=0.0)
 LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=256)
 EXPERTS = replace(
-    LLAMA,
-    experts=ExpertsConfig(num_experts=8, top_k=2, ffn_hidden_size=128, aux_loss=0.01),
+    LLAMA, experts=ExpertsConfig(num_experts=8, top_k=2, ffn_hidden_size=128, aux_loss=0.01)
 )
 STEPS = (2, 2) + (3,) * 18
 

@@ -42,10 +42,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 #: Recipes of this chip with scales of the current tensors, and None for the dtype of the inputs.
 RECIPES = (None, "tensorwise", "blockwise")
-LAYERS = {
-    "column": (column_linear, engine_column_linear),
-    "row": (row_linear, engine_row_linear),
-}
+LAYERS = {"column": (column_linear, engine_column_linear), "row": (row_linear, engine_row_linear)}
 _SIZES = {"vocab_size": 300, "max_seq_length": 16, "num_layers": 4, "num_heads": 4}
 #: Sizes of all ranks are multiples of 16 with tp 2, or of 128 for blocks.
 CONFIGS = {

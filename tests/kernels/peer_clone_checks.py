@@ -63,11 +63,7 @@ def check_counts(draw: Draw, layout: ExpertPlaces, what: str) -> None:
 
 
 def check_weights(
-    draw: Draw,
-    layout: ExpertPlaces,
-    shapes: tuple[tuple[int, int], ...],
-    owners: Tensor,
-    what: str,
+    draw: Draw, layout: ExpertPlaces, shapes: tuple[tuple[int, int], ...], owners: Tensor, what: str
 ) -> None:
     """Check that places of clones get the weights of their owners, and other places stay as is."""
     parts = CloneMemory(layout.places, shapes, draw.dtype.itemsize)
@@ -90,11 +86,7 @@ def check_weights(
 
 
 def check_gradients(
-    draw: Draw,
-    layout: ExpertPlaces,
-    shapes: tuple[tuple[int, int], ...],
-    owners: Tensor,
-    what: str,
+    draw: Draw, layout: ExpertPlaces, shapes: tuple[tuple[int, int], ...], owners: Tensor, what: str
 ) -> None:
     """Check that owners get the scaled gradients of their clones; empty places hold NaN."""
     parts = CloneMemory(layout.places, shapes, 4)

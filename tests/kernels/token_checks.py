@@ -51,11 +51,7 @@ def check_rotated_attention(draw: Draw, sizes: Sizes) -> None:
 
 
 def _check_rotated(
-    draw: Draw,
-    sizes: tuple[int, int, int, int],
-    place: int,
-    has_norm: bool,
-    interleaved: bool,
+    draw: Draw, sizes: tuple[int, int, int, int], place: int, has_norm: bool, interleaved: bool
 ) -> None:
     from tests.kernels.checks import ROUNDOFF, check_rounded
 

@@ -1,6 +1,5 @@
-"""CPU stand-ins for torch's 8-bit products and for the 8-bit products that overlap with collectives.
-
-They compute in float64, piece by piece, and check their arguments.
+"""CPU stand-ins for torch's 8-bit products, plain and overlapped with collectives: they compute in
+float64, piece by piece, and check their arguments.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,15 +19,9 @@ from lightning_megatron.layers.fp8 import overlapped_products
 
 
 def multiply(
-    left: Tensor,
-    right: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    *,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
+    left: Tensor, right: Tensor, scale_a: Tensor, scale_b: Tensor, *, out_dtype: torch.dtype,
+    use_fast_accum: bool = False, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Stand in for ``torch._scaled_mm`` with one scale for each factor."""
     assert left.is_contiguous()
     assert right.t().is_contiguous(), "the chip reads the right factor by columns"
@@ -36,59 +30,39 @@ def multiply(
     return product.to(out_dtype) if out is None else out.copy_(product)
 
 
+def all_gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    pieces = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(pieces, tensor, group=group)
+    return pieces
+
+
 def gather_and_multiply(
-    x: Tensor,
-    matrices: list[Tensor],
-    scale: Tensor,
-    scales: list[Tensor],
-    dim: int,
-    name: str,
-    biases: list[None],
-    result_scales: list[None],
-    dtypes: list[torch.dtype],
-    fast: list[bool],
-) -> tuple[Tensor, list[Tensor]]:
+    x: Tensor, matrices: list[Tensor], scale: Tensor, scales: list[Tensor], dim: int, name: str,
+    biases: list[None], result_scales: list[None], dtypes: list[torch.dtype], fast: list[bool],
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Stand in for ``symm_mem.fused_all_gather_scaled_matmul``."""
     assert (dim, biases, result_scales) == (0, [None], [None])
-    group = _resolve_process_group(name)
-    bits = x.view(torch.uint8)
-    pieces = [torch.empty_like(bits) for _ in range(group.size())]
-    dist.all_gather(pieces, bits, group=group)
-    products = [
-        multiply(
-            *(piece.view(x.dtype), matrices[0], scale, scales[0]),
-            out_dtype=dtypes[0],
-            use_fast_accum=fast[0],
-        )
-        for piece in pieces
-    ]
+    pieces = all_gathered(x.view(torch.uint8), _resolve_process_group(name))
+    options: dict[str, Any] = {"out_dtype": dtypes[0], "use_fast_accum": fast[0]}
+    factors = matrices[0], scale, scales[0]
+    products = [multiply(piece.view(x.dtype), *factors, **options) for piece in pieces]
     return torch.cat(pieces).view(x.dtype), [torch.cat(products)]
 
 
 def multiply_and_scatter(
-    x: Tensor,
-    matrix: Tensor,
-    scale: Tensor,
-    matrix_scale: Tensor,
-    op: str,
-    dim: int,
-    reshaped_dim: int,
-    name: str,
-    shape: list[int],
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> Tensor:
+    x: Tensor, matrix: Tensor, scale: Tensor, matrix_scale: Tensor, op: str, dim: int,
+    reshaped_dim: int, name: str, shape: list[int], out_dtype: torch.dtype, use_fast_accum: bool,
+) -> Tensor:  # fmt: skip
     """Stand in for ``symm_mem.fused_scaled_matmul_reduce_scatter``."""
     assert (op, dim, reshaped_dim) == ("sum", 0, 0)
     assert shape == [x.shape[0], matrix.shape[1]]
     group = _resolve_process_group(name)
     options: dict[str, Any] = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    pieces = x.chunk(group.size())
     products = torch.stack(
-        [multiply(piece, matrix, scale, matrix_scale, **options) for piece in x.chunk(group.size())]
+        [multiply(piece, matrix, scale, matrix_scale, **options) for piece in pieces]
     )
-    gathered = [torch.empty_like(products) for _ in range(group.size())]
-    dist.all_gather(gathered, products, group=group)
-    return torch.stack([part[group.rank()] for part in gathered]).sum(0)
+    return torch.stack([part[group.rank()] for part in all_gathered(products, group)]).sum(0)
 
 
 @contextmanager
@@ -99,12 +73,10 @@ def cut_operators() -> Iterator[Counter[str]]:
         "fused_all_gather_scaled_matmul": gather_and_multiply,
         "fused_scaled_matmul_reduce_scatter": multiply_and_scatter,
     }
-    space = torch.ops.symm_mem
-    originals = {name: getattr(space, name) for name in stand_ins}
-    original_functions = torch._scaled_mm, overlapped_products.overlaps_scaled_products
 
     def counting(name: str) -> Callable[..., Any]:
-        argument_names = [argument.name for argument in originals[name].default._schema.arguments]
+        schema = getattr(torch.ops.symm_mem, name).default._schema
+        argument_names = [argument.name for argument in schema.arguments]
 
         def run(*args: Any, **options: Any) -> Any:
             assert len(args) <= len(argument_names)
@@ -114,13 +86,10 @@ def cut_operators() -> Iterator[Counter[str]]:
 
         return run
 
-    for name in stand_ins:
-        setattr(space, name, counting(name))
-    torch._scaled_mm = multiply
-    overlapped_products.overlaps_scaled_products = lambda x, dtype, axis: axis.overlaps_matmul
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in stand_ins:
+            patch.setattr(torch.ops.symm_mem, name, counting(name))
+        patch.setattr(torch, "_scaled_mm", multiply)
+        overlaps = lambda x, dtype, axis: axis.overlaps_matmul  # noqa: E731
+        patch.setattr(overlapped_products, "overlaps_scaled_products", overlaps)
         yield counts
-    finally:
-        torch._scaled_mm, overlapped_products.overlaps_scaled_products = original_functions
-        for name, original in originals.items():
-            setattr(space, name, original)

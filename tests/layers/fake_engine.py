@@ -1,7 +1,5 @@
-"""A stand-in for the parts of Transformer Engine that this package calls, written with torch.
-
-Torch computes its products and norms in any type, without casts to 8 bits: tests on CPUs check
-the calls of the layers and their use of the results. Tests on GPUs check the numbers.
+"""A stand-in for the parts of Transformer Engine that this package calls, without casts to 8 bits;
+tests on GPUs check the numbers of the library itself.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,16 +19,9 @@ from tests.layers.noted_casts import spread
 
 
 def general_gemm(
-    left: Tensor,
-    right: Tensor,
-    out_dtype: torch.dtype,
-    layout: str,
-    grad: bool,
-    out: Tensor | None,
-    accumulate: bool,
-    alpha: float,
-    use_split_accumulator: bool,
-) -> tuple[Tensor, None, None, None]:
+    left: Tensor, right: Tensor, out_dtype: torch.dtype, layout: str, grad: bool, out: Tensor | None,
+    accumulate: bool, alpha: float, use_split_accumulator: bool,
+) -> tuple[Tensor, None, None, None]:  # fmt: skip
     """Multiply as cuBLAS does, which stores matrices column by column."""
     assert grad == (layout != "TN")
     factors = {"TN": (right, left.t()), "NN": (right, left), "NT": (right.t(), left)}[layout]
@@ -42,15 +34,9 @@ def general_gemm(
 
 
 def rmsnorm_fwd(
-    rows: Tensor,
-    weight: Tensor,
-    eps: float,
-    out: None,
-    quantizer: None,
-    dtype: Any,
-    margin: int,
+    rows: Tensor, weight: Tensor, eps: float, out: None, quantizer: None, dtype: Any, margin: int,
     adds_one: bool,
-) -> tuple[Tensor, None, Tensor]:
+) -> tuple[Tensor, None, Tensor]:  # fmt: skip
     """Return the norm and the tensors that the backward pass needs."""
     assert dtype == f"type of {rows.dtype}"
     inverse_std = (rows.square().mean(-1) + eps).rsqrt()
@@ -61,11 +47,9 @@ def rmsnorm_bwd(
     grad: Tensor, rows: Tensor, inverse_std: Tensor, weight: Tensor, margin: int, adds_one: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the rows and of the weight."""
-    normal = rows * inverse_std[:, None]
-    scaled = grad * (weight + adds_one)
-    return inverse_std[:, None] * (scaled - normal * (scaled * normal).mean(-1, keepdim=True)), (
-        grad * normal
-    ).sum(0)
+    normal, scaled = rows * inverse_std[:, None], grad * (weight + adds_one)
+    part = scaled - normal * (scaled * normal).mean(-1, keepdim=True)
+    return inverse_std[:, None] * part, (grad * normal).sum(0)
 
 
 def layernorm_fwd(
@@ -83,21 +67,15 @@ def layernorm_fwd(
 
 
 def layernorm_bwd(
-    grad: Tensor,
-    rows: Tensor,
-    mean: Tensor,
-    inverse_std: Tensor,
-    weight: Tensor,
-    margin: int,
+    grad: Tensor, rows: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor, margin: int,
     adds_one: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the rows, the weight and the bias."""
-    normal = (rows - mean[:, None]) * inverse_std[:, None]
-    scaled = grad * (weight + adds_one)
-    centred = (
-        scaled - scaled.mean(-1, keepdim=True) - normal * (scaled * normal).mean(-1, keepdim=True)
+    centred = rows - mean[:, None]
+    rows_gradient, weight_gradient = rmsnorm_bwd(
+        grad, centred, inverse_std, weight, margin, adds_one
     )
-    return inverse_std[:, None] * centred, (grad * normal).sum(0), grad.sum(0)
+    return rows_gradient - rows_gradient.mean(-1, keepdim=True), weight_gradient, grad.sum(0)
 
 
 class _Types(dict):
@@ -109,11 +87,7 @@ class _Types(dict):
 
 @contextmanager
 def installed(available: tuple[bool, str] = (True, "")) -> Iterator[ModuleType]:
-    """Replace Transformer Engine by the stand-in.
-
-    Args:
-        available: Answer of the stand-in whether a chip has the products of a recipe.
-    """
+    """Replace Transformer Engine by the stand-in, whose answer it is whether a chip has products."""
     names = ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.constants")
     fakes = {f"transformer_engine{name}": ModuleType(f"transformer_engine{name}") for name in names}
     fakes["transformer_engine_torch"] = library = ModuleType("transformer_engine_torch")
@@ -127,13 +101,10 @@ def installed(available: tuple[bool, str] = (True, "")) -> Iterator[ModuleType]:
     fakes["transformer_engine.pytorch.constants"].TE_DType = _Types()
     for function in (rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd):
         setattr(library, function.__name__, function)
-    before = {name: sys.modules.get(name) for name in fakes}
-    sys.modules.update(fakes)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in fakes.items():
+            patch.setitem(sys.modules, name, module)
         yield engine
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name) if module is None else sys.modules.update({name: module})
 
 
 def output_and_gradients(module: Any, hidden: Tensor, seed: int) -> list[Tensor]:

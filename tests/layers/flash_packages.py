@@ -41,16 +41,14 @@ def _scores(
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, q: Any, k: Any, **options: Any) -> Any:
     outs, sums = [], []
-    parts = (
-        _split_documents(tensor, borders) for tensor, borders in ((query, q), (key, k), (value, k))
-    )
+    pairs = ((query, q), (key, k), (value, k))
+    parts = (_split_documents(tensor, borders) for tensor, borders in pairs)
     for queries, keys, values in zip(*parts, strict=True):
         scores, _ = _scores(queries, keys, **options)
-        lse = scores.logsumexp(-1)
-        weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
-        group_size = queries.shape[1] // keys.shape[1]
-        outs.append(torch.einsum("hst,thd->shd", weights, values.repeat_interleave(group_size, 1)))
-        sums.append(lse)
+        sums.append(scores.logsumexp(-1))
+        weights = (scores - sums[-1][..., None]).exp().nan_to_num(0.0)
+        wide_values = values.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+        outs.append(torch.einsum("hst,thd->shd", weights, wide_values))
     return _join_documents(outs, q), _join_documents(sums, q, 1)
 
 
@@ -66,25 +64,21 @@ def _backward(
         scores, slope = _scores(queries, keys, **options)
         weights = (scores - log_sums.t()[..., None]).exp().nan_to_num(0.0, posinf=0.0)
         group_size = queries.shape[1] // keys.shape[1]
-        wide_keys, wide_values = (
-            tensor.repeat_interleave(group_size, 1) for tensor in (keys, values)
-        )
+        wide_keys, wide_values = (t.repeat_interleave(group_size, 1) for t in (keys, values))
         weight_gradients = torch.einsum("shd,thd->hst", grads, wide_values)
         delta = (grads * outs).sum(-1).t()[..., None]
         score_gradients = weights * (weight_gradients - delta) * slope * options["scale"]
         gradients[0].append(torch.einsum("hst,thd->shd", score_gradients, wide_keys))
-        for number, gradient in enumerate(
-            (
-                torch.einsum("hst,shd->thd", score_gradients, queries),
-                torch.einsum("hst,shd->thd", weights, grads),
-            )
-        ):
-            gradients[1 + number].append(gradient.unflatten(1, (-1, group_size)).sum(2))
-    joined = [
-        _join_documents(documents, borders)
-        for documents, borders in zip(gradients, (q, k, k), strict=True)
-    ]
-    return joined[0], joined[1], joined[2]
+        key_gradient = torch.einsum("hst,shd->thd", score_gradients, queries)
+        value_gradient = torch.einsum("hst,shd->thd", weights, grads)
+        for documents, gradient in zip(gradients[1:], (key_gradient, value_gradient), strict=True):
+            documents.append(gradient.unflatten(1, (-1, group_size)).sum(2))
+    query_gradients, key_gradients, value_gradients = gradients
+    return (
+        _join_documents(query_gradients, q),
+        _join_documents(key_gradients, k),
+        _join_documents(value_gradients, k),
+    )
 
 
 # The arguments of flash_attn_interface, whose functions torch.library wraps.
@@ -120,6 +114,13 @@ def _flash_attn_backward(
     return torch.zeros(())
 
 
+def _options(
+    scale: float, cap: float, causal: bool, left: int | None, right: int | None
+) -> dict[str, Any]:
+    left, right = (-1 if size is None else size for size in (left, right))
+    return {"scale": scale, "cap": cap, "causal": causal, "left": left, "right": right}
+
+
 # The arguments of flash_attn.cute.interface.
 def _flash_attn_fwd(
     q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
@@ -133,14 +134,7 @@ def _flash_attn_fwd(
     gather_bwd_recompute_p=False,
 ):  # fmt: skip
     assert return_lse
-    left, right = (-1 if size is None else size for size in (window_size_left, window_size_right))
-    options = {
-        "scale": softmax_scale,
-        "cap": softcap,
-        "causal": causal,
-        "left": left,
-        "right": right,
-    }
+    options = _options(softmax_scale, softcap, causal, window_size_left, window_size_right)
     return (*_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, **options), None, None, None)
 
 
@@ -154,14 +148,7 @@ def _flash_attn_bwd(
     mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
     learnable_sink=None,
 ):  # fmt: skip
-    left, right = (-1 if size is None else size for size in (window_size_left, window_size_right))
-    options = {
-        "scale": softmax_scale,
-        "cap": softcap,
-        "causal": causal,
-        "left": left,
-        "right": right,
-    }
+    options = _options(softmax_scale, softcap, causal, window_size_left, window_size_right)
     return _backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, **options)
 
 

@@ -1,14 +1,12 @@
-"""Comparison of models in 8 bits whose layers get magnitudes from preceding operators with models
-whose layers compute all magnitudes themselves.
-"""
+"""Comparison of models in 8 bits with and without magnitudes that operators hand to layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -29,33 +27,24 @@ SIZES: dict[str, Any] = {
     "num_heads": 4,
     "vocab_multiple": 16,
 }
-LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=96)
+FFN = {**SIZES, "ffn_hidden_size": 96}
+LATENT = {
+    "key_value_rank": 32,
+    "query_rank": 48,
+    "plain_dim": 16,
+    "rotary_dim": 16,
+    "value_dim": 16,
+}
 CONFIGS = {
-    "llama": LLAMA,
+    "llama": GPTConfig.llama(**FFN, num_kv_heads=2),
     "gpt2": GPTConfig.gpt2(**SIZES),
     "post-norm": GPTConfig.gpt2(**SIZES, norm_position="post"),
-    "dropout": GPTConfig.llama(**SIZES, ffn_hidden_size=96, hidden_dropout=0.1),
-    "gemma": GPTConfig.llama(
-        **SIZES, num_kv_heads=2, ffn_hidden_size=96, activation="geglu_tanh", norm_offset=1.0
-    ),
-    "neox": GPTConfig.gpt2(
-        **SIZES, position="rotary", rotary_dim=4, parallel_residual=True, activation="relu"
-    ),
-    "glm": GPTConfig.llama(
-        **SIZES, num_kv_heads=2, ffn_hidden_size=96, norm_position="sandwich", qkv_bias=True
-    ),
-    "latent attention": GPTConfig.llama(
-        **SIZES,
-        ffn_hidden_size=96,
-        latent_attention={
-            "key_value_rank": 32,
-            "query_rank": 48,
-            "plain_dim": 16,
-            "rotary_dim": 16,
-            "value_dim": 16,
-        },
-    ),
-}
+    "dropout": GPTConfig.llama(**FFN, hidden_dropout=0.1),
+    "gemma": GPTConfig.llama(**FFN, num_kv_heads=2, activation="geglu_tanh", norm_offset=1.0),
+    "neox": GPTConfig.gpt2(**SIZES, position="rotary", rotary_dim=4, parallel_residual=True, activation="relu"),
+    "glm": GPTConfig.llama(**FFN, num_kv_heads=2, norm_position="sandwich", qkv_bias=True),
+    "latent attention": GPTConfig.llama(**FFN, latent_attention=LATENT),
+}  # fmt: skip
 #: For each linear layer of a block, whether its input (first tuple) and the gradient of its output
 #: (second tuple) come with their magnitudes. The layers are: fused queries, keys and values, or
 #: queries and then keys and values; output; up; down.
@@ -79,14 +68,9 @@ def spread(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     ).to(dtype)
 
 
-@dataclass(frozen=True)
-class NotedCast:
-    """Recorded cast of a matrix.
-
-    Args:
-        use: Role of the matrix.
-        is_given: Whether its magnitude was known.
-        numbers: Numbers and scales of the operands, as bit patterns.
+class NotedCast(NamedTuple):
+    """A recorded cast: the role of the matrix, whether its magnitude was known, and the bits of
+    numbers and scales of the operands.
     """
 
     use: str
@@ -96,41 +80,32 @@ class NotedCast:
 
 @contextmanager
 def noting_casts(hands_over: bool = True) -> Iterator[list[NotedCast]]:
-    """Record every cast.
-
-    Args:
-        hands_over: Whether layers get magnitudes; otherwise they compute all magnitudes themselves.
-    """
+    """Record every cast; without hand-over layers compute all magnitudes themselves."""
     casts: list[NotedCast] = []
-    originals = Scaling._cast, Scaling.reads_magnitudes
+    original: Any = Scaling._cast
 
     def cast(
         self: Scaling, matrix: Tensor, use: Any, *args: Any, bits: Tensor | None = None
     ) -> Any:
-        result = originals[0](self, matrix, use, *args, bits=bits)
+        result = original(self, matrix, use, *args, bits=bits)
         operands = [operand for operand in (result.rows, result.columns) if operand is not None]
         numbers = [operand.values.view(torch.uint8).clone() for operand in operands]
         numbers += [operand.scale.view(torch.int32).clone() for operand in operands]
         casts.append(NotedCast(use, bits is not None, tuple(numbers)))
         return result
 
-    Scaling._cast = cast  # type: ignore[method-assign, assignment]
-    if not hands_over:
-        Scaling.reads_magnitudes = property(lambda self: False)  # type: ignore[method-assign, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scaling, "_cast", cast)
+        if not hands_over:
+            patch.setattr(Scaling, "reads_magnitudes", property(lambda self: False))
         yield casts
-    finally:
-        Scaling._cast, Scaling.reads_magnitudes = originals  # type: ignore[method-assign]
 
 
 def assert_same_casts(actual: list[NotedCast], expected: list[NotedCast]) -> None:
     """Demand the same bits of all casts, in the same order."""
-    assert len(actual) == len(expected)
     assert actual, "nothing was cast"
     for number, (cast, reference) in enumerate(zip(actual, expected, strict=True)):
-        assert cast.use == reference.use
-        assert not reference.is_given
-        assert len(cast.numbers) == len(reference.numbers)
+        assert (cast.use, reference.is_given) == (reference.use, False)
         for bits, reference_bits in zip(cast.numbers, reference.numbers, strict=True):
             assert torch.equal(bits, reference_bits), f"cast {number}, of a {cast.use}"
 
@@ -149,16 +124,6 @@ def compare_hand_over(
     """Train a model for two steps with and without hand-over of magnitudes; return the casts.
 
     All casts, losses and gradients of the two runs must have the same bits.
-
-    Args:
-        config: The model.
-        mesh: Its process groups.
-        dtype: Type of its parameters.
-        recompute: Setting of recomputation.
-        emulate: Whether products are computed in the precision of the device.
-        batch: Sequences of the batch.
-        length: Positions of this rank.
-        recipe: Recipe of the casts.
     """
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, config.vocab_size, (batch, length + 1), generator=generator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,9 +77,7 @@ def make_cases(mesh: ParallelMesh) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def attach_slots(
-    layer: nn.Module,
-    dtype: torch.dtype = torch.float64,
-    queue: WeightGradientQueue | None = None,
+    layer: nn.Module, dtype: torch.dtype = torch.float64, queue: WeightGradientQueue | None = None
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
     """Give every parameter a slot over memory of NaN; return the gradients and the number of
     notices of each parameter.
@@ -98,17 +96,14 @@ def attach_slots(
 @contextmanager
 def record_products(events: list[str]) -> Iterator[None]:
     """Add the two products of a backward pass to events."""
-    names: dict[Callable[..., Any], str] = {
+    names = {
         torch.ops.aten.mm.default: "input gradient",
         torch.ops.aten.addmm.out: "weight gradient",
     }
 
     class RecordProducts(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func in names:
-                events.append(names[func])
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            events.extend([names[func]] if func in names else [])
             return func(*args, **(kwargs or {}))
 
     with RecordProducts():

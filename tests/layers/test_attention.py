@@ -1,10 +1,9 @@
-"""Attention spans describe which keys a query attends to, without a mask; every kernel and every
-merge of partial results computes the same attention from a span.
+"""Every kernel and every merge of partial results computes the same attention from a span, which
+describes without a mask which keys a query attends to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,14 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.layers.alibi import AlibiSlopes
 from lightning_megatron.layers.attention_core import attend, prepared, with_wide_values
 from lightning_megatron.layers.attention_operators import attend_by_operators
-from lightning_megatron.layers.attention_parts import (
-    attend_by_parts,
-    forward_part,
-)
+from lightning_megatron.layers.attention_parts import attend_by_parts, forward_part
 from lightning_megatron.layers.attention_span import AttentionSpan, document_of_tokens
 from lightning_megatron.layers.choose_core import choose_core, choose_part
 from lightning_megatron.layers.context_parallel.partial_sum import PartialSum
@@ -33,12 +28,15 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.oracles import assert_equal
+from tests.refusals import check_refusals
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+HALF, SINGLE, WIDE = torch.bfloat16, torch.float32, torch.float64
 LENGTHS = torch.tensor([[2, 1, 2], [4, 0, 0]])
 HIDDEN = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])[:, None, None] > 0
 #: Rows of 3 and 5 tokens, the first of them with 2 more of padding.
 PADDED = AttentionSpan.padded(torch.tensor([3, 5]), 5)
+SINKS = torch.tensor([0.3, -1.0, 0.0, 2.0]).double()
 
 SPANS = {
     "causal": AttentionSpan(),
@@ -52,24 +50,15 @@ SPANS = {
     "prefix": AttentionSpan(prefix=torch.tensor([3, 0])),
     "keys hidden": AttentionSpan(mask=HIDDEN),
     "padded": PADDED,
-    "padded, soft cap, slopes, sinks": replace(
-        PADDED,
-        soft_cap=0.5,
-        slopes=AlibiSlopes(4),
-        sinks=torch.tensor([0.3, -1.0, 0.0, 2.0]).double(),
-    ),
+    "padded, soft cap, slopes, sinks": replace(PADDED, soft_cap=0.5, slopes=AlibiSlopes(4), sinks=SINKS),
     "soft cap": AttentionSpan(LENGTHS, soft_cap=0.3),
     "slopes": AttentionSpan(slopes=AlibiSlopes(4)),
     "slopes both ways, documents": AttentionSpan(LENGTHS, causal=False, slopes=AlibiSlopes(4, 3.0)),
     "slopes, window, cap": AttentionSpan(window=3, soft_cap=0.5, slopes=AlibiSlopes(4)),
     "slopes, keys hidden": AttentionSpan(mask=HIDDEN, slopes=AlibiSlopes(4)),
-    "slopes, hidden keys have no place": AttentionSpan(
-        mask=HIDDEN, slopes=AlibiSlopes(4, 5.0, skips_padding=True)
-    ),
-    "sinks": AttentionSpan(LENGTHS, sinks=torch.tensor([0.3, -1.0, 0.0, 2.0]).double()),
-    "sinks, cap, window": AttentionSpan(
-        window=3, soft_cap=0.5, sinks=torch.tensor([0.3, -1.0, 0.0, 2.0]).double()
-    ),
+    "slopes, hidden keys have no place": AttentionSpan(mask=HIDDEN, slopes=AlibiSlopes(4, 5.0, skips_padding=True)),
+    "sinks": AttentionSpan(LENGTHS, sinks=SINKS),
+    "sinks, cap, window": AttentionSpan(window=3, soft_cap=0.5, sinks=SINKS),
 }  # fmt: skip
 
 
@@ -112,31 +101,27 @@ def distances(span: AttentionSpan, row: int, place: int, keys: list[int]) -> Ten
 
 def visible_keys_by_loops(span: AttentionSpan, length: int) -> list[list[list[int]]]:
     """List the keys of each query of the two rows."""
-    lengths = [[], []] if span.lengths is None else span.lengths.tolist()
     if span.key_borders is not None:
         assert span.key_borders.tolist() == [0, 3, 5, 10, 10]
         return [[list(range(3))] * length, [list(range(5))] * length]
     rows = []
-    for row, sizes in enumerate(lengths):
-        document_lengths = [*sizes, length - sum(sizes)]
-        document = [number for number, size in enumerate(document_lengths) for _ in range(size)]
+    for row, sizes in enumerate([[], []] if span.lengths is None else span.lengths.tolist()):
+        lengths = [*sizes, length - sum(sizes)]
+        document = [number for number, size in enumerate(lengths) for _ in range(size)]
+        prefix = 0 if span.prefix is None else int(span.prefix[row])
         keys_of_queries = []
         for place in range(length):
             keys = [
                 key
                 for key in range(length)
                 if document[key] == document[place]
-                and (key <= place or not span.causal or is_prefix(span, row, key))
+                and (key <= place or not span.causal or key < prefix)
                 and (span.window is None or abs(place - key) < span.window)
                 and (span.mask is None or bool(span.mask[row, 0, 0, key]))
             ]
             keys_of_queries.append(keys or [place])
         rows.append(keys_of_queries)
     return rows
-
-
-def is_prefix(span: AttentionSpan, row: int, place: int) -> bool:
-    return span.prefix is not None and place < int(span.prefix[row])
 
 
 def output_and_gradients(output: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -161,149 +146,165 @@ def test_every_implementation_of_attention_equals_loops_over_queries(kind: str) 
     }
     for name, output in outputs.items():
         actual_results = output_and_gradients(output, all_inputs)
-        for place, (actual, expected) in enumerate(
-            zip(actual_results, expected_results, strict=True)
-        ):
-            assert_equal(actual, expected, f"{name} {place}")
+        for number, pair in enumerate(zip(actual_results, expected_results, strict=True)):
+            assert_equal(*pair, f"{name} {number}")
 
 
-@pytest.mark.parametrize("num_heads", [1, 12, 16, 71])
-def test_alibi_slopes_equal_those_of_hugging_face(num_heads: int) -> None:
+def test_alibi_slopes_equal_those_of_hugging_face() -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
-    slopes = AlibiSlopes(num_heads).on(CPU).float()
-    torch.testing.assert_close(slopes, bloom._get_alibi_slopes(num_heads, CPU))
-    for bias_max in (8, 4):
-        # Reduction of the score of the last query for the key before it.
-        theirs = -mpt.build_mpt_alibi_tensor(num_heads, 2, bias_max)[:, 0, 0]
-        slopes = AlibiSlopes(num_heads, bias_max).on(CPU).float()
-        torch.testing.assert_close(slopes, theirs)
-    assert torch.equal(
-        AlibiSlopes(num_heads, 4).of(range(1, num_heads)).on(CPU).float(), slopes[1:]
-    )
+    for num_heads in (1, 12, 16, 71):
+        slopes = AlibiSlopes(num_heads).on(CPU).float()
+        torch.testing.assert_close(slopes, bloom._get_alibi_slopes(num_heads, CPU))
+        for bias_max in (8, 4):
+            # Reduction of the score of the last query for the key before it.
+            theirs = -mpt.build_mpt_alibi_tensor(num_heads, 2, bias_max)[:, 0, 0]
+            slopes = AlibiSlopes(num_heads, bias_max).on(CPU).float()
+            torch.testing.assert_close(slopes, theirs)
+        some = AlibiSlopes(num_heads, 4).of(range(1, num_heads)).on(CPU).float()
+        assert torch.equal(some, slopes[1:])
 
 
-def test_packed_rows_have_padded_lengths_and_the_length_of_the_longest_document() -> None:
+def numbers(tensor: Tensor | None) -> list[Any]:
+    assert tensor is not None
+    return tensor.tolist()
+
+
+def test_rows_have_padded_lengths_and_are_cut_at_their_end() -> None:
     span = AttentionSpan.packed([[3, 2], [4]], 8, num_documents=3)
-    assert span.lengths is not None
-    assert span.lengths.tolist() == [[3, 2, 0], [4, 0, 0]]
-    assert span.longest == 4
-    assert AttentionSpan.packed([[1], [2]], 8).longest == 7, (
-        "the rest of a row counts as a document"
-    )
+    assert (numbers(span.lengths), span.longest) == ([[3, 2, 0], [4, 0, 0]], 4)
+    rest = AttentionSpan.packed([[1], [2]], 8)
+    assert rest.longest == 7, "the rest of a row counts as a document"
     laid_out = span.laid_out(2, 8, CPU)
-    assert laid_out.borders is not None
-    assert laid_out.borders.tolist() == [0, 3, 5, 5, 8, 12, 12, 12, 16]
-    assert laid_out.positions is not None
-    assert laid_out.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 3]]
-
-
-def test_lengths_beyond_a_row_are_cut_at_its_end() -> None:
-    borders = AttentionSpan(torch.tensor([[9, 3], [2, 9]])).laid_out(2, 5, CPU).borders
-    assert borders is not None
-    assert borders.tolist() == [0, 5, 5, 5, 7, 10, 10]
+    assert numbers(laid_out.borders) == [0, 3, 5, 5, 8, 12, 12, 12, 16]
+    assert numbers(laid_out.positions) == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 3]]
+    beyond = AttentionSpan(torch.tensor([[9, 3], [2, 9]])).laid_out(2, 5, CPU)
+    assert numbers(beyond.borders) == [0, 5, 5, 5, 7, 10, 10]
     span = AttentionSpan.padded(torch.tensor([2, 0, 9, 5, -1]), 5)
-    assert span.key_borders is not None
-    assert span.key_borders.tolist() == [0, 2, 5, 10, 10, 15, 15, 20, 20, 25, 25]
-    assert span.borders is not None
-    assert span.borders.tolist() == [0, 5, 5, 10, 10, 15, 15, 20, 20, 25, 25]
-    assert (span.longest, span.borders.dtype) == (5, torch.int32)
+    assert numbers(span.key_borders) == [0, 2, 5, 10, 10, 15, 15, 20, 20, 25, 25]
+    assert numbers(span.borders) == [0, 5, 5, 10, 10, 15, 15, 20, 20, 25, 25]
     mask = torch.arange(5) < torch.tensor([2, 5, 5, 5, 5])[:, None]
     pairs = seen_pairs(span, 5, 5, CPU)
     assert torch.equal(pairs, mask[:, None, None].expand(-1, -1, 5, -1))
 
 
-def test_cores_are_chosen_by_span_dtype_head_size_and_dropout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    cuda, half = torch.device("cuda"), torch.bfloat16
-    masked = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-    for dtype in (half, torch.float32):
-        choice = choose_core(cuda, dtype, SPANS["keys hidden"])
-        assert (choice.core, choice.backends) == ("sdpa", masked)
-        assert choice.expand_kv
-        assert choice.remedy is None, "who hands in a mask has asked for it"
-    assert choose_core(cuda, half).name == "cudnn, flash, efficient, math"
+MASKED = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+CUDNN, FLASH = "cudnn, flash, efficient, math", "flash without a mask"
+LARGE = {"head_dim": 192, "value_dim": 128}
+#: Span, dtype, further arguments, and what is chosen.
+CORES: list[tuple[str, torch.dtype, dict[str, Any], dict[str, Any]]] = [
+    # Who hands in a mask has asked for it.
+    ("keys hidden", HALF, {}, {"core": "sdpa", "backends": MASKED, "expand_kv": True, "remedy": None}),
+    ("causal", HALF, {}, {"name": CUDNN}),
+    ("window", HALF, {"seq_length": 2}, {"name": CUDNN}),
+    *((kind, HALF, {}, {"name": FLASH}) for kind in ("documents", "window", "padded")),
+    *(
+        (kind, SINGLE, {}, {"backends": MASKED, "needs_mask": True})
+        for kind in ("documents", "window", "padded")
+    ),
+    *(
+        (kind, HALF, {"dropout": 0.1}, {"name": FLASH, "needs_mask": False})
+        for kind in ("documents", "documents, window", "padded")
+    ),
+    ("window", HALF, {"dropout": 0.1}, {"needs_mask": True}),
+    ("sinks", HALF, {"dropout": 0.1}, {"core": "operators"}),
+    ("soft cap", HALF, {}, {"name": "FlexAttention", "needs_mask": False}),
+    ("soft cap", WIDE, {}, {"core": "operators"}),
+    ("soft cap", HALF, {"head_dim": 8}, {"core": "operators"}),
+    ("prefix", HALF, {}, {"name": "FlexAttention", "needs_mask": False}),
+    ("prefix", WIDE, {}, {"needs_mask": True}),
+    ("prefix", HALF, {"head_dim": 8}, {"needs_mask": True}),
+    ("sinks alone", HALF, {}, {"core": "flash"}),
+    ("sinks", HALF, {"head_dim": 320}, {"core": "flex"}),
+    ("slopes", HALF, {}, {"core": "flex"}),
+    ("slopes", WIDE, {}, {"core": "operators"}),
+    ("slopes, keys hidden", HALF, {}, {"core": "operators"}),
+    # Values are padded for kernels that need one head size; cuDNN takes the sizes of LARGE.
+    ("causal", HALF, LARGE, {"pads_values": False}),
+    ("causal", HALF, {"head_dim": 96, "value_dim": 64}, {"pads_values": True}),
+    ("documents", HALF, LARGE, {"pads_values": True}),
+    ("documents", SINGLE, LARGE, {"pads_values": False}),
+]  # fmt: skip
+#: Span, dtype, further arguments, and the implementation of attention to a part of the keys.
+PARTS: list[tuple[str, torch.dtype, dict[str, Any], str]] = [
+    *((kind, HALF, {}, "flash") for kind in ("causal", "documents", "window", "both ways")),
+    *((kind, SINGLE, {}, "flex") for kind in ("causal", "documents", "window", "both ways")),
+    *((kind, HALF, {}, "flex") for kind in ("soft cap", "slopes", "slopes, window, cap")),
+    ("window", HALF, {"behind": 1}, "flash"),
+    ("window", HALF, {"behind": 2}, "flex"),  # no key for the last query
+    ("causal", HALF, {"behind": -1}, "flex"),
+    ("causal", WIDE, {}, "operators"),
+    ("soft cap", HALF, {"head_dim": 8}, "operators"),
+]
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pretend that there is a GPU of a compute capability, which a test may change."""
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    return capability
+
+
+def test_cores_are_chosen_by_span_dtype_head_size_and_dropout(capability: list[int]) -> None:
+    spans = {**SPANS, "sinks alone": AttentionSpan(sinks=torch.ones(4))}
+    for kind, dtype, options, expected in CORES:
+        choice = choose_core(CUDA, dtype, spans[kind], **options)
+        actual = {name: getattr(choice, name) for name in expected}
+        assert actual == expected, (kind, dtype, options)
+    for kind, dtype, options, core in PARTS:
+        assert choose_part(CUDA, dtype, spans[kind], **options).core == core, (kind, dtype, options)
+    assert choose_core(CPU, HALF, **LARGE).pads_values
+    capability[0] = 8
+    assert choose_core(CUDA, HALF, **LARGE).pads_values
+
+
+def test_slow_cores_have_a_reason_and_a_remedy(capability: list[int]) -> None:
+    reasons: list[tuple[str, dict[str, Any], str]] = [
+        ("documents", {"dropout": 0.1}, "drop no weights"),
+        ("window", {"head_dim": 320}, "at most 256"),
+        ("soft cap", {"dropout": 0.1}, "no dropout"),
+        ("causal", {"head_dim": 96, "value_dim": 64}, "of 64 elements are padded to 96"),
+    ]
+    for kind, options, phrase in reasons:
+        assert phrase in choose_core(CUDA, HALF, SPANS[kind], **options).reason
     for kind in ("documents", "window", "padded"):
-        assert choose_core(cuda, half, SPANS[kind]).name == "flash without a mask"
-        slow = choose_core(cuda, torch.float32, SPANS[kind])
-        assert (slow.backends, slow.needs_mask) == (masked, True)
-        assert "Trainer(precision='bf16-mixed')" in (slow.remedy or "")
+        remedy = choose_core(CUDA, SINGLE, SPANS[kind]).remedy or ""
+        assert "Trainer(precision='bf16-mixed')" in remedy
         # Half types suffice for documents: flash attention drops their weights.
-        assert ("without attention dropout" in (slow.remedy or "")) == (kind == "window")
-    assert choose_core(cuda, half, SPANS["window"], 2).name.startswith("cudnn")
-    for kind in ("documents", "documents, window", "padded"):
-        choice = choose_core(cuda, half, SPANS[kind], dropout=0.1)
-        assert (choice.name, choice.needs_mask) == ("flash without a mask", False)
-        assert "drop no weights" in choice.reason
-        assert choose_core(cuda, torch.float32, SPANS[kind], dropout=0.1).needs_mask
-    assert choose_core(cuda, half, SPANS["window"], dropout=0.1).needs_mask
-    assert choose_core(cuda, half, SPANS["sinks"], dropout=0.1).core == "operators"
-    assert "at most 256" in choose_core(cuda, half, SPANS["window"], head_dim=320).reason
-    for kind in ("soft cap", "prefix"):
-        assert choose_core(cuda, half, SPANS[kind]).name == "FlexAttention"
-        assert choose_core(cuda, torch.float32, SPANS[kind]).core == "flex"
-        assert not choose_core(cuda, half, SPANS[kind]).needs_mask
-    assert "no dropout" in choose_core(cuda, half, SPANS["soft cap"], dropout=0.1).reason
-    assert choose_core(cuda, torch.float64, SPANS["soft cap"]).core == "operators"
-    assert choose_core(cuda, torch.float64, SPANS["prefix"]).needs_mask
-    assert choose_core(cuda, half, SPANS["prefix"], head_dim=8).needs_mask
-    assert choose_core(cuda, half, SPANS["soft cap"], head_dim=8).core == "operators"
-    assert choose_core(cuda, half, SPANS["sinks"], head_dim=320).core == "flex"
-    slopes = SPANS["slopes"]
-    assert choose_core(cuda, half, slopes).core == "flex"
-    assert choose_core(cuda, torch.float32, slopes.over(SPANS["documents"])).core == "flex"
-    for stored in (
-        choose_core(cuda, torch.float64, slopes),
-        choose_core(cuda, half, SPANS["slopes, keys hidden"]),
-    ):
-        assert stored.core == "operators"
-        assert "scores of all pairs of tokens are stored" in (stored.remedy or "")
-    assert choose_core(cuda, half, AttentionSpan(sinks=torch.ones(4))).core == "flash"
-
-
-def test_partial_attention_is_computed_by_kernels_that_return_log_sum_exps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    cuda, half, wide = torch.device("cuda"), torch.bfloat16, torch.float64
-    for kind in ("causal", "documents", "window", "both ways"):
-        assert choose_part(cuda, half, SPANS[kind]).core == "flash"
-        assert choose_part(cuda, torch.float32, SPANS[kind]).core == "flex"
-    for kind in ("soft cap", "slopes", "slopes, window, cap"):
-        assert choose_part(cuda, half, SPANS[kind]).core == "flex"
-    window = SPANS["window"]
-    assert choose_part(cuda, half, window, behind=1).core == "flash"
-    assert choose_part(cuda, half, window, behind=2).core == "flex", "no key for the last query"
-    assert choose_part(cuda, half, SPANS["causal"], behind=-1).core == "flex"
-    for stored in (
-        choose_part(cuda, wide, SPANS["causal"]),
-        choose_part(cuda, half, SPANS["soft cap"], head_dim=8),
-    ):
-        assert stored.core == "operators"
-        assert "scores of all pairs of tokens are stored" in (stored.remedy or "")
-    assert choose_part(CPU, wide, SPANS["slopes"]).remedy is None
-
-
-REFUSED: dict[str, Callable[[], Any]] = {
-    r"8 tokens: row 1 has \[4, 5\], .* 9": lambda: AttentionSpan.packed([[3], [4, 5]], 8),
-    r"from 0 to 8 tokens: row 0": lambda: AttentionSpan.packed([[-1, 3]], 8),
-    r"\(2\) documents: one has 3": lambda: AttentionSpan.packed([[1, 1, 1]], 8, 2),
-    "either a mask or lengths": lambda: AttentionSpan(LENGTHS, mask=torch.ones(1, 1, 5, 5) > 0),
-    "either lengths or prefix": lambda: AttentionSpan(LENGTHS, prefix=torch.tensor([1, 1])),
-    "key_borders .* causal is True": lambda: replace(PADDED, causal=True),
-    "key_borders .* window is 2": lambda: replace(PADDED, window=2),
-    "borders are missing": lambda: replace(PADDED, borders=None),
-    "span.window must be at least 1 token": lambda: AttentionSpan(window=0),
-    "span.soft_cap must be above 0": lambda: AttentionSpan(soft_cap=0.0),
-}
+        assert ("without attention dropout" in remedy) == (kind == "window")
+    stored = "scores of all pairs of tokens are stored"
+    assert stored in (choose_core(CUDA, WIDE, SPANS["slopes"]).remedy or "")
+    assert stored in (choose_part(CUDA, WIDE, SPANS["causal"]).remedy or "")
+    assert choose_part(CPU, WIDE, SPANS["slopes"]).remedy is None
 
 
 def test_contradictory_spans_are_refused() -> None:
-    for message, make in REFUSED.items():
-        with pytest.raises(ParallelPlanError, match=message):
-            make()
+    check_refusals(
+        AttentionSpan.packed,
+        [
+            (([[3], [4, 5]], 8), "8 tokens: row 1 has [4, 5]"),
+            (([[-1, 3]], 8), "from 0 to 8 tokens: row 0"),
+            (([[1, 1, 1]], 8, 2), "(2) documents: one has 3"),
+        ],
+    )
+    check_refusals(
+        AttentionSpan,
+        [
+            ({"lengths": LENGTHS, "mask": HIDDEN}, "either a mask or lengths"),
+            ({"lengths": LENGTHS, "prefix": torch.tensor([1, 1])}, "either lengths or prefix"),
+            ({"window": 0}, "span.window must be at least 1 token"),
+            ({"soft_cap": 0.0}, "span.soft_cap must be above 0"),
+        ],
+    )
+    check_refusals(
+        partial(replace, PADDED),
+        [
+            ({"causal": True}, "causal is True"),
+            ({"window": 2}, "window is 2"),
+            ({"borders": None}, "borders are missing"),
+        ],
+    )
 
 
 def test_keys_that_end_elsewhere_than_queries_are_aligned_at_the_end() -> None:
@@ -342,15 +343,11 @@ def test_one_rank_holds_each_token_of_packed_documents(
     longest = max(map(sum, lengths))
     seq_length = -(-max(longest, 1) // (2 * ranks)) * 2 * ranks
     span = AttentionSpan.packed(lengths, seq_length)
-    full_span = span.laid_out(len(lengths), seq_length, torch.device("cpu"))
+    full_span = span.laid_out(len(lengths), seq_length, CPU)
     assert full_span.borders is not None
+    laid_out = full_span.borders, len(lengths), seq_length, ranks
     cuts = [
-        DocumentCut.of(
-            *(full_span.borders, len(lengths), seq_length, ranks, rank),
-            longest=span.longest,
-            inner=inner,
-        )
-        for rank in range(ranks)
+        DocumentCut.of(*laid_out, rank, longest=span.longest, inner=inner) for rank in range(ranks)
     ]
     first_cut = cuts[0]
     all_positions = torch.arange(seq_length).expand(len(lengths), -1)
@@ -377,9 +374,6 @@ def test_one_rank_holds_each_token_of_packed_documents(
             assert torch.equal(joined, cut.outer.order[:, rank // inner])
 
 
-SIZES: dict[str, Any] = {"key_value_rank": 8, "plain_dim": 6, "rotary_dim": 4, "value_dim": 8}
-
-
 def first_elements(tensor: Tensor) -> Tensor:
     """Return the first 4 elements of every head of a result."""
     return tensor.unflatten(-1, (-1, 6))[..., :4].flatten(2)
@@ -389,69 +383,43 @@ def first_elements(tensor: Tensor) -> Tensor:
     "kind", ["causal", "documents, window", "slopes, keys hidden", "sinks, cap, window"]
 )
 def test_attention_with_short_values_equals_the_first_elements_with_long_values(kind: str) -> None:
-    query, key, value = draw_inputs()
+    query, key, value = inputs = draw_inputs()
     core = partial(attend, span=SPANS[kind])
-    full = core(query, key, value)
+    full = first_elements(core(query, key, value))
     weights = torch.randn(full.shape, dtype=full.dtype, generator=torch.Generator().manual_seed(3))
-    expected_gradients = torch.autograd.grad(
-        (first_elements(full) * first_elements(weights)).sum(), (query, key, value)
-    )
+    expected = [full, *torch.autograd.grad((full * weights).sum(), inputs)]
     for attention in (core, partial(with_wide_values, core)):
         output = attention(query, key, value[..., :4])
-        assert_equal(output, first_elements(full), kind)
-        gradients = torch.autograd.grad(
-            (output * first_elements(weights)).sum(), (query, key, value)
-        )
-        for name, actual, expected in zip(
-            ("query", "key", "value"), gradients, expected_gradients, strict=True
-        ):
-            assert_equal(actual, expected, f"{kind}: {name}")
+        actual = [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+        for number, pair in enumerate(zip(actual, expected, strict=True)):
+            assert_equal(*pair, f"{kind}: {number}")
 
 
-def test_values_are_padded_for_kernels_that_need_one_head_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda, half = torch.device("cuda"), torch.bfloat16
-    capability = (9, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    large = {"head_dim": 192, "value_dim": 128}
-    assert not choose_core(cuda, half, **large).pads_values, "cuDNN takes these sizes"
-    choice = choose_core(cuda, half, head_dim=96, value_dim=64)
-    assert choice.pads_values
-    assert choice.reason.endswith("values of 64 elements are padded to 96")
-    documents = AttentionSpan(torch.tensor([[2, 3]]))
-    assert choose_core(cuda, half, documents, **large).pads_values
-    assert choose_core(cuda, half, AttentionSpan(soft_cap=2.0), **large).pads_values
-    assert choose_core(cuda, half, dropout=0.1, **large).pads_values
-    # Memory-efficient attention and operators of torch take all sizes.
-    assert not choose_core(cuda, torch.float32, documents, **large).pads_values
-    assert not choose_core(cuda, torch.float64, AttentionSpan(soft_cap=2.0), **large).pads_values
-    assert choose_core(torch.device("cpu"), half, **large).pads_values
-    capability = (8, 0)
-    assert choose_core(cuda, half, **large).pads_values
-    assert not choose_core(cuda, half, head_dim=128, value_dim=128).pads_values
+SIZES: dict[str, Any] = {"key_value_rank": 8, "plain_dim": 6, "rotary_dim": 4, "value_dim": 8}
 
 
 def test_contradictory_settings_of_latent_attention_are_refused() -> None:
-    for changes, message in (
-        ({"rotary_dim": 3}, r"rotary_dim \(3\) of latent_attention must be even"),
-        ({"value_dim": 11}, r"value_dim \(11\) .* at most plain_dim \+ rotary_dim \(10\)"),
-        ({"key_value_rank": 0}, "latent_attention.key_value_rank must be .* at least 1"),
-    ):
-        with pytest.raises(ParallelPlanError, match=message):
-            LatentAttentionConfig(**{**SIZES, **changes})
+    check_refusals(
+        lambda **changes: LatentAttentionConfig(**{**SIZES, **changes}),
+        [
+            ({"rotary_dim": 3}, "rotary_dim (3) of latent_attention must be even"),
+            ({"value_dim": 11}, "at most plain_dim + rotary_dim (10)"),
+            ({"key_value_rank": 0}, "latent_attention.key_value_rank must be"),
+        ],
+    )
     # The heads need not divide the hidden size.
     sizes = {"vocab_size": 16, "max_seq_length": 8, "num_layers": 1, "num_heads": 4}
-    options: dict[str, Any] = {**sizes, "hidden_size": 18, "latent_attention": SIZES}
-    config = GPTConfig.llama(**options)
+    make = partial(GPTConfig.llama, **sizes, hidden_size=18, latent_attention=SIZES)
+    config = make()
     assert (config.head_size, config.value_size, config.rotary_size) == (10, 8, 4)
-    with pytest.raises(ParallelPlanError, match=r"num_attention_heads \(4\) must be a multiple"):
-        config.check_layout(ParallelLayout(3, tp=3))
-    for settings, message in (
-        ({"position": "learned"}, r"position \(learned\) must be rotary with latent_attention"),
-        ({"head_dim": 6}, r"head_dim \(6\) must be None with latent_attention"),
-        ({"num_kv_heads": 2}, r"num_kv_heads \(2\) must be None or num_heads \(4\) with"),
-        ({"qk_norm": True}, r"qk_norm \(True\) must be False with latent_attention"),
-    ):
-        with pytest.raises(ParallelPlanError, match=message):
-            GPTConfig.llama(**options, **settings)
+    layout = ParallelLayout(3, tp=3)
+    check_refusals(config.check_layout, [((layout,), "num_attention_heads (4) must be a multiple")])
+    check_refusals(
+        make,
+        [
+            ({"position": "learned"}, "position (learned) must be rotary with latent_attention"),
+            ({"head_dim": 6}, "head_dim (6) must be None with latent_attention"),
+            ({"num_kv_heads": 2}, "num_kv_heads (2) must be None or num_heads (4) with"),
+            ({"qk_norm": True}, "qk_norm (True) must be False with latent_attention"),
+        ],
+    )

@@ -1,12 +1,9 @@
-"""Casts to 8 bits, their scales now and from earlier steps, their products, and magnitudes that
-norms and SwiGLU hand over.
-"""
+"""Casts to 8 bits, their scales, their products, and magnitudes that norms and SwiGLU hand over."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,16 +13,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.fp8_regions import fp8_column_linear, fp8_row_linear
-from lightning_megatron.layers.fp8.magnitude import (
-    GradientMagnitude,
-    Magnitude,
-    no_magnitude,
-)
+from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude, no_magnitude
 from lightning_megatron.layers.fp8.operand import Operand, needed, product
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.mlp import MLP
@@ -34,6 +26,8 @@ from lightning_megatron.layers.swiglu import apply_swiglu
 from lightning_megatron.models.layered import single_mesh
 from lightning_megatron.plan.fp8 import FP8
 from tests.layers.noted_casts import CONFIGS, GIVEN, compare_hand_over, given, noting_casts, spread
+from tests.oracles import assert_equal
+from tests.refusals import check_refusals
 
 MESH = single_mesh(0)
 CPU = torch.device("cpu")
@@ -142,28 +136,25 @@ def test_numbers_that_are_not_finite_stay_in_their_scale_and_extreme_ones_are_ca
 
 
 def test_bad_settings_and_indivisible_sizes_are_refused():
-    settings = (
+    settings: list[tuple[Any, str]] = [
         ("half", "fp8 must be tensorwise, delayed, rowwise, blockwise"),
         ({"recipe": "late"}, "fp8.recipe must be"),
         ({"format": "e3m4"}, "fp8.format must be"),
         ({"first_bf16": -1}, "fp8.first_bf16 must be"),
         ({"rows": 1}, "rows"),
-        ({"history": 16}, r"fp8\.history"),
-        ({"margin": 1}, r"fp8\.margin"),
-        ({"recipe": "delayed", "history": 0}, r"fp8\.history"),
-    )
-    for wrong, message in settings:
-        with pytest.raises(ParallelPlanError, match=message):
-            FP8.of(wrong)
-    with pytest.raises(ParallelPlanError, match="multiples of 16: layers.0.mlp.down has 40 output"):
-        FP8().check_sizes("layers.0.mlp.down", 40, 64)
-    with pytest.raises(ParallelPlanError, match="multiples of 512.*another recipe"):
-        FP8("blockwise").check_sizes("layers.0.mlp.down", 128, 512)
-    FP8("blockwise", emulate=True).check_sizes("layers.0.mlp.down", 128, 512)
-    for recipe in ("rowwise", "blockwise"):
-        with pytest.raises(ParallelPlanError, match="depend on the gathered tensor"):
-            MegatronStrategy(tp=2, overlap_tensor_parallel=True, fp8=recipe)
-    MegatronStrategy(tp=2, overlap_tensor_parallel=True, fp8="delayed")
+        ({"history": 16}, "fp8.history"),
+        ({"margin": 1}, "fp8.margin"),
+        ({"recipe": "delayed", "history": 0}, "fp8.history"),
+    ]
+    check_refusals(FP8.of, [((wrong,), phrase) for wrong, phrase in settings])
+    name = "layers.0.mlp.down"
+    check_refusals(FP8().check_sizes, [((name, 40, 64), f"multiples of 16: {name} has 40 output")])
+    check_refusals(FP8("blockwise").check_sizes, [((name, 128, 512), "multiples of 512")])
+    FP8("blockwise", emulate=True).check_sizes(name, 128, 512)
+    overlapped = partial(MegatronStrategy, tp=2, overlap_tensor_parallel=True)
+    whole = "depend on the gathered tensor"
+    check_refusals(overlapped, [({"fp8": "rowwise"}, whole), ({"fp8": "blockwise"}, whole)])
+    overlapped(fp8="delayed")
 
 
 # Delayed scales.
@@ -184,19 +175,11 @@ def round_to_8_bits(matrix: Tensor, magnitude: float, form: str) -> Tensor:
     return torch.round(inside / step) * step * scale
 
 
-@dataclass
 class SimulatedTensor:
-    """Simulated scales of one tensor of a layer.
+    """Simulated scales of one tensor of a layer, with magnitudes of the last steps and of this one."""
 
-    Args:
-        form: Format of 8 bits.
-        history: Magnitudes of the last steps.
-        now: Magnitudes of this step.
-    """
-
-    form: str
-    history: list[float] = field(default_factory=list)
-    now: list[float] = field(default_factory=list)
+    def __init__(self, form: str) -> None:
+        self.form, self.history, self.now = form, list[float](), list[float]()
 
     def cast(self, matrix: Tensor, margin: int) -> Tensor:
         magnitude = float(matrix.abs().max().float())
@@ -211,9 +194,6 @@ class SimulatedTensor:
         self.now = []
 
 
-Linear = Callable[..., Tensor]
-
-
 def microbatch(step: int, number: int) -> tuple[Tensor, Tensor]:
     """Return inputs and gradients that grow and shrink over steps, so that some are cut off."""
     seed = 10 * step + number
@@ -226,18 +206,13 @@ def microbatch(step: int, number: int) -> tuple[Tensor, Tensor]:
     ("layer", "form", "is_recomputed"),
     [(fp8_column_linear, "hybrid", False), (fp8_row_linear, "e4m3", True)],
 )
-def test_steps_of_a_layer_equal_those_of_the_simulation(
-    layer: Linear, form: str, is_recomputed: bool
-) -> None:
+def test_steps_of_a_layer_equal_those_of_the_simulation(layer, form, is_recomputed):
     settings = FP8("delayed", format=form, history=2, margin=1, emulate=True)
     scales = DelayedScales(settings, ["one"], CPU)
     ours = Scaling(settings, True, scales.layer(0))
     weight = spread(48, 32, seed=1).requires_grad_()
-    simulated = (
-        SimulatedTensor("e4m3"),
-        SimulatedTensor("e4m3"),
-        SimulatedTensor("e5m2" if form == "hybrid" else "e4m3"),
-    )
+    last = "e5m2" if form == "hybrid" else "e4m3"
+    simulated = [SimulatedTensor(each) for each in ("e4m3", "e4m3", last)]
     num_clamped = 0
     for step in range(5):
         expected_gradient = torch.zeros_like(weight)
@@ -246,11 +221,10 @@ def test_steps_of_a_layer_equal_those_of_the_simulation(
             hidden, output_gradient = microbatch(step, number)
             hidden.requires_grad_()
             arguments = hidden, weight, None, MESH, ours
-            output = (
-                checkpoint(layer, *arguments, use_reentrant=False)
-                if is_recomputed
-                else layer(*arguments)
-            )
+            if is_recomputed:
+                output = checkpoint(layer, *arguments, use_reentrant=False)
+            else:
+                output = layer(*arguments)
             output.backward(output_gradient)
             rows, grads = hidden.detach().view(24, 32), output_gradient.view(24, 48)
             inputs, matrix, gradient = (
@@ -261,14 +235,11 @@ def test_steps_of_a_layer_equal_those_of_the_simulation(
             with torch.no_grad():
                 torch.testing.assert_close(layer(hidden, weight, None, MESH, ours), output)
                 layer(hidden * 1000, weight, None, MESH, ours)
-            tolerance = {"rtol": 1e-13, "atol": 1e-13}
-            torch.testing.assert_close(
-                output.detach().view(24, 48), inputs @ matrix.t(), **tolerance
-            )
-            torch.testing.assert_close(hidden.grad.view(24, 32), gradient @ matrix, **tolerance)
+            assert_equal(output.detach().view(24, 48), inputs @ matrix.t(), "output", 1e-13)
+            assert_equal(hidden.grad.view(24, 32), gradient @ matrix, "input gradient", 1e-13)
             expected_gradient += gradient.t() @ inputs
             num_clamped += int((inputs.abs() < rows.abs() * 0.9).logical_and(rows.abs() > 1).sum())
-        torch.testing.assert_close(weight.grad, expected_gradient, rtol=1e-13, atol=1e-13)
+        assert_equal(weight.grad, expected_gradient, "weight gradient", 1e-13)
         scales.end_step(MESH)
         for tensor in simulated:
             tensor.end_step(2)
@@ -306,10 +277,10 @@ def test_saved_histories_of_other_lengths_are_cut_or_padded() -> None:
     saved = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[float(n)] * 3 for n in range(1, 6)])]
     scales.start_with(saved, is_complete=True)
     assert scales.history[:, :, 0].tolist() == [[1.0, 0.0, 0.0], [1.0, 2.0, 3.0]]
-    magnitudes = [scales.layer(1).magnitude(use) for use in ("input", "weight", "gradient")]
-    assert [
-        float(magnitude.view(torch.float32)) for magnitude in magnitudes if magnitude is not None
-    ] == [3.0] * 3
+    for use in ("input", "weight", "gradient"):
+        magnitude = scales.layer(1).magnitude(use)
+        assert magnitude is not None
+        assert float(magnitude.view(torch.float32)) == 3.0
     scales.start_with(saved, is_complete=False)
     assert scales.layer(1).magnitude("input") is None
 
@@ -325,43 +296,33 @@ def magnitude_bits(tensor: Tensor) -> Tensor:
     return torch_casts.magnitude_parts(tensor.detach().reshape(1, -1)).amax()
 
 
-def draw_with_outlier(
-    *shape: int, strange: float | None = None, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    tensor = spread(*shape, dtype=dtype)
-    if strange is not None:
-        tensor.view(-1)[3] = strange
-    return tensor
-
-
 @pytest.mark.parametrize(
     ("strange", "dtype"),
     [(None, torch.bfloat16), (float("inf"), torch.float64), (float("nan"), torch.bfloat16)],
 )
 def test_norms_and_swiglu_compute_the_magnitude_of_their_output(strange, dtype):
-    mesh = MESH
-    hidden = draw_with_outlier(5, 2, 32, strange=strange, dtype=dtype)
-    for norm in (RMSNorm(32, mesh), LayerNorm(32, mesh)):
-        for update in (None, draw_with_outlier(5, 2, 32, dtype=dtype)):
+    hidden, other = spread(5, 2, 32, dtype=dtype), spread(5, 2, 32, dtype=dtype)
+    if strange is not None:
+        hidden.view(-1)[3] = strange
+    for norm in (RMSNorm(32, MESH).to(dtype), LayerNorm(32, MESH).to(dtype)):
+        for update in (None, other):
             magnitude = no_magnitude(hidden)
-            stream, normalized = norm.to(dtype)(hidden, update, True, magnitude)
-            expected = norm(hidden, update, True)
-            assert torch.equal(normalized.nan_to_num(), expected[1].nan_to_num())
-            assert torch.equal(stream.nan_to_num(), expected[0].nan_to_num())
-            assert torch.equal(magnitude.amax(), magnitude_bits(normalized))
-    features = hidden.clone().requires_grad_()
-    gradient_magnitude = GradientMagnitude()
+            results = norm(hidden, update, True, magnitude)
+            for actual, expected in zip(results, norm(hidden, update, True), strict=True):
+                assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+            assert torch.equal(magnitude.amax(), magnitude_bits(results[1]))
+    features, of_gradient = hidden.clone().requires_grad_(), GradientMagnitude()
     gradients: list[Tensor] = []
     swiglu_input = features * 1
     swiglu_input.register_hook(gradients.append)
     magnitude = no_magnitude(swiglu_input)
-    output = apply_swiglu(swiglu_input, magnitude, gradient_magnitude)
+    output = apply_swiglu(swiglu_input, magnitude, of_gradient)
     assert torch.equal(magnitude.amax(), magnitude_bits(output))
-    output.backward(draw_with_outlier(5, 2, 16, dtype=dtype))
-    taken = gradient_magnitude.take(gradients[0])
+    output.backward(spread(5, 2, 16, dtype=dtype))
+    taken = of_gradient.take(gradients[0])
     assert taken is not None
     assert torch.equal(taken.amax(), magnitude_bits(features.grad))
-    assert gradient_magnitude.take(gradients[0]) is None
+    assert of_gradient.take(gradients[0]) is None
 
 
 def test_a_magnitude_is_returned_only_for_its_unchanged_tensor():
@@ -370,28 +331,22 @@ def test_a_magnitude_is_returned_only_for_its_unchanged_tensor():
     assert magnitude.of(tensor) is magnitude.parts
     for view in (tensor.view(2, 12), tensor.detach(), tensor[None], tensor.view_as(tensor)):
         assert magnitude.of(view) is magnitude.parts
-    other_tensors: dict[str, Tensor] = {
-        "a copy": tensor.clone(),
-        "a part": tensor[:2],
-        "a transposed view": tensor.t(),
-        "bits of another type": tensor.view(torch.int64),
-        "the rounded numbers": tensor.float(),
-    }
-    assert [name for name, value in other_tensors.items() if magnitude.of(value) is not None] == []
+    others = (tensor.clone(), tensor[:2], tensor.t(), tensor.view(torch.int64), tensor.float())
+    assert [magnitude.of(other) for other in others] == [None] * len(others)
     tensor[2, 3] = 1e9
     assert magnitude.of(tensor) is None
     assert magnitude.of(tensor.view(-1)) is None
     assert Magnitude(tensor, magnitude.parts).of(tensor) is magnitude.parts
 
 
+PARTS = ("selective", "full", "full_except_core", "norms", "activations")
+
+
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     [
         *((kind, "none") for kind in CONFIGS),
-        *(
-            ("glm", part)
-            for part in ("selective", "full", "full_except_core", "norms", "activations")
-        ),
+        *(("glm", part) for part in PARTS),
         ("latent attention", "selective"),
     ],
 )
@@ -426,35 +381,25 @@ def double_gradient_in_place(module: nn.Module, args: Any, output: Tensor) -> No
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize(
-    ("name", "hook", "is_input"),
-    [
-        ("down", double_input_in_place, True),
-        ("gate_up", double_gradient_in_place, False),
-    ],
-)
-def test_magnitudes_of_tensors_changed_by_hooks_are_not_handed_over(
-    name, hook, is_input, recomputes
-):
+@pytest.mark.parametrize("is_input", [False, True])
+def test_magnitudes_of_tensors_changed_by_hooks_are_not_handed_over(is_input, recomputes):
     results = []
     for hands_over in (True, False):
         layer = scaled_mlp(recomputes)
-        linear = layer.get_submodule(name)
         if is_input:
-            linear.register_forward_pre_hook(hook)
+            layer.down.register_forward_pre_hook(double_input_in_place)
         else:
-            linear.register_forward_hook(hook)
+            layer.gate_up.register_forward_hook(double_gradient_in_place)
         hidden = spread(20, 2, 32).requires_grad_()
         with noting_casts(hands_over) as casts:
             output = layer(hidden)
             output.backward(spread(20, 2, 32, seed=1))
         results.append(
-            (output, hidden.grad, *(parameter.grad for parameter in layer.parameters()), casts)
+            ([output, hidden.grad, *(parameter.grad for parameter in layer.parameters())], casts)
         )
-    for handed_over, computed in zip(*(result[:-1] for result in results), strict=True):
-        assert torch.equal(handed_over, computed)
+    assert all(map(torch.equal, results[0][0], results[1][0]))
     # The magnitude of the unchanged tensor is still handed over. Hooks of a gradient may run before
     # its magnitude is computed.
-    casts = results[0][-1]
+    casts = results[0][1]
     assert given(casts, "input") == [False, not is_input]
     assert given(casts, "gradient")[1] or not is_input

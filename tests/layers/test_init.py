@@ -1,8 +1,8 @@
-"""Initial weights have the documented distribution, depend on seed and name alone, and need little
-memory beyond the shard.
-"""
+"""Initial weights depend on seed and name alone, and need little memory beyond the shard."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -19,58 +19,42 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import full_range
 from tests.live_memory import LiveMemory
 
+SIZES = {"max_seq_length": 64, "num_layers": 8}
 CONFIG = GPTConfig.llama(
-    vocab_size=1000,
-    max_seq_length=64,
-    num_layers=8,
-    hidden_size=64,
-    num_heads=8,
-    num_kv_heads=2,
-    ffn_hidden_size=192,
+    **SIZES, vocab_size=1000, hidden_size=64, num_heads=8, num_kv_heads=2, ffn_hidden_size=192
 )
 
 
 def mesh_of(rank: int, **sizes: int) -> ParallelMesh:
     """Describe one rank of a layout without process groups, to build a model that does not run."""
     layout = ParallelLayout(world_size=8, **sizes)
-    coordinates = layout.coordinates(rank)
-    axes = {
-        name: MeshAxis(
-            name,
-            next(tuple(ranks) for ranks in layout.groups(name) if rank in ranks),
-            coordinates[name],
-        )
-        for name in ("tp", "pp")
-    }
+    axes = {}
+    for name in ("tp", "pp"):
+        ranks = next(tuple(ranks) for ranks in layout.groups(name) if rank in ranks)
+        axes[name] = MeshAxis(name, ranks, layout.coordinates(rank)[name])
     return ParallelMesh(layout, rank, torch.device("cpu"), RandomStreams(0), **axes)
 
 
 def num_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(p.nbytes for p in module.parameters())
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "pp": 4}, {"tp": 2, "pp": 2, "vpp": 2}])
-def test_no_rank_ever_holds_more_than_its_shard_and_one_full_tensor(sizes: dict[str, int]) -> None:
+def test_no_rank_ever_holds_more_than_its_shard_and_one_full_tensor() -> None:
     full_model = GPT(CONFIG, seed=1)
-    largest = (
-        max(torch.Size(shard_spec_of(p).full_shape).numel() for p in full_model.parameters()) * 4
-    )
-    for rank in (0, 3, 7):
-        with LiveMemory() as memory:
-            model = GPT(CONFIG, mesh_of(rank, **sizes), seed=1)
-        shard = num_bytes(model)
-        assert memory.now >= shard
-        assert memory.peak <= shard + largest + 4096, rank
-        assert memory.peak < num_bytes(full_model)
+    largest = max(math.prod(shard_spec_of(p).full_shape) for p in full_model.parameters()) * 4
+    for sizes in ({"tp": 2, "pp": 4}, {"tp": 2, "pp": 2, "vpp": 2}):
+        for rank in (0, 3, 7):
+            with LiveMemory() as memory:
+                model = GPT(CONFIG, mesh_of(rank, **sizes), seed=1)
+            shard = num_bytes(model)
+            assert memory.now >= shard
+            assert memory.peak <= shard + largest + 4096, (sizes, rank)
+            assert memory.peak < num_bytes(full_model)
 
 
 def test_weights_have_the_documented_distribution() -> None:
-    model = GPT(
-        GPTConfig.gpt2(
-            vocab_size=500, max_seq_length=64, num_layers=8, hidden_size=128, num_heads=4
-        ),
-        seed=3,
-    )
+    config = GPTConfig.gpt2(**SIZES, vocab_size=500, hidden_size=128, num_heads=4)
+    model = GPT(config, seed=3)
     for name, parameter in model.named_parameters():
         values = parameter.detach()[: shard_spec_of(parameter).full_shape[0]]
         if name.endswith("bias"):
@@ -99,9 +83,8 @@ def test_weights_depend_on_seed_and_name_and_not_on_default_generators() -> None
 def test_shared_parameters_stay_shared_and_keep_their_shard_spec() -> None:
     with torch.device("meta"):
         first, second = nn.Module(), nn.Module()
-        first.weight = sharded_parameter(
-            (6, 2), [full_range(6)], Initializer.normal(), local_size=8
-        )
+        normal = Initializer.normal()
+        first.weight = sharded_parameter((6, 2), [full_range(6)], normal, local_size=8)
         second.weight = first.weight
         root = nn.ModuleDict({"first": first, "second": second})
     initialize_(root, "cpu", seed=0)

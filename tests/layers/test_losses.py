@@ -20,38 +20,30 @@ from tests.oracles import assert_equal
 MESH = ParallelMesh.single()
 #: Losses of each token, or their sum, with a chunk of 5 tokens where logits are not stored.
 FUNCTIONS: dict[str, Any] = {
-    "stored": lambda hidden, weight, labels, size: stored_losses(
-        hidden, weight, labels, MESH, vocab_size=size
-    ),
-    "chunked": lambda hidden, weight, labels, size: chunked_cross_entropy(
-        hidden, weight, labels, MESH, size, 5
-    ),
-    "summed": lambda hidden, weight, labels, size: summed_cross_entropy(
-        hidden, weight, labels, MESH, size, 5
-    ),
+    "stored": lambda *given, size: stored_losses(*given, MESH, vocab_size=size),
+    "chunked": lambda *given, size: chunked_cross_entropy(*given, MESH, size, 5),
+    "summed": lambda *given, size: summed_cross_entropy(*given, MESH, size, 5),
 }
 kinds = pytest.mark.parametrize("kind", FUNCTIONS)
 NOT_STORED = ("chunked", "summed")
 
 
 @kinds
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_losses_of_half_precision_are_float32_with_gradients_of_half_precision(
-    kind: str, dtype: torch.dtype
-) -> None:
-    hidden = torch.randn(S, B, D).to(dtype).requires_grad_()
-    weight = torch.randn(40, D).to(dtype).requires_grad_()
-    labels = torch.randint(0, 40, (S, B))
-    losses = FUNCTIONS[kind](hidden, weight, labels, 40)
-    assert losses.dtype == torch.float32
-    gradients = torch.autograd.grad(losses.sum() * 0.3, (hidden, weight))
-    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    logits = F.linear(*wide).flatten(0, 1)
-    expected = F.cross_entropy(logits, labels.flatten(), reduction="sum")
-    assert_equal(losses.sum().double(), expected, "sum", tolerance=1e-2)
-    for actual, twin in zip(gradients, torch.autograd.grad(expected * 0.3, wide), strict=True):
-        assert actual.dtype == dtype
-        assert_equal(actual.double(), twin, "gradient", tolerance=3e-2)
+def test_losses_of_half_precision_are_float32_with_gradients_of_half_precision(kind: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        hidden = torch.randn(S, B, D).to(dtype).requires_grad_()
+        weight = torch.randn(40, D).to(dtype).requires_grad_()
+        labels = torch.randint(0, 40, (S, B))
+        losses = FUNCTIONS[kind](hidden, weight, labels, size=40)
+        assert losses.dtype == torch.float32
+        gradients = torch.autograd.grad(losses.sum() * 0.3, (hidden, weight))
+        wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+        logits = F.linear(*wide).flatten(0, 1)
+        expected = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        assert_equal(losses.sum().double(), expected, "sum", tolerance=1e-2)
+        for actual, twin in zip(gradients, torch.autograd.grad(expected * 0.3, wide), strict=True):
+            assert actual.dtype == dtype
+            assert_equal(actual.double(), twin, "gradient", tolerance=3e-2)
 
 
 @pytest.mark.parametrize("kind", NOT_STORED)
@@ -60,7 +52,7 @@ def test_autocast_gradients_equal_those_of_stored_logits(kind: str) -> None:
     labels, results = torch.randint(0, 40, (S, B)), []
     for function in (FUNCTIONS["stored"], FUNCTIONS[kind]):
         with torch.autocast("cpu", torch.bfloat16):
-            total = function(hidden, weight, labels, 40).sum()
+            total = function(hidden, weight, labels, size=40).sum()
         results.append((total, *torch.autograd.grad(total, (hidden, weight))))
     for expected, actual in zip(*results, strict=True):
         assert expected.dtype == actual.dtype == torch.float32
@@ -71,10 +63,10 @@ def test_autocast_gradients_equal_those_of_stored_logits(kind: str) -> None:
 def test_frozen_operands_get_no_gradient(kind: str) -> None:
     hidden, weight = draw(S, B, D).requires_grad_(), draw(40, D, seed=1)
     labels = torch.zeros(S, B, dtype=torch.long)
-    FUNCTIONS[kind](hidden, weight, labels, 40).sum().backward()
+    FUNCTIONS[kind](hidden, weight, labels, size=40).sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
-    FUNCTIONS[kind](hidden.detach(), weight.requires_grad_(), labels, 40).sum().backward()
+    FUNCTIONS[kind](hidden.detach(), weight.requires_grad_(), labels, size=40).sum().backward()
     assert weight.grad is not None
 
 
@@ -82,11 +74,13 @@ def test_frozen_operands_get_no_gradient(kind: str) -> None:
 def test_extreme_logits_give_finite_losses_and_unknown_labels_are_refused(kind: str) -> None:
     hidden, weight = torch.ones(1, 1, 1), torch.zeros(8, 1)
     weight[0] = -torch.inf
-    losses = FUNCTIONS[kind](hidden, weight, torch.tensor([[3]]), 8)
+    losses = FUNCTIONS[kind](hidden, weight, torch.tensor([[3]]), size=8)
     assert_equal(losses.sum(), torch.tensor(7.0).log(), "loss", tolerance=1e-6)
     for label in (8, -2):
         with pytest.raises(IndexError, match=rf"\[0, 8\): an id is {label}"):
-            FUNCTIONS[kind](torch.randn(1, 1, 4), torch.randn(16, 4), torch.tensor([[label]]), 8)
+            FUNCTIONS[kind](
+                torch.randn(1, 1, 4), torch.randn(16, 4), torch.tensor([[label]]), size=8
+            )
 
 
 @pytest.mark.parametrize("kind", NOT_STORED)
@@ -130,26 +124,21 @@ def test_auto_chunks_only_large_logits_and_forward_chunks_all_logits() -> None:
     assert tokens_of_chunk("forward", 1, vocab_size, 2) == 2048
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_mean_loss_and_repeated_gradients_equal_torch(smoothing: float) -> None:
-    hidden, weight = draw(S, B, D).requires_grad_(), draw(40, D, seed=1).requires_grad_()
+def test_the_mean_loss_and_repeated_gradients_equal_torch() -> None:
+    leaves = hidden, weight = draw(S, B, D).requires_grad_(), draw(40, D, seed=1).requires_grad_()
     labels = torch.randint(0, 40, (S, B), generator=torch.Generator().manual_seed(1))
     labels[::3] = -100
-    mesh = ParallelMesh.single()
-    total = summed_cross_entropy(hidden, weight, labels, mesh, 40, 5, smoothing)
-    mean = total / (labels != -100).sum()
-    expected_mean = F.cross_entropy(
-        F.linear(hidden, weight).flatten(0, 1), labels.flatten(), label_smoothing=smoothing
-    )
-    assert_equal(mean, expected_mean, "mean", tolerance=1e-12)
-    gradients = torch.autograd.grad(7.0 * mean, (hidden, weight), retain_graph=True)
-    repeated_gradients = torch.autograd.grad(7.0 * mean, (hidden, weight))
-    expected_gradients = torch.autograd.grad(7.0 * expected_mean, (hidden, weight))
-    for actual, repeated, expected in zip(
-        gradients, repeated_gradients, expected_gradients, strict=True
-    ):
-        assert_equal(actual, expected, "gradient", tolerance=1e-12)
-        assert torch.equal(actual, repeated), "a second backward pass gives the same gradients"
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    for smoothing in (0.0, 0.1):
+        total = summed_cross_entropy(hidden, weight, labels, MESH, 40, 5, smoothing)
+        mean = total / (labels != -100).sum()
+        exact = F.cross_entropy(logits, labels.flatten(), label_smoothing=smoothing)
+        assert_equal(mean, exact, "mean", tolerance=1e-12)
+        gradients = [torch.autograd.grad(7.0 * mean, leaves, retain_graph=True) for _ in range(2)]
+        assert all(map(torch.equal, *gradients)), "a second backward pass gives the same gradients"
+        expected = torch.autograd.grad(7.0 * exact, leaves, retain_graph=True)
+        for pair in zip(gradients[0], expected, strict=True):
+            assert_equal(*pair, "gradient", tolerance=1e-12)
 
 
 def test_small_gradients_of_float16_survive_with_a_loss_scale() -> None:
@@ -158,7 +147,7 @@ def test_small_gradients_of_float16_survive_with_a_loss_scale() -> None:
     weight = torch.full((8, D), 1e-6, dtype=torch.float16)
     weight[0] = 0.0
     labels = torch.ones(1, 1, dtype=torch.long)
-    total = summed_cross_entropy(hidden, weight, labels, ParallelMesh.single(), 8, 5)
+    total = summed_cross_entropy(hidden, weight, labels, MESH, 8, 5)
     (total * 2.0**14).backward()
     assert hidden.grad is not None
     assert hidden.grad.abs().min() > 0

@@ -1,6 +1,4 @@
-"""Inputs of layers offloaded to host memory return with the same bits and in time, and only two are
-on the device at once.
-"""
+"""Inputs of layers in host memory return in time, and only two are on the device at once."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ def build_model(copies: Any = None, settings: Any = OFFLOAD) -> GPT:
 
 
 def train_microbatches(model: GPT, order: tuple[int, ...]) -> list[Tensor]:
-    """Run three microbatches forward, and then backward in an order."""
+    """Run three microbatches forward, and then backward in an order; return losses and gradients."""
     losses = []
     for number in range(3):
         model.mesh.random.begin_microbatch(0, number)
@@ -63,28 +61,18 @@ def train_microbatches(model: GPT, order: tuple[int, ...]) -> list[Tensor]:
         losses.append(model(tokens, labels=tokens).mean())
     for number in order:
         losses[number].backward()
-    results = [loss.detach() for loss in losses]
-    return [
-        *results,
-        *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
-    ]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*(loss.detach() for loss in losses), *gradients]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-@pytest.mark.parametrize("layers", [None, 1, 4])
-def test_gradients_with_offload_have_the_same_bits(
-    order: tuple[int, ...], layers: int | None
-) -> None:
-    expected_results = train_microbatches(build_model(settings="full"), order)
-    settings = Recomputation(("full",), layers=layers, at="last", offload=True)
-    for number, (actual, expected) in enumerate(
-        zip(
-            train_microbatches(build_model(RecordedCopies(), settings), order),
-            expected_results,
-            strict=True,
-        )
-    ):
-        assert torch.equal(actual, expected), number
+def test_gradients_with_offload_have_the_same_bits(order: tuple[int, ...]) -> None:
+    expected = train_microbatches(build_model(settings="full"), order)
+    for layers in (None, 1, 4):
+        settings = Recomputation(("full",), layers=layers, at="last", offload=True)
+        actual = train_microbatches(build_model(RecordedCopies(), settings), order)
+        assert all(map(torch.equal, actual, expected)), layers
+        assert len(actual) == len(expected)
 
 
 def test_the_input_of_a_layer_is_fetched_while_a_later_layer_runs_backward() -> None:
@@ -98,7 +86,6 @@ def test_the_input_of_a_layer_is_fetched_while_a_later_layer_runs_backward() -> 
     loss.backward()
     # Inputs of layers 5 and 4 are on the device; each layer starts the copy of an earlier layer.
     assert copies.events == ["wait", "wait", *["arrive", "wait"] * 4]
-    assert copies.events.count("arrive") == 4
 
 
 def test_forward_passes_keep_two_inputs_on_the_device() -> None:
@@ -115,20 +102,13 @@ def test_forward_passes_keep_two_inputs_on_the_device() -> None:
             loss = model(tokens, labels=tokens).mean()
             memory_after_forward[name] = memory.now
         assert loss.requires_grad
-    stream = 2 * 16 * 32 * 4
     # On the CPU the counted memory includes the host copies of all inputs.
-    on_host = CONFIG.num_layers * stream
-    assert (
-        memory_after_forward["host"] - on_host
-        == memory_after_forward["device"] - (CONFIG.num_layers - IN_FLIGHT) * stream
-    )
+    extra = memory_after_forward["host"] - memory_after_forward["device"]
+    assert extra == IN_FLIGHT * 2 * 16 * 32 * 4
 
 
 def test_offload_of_norms_and_of_compiled_layers_is_refused() -> None:
-    with pytest.raises(
-        ParallelPlanError,
-        match="recompute.offload needs parts of full or full_except_core: it is nor",
-    ):
+    with pytest.raises(ParallelPlanError, match="offload needs parts of full or full_except_core"):
         Recomputation(("norms",), offload=True)
     model = GPT(CONFIG, seed=1)
     model.layers["0"].compile()

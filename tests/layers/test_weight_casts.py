@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,17 +13,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.fp8.weight_casts import WeightCasts
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.models.layered import single_mesh
-from lightning_megatron.plan.cuda_graphs import GraphMode
-from lightning_megatron.plan.engine_recipe import Backend
 from lightning_megatron.plan.fp8 import FP8, check_fp8_products
 from tests.layers.noted_casts import spread
+from tests.refusals import check_refusals
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 SIZE = 128
@@ -36,11 +35,7 @@ def counting_casts() -> Iterator[list[str]]:
 
     def cast(self: Scaling, matrix: Tensor, use: str, form: str, *args: Any, **options: Any) -> Any:
         if use == "weight":
-            operands.extend(
-                name
-                for name, is_requested in zip(("rows", "columns"), args, strict=False)
-                if is_requested
-            )
+            operands.extend(name for name, is_asked in zip(("rows", "columns"), args) if is_asked)  # noqa: B905
         return original(self, matrix, use, form, *args, **options)  # type: ignore[arg-type]
 
     Scaling._cast = cast  # type: ignore[method-assign, assignment]
@@ -51,40 +46,28 @@ def counting_casts() -> Iterator[list[str]]:
 
 
 class Layer:
-    """One linear layer in 8 bits.
+    """One linear layer in 8 bits, whose weight may consist of three parameters."""
 
-    Args:
-        kind: Class of the layer.
-        recipe: Recipe of the casts.
-        is_split: Whether the weight consists of three parameters.
-    """
-
-    def __init__(
-        self, kind: Callable[..., Any], recipe: str = "tensorwise", is_split: bool = False
-    ) -> None:
-        with torch.device("meta"):
-            self.linear = kind(SIZE, SIZE, single_mesh(0)).double()
+    def __init__(self, kind: Any, recipe: Any = "tensorwise", is_split: bool = False) -> None:
+        self.linear = kind(SIZE, SIZE, single_mesh(0)).double()
         initialize_(self.linear, torch.device("cpu"), 1)
         if is_split:
             self.linear.split([64, 32, 32])
-        settings = FP8(recipe, emulate=True)  # type: ignore[arg-type]
-        self.scales = None
+        settings, self.scales = FP8(recipe, emulate=True), None
         if recipe == "delayed":
             self.scales = DelayedScales(settings, ["one"], torch.device("cpu"))
         self.casts = WeightCasts()
         layer_scales = None if self.scales is None else self.scales.layer(0)
-        self.linear.scaling = Scaling(
-            settings, True, layer_scales, casts=self.casts.layer(self.linear)
-        )
+        casts = self.casts.layer(self.linear)
+        self.linear.scaling = Scaling(settings, True, layer_scales, casts=casts)
 
     def step(self, seed: int, is_recomputed: bool = False) -> tuple[Tensor, Tensor]:
         """Run a microbatch; return the output and the gradient of the input."""
         hidden = spread(6, 2, SIZE, seed=seed).requires_grad_()
-        output = (
-            checkpoint(self.linear, hidden, use_reentrant=False)
-            if is_recomputed
-            else self.linear(hidden)
+        run = (
+            partial(checkpoint, self.linear, use_reentrant=False) if is_recomputed else self.linear
         )
+        output = run(hidden)
         output.backward(spread(6, 2, SIZE, seed=seed + 50))
         assert hidden.grad is not None
         return output.detach(), hidden.grad
@@ -99,15 +82,10 @@ class Layer:
         return [part.grad.clone() for part in self.parts if part.grad is not None]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "kind", "is_recomputed"),
-    [
-        *((recipe, ColumnParallelLinear, False) for recipe in RECIPES),
-        ("tensorwise", RowParallelLinear, True),
-        ("delayed", RowParallelLinear, True),
-    ],
-)
-def test_results_with_shared_casts_equal_those_with_separate_casts(recipe, kind, is_recomputed):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_results_with_shared_casts_equal_those_with_separate_casts(recipe):
+    is_recomputed = recipe == "delayed"
+    kind = RowParallelLinear if is_recomputed else ColumnParallelLinear
     separate, shared = Layer(kind, recipe), Layer(kind, recipe)
     for step in range(3):
         seeds = [10 * step + number for number in range(3)]
@@ -120,8 +98,8 @@ def test_results_with_shared_casts_equal_those_with_separate_casts(recipe, kind,
             assert 2 * SIZE**2 < shared.casts.num_bytes < 2.1 * SIZE**2
         assert sorted(casts) == ["columns", "rows"]
         assert shared.casts.num_bytes == 0
-        for actual_pair, expected_pair in zip(actual_results, expected_results, strict=True):
-            assert all(map(torch.equal, actual_pair, expected_pair))
+        for pairs in zip(actual_results, expected_results, strict=True):
+            assert all(map(torch.equal, *pairs))
         assert all(map(torch.equal, shared.gradients(), separate.gradients()))
         for layer in (separate, shared):
             if layer.scales is not None:
@@ -177,23 +155,22 @@ def _replace_parameter(layer: Layer) -> None:
     setattr(owner, name, nn.Parameter(layer.parts[-1].detach() * 3))
 
 
-@pytest.mark.parametrize("is_split", [False, True])
-@pytest.mark.parametrize(
-    "write",
-    [_write_in_place, _write_a_view, _replace_memory, _write_data, _replace_parameter],
-)
-def test_weights_written_between_microbatches_are_cast_again(write, is_split):
-    separate, shared = (Layer(ColumnParallelLinear, is_split=is_split) for _ in range(2))
-    results = []
-    for layer in (separate, shared):
-        with shared.casts.shared():
-            results_of_layer = [layer.step(0)]
-            write(layer)
-            results_of_layer += [layer.step(1), layer.step(2)]
-        results.append(results_of_layer)
-    assert not torch.equal(results[0][0][0], results[0][1][0])
-    for separate_pair, shared_pair in zip(*results, strict=True):
-        assert all(map(torch.equal, separate_pair, shared_pair))
+WRITES = (_write_in_place, _write_a_view, _replace_memory, _write_data, _replace_parameter)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_written_between_microbatches_are_cast_again(write):
+    for is_split in (False, True):
+        separate, shared = (Layer(ColumnParallelLinear, is_split=is_split) for _ in range(2))
+        results = []
+        for layer in (separate, shared):
+            with shared.casts.shared():
+                first = layer.step(0)
+                write(layer)
+                results.append([first, layer.step(1), layer.step(2)])
+        assert not torch.equal(results[0][0][0], results[0][1][0])
+        for pairs in zip(*results, strict=True):
+            assert all(map(torch.equal, *pairs))
 
 
 class Doubled(nn.Module):
@@ -218,21 +195,17 @@ def test_parametrized_weights_are_cast_for_each_product() -> None:
     torch.testing.assert_close(second - bias, 2 * (first - bias))
 
 
-@pytest.mark.parametrize(
-    ("backend", "graphs", "message"),
-    [("te", None, "backend 'te'"), ("native", "segments", "mode 'segments'")],
-)
-def test_unsupported_sharing_of_casts_is_refused(
-    backend: Backend, graphs: GraphMode | None, message: str
-) -> None:
-    with pytest.raises(ParallelPlanError, match=f"fp8.cast_weights.*{message}"):
-        check_fp8_products(FP8(cast_weights="batch"), False, backend, graphs)
-    for settings in (FP8(), FP8(cast_weights="microbatch")):
-        check_fp8_products(settings, False, "native", graphs)
-        assert not settings.shares_casts(1, graphs)
+def test_casts_are_shared_by_several_microbatches_unless_graphs_forbid_it() -> None:
     assert FP8().shares_casts(2)
     assert FP8().shares_casts(2, "full")
     assert FP8(cast_weights="batch").shares_casts(1)
     assert not FP8(cast_weights="microbatch").shares_casts(2)
-    with pytest.raises(ParallelPlanError, match="fp8.cast_weights must be"):
-        FP8(cast_weights="step")  # type: ignore[arg-type]
+    for graphs in (None, "segments"):
+        for settings in (FP8(), FP8(cast_weights="microbatch")):
+            check_fp8_products(settings, False, "native", graphs)
+            assert not settings.shares_casts(1, graphs)
+    check_refusals(
+        lambda *given: check_fp8_products(FP8(cast_weights="batch"), False, *given),
+        [(("te", None), "backend 'te'"), (("native", "segments"), "mode 'segments'")],
+    )
+    check_refusals(FP8, [({"cast_weights": "step"}, "fp8.cast_weights must be")])
