@@ -4,6 +4,7 @@ fit ends before its first step with an error that says what to do.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,11 +17,19 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron import FP8, CudaGraphs, ParallelPlanError, UnsupportedError
+from lightning_megatron import (
+    FP8,
+    CudaGraphs,
+    ParallelPlanError,
+    RankMismatchError,
+    UnsupportedError,
+)
+from lightning_megatron.groups import mesh_groups
 from tests.fits import (
     GPT2,
     InTurns,
     Job,
+    Language,
     Regress,
     Report,
     Vectors,
@@ -29,6 +38,7 @@ from tests.fits import (
     run_jobs_on,
 )
 from tests.world import run_world
+from tests.worlds.user_script import run_script
 
 PLAN = {"*.up": "column", "*.down": "row"}
 TP = {"tp": 2, "tensor_parallel_plan": PLAN, "microbatch_size": 4}
@@ -112,7 +122,7 @@ class Halves(Callback):
 
 
 class Unused(Own):
-    """Leave a layer out of the first step."""
+    """Leave a layer out of the first step and of the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +130,7 @@ class Unused(Own):
 
     def loss(self, batch: Any) -> Tensor:
         hidden = self.net(batch[0])
-        if self.trainer.global_step > 0:
+        if self.trainer.global_step % 2:
             hidden = hidden + 0.1 * self.spare(batch[0])
         return F.mse_loss(hidden, batch[1])
 
@@ -138,6 +148,14 @@ class Penalty(Own):
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + sum(p.square().sum() for p in self.net.blocks.parameters())
+
+
+class Normed(Own):
+    """Statistics over the samples of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(6), self.net).double()
 
 
 class WholeModel(Own):
@@ -172,7 +190,7 @@ SAME = {
     "torch's encoder, tp": own(Encoder, {"tp": 2, "tensor_parallel_plan": {"net": "auto"}}),
     "manual optimization": own(Adversaries, TP | {"microbatch_size": None}),
     "weights written between steps": own(Own, TP, Halves),
-    "a layer that is not used at first": own(Unused, {}),
+    "a layer that some steps do not use": own(Unused, {}),
     "a loss that couples samples, in one piece": own(Contrast, TP | {"microbatch_size": None}),
 }
 #: What the first batch shows, and a phrase of the error.
@@ -180,6 +198,7 @@ REFUSED = {
     "a loss that couples samples, cut": (own(Contrast, PP), "the loss of two microbatches"),
     "code that needs all features": (own(partial(Own, Mixes), TP), "column_gather"),
     "a penalty on sharded weights": (own(Penalty, TP), "weight_decay"),
+    "statistics of a batch, cut": (own(Normed, {}), "batch statistics need the whole batch"),
     "an optimizer of the whole model": (own(WholeModel, TP), "LBFGS"),
     "tp without a plan": (own(Own, {"tp": 2}), "tensor_parallel_plan"),
     "pp without a plan": (own(Own, {"pp": 2}), "net.blocks"),
@@ -246,3 +265,40 @@ def test_options_that_cannot_be_honoured_raise_before_any_process_exists(phrase,
     with pytest.raises((ParallelPlanError, UnsupportedError, ValueError), match=phrase):
         run_job(Job(GPT2, IMPOSSIBLE[phrase], batch=24), 12)
     assert not dist.is_initialized()
+
+
+class Shuffled(Language):
+    """Train on other tokens than the rest of the model from the second step on, on rank 1."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.global_rank == 1 and self.trainer.global_step == 1:
+            batch["tokens"] = batch["tokens"].roll(1)
+        return batch
+
+
+def disagreements(rank: int, size: int) -> list[str]:
+    def other_sources() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mesh_groups, "package_hash", lambda: f"of rank {rank}")
+            run_job(Job(GPT2, {"tp": 2}), size)
+
+    texts = []
+    for fit in (other_sources, lambda: run_job(Job(Shuffled, {"tp": 2}), size)):
+        with pytest.raises(RankMismatchError) as caught:
+            fit()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_ranks_that_disagree_end_the_fit_and_say_about_what():
+    for sources, batches in run_world(disagreements, 2):
+        assert "rank 1 has lightning-megatron sources='of rank 1'" in sources
+        assert "rank 1 has training batch 2" in batches
+
+
+def test_a_rank_that_ends_stops_the_job_and_is_named_first(tmp_path):
+    result = run_script("os_exit", TMPDIR=str(tmp_path))
+    assert result.returncode != 0
+    first, *others = re.findall(r"^\[rank \d\].*", result.stderr, re.MULTILINE)
+    assert first.startswith("[rank 1] ended with exit code 7")
+    assert all(line.startswith("[rank 0] stops after rank 1 failed") for line in others)

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from lightning_megatron import FP8
+from lightning_megatron.checkpoint.storage import LocalFolder
+from lightning_megatron.checkpoint.verify import verify_checkpoint
+from lightning_megatron.errors import CheckpointSaveError, CorruptDataError
 from tests.fits import (
     GPT2,
     LLAMA,
     MIXTURE,
     STEPS,
     Job,
+    Language,
     Report,
     gpt_twin,
     joined,
@@ -37,6 +46,17 @@ LAYOUTS = {
     "cp2 dp2": {"cp": 2, "bucket_size": 500, "async_save": True},
 }
 MOVES = [(saver, reader) for saver in LAYOUTS for reader in LAYOUTS]
+
+
+class Noisy(Language):
+    """Weight the losses by numbers that every data rank draws for itself."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) * (1.0 + torch.rand(()))
+
+
+#: Of a layout whose ranks have states of their own, bit for bit.
+NOISY = {"tp": 2, "microbatch_size": 4}
 EXPERT_LAYOUTS = {"ep4": {"ep": 4}, "tp2 pp2": {"tp": 2, "pp": 2}}
 
 
@@ -59,6 +79,9 @@ def reports(folder: Path) -> dict[object, list[Report]]:
     }
     for name, options in EXPERT_LAYOUTS.items():
         saves[name, "saved"] = Job(MIXTURE, options, steps=SAVED, save=str(folder / name))
+    whole["noisy"] = Job(Noisy, NOISY)
+    saves["noisy", "saved"] = Job(Noisy, NOISY, steps=SAVED, save=str(folder / "noisy"))
+    moves["noisy", "noisy"] = Job(Noisy, NOISY, resume=str(folder / "noisy"))
     for saver, reader in (("ep4", "tp2 pp2"), ("tp2 pp2", "ep4")):
         moves[saver, reader] = Job(MIXTURE, EXPERT_LAYOUTS[reader], resume=str(folder / saver))
     return run_jobs_on(4, whole | saves | moves)
@@ -71,11 +94,14 @@ def test_a_training_continues_under_any_layout(saver, reader, reports):
         torch.testing.assert_close(report.losses, twin.losses[SAVED:], rtol=0.0, atol=1e-10)
     for name, weight in joined(reports[saver, reader]).items():
         torch.testing.assert_close(weight, joined([twin])[name], rtol=0.0, atol=1e-10)
-    if saver == reader:
-        for continued, whole in zip(reports[saver, reader], reports[reader], strict=True):
-            assert continued.losses == whole.losses[SAVED:]
-            for name, (piece, _) in continued.pieces.items():
-                assert torch.equal(piece, whole.pieces[name][0]), f"{name}: not bit for bit"
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "noisy"])
+def test_a_training_continues_under_its_own_layout_bit_for_bit(name, reports):
+    for continued, whole in zip(reports[name, name], reports[name], strict=True):
+        assert continued.losses == whole.losses[SAVED:]
+        for key, (piece, _) in continued.pieces.items():
+            assert torch.equal(piece, whole.pieces[key][0]), key
 
 
 def test_a_training_of_four_processes_continues_in_one(reports, folder):
@@ -114,3 +140,49 @@ def test_a_killed_training_continues_from_its_last_step(tmp_path: Path):
         assert report.losses == whole.losses[-len(report.losses) :]
         for name, (piece, _) in report.pieces.items():
             assert torch.equal(piece, whole.pieces[name][0]), name
+
+
+def test_last_is_the_checkpoint_that_was_saved_last(tmp_path: Path):
+    job = Job(
+        GPT2, {}, trainer={"enable_checkpointing": True}, callbacks=partial(every_step, tmp_path)
+    )
+    run_job(job)
+    # This fit continues from the first step, so that step 2 is saved after step 3.
+    run_job(replace(job, steps=2, resume=str(tmp_path / "step=1.ckpt")))
+    continued = run_job(replace(job, resume="last"))
+    assert len(continued.losses) == 1
+
+
+def every_step(folder: Path) -> Sequence[pl.Callback]:
+    return [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
+
+
+def test_damage_to_any_file_is_found_and_named(reports, folder, tmp_path: Path):
+    names = [path.name for path in (folder / "tp4").iterdir()]
+    assert len(names) > 6
+    for name in names:
+        copy = shutil.copytree(folder / "tp4", tmp_path / name)
+        verify_checkpoint(copy)
+        content = bytearray((copy / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (copy / name).write_bytes(content)
+        with pytest.raises(CorruptDataError, match=re.escape(name)):
+            verify_checkpoint(copy)
+
+
+def test_a_disk_that_keeps_other_bytes_fails_the_save(monkeypatch, tmp_path: Path):
+    create = LocalFolder.create
+
+    @contextmanager
+    def create_and_damage(self: LocalFolder, name: str) -> Iterator[IO[bytes]]:
+        with create(self, name) as file:
+            yield file
+        if name.endswith(".distcp"):
+            with open(self.path / name, "r+b") as file:
+                file.seek(700)
+                file.write(b"x")
+
+    monkeypatch.setattr(LocalFolder, "create", create_and_damage)
+    with pytest.raises(CheckpointSaveError, match=r"\.distcp has \d+ bytes with checksum"):
+        run_job(Job(GPT2, {}, steps=1, save=str(tmp_path / "saved")))
+    assert list(tmp_path.iterdir()) == []

@@ -38,6 +38,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "llama with adapters": lambda: transformers.LlamaConfig(**SIZES),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, pad_token_id=1,
+        eos_token_id=None,
+    ),
     "bert": lambda: transformers.BertConfig(
         **{**SIZES, "num_key_value_heads": None}, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
@@ -49,6 +53,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tp2 without sequence parallelism": ("llama", {"tp": 2, "sequence_parallel": False}),
     "llama, pp2": ("llama", {"pp": 2}),
     "mixtral, ep2": ("mixtral", {"ep": 2, "microbatch_size": 2}),
+    "bloom, tp2": ("bloom", {"tp": 2}),
     "bert, tp2": ("bert", {"tp": 2}),
     "llama with adapters, tp2": ("llama with adapters", {"tp": 2}),
 }
@@ -58,6 +63,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 BEAMS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True},
+    "beams that end": {
+        "num_beams": 4,
+        "length_penalty": 2.5,
+        "eos_token_id": list(range(2, 61, 3)),
+    },
+    "short beams": {"num_beams": 4, "length_penalty": -1.0, "eos_token_id": list(range(2, 61, 3))},
 }
 
 

@@ -39,6 +39,7 @@ BALANCED = GPTConfig.llama(
     **LLAMA_SIZES,
     experts={**EXPERTS, "shared_ffn_hidden_size": 16, "layers": [False, True, False, True]},
 )
+BIASED = GPTConfig.llama(**LLAMA_SIZES, experts={**EXPERTS, "linear_bias": True})
 LATE_EXPERTS = GPTConfig.llama(
     **LLAMA_SIZES, experts={**EXPERTS, "layers": [False, False, True, True]}
 )
@@ -49,11 +50,13 @@ V = {"pp": 2, "vpp": 2}
 
 
 class Counting(Language):
-    """Ignore unequal numbers of labels in the samples, take the mean over all others, and smooth."""
+    """Take the mean over unequal numbers of labels in the samples, none in some, and smooth."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         assert self.model is not None
-        labels = batch["labels"].masked_fill(batch["labels"] % 5 < batch["labels"][:, :1] % 5, -100)
+        labels = batch["labels"].masked_fill(
+            batch["labels"] % 5 <= batch["labels"][:, :1] % 5, -100
+        )
         num_tokens = (labels != -100).sum()
         loss = self.model(batch["tokens"], labels, 0.1, sums=True) / num_tokens
         self.log("loss", loss)
@@ -79,8 +82,8 @@ JOBS = {
     "dp4, microbatches compared": Job(LLAMA, {"check_microbatches": True, "microbatch_size": 1}),
     "dp4, optimizer not sharded": Job(GPT2, {"zero": 0}),
     "cp4 ring": Job(LLAMA, {"cp": 4, "cp_transport": "ring"}),
-    "cp2 tp2, all-to-all": Job(GPT2, {"cp": 2, "tp": 2, "cp_transport": "all_to_all"}),
-    "ep4": Job(MIXTURE, {"ep": 4}),
+    "cp2 tp2, all-to-all": Job(LLAMA, {"cp": 2, "tp": 2, "cp_transport": "all_to_all"}),
+    "ep4, biases": Job(BIASED, {"ep": 4}),
     "ep2 tp2, etp1": Job(BALANCED, {"ep": 2, "tp": 2, "etp": 1}),
     "ep2 pp2 zb-v": Job(MIXTURE, {**V, "ep": 2, "schedule": "zb-v", "recompute": "experts"}),
     "fp8, weights in 8 bits": Job(WIDE, {"tp": 2, **EIGHT_BITS}),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import permutations
+from itertools import combinations, pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import pytest
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan import ParallelLayout, build_schedule, simulate
+from lightning_megatron.plan.microbatches import MicrobatchRule
+from lightning_megatron.plan.partition import LayerCosts, partition_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ARGUMENTS = ("world_size", "tp", "pp", "cp", "ep", "etp", "order", "rank_offset")
@@ -89,7 +91,24 @@ def test_stages_are_idle_as_long_as_the_formulas_say() -> None:
     for stages, microbatches in ((1, 1), (2, 3), (4, 8), (6, 6)):
         bubble = simulate(build_schedule("1f1b", stages, microbatches)).bubble
         assert bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
-    one, two = build_schedule("1f1b", 4, 8), build_schedule("interleaved", 4, 8, 2)
-    work = 2 * 8 * 3
-    # A chunk is half of the stage's layers.
-    assert 2 * simulate(one).length - work == 2 * (simulate(two).length - work)
+    for name, stages, microbatches, chunks in (
+        *(("1f1b", 2, 3, 1), ("1f1b", 4, 8, 1), ("interleaved", 4, 8, 2), ("interleaved", 2, 6, 3)),
+    ):
+        schedule = build_schedule(name, stages, microbatches, chunks)
+        rule = MicrobatchRule(None, name, stages, chunks, None)
+        assert rule.idle_share(microbatches) == pytest.approx(simulate(schedule).bubble)
+
+
+def test_no_division_of_the_layers_would_give_the_busiest_stage_less() -> None:
+    for layers, head, stages in (
+        *(((1.0,) * 7, 0.0, 3), ((1.0,) * 8, 2.5, 4), ((1.0, 4.0, 1.5, 1.0, 4.0, 1.0), 1.0, 3)),
+        *(((1.0,) * 7 + (4.0, 1.0), 1.0, 4), ((4.0, 1.0, 1.0, 1.0), 0.5, 2)),
+    ):
+        costs = LayerCosts(layers, 0.0, head)
+        divisions = [
+            [end - start for start, end in pairwise((0, *cuts, len(layers)))]
+            for cuts in combinations(range(1, len(layers) + 1), stages - 1)
+        ]
+        best = min(max(costs.of_virtual_stages(division)) for division in divisions)
+        counts = partition_of(costs, ParallelLayout(stages, pp=stages)).counts
+        assert max(costs.of_virtual_stages(counts)) == pytest.approx(best)
