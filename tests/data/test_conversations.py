@@ -188,8 +188,8 @@ def test_warnings_count_truncated_and_omitted_rows(tmp_path, model):
         path = write_lines(tmp_path / "rows.jsonl", rows)
         read, cut, omitted = counts
         first, second, third = (
-            make(path, model, seq_length=99, **options)
-            for options in ({}, {"too_long": "leave_out"}, {"too_long": "refuse"})
+            make(path, model, seq_length=99, too_long=choice)
+            for choice in ("cut", "leave_out", "refuse")
         )
         phrase = rf"{read} read, {cut} cut after 100 tokens .*, {omitted} left out"
         with pytest.warns(UserWarning, match=phrase):
@@ -200,13 +200,13 @@ def test_warnings_count_truncated_and_omitted_rows(tmp_path, model):
             third.setup("fit")
         return first, second
 
+    short, lost = [QUESTION, ANSWER], [turn("user", "x" * 300), ANSWER]
     long = [turn("user", "x" * 30), turn("assistant", "y" * 100)]
-    lost = [turn("user", "x" * 300), ANSWER]
-    rows = [{"messages": messages} for messages in ([QUESTION, ANSWER], long, lost)]
+    rows = [{"messages": messages} for messages in (short, long, lost)]
     data, left_out = check(ChatDataModule, rows, (3, 1, 1))
     tokens, labels = tokens_and_labels(model, long)
     assert (tokens[:100], labels[:100]) in documents_of(data)
-    assert documents_of(left_out) == [tokens_and_labels(model, [QUESTION, ANSWER])]
+    assert documents_of(left_out) == [tokens_and_labels(model, short)]
     alike = {"prompt": "why", "chosen": "z" * 200 + "a", "rejected": "z" * 200 + "b"}
     pairs = [PAIR, {**PAIR, "chosen": [long[1]]}, {**PAIR, "prompt": "x" * 300}, alike]
     data, left_out = check(PreferenceDataModule, pairs, (4, 1, 2))

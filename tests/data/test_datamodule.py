@@ -92,14 +92,6 @@ def test_the_label_after_an_end_of_document_can_be_ignored(tmp_path):
         assert batch["tokens"].tolist() == [[97, 98, 99, 256, 100, 101]]
         assert batch["labels"].tolist() == [[98, 99, 256, label, 101, 256]]
 
-    class Endless(ByteTokenizer):
-        eod = None
-
-    with TokenFileWriter(tmp_path / "d", tokenizer=Endless()) as writer:
-        writer.add_document(range(30), num_bytes=30)
-    with pytest.raises(UnsupportedError, match="mask_after_eod needs an end-of-document token"):
-        TokenDataModule(str(tmp_path / "d"), seq_length=4, mask_after_eod=True).train_dataloader()
-
 
 def test_separate_documents_have_lengths_and_no_labels_across_their_ends(tmp_path):
     prefix = write_text(tmp_path / "c", ["abc", "d", "efgh"])

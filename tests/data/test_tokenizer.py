@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -74,25 +75,22 @@ def test_a_tokenizer_json_is_read_by_file_and_by_directory_without_its_truncatio
 def test_a_vocabulary_file_tokenizes_like_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     directory, named = need(MINILM), load_tokenizer("bert")
-    assert (named.name, named.vocab_size) == ("bert", 30522)
-    reference = transformers.BertTokenizerFast(str(directory / "vocab.txt"), do_lower_case=True)
-    from_json = load_tokenizer(directory / "tokenizer.json")
-    for text in (
-        "Élan vital — naïve 世界, unaffable [MASK] words\u2028of U.S. law.",
-        "",
-        "a" * 120 + " end",
-    ):
-        expected = reference(text, add_special_tokens=False)["input_ids"]
-        # No special tokens are added.
-        assert named.encode(text) == expected == from_json.encode(text)
-    assert load_tokenizer(directory / "vocab.txt").fingerprint == named.fingerprint
     # A vocabulary with capitals keeps the capitals of the text.
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Word", "word", "##s", "É", "E"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
-    cased = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"), do_lower_case=False)
-    for text in ("Words word É e", "WORD Word."):
-        expected = cased(text, add_special_tokens=False)["input_ids"]
-        assert load_tokenizer(tmp_path).encode(text) == expected
+    texts = [
+        "Élan vital — naïve 世界, unaffable [MASK] words\u2028of U.S. law.",
+        "",
+        "a" * 120 + " end",
+    ]
+    for folder, is_lower, more in ((directory, True, [named]), (tmp_path, False, [])):
+        path = str(folder / "vocab.txt")
+        reference = transformers.BertTokenizerFast(path, do_lower_case=is_lower)
+        for text in [*texts, "Words word É e", "WORD Word."]:
+            expected = reference(text, add_special_tokens=False)["input_ids"]
+            assert all(each.encode(text) == expected for each in (load_tokenizer(path), *more))
+    assert (named.name, named.vocab_size) == ("bert", 30522)
+    assert load_tokenizer(directory / "vocab.txt").fingerprint == named.fingerprint
 
 
 def test_damaged_tokenizer_files_are_refused_by_name(tmp_path):
@@ -105,25 +103,22 @@ def test_damaged_tokenizer_files_are_refused_by_name(tmp_path):
         damages += [content[:at], content[:at] + draw.randbytes(3) + content[at + 3 :]]
     for damaged in damages:
         path.write_bytes(damaged)
-        outcome = ""
         try:
             assert len(load_tokenizer(path).encode("a b c")) == 3
         except CorruptDataError as error:
-            outcome = str(error)
-        refused += (
-            "tokenizer.json" in outcome and "Copy the files of the tokenizer again" in outcome
-        )
+            message = "tokenizer.json.*Copy the files of the tokenizer again"
+            refused += re.search(message, str(error), re.DOTALL) is not None
     assert refused > 55
     path.unlink()
-    vocabularies = ("", "[]", "{}", '{"a": -1}', '{"a": 1.5}', '{"a": 0, "a": 1}', '{"a": 0}')
-    for vocabulary in vocabularies:
+    for vocabulary in ("", "[]", "{}", '{"a": -1}', '{"a": 1.5}', '{"a": 0, "a": 1}', '{"a": 0}'):
         (tmp_path / "vocab.json").write_text(vocabulary)
         (tmp_path / "merges.txt").write_text("#version: 0.2\na b c\n")
         with pytest.raises(CorruptDataError, match="tokenizer"):
             load_tokenizer(tmp_path)
+    start = b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n"
     for lines, reason in (
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n", r"\[MASK\] is missing"),
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\na\n", "a line occurs twice"),
+        (start + b"a\n", r"\[MASK\] is missing"),
+        (start + b"[MASK]\na\na\n", "a line occurs twice"),
         (b"\xff\n", "is not UTF-8"),
     ):
         (tmp_path / "vocab.txt").write_bytes(lines)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from lightning_megatron import GPT, GenerationSettings, GPTConfig, generate
+from lightning_megatron import GPT, GPTConfig
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.generation import fused_pass
 from lightning_megatron.generation.fused_pass import reason_against_fused_pass
@@ -130,17 +130,6 @@ def test_a_failed_capture_is_reported_and_changes_nothing():
         _, token_pass = check_passes(small_gpt("llama"), PROMPTS, RefusingBackend())
     assert not token_pass.is_captured
     assert len([1 for warning in caught if warning.category is SpeedWarning]) == 1
-
-
-def test_passes_of_a_model_on_the_cpu_are_not_captured(caplog):
-    sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4}
-    gpt = GPT(GPTConfig.llama(vocab_size=257, max_seq_length=64, **sizes), seed=0)
-    with caplog.at_level("INFO", "lightning_megatron.generation"):
-        generate(gpt, [[1, 2]], GenerationSettings(20))
-        assert "not captured as a CUDA graph: CUDA graphs need a GPU" in caplog.text
-        caplog.clear()
-        generate(gpt, [[1, 2]], GenerationSettings(20, cuda_graph=False))
-        assert not caplog.records
 
 
 LIMITS = SimpleNamespace(MAX_PAIRED_WIDTH=64, MAX_SUM_WIDTH=64)

@@ -80,7 +80,6 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], label: s
 
 def test_inconsistent_settings_and_layouts_raise():
     for change, message in (
-        ({"num_layers": 0}, "num_layers must be a whole number of at least 1: it is 0"),
         ({"hidden_size": 25}, r"hidden_size \(25\) must be a multiple of num_heads"),
         ({"head": "tail"}, "head must be none, pooler, masked_lm, .* or span: it is 'tail'"),
         ({"padding_id": 53}, r"padding_id \(53\) must be in \[0, 53\)"),
@@ -90,15 +89,12 @@ def test_inconsistent_settings_and_layouts_raise():
             EncoderConfig(**(SIZES | change))
     config = EncoderConfig(**SIZES)
     config.check_layout(ParallelLayout(2, cp=2), seq_length=16)
-    layouts: list[tuple[dict[str, int], dict[str, Any], str]] = [
-        ({"tp": 3}, {}, "heads"),
-        ({"pp": 8}, {}, "layers"),
+    for sizes, options, message in (
+        *(({"tp": 3}, {}, "heads"), ({"pp": 8}, {}, "layers")),
         ({"cp": 2}, {"seq_length": 18}, r"seq_length \(18\) must be a multiple of 2 cp"),
         ({"ep": 2}, {}, r"ep \(2\) needs a model with experts"),
         ({"tp": 2}, {"seq_length": 21}, r"seq_length \(21\) must not exceed"),
-        ({"tp": 2}, {"sequence_parallel": True, "seq_length": 7}, r"seq_length \(7\) must be a multiple of tp"),
-    ]  # fmt: skip
-    for sizes, options, message in layouts:
+    ):
         with pytest.raises(ParallelPlanError, match=message):
             config.check_layout(ParallelLayout(max(sizes.values()), **sizes), **options)
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_megatron import HuggingFaceCausalLM
-from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
@@ -57,14 +56,15 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def save_model(folder: Path, kind: str = "llama") -> str:
-    sizes: dict[str, Any] = {"vocab_size": V, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes |= {"hidden_size": 16}
-    sizes |= {"num_local_experts": 4, "num_key_value_heads": 2} if kind == "mixtral" else {}
-    opt = {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}
-    sizes |= opt if kind == "opt" else {"intermediate_size": 24}
-    torch.manual_seed(0)
+    more: dict[str, Any] = {
+        "llama": {"intermediate_size": 24},
+        "mixtral": {"intermediate_size": 24, "num_local_experts": 4, "num_key_value_heads": 2},
+        "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
+    }[kind]
+    sizes = {"vocab_size": V, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = transformers.AutoConfig.for_model(kind, **sizes, **tokens)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **more, **tokens)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
 
@@ -78,22 +78,16 @@ def build_module(folder: str, **options: Any) -> HuggingFaceCausalLM:
     return HuggingFaceCausalLM(folder, learning_rate=1e-2, schedule="constant", **options)
 
 
-def fit(module: Any, layout: dict[str, Any] | None = None, devices: int = 1, **options: Any) -> Any:
-    """Train a few steps; without a layout, by ordinary Lightning."""
-    resume, steps = options.pop("resume", None), options.pop("max_steps", -1)
-    more = {"max_epochs": 1, "gradient_clip_val": None, **options}
-    strategy = None if layout is None else {"microbatch_size": None, **layout}
-    job = Job(strategy=strategy, precision="32-true", steps=steps, trainer=more)
-    trainer = trainer_of(job, devices)
-    trainer.fit(module, Batches(), ckpt_path=resume)
-    return trainer
-
-
 def train(module: HuggingFaceCausalLM, layout: Any = None, devices: int = 1) -> float:
-    """Train, and return the last validation loss. The logged training loss is a mean over microbatches
-    with unequal numbers of tokens.
+    """Train a few steps, without a layout by ordinary Lightning, and return the validation loss: the
+    logged training loss is a mean over microbatches with unequal numbers of tokens.
     """
-    return float(fit(module, layout, devices).callback_metrics["val_loss"])
+    strategy = None if layout is None else {"microbatch_size": None, **layout}
+    more = {"max_epochs": 1, "gradient_clip_val": None}
+    job = Job(strategy=strategy, precision="32-true", steps=-1, trainer=more)
+    trainer = trainer_of(job, devices)
+    trainer.fit(module, Batches())
+    return float(trainer.callback_metrics["val_loss"])
 
 
 def test_the_mean_loss_equals_cross_entropy_of_shifted_labels(folder):
@@ -126,23 +120,6 @@ def test_weights_have_the_requested_dtype(folder):
         module.configure_model()
         assert {parameter.dtype for parameter in module.parameters()} == {dtype}
         assert module.model.training
-
-
-def test_a_consolidated_checkpoint_loads_and_resumes_in_ordinary_lightning(folder, tmp_path):
-    module, resumed, plain = (build_module(folder) for _ in range(3))
-    fit(module, {}, max_steps=1).save_checkpoint(tmp_path / "one.ckpt")
-    tokens = make_batch()["tokens"]
-    for name, weights_only in {"plain.ckpt": False, "weights.ckpt": True}.items():
-        consolidate(tmp_path / "one.ckpt", tmp_path / name, weights_only=weights_only)
-        loaded = HuggingFaceCausalLM.load_from_checkpoint(tmp_path / name)
-        assert type(loaded.model).__name__ == "LlamaForCausalLM"
-        assert torch.allclose(loaded.eval()(tokens), module.eval()(tokens), atol=1e-5)
-    fit(resumed, {}, max_steps=3, resume=tmp_path / "one.ckpt")
-    fit(plain, max_steps=3, resume=tmp_path / "plain.ckpt")
-    for pair in zip(resumed.named_parameters(), plain.parameters(), strict=True):
-        (name, parameter), expected = pair
-        # In the replaced model, rows of the vocabulary beyond V are padding.
-        assert torch.allclose(parameter[: len(expected)], expected, atol=1e-6), name
 
 
 # ---- refusals

@@ -1,4 +1,6 @@
-"""DPO has the losses of the papers' formulas, and keeps its reference after a restart, also of streams."""
+"""DPO has the losses of the papers' formulas and of TRL, and keeps its reference after a restart, also of
+streams.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from tests import fits
 from tests.chat_folder import preferences, save_chat_llama, write_lines
 from tests.data.recorder import StopAfter
 from tests.fits import Job
-from tests.preferences.parts import loss_and_rewards, perturbed
+from tests.preferences.parts import as_messages, loss_and_rewards, perturbed
 
 transformers = pytest.importorskip("transformers")
 
@@ -216,3 +218,54 @@ def test_log_probabilities_of_unknown_pairs_are_nan():
     assert actual.isnan().all(1).tolist() == [True, False, True]
     with pytest.raises(CheckpointMismatchError, match=r"they have \['key', 'values'"):
         reference.load_state({"train": {"key": "", "values": values}})
+
+
+SMOOTHINGS = {"sigmoid": 0.0, "robust": 0.2, "hinge": 0.0, "ipo": 0.0, "apo_zero": 0.0}
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: Path) -> Any:
+    """Return TRL's trainer, whose model differs from its reference model."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    auto, path = transformers.AutoModelForCausalLM, folder / "model"
+    models = [auto.from_pretrained(path, dtype=torch.float64) for _ in range(2)]
+    settings = trl.DPOConfig(
+        output_dir=str(folder / "trl"), beta=0.3, use_cpu=True, bf16=False, report_to="none",
+        max_length=LENGTH + 1,
+    )  # fmt: skip
+    rows = datasets.Dataset.from_list([as_messages(row) for row in preferences(NUM)])
+    return trl.DPOTrainer(
+        model=perturbed(models[0]), ref_model=models[1], args=settings, train_dataset=rows,
+        processing_class=transformers.AutoTokenizer.from_pretrained(path),
+    )  # fmt: skip
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("name", SMOOTHINGS)
+def test_loss_gradients_and_rewards_match_trl(folder, trainer, name):
+    batch = pairs_of(folder).each_pair_once("train").batches[list(range(NUM))]
+    rows = list(trainer.train_dataset)
+    for number, row in enumerate(rows):
+        for side, key in enumerate(("chosen_ids", "rejected_ids")):
+            ids = row["prompt_ids"] + row[key]
+            assert batch["tokens"][number, side][: len(ids) - 1].tolist() == ids[:-1]
+            labels = [label for label in batch["labels"][number, side].tolist() if label != -100]
+            assert labels == row[key]
+    trainer.loss_types, trainer.loss_weights = [name], [1.0]
+    trainer.label_smoothing = SMOOTHINGS[name]
+    model = trainer.model.train()
+    expected_loss = trainer.compute_loss(model, trainer.data_collator(rows))
+    expected = gradients(model, expected_loss)
+    module = module_of(folder, loss_type=name, label_smoothing=SMOOTHINGS[name])
+    loss, rewards = loss_and_rewards(module, model, trainer.ref_model, batch)
+    # TRL's head computes log-probabilities in float32.
+    torch.testing.assert_close(loss, expected_loss.double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradients(model, loss), expected, rtol=0, atol=1e-5)
+    for key, value in rewards.items():
+        assert float(value) == pytest.approx(trainer._metrics["train"][key][-1], abs=1e-5), key

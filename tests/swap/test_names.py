@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.layers.parameter_stack import ParameterStack
 from tests.oracles import assert_equal
 from tests.swap.families import V, exact_twin, twin_of
 from tests.swap.parts import swapped
@@ -58,22 +57,6 @@ def test_groups_and_freezing_by_names_train_like_hugging_face(case, freeze):
     assert expected_losses[0] != expected_losses[-1]
     for step, (loss, expected_loss) in enumerate(zip(losses, expected_losses, strict=True)):
         assert_equal(loss, expected_loss, f"{case} without {freeze}, step {step}", 1e-9)
-
-
-def test_projections_of_a_joint_layer_are_adjacent_in_memory():
-    model = swapped(twin_of("llama"))
-    attention = model.model.layers[1].self_attn
-    weights = [layer.weight for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
-    stacks = [part for part in model.body.modules() if isinstance(part, ParameterStack)]
-    (stack,) = (candidate for candidate in stacks if candidate.parts[0] is weights[0])
-    assert [id(part) for part in stack.parts] == [id(weight) for weight in weights]
-    assert stack.concatenate().data_ptr() == weights[0].data_ptr()
-    with torch.no_grad():
-        weights[1].fill_(7.0)
-    assert torch.equal(stack.concatenate(), torch.cat(weights))
-    model.half()
-    separate = torch.cat([part.float() for part in stack.parts])
-    assert_equal(stack.concatenate().float(), separate, "separate in memory")
 
 
 def test_hooks_of_parameters_change_gradients_like_in_hugging_face():

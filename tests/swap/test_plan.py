@@ -136,20 +136,13 @@ def test_plans_that_cannot_be_honoured_are_refused_and_change_nothing():
     assert kinds_of(Classifier(), CLASSIFIER_PLAN, tp=1) == {}
 
 
-class WholeModel(nn.Module):
+class WholeModel(Classifier):
     """Hold layers of all kinds, two of which share a weight, and a GPT."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(16, 8)
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-        self.odd = nn.Linear(8, 7)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2)
-        self.head = nn.Linear(8, 16, bias=False)
-        self.head.weight = self.words.weight
+        self.odd, self.tied, self.gpt = nn.Linear(8, 7), TiedDecoder(), GPT(GPT2)
         self.register_buffer("count", torch.ones(2))
-        self.gpt = GPT(GPT2)
         self.register_forward_pre_hook(lambda *_: None)
 
 

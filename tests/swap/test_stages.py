@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import ParallelPlanError, UnsupportedError
-from lightning_megatron.models.remote_tensor import with_values
-from lightning_megatron.models.stage import StageCursor, StageDone
+from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.models.step_plan import StepPlan
 from lightning_megatron.swap import parallelize
@@ -101,59 +100,19 @@ def test_plans_that_do_not_fit_are_refused_with_the_legal_values():
     assert "'model.blocks.0.weight' and 'model.blocks.3.weight' share one weight across" in shared
 
 
-def run_stage(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCursor]:
-    """Run a stage."""
-    staged.cursor = StageCursor(chunk=0, **cursor)
-    try:
-        with staged.without_other_stages():
-            return with_values(model(torch.zeros(2, 3, dtype=torch.long))), staged.cursor
-    except StageDone:
-        return None, staged.cursor
-
-
-def plan_of(model: Any, staged: StagedBlocks) -> StepPlan:
-    """Return the step plan that a trial run determines."""
-    staged.cursor = cursor = StageCursor(chunk=0, probe=True, plan=None)
-    with staged.without_other_stages():
-        result = model(torch.zeros(2, 3, dtype=torch.long))
-    return staged.plan_of(cursor, result)
-
-
-def test_stages_run_in_turn_and_send_tensors_that_later_stages_need():
-    torch.manual_seed(0)
-    first, last, full_model = Model(), Model(), Model()
-    for model in (first, last):
-        model.load_state_dict(full_model.state_dict())
-    norm_last = {**BLOCKS, "*.norm": "last"}
-    head, tail = stage_of(first, norm_last), stage_of(last, norm_last, 1)
-    plan = plan_of(first, head)
-    assert plan == plan_of(last, tail)
-    # The embedding's sum is added to the logits.
-    assert (plan.num_calls, plan.inputs) == (1, {(1, 1): (0,)})
-    assert plan.extras == {1: ("model.words#1:out:0",)}
-    _, probe = run_stage(last, tail, probe=True, plan=plan)
-    assert probe.tensor_specs == [(torch.Size((2, 3, 8)), torch.float32)] * 2
-    _, cursor = run_stage(first, head, plan=plan)
-    result, _ = run_stage(
-        last, tail, received=[tensor.detach() for tensor in cursor.sent], plan=plan
-    )
-    torch.testing.assert_close(result, full_model(torch.zeros(2, 3, dtype=torch.long)))
-    assert [name for name, _ in first.named_parameters()][:1] == ["words.weight"]
-
-
 def test_unsupported_calls_of_a_stage_are_refused():
-    model = Model()
+    model, tokens = Model(), torch.zeros(2, 3, dtype=torch.long)
     staged = stage_of(model, BLOCKS, 1)
     with pytest.raises(UnsupportedError, match="cannot be called outside of steps"):
-        model(torch.zeros(2, 3, dtype=torch.long))
-    received = {"received": [torch.zeros(2, 3, 8)], "plan": StepPlan(1, {(1, 1): (0,)})}
-    with pytest.raises(
-        UnsupportedError, match="'model.norm' is called after .*'model.norm': 'last'"
+        model(tokens)
+    for skips, message in (
+        ((), "'model.norm' is called after .*'model.norm': 'last'"),
+        ((1,), "block 2 was called instead of block 1"),
     ):
-        run_stage(model, staged, **received)
-    model.skips = (1,)
-    with pytest.raises(UnsupportedError, match="block 2 was called instead of block 1"):
-        run_stage(model, staged, **received)
+        model.skips, received = skips, [torch.zeros(2, 3, 8)]
+        staged.cursor = StageCursor(chunk=0, received=received, plan=StepPlan(1, {(1, 1): (0,)}))
+        with pytest.raises(UnsupportedError, match=message), staged.without_other_stages():
+            model(tokens)
 
 
 def test_hugging_face_models_declare_their_blocks_and_refuse_unsupported_calls():
