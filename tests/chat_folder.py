@@ -19,9 +19,7 @@ PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""
 
 
 def save_chat_llama(folder: Path, template: str = MARKED) -> str:
-    """Write a small Llama whose tokenizer has a template; the end of a message is a single
-    token.
-    """
+    """Write a small Llama whose tokenizer has a template; a message ends with a single token."""
     from tests.tiny_llama import save_tiny_llama
 
     save_tiny_llama(folder)

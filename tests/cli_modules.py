@@ -14,27 +14,22 @@ class Line(LightningModule):
 
     def __init__(self, width: int = 4, context: int = 8) -> None:
         super().__init__()
-        self.width = width
-        self.context = context
+        self.width, self.context = width, context
         self.layer: torch.nn.Linear | None = None
 
     def configure_model(self) -> None:
-        """Build the layer once."""
         if self.layer is None:
             self.layer = torch.nn.Linear(self.width, 1)
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the mean squared output."""
         loss = self.layer(batch[0]).square().mean()
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        """Log the mean squared output."""
         self.log("val_loss", self.layer(batch[0]).square().mean())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -43,20 +38,14 @@ class Points(LightningDataModule):
 
     def __init__(self, context: int, batch_size: int = 2, width: int = 4) -> None:
         super().__init__()
-        self.context = context
-        self.batch_size = batch_size
-        self.width = width
+        self.context, self.batch_size, self.width = context, batch_size, width
 
     def train_dataloader(self) -> DataLoader:
-        """Return batches of points and token ids."""
         tokens = torch.zeros(16, self.context, dtype=torch.long)
-        return DataLoader(
-            TensorDataset(torch.ones(16, self.width), tokens), batch_size=self.batch_size
-        )
+        points = TensorDataset(torch.ones(16, self.width), tokens)
+        return DataLoader(points, batch_size=self.batch_size)
 
-    def val_dataloader(self) -> DataLoader:
-        """Return the same batches."""
-        return self.train_dataloader()
+    val_dataloader = train_dataloader
 
 
 class Counting(LightningDataModule):
@@ -65,10 +54,7 @@ class Counting(LightningDataModule):
     bytes_per_token = 2.0
 
     def train_dataloader(self) -> DataLoader:
-        """Return four batches of four rows."""
         rows = [(torch.arange(9) + start) % 20 for start in range(16)]
         return DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=4)
 
-    def val_dataloader(self) -> DataLoader:
-        """Return the same batches."""
-        return self.train_dataloader()
+    val_dataloader = train_dataloader

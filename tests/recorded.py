@@ -14,19 +14,10 @@ from lightning_megatron.groups.pending import Pending
 def record_starts(
     patch: pytest.MonkeyPatch, module: ModuleType, names: tuple[str, ...], events: list[str]
 ) -> None:
-    """Let the functions of a module that start collectives add "NAME starts" and "NAME ends" to
-    events.
-
-    Args:
-        patch: Removes the recording after the test.
-        module: Module in which ``start_NAME`` is replaced.
-        names: Names of the collectives.
-        events: List to which the events are appended.
-    """
+    """Let the functions ``start_NAME`` of a module add "NAME starts" and "NAME ends" to events."""
     for name in names:
-        patch.setattr(
-            module, f"start_{name}", _recorded(name, getattr(module, f"start_{name}"), events)
-        )
+        start = getattr(module, f"start_{name}")
+        patch.setattr(module, f"start_{name}", _recorded(name, start, events))
 
 
 def _recorded(

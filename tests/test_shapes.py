@@ -117,13 +117,13 @@ def test_the_legend_lists_every_name_of_a_dimension() -> None:
 def test_a_tensor_of_a_wrong_shape_is_refused() -> None:
     query = torch.zeros(5, 2, 4, 8)
     assert attend(query, query, query, AttentionSpan()).shape == (5, 2, 32)
-    with pytest.raises(TypeError, match="whilst typechecking parameter 'value'"):
+    with pytest.raises(TypeError, match="value of attend must be"):
         attend(query, query, query[:, :1], AttentionSpan())
-    with pytest.raises(TypeError, match="dtype|whilst typechecking parameter 'key'"):
+    with pytest.raises(TypeError, match="key of attend must be"):
         attend(query, query.long(), query, AttentionSpan())
     # Fields of a dataclass are checked, too.
     lengths, positions = torch.zeros(2, 3, dtype=torch.long), torch.zeros(1, 5, dtype=torch.long)
-    with pytest.raises(TypeError, match="whilst typechecking parameter 'positions'"):
+    with pytest.raises(TypeError, match=r"positions of AttentionSpan\.__init__ must be"):
         AttentionSpan(lengths=lengths, positions=positions)
 
 

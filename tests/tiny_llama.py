@@ -11,13 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
-_SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
+_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+_SIZES |= {"num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 _TOKENS = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
 
 
@@ -28,9 +23,8 @@ def save_tiny_llama(folder: Path) -> None:
 
 def save_tiny_mixtral(folder: Path) -> None:
     """Write the same files of a Mixtral with four experts."""
-    _save(
-        MixtralConfig(**{**_SIZES, "num_hidden_layers": 2}, **_TOKENS, num_local_experts=4), folder
-    )
+    sizes = {**_SIZES, "num_hidden_layers": 2, "num_local_experts": 4}
+    _save(MixtralConfig(**sizes, **_TOKENS), folder)
 
 
 def _save(config: LlamaConfig | MixtralConfig, folder: Path) -> None:

@@ -44,29 +44,27 @@ def names_in(folder: Path) -> list[str]:
 class FullDisk:
     """A file on a disk that has room for a given number of bytes."""
 
-    def __init__(self, file: IO[bytes], room: int, number: int = errno.ENOSPC) -> None:
-        self._file, self._room, self._errno = file, room, number
+    def __init__(self, file: IO[bytes], room: int) -> None:
+        self._file, self._room = file, room
 
     def write(self, data: Any) -> int:
         """Write while there is room."""
         self._room -= len(data)
         if self._room < 0:
-            raise OSError(self._errno, "No space left on device")
+            raise OSError(errno.ENOSPC, "No space left on device")
         return self._file.write(data)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
 
-def fill_disk(
-    monkeypatch: pytest.MonkeyPatch, name: str, room: int, number: int = errno.ENOSPC
-) -> None:
+def fill_disk(monkeypatch: pytest.MonkeyPatch, name: str, room: int) -> None:
     """Make writes fail after ``room`` bytes in files whose name contains ``name``."""
     create = LocalFolder.create
 
     @contextmanager
     def limited(self: LocalFolder, file_name: str) -> Iterator[IO[bytes]]:
         with create(self, file_name) as file:
-            yield FullDisk(file, room, number) if name in file_name else file  # type: ignore[misc]
+            yield FullDisk(file, room) if name in file_name else file  # type: ignore[misc]
 
     monkeypatch.setattr(LocalFolder, "create", limited)

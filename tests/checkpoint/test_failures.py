@@ -19,7 +19,6 @@ from lightning_megatron.checkpoint import (
     CheckpointWriter,
     clean_unfinished,
     find_newest,
-    is_sharded_checkpoint,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -30,11 +29,10 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from tests.checkpoint.pieces import entries, fill_disk, names_in, value_in
 
 MESH = ParallelMesh.single()
-ROOT = Path(__file__).parents[2]
 
-# Saves over a good checkpoint, and dies or reaches a limit at the moment that a test names.
+# Saves over a good checkpoint, and dies at the moment that a test names.
 SCRIPT = """
-import os, resource, sys
+import os, sys
 from pathlib import Path
 from lightning_megatron.checkpoint import save_checkpoint
 from lightning_megatron.checkpoint import directory
@@ -43,9 +41,7 @@ from tests.checkpoint.pieces import entries
 folder, moment = Path(sys.argv[1]), sys.argv[2]
 mesh = ParallelMesh.single()
 save_checkpoint(folder / "a", entries(1.0), {"global_step": 1}, {}, mesh)
-if moment == "limit":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-elif moment == "before the header":
+if moment == "before the header":
     directory.Header.write = lambda *arguments: os._exit(9)
 elif moment == "before the renames":
     os.path.lexists = lambda path: os._exit(9)
@@ -60,30 +56,16 @@ save_checkpoint(folder / "a", entries(2.0, size=100_000), {"global_step": 2}, {}
 """
 
 
-def run_script(folder: Path, moment: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SCRIPT, str(folder), moment]
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
 def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
     path = tmp_path / "a"
     save_checkpoint(path, entries(1.0), {}, {}, MESH)
-    for name, number in (
-        (".distcp", errno.ENOSPC),
-        (".metadata", errno.EDQUOT),
-        ("meta.pt", errno.ENOSPC),
-        ("checkpoint.json", errno.ENOSPC),
-    ):
+    for name in (".distcp", ".metadata", "meta.pt", "checkpoint.json"):
         with pytest.MonkeyPatch.context() as patch:
-            fill_disk(patch, name, 100, number)
+            fill_disk(patch, name, 100)
             with pytest.raises(CheckpointSaveError) as caught:
                 save_checkpoint(path, entries(2.0, size=10_000), {}, {}, MESH)
-        assert f"[Errno {number}] No space left on device" in str(caught.value)
+        assert "No space left on device" in str(caught.value)
         assert str(unfinished_path(path)) in str(caught.value)
-        assert f"saving {path} failed on 1 of 1 rank(s)" in str(caught.value)
         assert names_in(tmp_path) == ["a"]
         assert value_in(path) == 1.0
         verify_checkpoint(path)
@@ -91,19 +73,10 @@ def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(tmp_path: Pa
     assert value_in(path) == 3.0
 
 
-def test_the_error_names_a_folder_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: Path, *arguments: object, **options: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
-
+def test_the_error_names_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointSaveError, match=r"NotADirectoryError.*file/\.a\.unfinished"):
         save_checkpoint(tmp_path / "file" / "a", entries(), {}, {}, MESH)
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(CheckpointSaveError, match=r"OSError: .*Read-only .*: '.*\.b\.unfinished'"):
-        save_checkpoint(tmp_path / "b", entries(), {}, {}, MESH)
-    assert names_in(tmp_path) == ["file"]
 
 
 def test_a_file_whose_bytes_differ_from_those_written_fails_the_save(
@@ -126,53 +99,23 @@ def test_a_file_whose_bytes_differ_from_those_written_fails_the_save(
     assert names_in(tmp_path) == []
 
 
-def test_errors_of_any_kind_are_raised_as_save_errors_but_not_interrupts(tmp_path: Path) -> None:
-    name = "lightning_megatron.checkpoint.directory.clean_unfinished"
-    for error, expected in (
-        (ZeroDivisionError("a bug"), CheckpointSaveError),
-        (KeyboardInterrupt("a bug"), KeyboardInterrupt),
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-
-            def fail(path: object, error: BaseException = error) -> None:
-                raise error
-
-            patch.setattr(name, fail)
-            with pytest.raises(expected, match="a bug"):
-                save_checkpoint(tmp_path / "a", entries(), {}, {}, MESH)
+MOMENTS = {"before the header": 1.0, "before the renames": 1.0, "between the renames": 1.0}
+MOMENTS |= {"after the renames": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("moment", "value"),
-    [
-        ("before the header", 1.0),
-        ("before the renames", 1.0),
-        ("between the renames", 1.0),
-        ("after the renames", 2.0),
-    ],
-)
+@pytest.mark.parametrize(("moment", "value"), MOMENTS.items())
 def test_a_process_that_dies_while_saving_leaves_a_complete_checkpoint(
     tmp_path: Path, moment: str, value: float
 ) -> None:
-    result = run_script(tmp_path, moment)
-    assert result.returncode == 9, result.stderr
-    assert is_sharded_checkpoint(tmp_path / "a")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path), moment]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 9, ended.stderr
     verify_checkpoint(tmp_path / "a")
-    assert value_in(tmp_path / "a") == value
     assert find_newest(tmp_path) == str(tmp_path / "a")
     clean_unfinished(tmp_path)
     assert names_in(tmp_path) == ["a"]
     assert value_in(tmp_path / "a") == value
-    save_checkpoint(tmp_path / "b", entries(5.0), {"global_step": 3}, {}, MESH)
-    assert find_newest(tmp_path) == str(tmp_path / "b")
-
-
-def test_a_limit_on_file_sizes_raises_a_save_error(tmp_path: Path) -> None:
-    result = run_script(tmp_path, "limit")
-    assert "CheckpointSaveError" in result.stderr
-    assert "File too large" in result.stderr
-    assert names_in(tmp_path) == ["a"]
-    assert value_in(tmp_path / "a") == 1.0
 
 
 def test_a_full_and_a_read_only_tmpfs_are_reported(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import IO, Any
 
 import fsspec
 import pytest
-import torch
 
 from lightning_megatron.checkpoint import (
     CheckpointWriter,
@@ -20,19 +19,12 @@ from lightning_megatron.checkpoint import (
     list_checkpoints,
     load_metadata,
     load_rank_state,
-    read_full,
     save_checkpoint,
-    saved_tensors,
     verify_checkpoint,
 )
 from lightning_megatron.checkpoint.directory import RemoteCheckpointPath
 from lightning_megatron.checkpoint.storage import RemoteFolder
-from lightning_megatron.errors import (
-    CheckpointMismatchError,
-    CheckpointSaveError,
-    CorruptDataError,
-    UnsupportedError,
-)
+from lightning_megatron.errors import CheckpointSaveError, CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
 from tests.checkpoint.pieces import entries, value_in
 
@@ -52,17 +44,6 @@ def file_names(fs: Any) -> list[str]:
     return sorted(path.rsplit("/", 1)[-1] for path in fs.find("/"))
 
 
-def test_values_tensors_and_rank_state_come_back_from_a_url(memory: Any) -> None:
-    save_checkpoint(f"{ROOT}/a", entries(2.0), {"step": 7}, {"seen": torch.tensor(5)}, MESH)
-    assert is_sharded_checkpoint(f"{ROOT}/a")
-    assert load_metadata(f"{ROOT}/a") == {"step": 7}
-    assert load_rank_state(f"{ROOT}/a", MESH).values == {"seen": torch.tensor(5)}
-    assert saved_tensors(f"{ROOT}/a")["state_dict.weight"].shape == (3,)
-    assert read_full(f"{ROOT}/a")["state_dict.weight"].tolist() == [2.0] * 3
-    verify_checkpoint(f"{ROOT}/a")
-    assert file_names(memory) == [".metadata", "__0_0.distcp", "checkpoint.json", "meta.pt"]
-
-
 def test_a_remote_checkpoint_changes_only_when_its_header_is_written(
     memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,8 +56,10 @@ def test_a_remote_checkpoint_changes_only_when_its_header_is_written(
 
     monkeypatch.setattr(RemoteCheckpointPath, "publish", record_then_publish)
     for value in (1.0, 2.0, 3.0):
-        save_checkpoint(f"{ROOT}/a/", entries(value), {}, {}, MESH)
+        save_checkpoint(f"{ROOT}/a/", entries(value), {"step": 7}, {"seen": 5}, MESH)
         assert value_in(f"{ROOT}/a") == value
+        assert load_metadata(f"{ROOT}/a") == {"step": 7}
+        assert load_rank_state(f"{ROOT}/a", MESH).values == {"seen": 5}
         assert len(file_names(memory)) == 4
     assert values_before == [None, 1.0, 2.0]
 
@@ -97,9 +80,7 @@ def test_a_failed_remote_save_leaves_only_the_old_checkpoint(
     save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
     monkeypatch.setattr(RemoteFolder, "create", create_or_fail)
     for path in ("a", "b"):
-        with pytest.raises(
-            CheckpointSaveError, match=rf"PermissionError: .*Access denied.*memory://run/.*/{path}/"
-        ):
+        with pytest.raises(CheckpointSaveError, match=rf"Access denied.*memory://run/.*/{path}/"):
             save_checkpoint(f"{ROOT}/{path}", entries(2.0), {}, {}, MESH)
     assert value_in(f"{ROOT}/a") == 1.0
     assert len(file_names(memory)) == 4
@@ -112,11 +93,8 @@ def test_cleaning_removes_only_files_of_interrupted_remote_saves(memory: Any) ->
     for path in (f"a/{unfinished}/x", f"b/{unfinished}/y", "b/save-me/z", "c/other", "save-0/w"):
         memory.pipe_file(f"/run/checkpoints/{path}", b"x")
     assert list_checkpoints(ROOT) == [f"{ROOT}/a"]
-    with pytest.raises(CheckpointMismatchError, match="An interrupted save leaves"):
-        load_metadata(f"{ROOT}/b")
     clean_unfinished(ROOT)
     assert [name for name in file_names(memory) if len(name) == 1] == ["w", "z"]
-    assert memory.exists("/run/checkpoints/c/other")
     assert value_in(f"{ROOT}/a") == 1.0
     memory.pipe_file("/run/checkpoints/a/save-0123456789abcdef/x", b"x")
     save_checkpoint(f"{ROOT}/a", entries(2.0), {}, {}, MESH)
@@ -138,16 +116,13 @@ def test_cleaning_keeps_the_files_of_a_checkpoint_with_a_damaged_header(memory: 
 
 def test_damage_is_found_and_the_newest_undamaged_checkpoint_is_taken(memory: Any) -> None:
     for step in (1, 2):
-        save_checkpoint(
-            f"{ROOT}/step={step}", entries(float(step)), {"global_step": step}, {}, MESH
-        )
+        save_checkpoint(f"{ROOT}/step={step}", entries(), {"global_step": step}, {}, MESH)
     assert find_newest(ROOT) == f"{ROOT}/step=2"
     path = next(path for path in memory.find("/run/checkpoints/step=2") if path.endswith("meta.pt"))
     memory.pipe_file(path, memory.cat_file(path)[:-1] + b"x")
     with pytest.raises(CorruptDataError, match=r"step=2/save-[0-9a-f]+/meta\.pt"):
         verify_checkpoint(f"{ROOT}/step=2")
     assert find_newest(ROOT) == f"{ROOT}/step=1"
-    assert find_newest("memory://run/nowhere") is None
 
 
 def test_a_writer_saves_in_the_background_and_removes_remote_checkpoints(memory: Any) -> None:
@@ -161,10 +136,3 @@ def test_a_writer_saves_in_the_background_and_removes_remote_checkpoints(memory:
     assert list_checkpoints(ROOT) == [f"{ROOT}/b"]
     writer.remove(f"{ROOT}/b")
     assert file_names(memory) == []
-
-
-def test_a_url_of_an_unknown_protocol_is_refused() -> None:
-    reads: tuple[Any, ...] = (is_sharded_checkpoint, verify_checkpoint, list_checkpoints)
-    for read in reads:
-        with pytest.raises(UnsupportedError, match="nosuch://run.*Protocol not known"):
-            read("nosuch://run")

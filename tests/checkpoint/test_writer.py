@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ import torch
 from lightning_megatron.checkpoint import (
     CheckpointWriter,
     Entry,
-    find_newest,
     load_metadata,
     load_rank_state,
     read_full,
@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.entries import assign_writers, boxes_to_write
 from lightning_megatron.checkpoint.save import CollectiveSave
-from lightning_megatron.checkpoint.staging import HostCopies, choose_fitting
+from lightning_megatron.checkpoint.staging import HostCopies
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import replicated_spec
@@ -63,7 +63,6 @@ def test_a_background_save_writes_the_values_of_its_start(
     tensors = entries(1.0, size=1000) | {"other": entry_of(torch.arange(12.0).view(3, 4).t())}
     metadata, state = {"global_step": 1, "list": [1]}, {"seen": torch.zeros(2)}
     writer.save(tmp_path / "a", tensors, metadata, state, background=True)
-    assert writer.pending == str(tmp_path / "a")
     tensors[WEIGHT].tensor.fill_(7)
     tensors["other"].tensor.zero_()
     metadata["list"].append(2)  # type: ignore[attr-defined]
@@ -71,7 +70,6 @@ def test_a_background_save_writes_the_values_of_its_start(
     assert not (tmp_path / "a").exists()
     gate.set()
     writer.wait()
-    assert writer.pending is None
     assert value_in(tmp_path / "a") == 1.0
     assert load_metadata(tmp_path / "a") == {"global_step": 1, "list": [1]}
     assert load_rank_state(tmp_path / "a", MESH).values["seen"].tolist() == [0, 0]
@@ -86,57 +84,35 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_memory(
         writer.save(tmp_path / f"step={step}", tensors, {"global_step": step}, {}, background=True)
     writer.wait()
     assert [value_in(tmp_path / f"step={step}") for step in range(4)] == [0, 1, 2, 3]
-    assert find_newest(tmp_path) == str(tmp_path / "step=3")
     assert len(writer._copies._buffers) == 1
 
 
-def test_polling_ends_a_finished_background_save(tmp_path: Path, writer: CheckpointWriter) -> None:
-    writer.poll()
-    writer.save(tmp_path / "a", entries(), {}, {}, background=True)
-    assert writer._running is not None
-    writer._running.join()
-    writer.poll()
-    assert writer.pending is None
-
-
-@pytest.mark.parametrize("call", ["poll", "wait", "save", "close"])
 def test_a_background_failure_is_raised_once_in_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = CheckpointWriter(MESH)
-    fill_disk(monkeypatch, ".distcp", 500)
-    writer.save(tmp_path / "a", entries(size=1000), {}, {}, background=True)
-    assert writer._running is not None
-    writer._running.join()
-    monkeypatch.undo()
-    calls = {
-        "poll": writer.poll,
-        "wait": writer.wait,
-        "close": writer.close,
-        "save": lambda: writer.save(tmp_path / "b", entries(), {}, {}),
-    }
-    with pytest.raises(
-        CheckpointSaveError,
-        match=r"rank 0: OSError: .*No space left.*/\.a\.unfinished/__0_0\.distcp",
-    ):
-        calls[call]()
-    writer.save(tmp_path / "c", entries(3.0), {}, {}, background=True)
-    writer.close()
-    assert value_in(tmp_path / "c") == 3.0
-    assert names_in(tmp_path) == ["c"]
+    save_another = partial(writer.save, tmp_path / "b", entries(), {}, {})
+    for call in (writer.poll, writer.wait, save_another, writer.close):
+        fill_disk(monkeypatch, ".distcp", 500)
+        writer.save(tmp_path / "a", entries(size=1000), {}, {}, background=True)
+        assert writer._running is not None
+        writer._running.join()
+        monkeypatch.undo()
+        with pytest.raises(CheckpointSaveError, match=r"No space left.*/\.a\.unfinished/__0_0"):
+            call()
+        writer.save(tmp_path / "c", entries(3.0), {}, {}, background=True)
+        writer.close()
+        assert value_in(tmp_path / "c") == 3.0
+        assert names_in(tmp_path) == ["c"]
 
 
 def test_a_value_that_cannot_be_pickled_fails_its_save_and_not_the_next(
     tmp_path: Path, writer: CheckpointWriter
 ) -> None:
     for background in (False, True):
-        writer_failed = False
-        try:
+        with pytest.raises(CheckpointSaveError, match="lambda"):  # noqa: PT012
             writer.save(tmp_path / "a", entries(), {"f": lambda: None}, {}, background=background)
             writer.wait()
-        except CheckpointSaveError as error:
-            writer_failed = "lambda" in str(error)
-        assert writer_failed
         assert names_in(tmp_path) == []
     writer.save(tmp_path / "a", entries(), {}, {}, background=True)
     writer.wait()
@@ -155,9 +131,6 @@ def test_removal_waits_for_the_pending_save(
     gate.set()
     writer.wait()
     assert names_in(tmp_path) == ["new"]
-    writer.remove(tmp_path / "new")
-    writer.remove(tmp_path / "new")
-    assert names_in(tmp_path) == []
 
 
 def test_a_checkpoint_stays_when_the_save_of_its_replacement_fails(
@@ -193,27 +166,16 @@ def test_values_that_loading_would_refuse_are_logged_once_when_they_are_saved(
         for name in ("a", "b"):
             writer.save(tmp_path / name, entries(), metadata, {"path": tmp_path}, background=True)
             writer.wait()
-    assert (
-        caplog.text.count("callbacks['Mine']['best'] (tests.checkpoint.test_writer.Unknown)") == 1
-    )
+    assert caplog.text.count("['Mine']['best'] (tests.checkpoint.test_writer.Unknown)") == 1
     assert caplog.text.count("path (pathlib.PosixPath)") == 1
     assert "fine" not in caplog.text
-    assert isinstance(
-        load_metadata(tmp_path / "a", weights_only=False)["callbacks"]["Mine"]["best"], Unknown
-    )
 
 
 def test_host_copies_share_one_buffer_and_have_storages_of_their_own_size(tmp_path: Path) -> None:
     copies = HostCopies(torch.device("cpu"))
-    tensors = [
-        torch.arange(5, dtype=torch.int8),
-        torch.ones(3, 3).t()[1:],
-        torch.tensor(2.5),
-        torch.empty(0),
-    ]
-    pieces = boxes_to_write(
-        {str(number): entry_of(tensor) for number, tensor in enumerate(tensors)}, MESH
-    )
+    tensors = [torch.arange(5, dtype=torch.int8), torch.ones(3, 3).t()[1:], torch.empty(0)]
+    named = {str(number): entry_of(tensor) for number, tensor in enumerate(tensors)}
+    pieces = boxes_to_write(named, MESH)
     for _ in range(2):
         copied = copies.copy(pieces)
         assert len(copies._buffers) == 1
@@ -224,9 +186,7 @@ def test_host_copies_share_one_buffer_and_have_storages_of_their_own_size(tmp_pa
 
 
 def test_a_save_uses_the_reserved_memory(tmp_path: Path, writer: CheckpointWriter) -> None:
-    tensors = {
-        str(number): entry_of(torch.full((1000 * number,), float(number))) for number in range(1, 5)
-    }
+    tensors = {str(n): entry_of(torch.full((1000 * n,), float(n))) for n in range(1, 5)}
     writer.reserve(tensors)
     (buffer,) = writer._copies._buffers
     assert 40_000 <= buffer.memory.nbytes < 80_000
@@ -241,19 +201,10 @@ def test_data_parallel_ranks_divide_the_writing() -> None:
     writers = assign_writers([large, small, large, large, small, large], 2)
     assert writers[1] == writers[4] == 0
     assert sorted(writers[index] for index in (0, 2, 3, 5)) == [0, 0, 1, 1]
-    assert assign_writers([], 3) == []
-
-
-def test_tensors_that_fit_into_spare_memory_are_chosen_in_order() -> None:
-    assert choose_fitting([5, 3, 4, 1, 1], 9) == [True, True, False, True, False]
-    assert choose_fitting([0, 1], 0) == [True, False]
-    assert choose_fitting([], 7) == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "room", [0, 100 << 20, 10 << 30], ids=["no room", "room for some", "room for all"]
-)
+@pytest.mark.parametrize("room", [0, 100 << 20, 10 << 30])
 def test_a_gpu_copies_while_it_computes_and_updates_wait_for_the_copies(
     room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

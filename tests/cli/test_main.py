@@ -13,9 +13,8 @@ import pytest
 import torch
 import yaml
 
-from lightning_megatron.cli.main import COMMANDS
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.recipe_files import recipe_path, recipe_summaries, with_recipe_paths
+from lightning_megatron.recipe_files import recipe_path, with_recipe_paths
 from lightning_megatron.strategy.cli import MegatronCLI
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -75,15 +74,11 @@ def test_commands_load_neither_lightning_nor_torch_before_they_need_them(tmp_pat
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, *commands], capture_output=True, text=True, check=True
     )
-    helped, listed, shown, _ = re.split("loaded:", run.stdout)
-    assert all(f"  {name} " in helped for name in COMMANDS)
+    _, listed, shown, _ = re.split("loaded:", run.stdout)
     summaries = {line.partition(" ")[0]: line for line in listed.splitlines() if line}
     for name in NAMES:
         first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
         assert summaries[name].endswith(first)
-        assert recipe_summaries()[name] == first
-        assert first.endswith(".")
-        assert len(first) <= 98, "a line of the list"
     assert "a file of another strategy" in shown
     assert re.findall("loaded:(.*)", run.stdout) == ["", "", " torch"]
 
@@ -95,7 +90,6 @@ def test_errors_are_one_message_without_traceback(refused: Any, base: Path) -> N
         "fit --model lightning_megatron.HuggingFaceCausalLM --model.path nowhere": "lightning-megatron fit: error: path must be a local folder with config.json",
         f"fit -c {base} {STRATEGY} --trainer.strategy.tp 2": "fit: error: world_size (1) must be a multiple of tp",
         "fit -c recipe:gpt": "recipe:gpt is not a recipe of this package. The recipes are: bert_336m_gpu,",
-        f"fit -c {base} --model.init_args.contex 16": "contex",
         f"fit -c {base} {STRATEGY} --trainer.strategy.tq 2": "tq",
     }.items():
         assert message in refused(command), command
@@ -145,37 +139,24 @@ def test_schedule_option_takes_a_file_and_refuses_the_name_of_a_function(base: P
         MegatronCLI(args=["fit", "-c", str(base), *schedule])
 
 
-def test_help_lists_the_options_of_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
-        MegatronCLI(args=["fit", "--trainer.strategy.help", "lightning_megatron.MegatronStrategy"])
-    text = capsys.readouterr().out
-    for name in ("tp", "pp", "vpp", "schedule", "microbatch_size"):
-        assert f"--trainer.strategy.{name} " in text
+GRAPHS, CLONES = "cuda_graphs .full. needs GPUs", r"expert_clones \(\d\) needs ep"
+#: Options, their values, the settings that they give, and why these do not fit here.
+SETTINGS: list[tuple[str, str, dict[str, Any], str]] = [
+    ("cuda_graphs.mode", "full", {"mode": "full"}, GRAPHS),
+    ("init_args.cuda_graphs", "{mode: full, warmup_steps: 4}", {"warmup_steps": 4}, GRAPHS),
+    ("expert_clones", "{places: 2, min_rows: 9}", {"places": 2, "min_rows": 9}, CLONES),
+    ("expert_clones.places", "3", {"places": 3, "min_rows": None}, CLONES),
+]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "expected", "refusal"),
-    [
-        ("cuda_graphs.mode", "full", {"mode": "full"}, "cuda_graphs .full. needs GPUs"),
-        ("init_args.cuda_graphs", "{mode: full, warmup_steps: 4}", {"mode": "full", "warmup_steps": 4}, "cuda_graphs .full. needs GPUs"),
-        ("expert_clones", "2", 2, r"expert_clones \(\d\) needs ep"),
-        ("expert_clones", "{places: 2, min_rows: 9}", {"places": 2, "min_rows": 9}, r"expert_clones \(\d\) needs ep"),
-        ("expert_clones.places", "3", {"places": 3, "min_rows": None}, r"expert_clones \(\d\) needs ep"),
-    ],
-)  # fmt: skip
-def test_options_of_the_strategy_take_a_value_or_a_mapping(
-    option: str, value: str, expected: Any, refusal: str, base: Path, capsys: Any
-) -> None:
-    options = [f"--trainer.strategy.{option}", value]
-    config = config_of(capsys, f"-c {base} {STRATEGY}", *options)
-    name = option.removeprefix("init_args.").partition(".")[0]
-    actual = config["trainer"]["strategy"]["init_args"][name]
-    if isinstance(expected, dict):
-        assert expected.items() <= actual.items()
-    else:
-        assert actual == expected
-    with pytest.raises(ValueError, match=refusal):
-        MegatronCLI(args=["fit", "-c", str(base), STRATEGY, *options])
+def test_options_of_the_strategy_take_a_mapping_or_its_parts(base: Path, capsys: Any) -> None:
+    for option, value, expected, refusal in SETTINGS:
+        options = [f"--trainer.strategy.{option}", value]
+        config = config_of(capsys, f"-c {base} {STRATEGY}", *options)
+        name = option.removeprefix("init_args.").partition(".")[0]
+        assert expected.items() <= config["trainer"]["strategy"]["init_args"][name].items()
+        with pytest.raises(ValueError, match=refusal):
+            MegatronCLI(args=["fit", "-c", str(base), STRATEGY, *options])
 
 
 def test_a_recipe_is_read_by_name_from_any_folder(
@@ -185,23 +166,9 @@ def test_a_recipe_is_read_by_name_from_any_folder(
     expected = config_of(capsys, f"-c {RECIPES / 'gpt_speeches_cpu.yaml'}")
     assert expected["trainer"]["strategy"]["init_args"]["pp"] == 2
     assert config_of(capsys, "-c recipe:gpt_speeches_cpu") == expected
-    arguments = ["fit", "--config=recipe:gpt_speeches_cpu.yaml", "--print_config"]
-    monkeypatch.setattr(sys, "argv", ["lightning-megatron", *arguments])
-    with pytest.raises(SystemExit, match="^0$"):
-        MegatronCLI()
-    assert yaml.safe_load(capsys.readouterr().out) == expected
-
-
-def test_recipe_names_are_replaced_only_in_the_config_option() -> None:
-    arguments = [
-        "fit",
-        "--model.text",
-        "recipe:gpt_speeches_cpu",
-        "--data.text=recipe:x",
-        "-c",
-        "a.yaml",
-    ]
-    assert with_recipe_paths(arguments) == arguments
+    assert config_of(capsys, "--config=recipe:gpt_speeches_cpu.yaml") == expected
+    others = ["fit", "--model.text", "recipe:gpt_speeches_cpu", "--data.text=recipe:x", "-c", "a"]
+    assert with_recipe_paths(others) == others, "only the option for recipes takes their names"
 
 
 LAUGHS = "".join(
@@ -214,14 +181,10 @@ REFERENCES = "".join(
 DAMAGED: dict[str, tuple[bytes, str]] = {
     "bytes": (b"# \xff", r"x\.yaml: byte 2 is not UTF-8"),
     "unknown key": (b"trainer: {max_steps: '${nope}'}", r"trainer\.max_steps: .*'fit\.nope'"),
-    "no end": (b"trainer: {max_steps: '${trainer'}", r"trainer\.max_steps: no viable alternative"),
-    "resolver": (b"trainer: {max_steps: '${foo:3}'}", "Unsupported interpolation type foo"),
     "cycle": (b"trainer: {max_steps: '${trainer.max_epochs}', max_epochs: '${trainer.max_steps}'}", r"x\.yaml:1: .* holds itself"),
-    "alias of itself": (b"trainer: &a [*a]", r"x\.yaml:1: .* holds itself"),
     "aliases of aliases": (f"a: &a [1]\n{LAUGHS}".encode(), r"x\.yaml:\d: .* counting aliases"),
     "references": (f"a: 1\n{REFERENCES}".encode(), r"x\.yaml:\d: .* counting aliases and"),
     "nested": (b"trainer: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
-    "binary": (b"trainer: !!binary aGVsbG8=", r"x\.yaml:1: .* has the type 'binary'"),
     "object": (b"trainer: !!python/object/apply:os.getpid []", "has the type 'python/object"),
     "digits": (b"trainer: {max_steps: " + b"9" * 5000 + b"}", "integer of too many digits"),
     "large": (b"a" * (1 << 19), "has more than 262144 bytes"),
@@ -229,8 +192,8 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_recipes_end_with_one_error(name: str, tmp_path: Path, refused: Any) -> None:
-    content, message = DAMAGED[name]
-    (tmp_path / "x.yaml").write_bytes(content)
-    assert re.search(f"error: .*{message}", refused(f"fit --config={tmp_path / 'x.yaml'}"))
+def test_damaged_recipes_end_with_one_error(tmp_path: Path, refused: Any) -> None:
+    for name, (content, message) in DAMAGED.items():
+        (tmp_path / "x.yaml").write_bytes(content)
+        refusal = refused(f"fit --config={tmp_path / 'x.yaml'}")
+        assert re.search(f"error: .*{message}", refusal), name

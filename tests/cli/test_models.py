@@ -20,15 +20,13 @@ from lightning_megatron import (
     GPTConfig,
     HuggingFaceCausalLM,
     LoraSettings,
-    MegatronStrategy,
     generate,
 )
-from lightning_megatron.cli.text_generation import seed_of_batch
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.evaluation import token_losses
 from lightning_megatron.evaluation.wikitext import count_words, detokenize
 from tests.evaluation import oracle
-from tests.fits import Job, run_job
+from tests.fits import Job, run_job, trainer_of
 from tests.tiny_llama import save_tiny_llama
 
 PRECISE = "--precision 64-true --accelerator cpu"
@@ -60,25 +58,20 @@ def train_and_save(module: pl.LightningModule, path: Path, strategy: Any) -> Any
     """Train one step, save, and return the module."""
     rows = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(2))
     data = DataLoader([{"tokens": row, "labels": row} for row in rows], batch_size=2)
-    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    quiet |= {"enable_progress_bar": False, "accelerator": "cpu", "devices": 1}
-    trainer = pl.Trainer(strategy=strategy, precision="64-true", max_steps=1, **quiet)
+    trainer = trainer_of(Job(strategy=strategy, steps=1, trainer={"gradient_clip_val": None}))
     trainer.fit(module, data)
     trainer.save_checkpoint(path)
     return module
-
-
-def small_causal_lm() -> CausalLM:
-    sizes = {"vocab_size": 257, "max_seq_length": 32, "num_layers": 2, "hidden_size": 16}
-    torch.manual_seed(5)
-    return CausalLM(GPTConfig.llama(**sizes, num_heads=2), learning_rate=0.1)
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Return a checkpoint of Lightning's, and the module that it was saved from."""
     path = tmp_path_factory.mktemp("own") / "own.ckpt"
-    return path, train_and_save(small_causal_lm(), path, "auto")
+    torch.manual_seed(5)
+    sizes = {"vocab_size": 257, "max_seq_length": 32, "num_layers": 2, "hidden_size": 16}
+    module = CausalLM(GPTConfig.llama(**sizes, num_heads=2), learning_rate=0.1)
+    return path, train_and_save(module, path, None)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +80,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> tuple[Path,
     pytest.importorskip("peft")
     path = tmp_path_factory.mktemp("tuned") / "tuned.ckpt"
     module = HuggingFaceCausalLM(str(folder), learning_rate=0.1, lora=LoraSettings(r=4))
-    return path, train_and_save(module, path, MegatronStrategy())
+    return path, train_and_save(module, path, {})
 
 
 @torch.no_grad()
@@ -107,8 +100,6 @@ def test_a_folder_is_evaluated_with_its_tokenizer(folder: Path, printed: Any) ->
     ids = tokenizer(detokenize(oracle.TEXT), add_special_tokens=False)["input_ids"]
     expected = oracle.perplexities(model, ids, count_words(oracle.TEXT))
     actual = json.loads(printed(evaluation_of(folder, folder, f"{WINDOWS} --json")))
-    sizes = {"window": 24, "stride": 8, "words": 31, "tokens": len(ids), "devices": 1, "tp": 1}
-    assert {name: actual[name] for name in sizes} == sizes
     assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=1e-7)
     table = printed(evaluation_of(folder, folder, f"{WINDOWS} --no-progress"))
     rows = dict(line.split() for line in table.splitlines())
@@ -119,7 +110,6 @@ def test_checkpoints_are_evaluated_with_their_trained_weights(
     folder: Path, own: Any, tuned: Any, printed: Any
 ) -> None:
     text = detokenize(oracle.TEXT)
-    untrained = json.loads(printed(evaluation_of(folder, folder, f"{WINDOWS} --json")))
     for (path, module), options, ids in (
         (own, "--tokenizer bytes", list(text.encode())),
         (tuned, "", load_tokenizer(folder).encode(text)),
@@ -127,7 +117,6 @@ def test_checkpoints_are_evaluated_with_their_trained_weights(
         actual = json.loads(printed(evaluation_of(path, folder, f"{WINDOWS} --json {options}")))
         expected = perplexity(module.model.eval(), ids)
         assert actual["token_perplexity"] == pytest.approx(expected, rel=1e-7)
-        assert untrained["token_perplexity"] != pytest.approx(expected, rel=1e-2)
 
 
 def test_unsupported_models_and_options_of_an_evaluation_are_refused(
@@ -139,14 +128,10 @@ def test_unsupported_models_and_options_of_an_evaluation_are_refused(
     passages = f"evaluate {folder} --task lambada --data {bad}"
     for command, message in {
         evaluation_of(own[0], folder): "names no tokenizer",
-        evaluation_of(
-            own[0], folder, "--tokenizer gpt2"
-        ): "at most as many tokens as the model (257)",
+        evaluation_of(own[0], folder, "--tokenizer gpt2"): "as many tokens as the model (257)",
         evaluation_of(other, folder): "must be that of a CausalLM or a HuggingFaceCausalLM",
-        evaluation_of(tmp_path / "none", folder): "MODEL must be a Hugging Face folder or a checkp",
         f"{passages} --stride 3": "--stride is for long texts alone",
         passages: f"{bad}:2 has fewer than two words",
-        evaluation_of(folder, folder, "--window 8"): "stride (32) must be at least 1",
     }.items():
         assert message in refused(command)
 
@@ -165,11 +150,9 @@ def tokens_by_transformers(folder: Path, prompt: str, **options: Any) -> list[in
 def test_tokens_and_texts_match_transformers(folder: Path, printed: Any) -> None:
     actual = rows_of(printed, generation_of(folder, "--batch-size 2"))
     expected = [tokens_by_transformers(folder, prompt) for prompt in PROMPTS]
-    assert [row["prompt"] for row in actual] == PROMPTS
     assert [row["tokens"] for row in actual] == expected
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert [row["text"] for row in actual] == [tokenizer.decode(row) for row in expected]
-    assert {row["finish_reason"] for row in actual} == {"length"}
     beams = rows_of(printed, generation_of(folder, "--beams 3"))
     expected = [tokens_by_transformers(folder, prompt, num_beams=3) for prompt in PROMPTS]
     assert [row["tokens"] for row in beams] == expected
@@ -181,10 +164,6 @@ def test_text_ends_before_a_stop_string_and_is_written_token_by_token(
     # Some tokens of its continuation are halves of characters.
     prompt = "Hello"
     tokens = tokens_by_transformers(folder, prompt)
-    stop_token = f"--stop-token {tokens[4]}"
-    (row,) = rows_of(printed, generation_of(folder, stop_token, prompts=[prompt]))
-    assert row["tokens"] == tokens[: tokens.index(tokens[4]) + 1]
-    assert row["finish_reason"] == "stop"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     stop = next(sign for sign in tokenizer.decode(tokens) if sign != "\ufffd")
     last = next(n for n in range(1, NEW_TOKENS + 1) if stop in tokenizer.decode(tokens[:n]))
@@ -211,14 +190,6 @@ def test_checkpoints_generate_the_tokens_of_their_modules(
         expected = generate(module, [encode(prompt) for prompt in PROMPTS], settings)
         actual = rows_of(printed, generation_of(path, options))
         assert [row["tokens"] for row in actual] == expected
-    assert expected != [tokens_by_transformers(folder, prompt) for prompt in PROMPTS]
-
-
-def test_seeds_of_batches_differ() -> None:
-    seeds = {seed_of_batch(seed, number) for seed in range(20) for number in range(20)}
-    assert len(seeds) == 400
-    assert seed_of_batch(7, 0) == 7
-    assert all(GenerationSettings(seed=seed).seed == seed for seed in seeds)
 
 
 def test_unsupported_prompts_and_options_of_a_generation_are_refused(
@@ -231,17 +202,10 @@ def test_unsupported_prompts_and_options_of_a_generation_are_refused(
         (generation_of(folder, prompts=[" "]), "--prompt ' ' has none"),
         (generation_of(folder, prompts=["a", "b" * 60]), "prompt 2 has 60, and --max-new-tokens"),
         (generation_of(own[0], "--tokenizer bytes", ["b" * 30]), "longest row (32 tokens)"),
-        (generation_of(own[0]), "names no tokenizer"),
         (generation_of(own[0], "--tokenizer nobody"), "tokenizer 'nobody' does not exist"),
         (generation_of(folder, "--beams 2 --sample"), "a beam search cannot sample tokens"),
         (generation_of(folder, "--top-p 0.5"), "--top-p needs --sample"),
-        (generation_of(folder, "--length-penalty 0"), "--length-penalty needs --beams"),
-        (generation_of(folder, "--samples 2"), "--samples 2 needs --sample"),
-        (generation_of(folder, "--sample --temperature 0"), "temperature must be"),
         ([*generation_of(folder), "--stop", ""], "stop string must have at least one character"),
-        (generation_of(folder, "--tp 2"), "tp"),
-        (generation_of(tmp_path / "none"), "MODEL must be a Hugging Face folder or a checkpoint"),
         ([*file, str(lines)], f"{lines}:2"),
-        ([*file, str(tmp_path / "none.txt")], "the prompts must be a file"),
     ):
         assert message in refused("", *command)

@@ -36,20 +36,14 @@ def documents(prefix: Path) -> list[str]:
     return [ByteTokenizer().decode(piece.tolist()) for piece in tokens]
 
 
-def test_json_lines_become_documents_in_order(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_lines_become_documents_in_order(tmp_path: Path) -> None:
     texts = ["first", "", "third é", "fourth"]
     write_jsonl(tmp_path / "in.jsonl", texts)
     preprocess(tmp_path, "in.jsonl", "--append-eod --workers 1")
     assert documents(tmp_path / "out") == texts
     corpus = TokenFile(tmp_path / "out")
-    # An empty text is an empty document, without end-of-document token.
-    assert corpus.document_index.tolist() == [0, 1, 1, 2, 3]
+    assert corpus.document_index.tolist() == [0, 1, 1, 2, 3], "an empty text has no end"
     assert [int(corpus[i][-1]) for i in range(3)] == [256, 256, 256]
-    assert corpus.description is not None
-    assert corpus.description.num_bytes == sum(len(text.encode()) for text in texts)
-    assert "4 documents" in capsys.readouterr().out
     write_jsonl(tmp_path / "other.jsonl", ["a"], key="content")
     preprocess(tmp_path, "other.jsonl", "--json-key content")
     assert documents(tmp_path / "out") == ["a"]
@@ -69,57 +63,43 @@ def test_output_files_do_not_depend_on_the_number_of_workers(
     assert len(documents(tmp_path / "out3")) == 150
 
 
-@pytest.mark.parametrize(
-    ("document", "expected"),
-    [
-        ("file", ["one\ntwo\n\n\nthree\n", "four"]),
-        ("line", ["one", "two", "three", "four"]),
-        ("paragraph", ["one\ntwo", "three", "four"]),
-    ],
-)
-def test_plain_text_is_cut_by_file_line_or_paragraph(
-    tmp_path: Path, document: str, expected: list[str]
-) -> None:
+def test_plain_text_is_cut_by_file_line_or_paragraph(tmp_path: Path) -> None:
     directory = tmp_path / "texts"
     directory.mkdir()
     (directory / "a.txt").write_text("one\ntwo\n\n\nthree\n")
-    with gzip.open(directory / "b.txt.gz", "wt") as file:
-        file.write("four")
+    (directory / "b.txt.gz").write_bytes(gzip.compress(b"four"))
     (directory / "ignored.bin").write_bytes(b"\xff")
-    preprocess(tmp_path, "texts", f"--document {document}")
-    assert documents(tmp_path / "out") == expected
+    for document, expected in {
+        "file": ["one\ntwo\n\n\nthree\n", "four"],
+        "line": ["one", "two", "three", "four"],
+        "paragraph": ["one\ntwo", "three", "four"],
+    }.items():
+        preprocess(tmp_path, "texts", f"--document {document}")
+        assert documents(tmp_path / "out") == expected
 
 
 FIRST = b'{"text": "first"}\n'
 FAULTS = [
     (FIRST + b'\n{"text": "b"\n', "in.jsonl:3 is not valid JSON"),
     (b'{"content": "a"}\n', "in.jsonl:1 has no text under the key 'text': ['content']"),
-    (FIRST + b"[" * 100_000, "in.jsonl:2 is not valid JSON: "),
-    (FIRST + b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "in.jsonl:2 is not valid JSON: "),
     (FIRST + b'{"text": "a", "text": "b"}', "in.jsonl:2 is not valid JSON: the key 'text' occurs"),
     (FIRST + b'{"text": "a\\ud800b"}', "in.jsonl:2 is not valid text: character 2 is half of a"),
 ]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_invalid_line_is_reported_by_number_and_nothing_is_written(
-    tmp_path: Path, workers: int
-) -> None:
+def test_an_invalid_line_is_reported_by_number_and_nothing_is_written(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    for content, message in FAULTS if workers == 1 else FAULTS[:1]:
+    for number, (content, message) in enumerate(FAULTS):
         path.write_bytes(content)
         with pytest.raises(CorruptDataError) as caught:
-            preprocess(tmp_path, "in.jsonl", f"--workers {workers}")
+            preprocess(tmp_path, "in.jsonl", f"--workers {2 if number == 0 else 1}")
         assert message in str(caught.value)
         assert sorted(tmp_path.iterdir()) == [path]
-
-
-def test_text_that_is_not_utf8_and_missing_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_bytes(b"good\nb\xe9d\n")
     with pytest.raises(CorruptDataError, match=r"in\.txt:2 is not UTF-8"):
         preprocess(tmp_path, "in.txt", "--document line")
     with pytest.raises(UnsupportedError, match="no input was found"):
-        preprocess(tmp_path, "*.jsonl")
+        preprocess(tmp_path, "*.json")
 
 
 def test_a_damaged_gzip_file_is_reported_by_name(tmp_path: Path) -> None:

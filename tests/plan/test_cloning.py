@@ -33,14 +33,10 @@ COUNTS = [
 
 def test_worked_examples_of_the_steps_of_a_plan() -> None:
     assert excess_of_rank([50, 100, 150, 200], 250) == [0, 0, 50, 200], "light experts stay"
-    assert excess_of_rank([200, 50, 150, 100], 250) == [200, 0, 50, 0]
     assert excess_of_rank([7, 7, 7], 10) == [0, 4, 7], "of equals the first stays"
-    assert excess_of_rank([20, 5], 0) == [20, 5]
     assert overlaps([100, 150], [80, 120]) == [[80, 20], [0, 100]]
     # Ranks send in proportion, and the first ranks send the remainder.
-    for amount, off in ((80, [24, 40, 16]), (83, [26, 41, 16])):
-        sent = divide_over_ranks([[30], [50], [20]], [0], [amount])
-        assert sent == tuple((number,) for number in off)
+    assert divide_over_ranks([[30], [50], [20]], [0], [83]) == ((26,), (41,), (16,))
 
 
 def test_both_assignments_send_the_largest_surplus_to_the_largest_room() -> None:
@@ -64,13 +60,6 @@ def test_clones_balance_four_ranks_and_none_is_below_min_rows() -> None:
     assert (plan.owners, plan.amounts) == ((-1, 1, -1, -1), (0, 150, 0, 0))
     assert plan.rows == (350, 350, 300, 400)
     assert not any(row[2] for row in plan.off)
-
-
-def test_the_first_selections_in_the_order_of_tokens_move_to_clones() -> None:
-    layout = ExpertPlaces(num_ranks=4, num_experts=8, places=1)
-    plan = ClonePlan(layout, (-1, 1, 7, -1), (0, 12, 4, 0), ((0, 3, 1, 0),) * 4, (0,) * 4)
-    actual = physical_experts([[1, 7], [1, 0], [7, 1], [2, -1], [1, 3], [7, 6]], plan, 0)
-    assert actual == ((5, 8), (5, 0), (10, 5), (3, -1), (1, 4), (10, 9))
 
 
 def check_plan(drawn: DrawnCounts, plan: ClonePlan) -> None:
@@ -141,30 +130,17 @@ def test_invalid_sizes_and_speeds_are_refused() -> None:
         [
             ((4, 6, 1), "num_experts (6) must be a multiple of num_ranks (4)"),
             ((4, 8, 7), "places (7) must be at most 6"),
-            ((1, 8, 1), "places (1) must be at most 0"),
-            ((4, 8, 0), "places must be a whole number of at least 1: it is 0"),
         ],
     )
-    fine = {"products": 1.0, "bandwidth": 1.0}
-    speeds = [
-        ({**fine, name: value}, f"{name} must be a positive speed")
-        for name in fine
-        for value in (0.0, -1.0, float("inf"), float("nan"))
-    ]
-    gradient = ({**fine, "gradient": 0}, "gradient must be a whole number")
-    check_refusals(CloneCost, [*speeds, gradient])
+    for products, bandwidth in ((0.0, 1.0), (1.0, float("inf")), (float("nan"), 1.0)):
+        speeds = {"products": products, "bandwidth": bandwidth}
+        check_refusals(CloneCost, [(speeds, "must be a positive speed")])
 
 
 def test_the_fewest_rows_of_a_clone_follow_from_speeds() -> None:
-    speeds = [(450e12, 250e9), (450e12, 350e9), (650e12, 250e9), (650e12, 350e9)]
-    for gradient, sends_again, rows in (
-        (2, False, [1200, 857, 1733, 1238]),
-        (4, False, [1800, 1286, 2600, 1857]),
-        (4, True, [2400, 1714, 3467, 2476]),
-    ):
+    for gradient, sends_again, rows in ((2, False, 1200), (4, False, 1800), (4, True, 2400)):
         options = {"gradient": gradient, "sends_again": sends_again}
-        costs = [CloneCost(products=p, bandwidth=links, **options) for p, links in speeds]
-        assert [cost.min_rows for cost in costs] == rows
+        assert CloneCost(products=450e12, bandwidth=250e9, **options).min_rows == rows
     cost, size = CloneCost(products=650e12, bandwidth=350e9), 3 * 2048 * 768
     transfers = 8 * size / 350e9
     assert cost.seconds_saved(0, 2, size) == pytest.approx(-2 * transfers)

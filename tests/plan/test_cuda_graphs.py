@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan import CudaGraphs
 from lightning_megatron.plan.activations import ActivationCosts
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.cuda_graphs import GraphConditions, GraphScope, check_cuda_graphs
 from lightning_megatron.plan.graph_memory import GraphMemory, graph_memory
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.schedule import Schedule, build_schedule
 from tests.refusals import check_refusals
 
@@ -33,7 +33,6 @@ UPDATES = CudaGraphs("segments", optimizer=True)
 def test_a_mode_a_mapping_and_a_settings_object_are_equivalent() -> None:
     assert CudaGraphs.of("segments") == CudaGraphs.of({"mode": "segments"}) == SEGMENTS
     assert CudaGraphs.of(SEGMENTS) is SEGMENTS
-    assert CudaGraphs.of(None) is None
     actual = CudaGraphs.of({"mode": "segments", "scopes": ["attention", "mlp"], "warmup_steps": 5})
     assert actual == CudaGraphs("segments", ("attention", "mlp"), 5)
     scopes = get_args(GraphScope)
@@ -47,32 +46,19 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     check_refusals(
         CudaGraphs.of,
         [
-            (
-                ("partial",),
-                "must be segments, full, CudaGraphs or a mapping of its settings or None",
-            ),
-            ((True,), "it is True, of type bool."),
+            (("partial",), "must be segments, full, CudaGraphs or a mapping of its settings or"),
             (({"mode": "segment"},), "cuda_graphs.mode must be segments or full: it is 'segment'."),
             (({},), "cuda_graphs must have mode: it has nothing."),
             (({"mode": "full", "warmup": 3},), "has no setting 'warmup'. Its settings are mode, "),
             (({**segments, "scopes": ["attention", "moe"]},), "scopes[1] must be embedding, "),
-            (({**segments, "scopes": "all"},), "it is 'all', of type str."),
             (({**segments, "scopes": []},), "it is empty, so nothing would be captured."),
-            (({**segments, "scopes": ["mlp", "mlp"]},), "it is mlp, mlp. Name each once."),
             (({**segments, "scopes": ["all", "mlp"]},), "and all includes the others."),
             (({"mode": "full", "scopes": ["attention"]},), "must be all with mode full"),
             (({**segments, "scopes": ["attention", "preprocess"]},), "Use router and preprocess"),
             (({**segments, "warmup_steps": 0},), "must be a whole number of at least 1: it is 0."),
-            (({**segments, "max_shapes": 0},), "must be a whole number of at least 1: it is 0."),
-            (({"mode": "full", "on_new_shape": "recapture"},), "must be eager, error or capture"),
-            (({"mode": "full", "on_failure": "capture"},), "must be eager or error"),
             (
-                ({"mode": "full", "optimizer": "yes"},),
-                "optimizer must be True or False: it is 'yes'",
-            ),
-            (
-                ({"mode": "full", "fixed_shapes": True, "on_new_shape": "capture"},),
-                "Use on_new_shape of error, or leave fixed_shapes out.",
+                ({**segments, "fixed_shapes": True, "on_new_shape": "capture"},),
+                "Use on_new_shape of",
             ),
         ],
         ParallelPlanError,
@@ -110,7 +96,6 @@ def test_runs_that_cannot_be_captured_are_refused() -> None:
         (SEGMENTS, {"transport": "all_to_all"}),
         (CudaGraphs("segments", ("attention", "combine")), {"transport": "all_to_all"}),
         (FULL, {"transport": "auto"}),
-        (FULL, {"transport": "none"}),
         (FULL, {"precision": "16-mixed", **reader}),
         (UPDATES, {"precision": "bf16-mixed", "gradient_dtype": "float32"}),
         (FULL, {"compile_modes": ("default", "max-autotune-no-cudagraphs")}),
@@ -123,25 +108,10 @@ def test_runs_that_cannot_be_captured_are_refused() -> None:
 
 #: A block that keeps 60 of attention and 40 of its MLP, and a head.
 BLOCK = ActivationCosts(
-    boundary=10,
-    layer=100,
-    kept=100,
-    masks=0,
-    layer_forward=20,
-    layer_backward=30,
-    head=12,
-    head_backward=5,
-    loss_kept=50,
-    loss_forward=70,
-    loss_backward=80,
-    slots=0,
-    waiting=45,
-    head_waiting=8,
-    weight_half=3,
-    captured_attention=50,
-    captured_network=25,
-    network=40,
-)
+    boundary=10, layer=100, kept=100, masks=0, layer_forward=20, layer_backward=30, network=40,
+    head=12, head_backward=5, loss_kept=50, loss_forward=70, loss_backward=80, slots=0, waiting=45,
+    head_waiting=8, weight_half=3, captured_attention=50, captured_network=25,
+)  # fmt: skip
 TOKENS = 4
 ID = 8 * TOKENS
 PLAIN = build_schedule("1f1b", 1, 8)
@@ -169,7 +139,6 @@ def test_every_slot_of_a_stage_has_a_pool_and_inputs() -> None:
     activations = 2 * 100 + 12 + 50
     alone = memory(SEGMENTS)
     assert alone == GraphMemory(activations + (80 + 5), 2 * 2 * ID + 4 * TOKENS)
-    assert alone.total == alone.pools + alone.inputs
     assert memory(SEGMENTS, build_schedule("1f1b", 1, 64)) == alone
     two = build_schedule("1f1b", 2, 8)
     assert memory(SEGMENTS, two, 0) == GraphMemory(2 * (2 * 100 + 50), 3 * ID + 10)
@@ -210,16 +179,7 @@ def test_scopes_select_the_counted_memory() -> None:
 
 
 def test_the_estimate_of_a_stage_has_a_part_for_graphs() -> None:
-    model = ModelShape(
-        num_layers=4,
-        hidden_size=64,
-        ffn_hidden_size=256,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        vocab_size=128,
-        gated=False,
-    )
+    model = GPTConfig.gpt2(num_layers=4, hidden_size=64, num_heads=4, vocab_size=128).memory_shape()
     layout = ParallelLayout(2, pp=2)
     step = TrainingShape(seq_length=64, num_microbatches=8)
     graphs = replace(step, cuda_graphs=SEGMENTS)

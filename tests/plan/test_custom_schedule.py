@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from itertools import count, pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,17 +17,14 @@ from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.plan import (
     Action,
     Placement,
-    Schedule,
     build_schedule,
     custom_schedule,
     format_schedule,
-    live_microbatches,
     parse_schedule,
     plan_transfers,
     read_schedule,
     simulate,
 )
-from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.custom_order import (
     CustomOrder,
     order_from_file,
@@ -36,11 +32,7 @@ from lightning_megatron.plan.custom_order import (
     order_may_split,
     shape_of_order,
 )
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
-from lightning_megatron.plan.model_shape import ModelShape
-from lightning_megatron.plan.schedule import forward_schedule
-from lightning_megatron.plan.zero_bubble import zero_bubble_row
 from tests.plan.pipelines import (
     NUMBERS,
     DrawnRows,
@@ -101,17 +93,12 @@ def test_a_schedule_that_lacks_or_repeats_an_action_is_refused(number: int) -> N
         drawn.schedule()
 
 
-def test_a_function_gives_the_name_and_rows_of_a_custom_schedule() -> None:
-    def eager(rank: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Iterable:
-        return zero_bubble_row(rank, num_stages, num_microbatches, lead=3)
-
-    schedule = custom_schedule(eager, 4, 12)
-    assert schedule.name == "eager"
-    assert [live_microbatches(schedule, rank).total for rank in range(4)] == [10] * 4
-
-
-def endless(rank: int, *sizes: int) -> Iterator[Action]:
-    yield from (Action("F", 0, number % 2) for number in count())
+def last_first(rank: int, pp: int, num_microbatches: int, vpp: int) -> Iterator[Action]:
+    """Yield all forwards, then all backwards from the last microbatch on, for even numbers."""
+    if num_microbatches % 2:
+        raise ZeroDivisionError("odd")
+    yield from (Action("F", 0, number) for number in range(num_microbatches))
+    yield from (Action("B", 0, number) for number in reversed(range(num_microbatches)))
 
 
 F0, F1, B0, B1 = Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)
@@ -124,27 +111,17 @@ def test_illegal_rows_are_refused_with_the_reason() -> None:
             ((None,), "the row must be a sequence of actions: the function returned None"),
             (([("F", 0, 0)],), "whose chunk and microbatch are whole numbers"),
             (([Action("F", 0, 1.0)],), "it has Action(kind='F', chunk=0, microbatch=1.0)"),
-            (([Action("F", True, 1)],), "Use Action(kind, chunk, microbatch)."),
             (([Action("G", 0, 0)],), "is of no kind that exists. Use F, B, I or W."),
             (([F0, Action("F", 0, 2)],), "Use chunks of 0 to 0 and microbatches of 0 to 1."),
-            (([F0, Action("F", 1, 0)],), "names a chunk or microbatch that does not exist"),
             (([B0, F0, F1, B1],), "B of microbatch 0 in chunk 0 happens before its F."),
-            (
-                ([F0, B0, F1, B1, Action("I", 0, 0)],),
-                "must come with B, or with I and W: found F, B, I.",
-            ),
-            (([F0, B0],), "F of microbatch 1 in chunk 0 must come with B, or with I and W"),
-            ((endless(0),), "F of microbatch 0 in chunk 0 happens twice."),
+            (([F0, B0, F1, B1, Action("I", 0, 0)],), "must come with B, or with I and W: found"),
+            ((repeat(F0),), "F of microbatch 0 in chunk 0 happens twice."),
         ],
     )
-    check_refusals(
-        lambda *sizes: custom_schedule(endless, *sizes),
-        [((0, 2), "pp must be"), ((2, 0), "num_microbatches must be"), ((2, 2, 0), "vpp must be")],
-    )
+    sizes = [((0, 2), "pp must be"), ((2, 0), "num_microbatches must be")]
+    check_refusals(lambda *given: custom_schedule(last_first, *given), sizes)
     forwards = custom_schedule(lambda *_: [F1, F0], 2, 2, forward_only=True)
     assert simulate(forwards).length == 3
-    with pytest.raises(ParallelPlanError, match="A stage without backwards runs each microbatch"):
-        custom_schedule(lambda *_: [F0, F1, B1, B0], 2, 2, forward_only=True)
 
 
 def test_a_deadlock_names_the_stages_that_wait_for_each_other() -> None:
@@ -155,10 +132,6 @@ def test_a_deadlock_names_the_stages_that_wait_for_each_other() -> None:
         "waits for the input of F of microbatch 1 in chunk 0 from stage 1. Order the actions so",
     ):
         custom_schedule(lambda rank, *_: rows[rank], 3, 2, name="crossed")
-    turn = (Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0))
-    crossed = (turn[1], turn[0], *turn[2:])
-    with pytest.raises(ParallelPlanError, match="Stage 1 waits for the input of F|Stage 0 waits"):
-        simulate(Schedule("mine", 2, 1, 2, (turn, crossed), shape="v").validate())
 
 
 @given(NUMBERS)
@@ -188,9 +161,7 @@ def test_cells_are_virtual_stage_kind_and_microbatch() -> None:
     ("name", "chunks", "shape"),
     [
         ("ScheduleInterleaved1F1B", 2, "loop"),
-        ("ScheduleLoopedBFS", 3, "loop"),
         ("ScheduleInterleavedZeroBubble", 2, "loop"),
-        ("ScheduleZBVZeroBubble", 2, "v"),
         ("ScheduleDualPipeV", 2, "v"),
     ],
 )
@@ -220,45 +191,23 @@ def test_texts_that_are_no_schedule_are_refused_with_the_reason(tmp_path: Path) 
             (("",), "mine.csv must have a row for each rank: it has none"),
             (("0F0,0B0\n,,\n",), "at least one action: row 1 of 2 has none"),
             (("0F0,0SEND_F0\n",), "such as 0F3: it is '0SEND_F0'"),
-            (("0F0,0B\n",), "it is '0B'"),
             (("0F0,(0F1;0B0)W\n",), "it is '(0F1;0B0)W'"),
-            (("0F0,0F1234567\n",), "it is '0F1234567'"),
             (("0F0,0F٣\n",), "it is '0F٣'"),
             (("0F0,2F0,0B0,2B0\n1F0,1B0\n",), "Use [1, 3] in a loop, or [1, 2] in a V."),
-            (("1F0,1B0\n0F0,0B0\n",), "row 0 has [1]. Use [0] in a loop, or [0] in a V."),
-            (("7F0,7B0\n",), "row 0 has [7]."),
             (("0F0,0F999999,0B0,0B999999\n",), "it has microbatch 999999, but no microbatch 1."),
-            (("0F0,0F1,0B0\n",), "must come with B, or with I and W: found F."),
             (("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n",), "its stages wait for each other"),
         ],
     )
     path = tmp_path / "mine.csv"
     path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
     assert len(read_schedule(path).actions(0)) == 2
-    for number, (content, phrase) in enumerate(
-        [
-            (b"0F0,\xff\n", "is not a text file: invalid start byte"),
-            (b'0F0,"0B0\n', "is not valid CSV: unexpected end of data"),
-            (b"," * ((1 << 23) + 1), "has more than 8388608 bytes"),
-        ]
+    for content, phrase in (
+        (b"0F0,\xff\n", "is not a text file: invalid start byte"),
+        (b'0F0,"0B0\n', "is not valid CSV: unexpected end of data"),
+        (b"," * ((1 << 23) + 1), "has more than 8388608 bytes"),
     ):
-        path = tmp_path / f"{number}.csv"
         path.write_bytes(content)
         check_refusals(read_schedule, [((path,), phrase)], CorruptDataError)
-    os.mkfifo(tmp_path / "pipe.csv")
-    cases = [
-        ((tmp_path / "nowhere.csv",), "nowhere.csv cannot be read: No such file"),
-        ((tmp_path / "pipe.csv",), "pipe.csv is not a regular file"),
-    ]
-    check_refusals(read_schedule, cases, CorruptDataError)
-
-
-def last_first(rank: int, pp: int, num_microbatches: int, vpp: int) -> Iterator[Action]:
-    """Yield all forwards, then all backwards from the last microbatch on, for even numbers."""
-    if num_microbatches % 2:
-        raise ZeroDivisionError("odd")
-    yield from (Action("F", 0, number) for number in range(num_microbatches))
-    yield from (Action("B", 0, number) for number in reversed(range(num_microbatches)))
 
 
 def order_of(folder: Path, name: str, stages: int, microbatches: int, chunks: int = 1):
@@ -282,31 +231,15 @@ def test_a_function_runs_every_number_of_microbatches_that_it_supports() -> None
     order = order_from_function(last_first, 4, 1)
     assert order.build(6) is order.build(6), "the function is called once for each number"
     assert order.build(6).rows[3][-1] == Action("B", 0, 0)
-    assert (order.num_microbatches, order.name) == (None, "last_first")
-    check_refusals(
-        order.build, [((5,), "5 microbatches and vpp 1 it raised ZeroDivisionError: odd")]
-    )
+    check_refusals(order.build, [((5,), "and vpp 1 it raised ZeroDivisionError: odd")])
     assert order.build(5, forward_only=True).num_microbatches == 5
-
-
-def test_forward_schedules_run_on_every_placement() -> None:
-    for shape in ("loop", "v"):
-        for stages, chunks in ((1, 1), (1, 3), (2, 2), (3, 4), (5, 1)):
-            placement = Placement(shape, stages, chunks)
-            for microbatches in (1, 5, 12):
-                schedule = forward_schedule("mine", placement, microbatches)
-                assert (schedule.forward_only, schedule.placement) == (True, placement)
-                assert simulate(schedule).length >= microbatches * chunks
 
 
 def test_files_of_other_sizes_and_without_backwards_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    missing = ((str(tmp_path / "other.csv"), 2, 1), "other.csv cannot")
-    check_refusals(order_from_file, [missing])
     for text, phrase in (
         (format_schedule(build_schedule("interleaved", 4, 8, 2)), "Use pp=4 with vpp=2"),
         ("0F0,0F1\n1F0,1F1\n", "must have backward passes: all its cells are forward"),
-        ("0F0,0B0\n1F0\n", "on stage 1, F of microbatch 0 in chunk 0 must"),
     ):
         path.write_text(text)
         check_refusals(order_from_file, [((str(path), 2, 1), phrase)])
@@ -329,30 +262,8 @@ def test_the_default_number_of_microbatches_follows_from_the_order(tmp_path: Pat
     assert (rule.size_for(12), rule.count_for(12)) == (2, 6)
     rule.check(12)
     assert rule.idle_share(6) == simulate(build_schedule("zb-h1", 4, 6)).bubble
-    check_refusals(rule.check, [((8,), "orders 6 microbatches: a step has 8")])
     check_refusals(rule_of(order, 2).check, [((8,), "orders 6 microbatches: a step has 4")])
     rule = rule_of(order_from_function(last_first, 2, 1))
     # Four are the fewest microbatches with which stages are idle for at most a fifth of a step.
     assert (rule.count_for(12), rule.count_for(9)) == (4, 9)
     check_refusals(rule.check, [((9,), "it raised ZeroDivisionError")])
-
-
-def test_memory_is_estimated_for_the_rows_of_a_custom_order(tmp_path: Path) -> None:
-    model = ModelShape(
-        num_layers=8,
-        hidden_size=64,
-        ffn_hidden_size=256,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-        vocab_size=128,
-    )
-    estimates = [
-        estimate_memory(
-            model,
-            ParallelLayout(4, pp=4),
-            TrainingShape(seq_length=32, num_microbatches=8, schedule=schedule),
-        )
-        for schedule in (order_of(tmp_path, "zb-h1", 4, 8), "zb-h1")
-    ]
-    assert estimates[0] == estimates[1]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from lightning_megatron.plan.grouped_gemm import (
     VARIANTS,
     Pass,
-    VariantChoice,
     choose_variant,
     pass_of,
     reason_against_fusion,
-    workspace_bytes,
 )
 from tests.refusals import check_refusals
 
@@ -36,9 +34,7 @@ def test_measured_shapes_get_their_fastest_variants() -> None:
     wide = "pingpong_128x192_1x1"
     for sizes, tile in (
         ((32768, 32, 1536, 2048), wide),
-        ((32768, 64, 1536, 2048), wide),
         ((16384, 32, 4096, 7168), wide),
-        ((16384, 8, 28672, 4096), wide),
         ((4096, 32, 1536, 2048), S),
         ((32768, 32, 1024, 2048), S),
     ):
@@ -47,16 +43,12 @@ def test_measured_shapes_get_their_fastest_variants() -> None:
 
 
 def test_swiglu_is_not_fused_where_a_separate_product_has_a_faster_variant() -> None:
-    for sizes in ((1536, 2048), (1024, 2048), (28672, 4096)):
-        assert reason_against_fusion(*sizes) is None
+    assert reason_against_fusion(1536, 2048) is None
     assert "the reduction over 7168 is at least 6144" in str(reason_against_fusion(4096, 7168))
-    assert "1024 columns do not fill multiples of 192" in str(reason_against_fusion(1024, 4096))
     assert "520 rows of a weight are not a multiple of 16" in str(reason_against_fusion(520, 2048))
 
 
 def test_every_variant_belongs_to_a_pass_and_is_chosen_for_some_sizes() -> None:
-    assert pass_of("forward_pingpong_128x128_1x2") is Pass.FORWARD
-    assert pass_of("forward_swiglu_pingpong_128x128_1x2") is Pass.FORWARD_SWIGLU
     assert {pass_of(variant) for variant in VARIANTS} == set(Pass)
     sizes = (384, 1024, 2048, 4096, 7168)
     chosen = {
@@ -80,24 +72,12 @@ def test_walks_through_tiles_follow_the_sizes() -> None:
         assert choose_variant(which, 32768, 32, 1536, 2048).band == 0
 
 
-def test_a_variant_can_be_requested_and_has_a_reason() -> None:
-    sizes = (1000, 8, 384, 384)
-    reason = choose_variant(Pass.FORWARD, *sizes).reason
-    assert reason == "125 rows a group are fewer than 256"
-    name = f"forward_{C}"
-    choice = choose_variant(Pass.FORWARD, *sizes, variant=name)
-    assert choice == VariantChoice(name, along_n=False, band=0, reason="it was asked for")
-    assert workspace_bytes(256, 132) < 200_000
-
-
 def test_sizes_and_variants_that_the_kernels_do_not_support_are_refused() -> None:
     check_refusals(
         choose_variant,
         [
             ((Pass.FORWARD, 1000, 0, 384, 384), "between 1 and 1024: it is 0"),
-            ((Pass.FORWARD, 1000, 1025, 384, 384), "between 1 and 1024: it is 1025"),
             ((Pass.FORWARD, 1000, 8, 380, 384), "must be positive multiples of 8"),
-            ((Pass.FORWARD, 1000, 8, 384, 0), "n (384) and k (0) must be positive"),
             ((Pass.FORWARD, -1, 8, 384, 384), "rows (-1) not negative"),
             ((Pass.FORWARD, 1000, 1024, 2**22, 8), "sizes must fit 32 bits"),
             ((Pass.FORWARD_SWIGLU, 1000, 8, 520, 384), "n (520) must be a multiple of 16"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +10,6 @@ from lightning_megatron.plan import (
     ShardRange,
     attention_ranges,
     even_range,
-    full_range,
-    gated_ranges,
     padded_vocab_size,
     vocab_range,
 )
@@ -57,46 +53,16 @@ def test_groups_divide_the_ranks_and_a_group_of_an_axis_varies_only_that_axis(
     assert layout.groups("pp") == layout.expert_groups("pp"), "both grids agree on the stages"
 
 
-def test_groups_of_worked_examples() -> None:
-    layout = ParallelLayout(16, tp=4, pp=2, etp=1, ep=4)
-    assert (layout.dp, layout.edp, layout.etp, layout.has_experts) == (2, 2, 1, True)
-    assert layout.groups("dp") == [[n, n + 4] for n in (0, 1, 2, 3, 8, 9, 10, 11)]
-    assert layout.expert_groups("ep") == [list(range(n, n + 4)) for n in (0, 4, 8, 12)]
-    assert layout.embedding_groups()[0] == [0, 8]
-    assert layout.position_embedding_groups()[:2] == [[0], [1]]
-    assert layout.coordinates(13) == {"tp": 1, "cp": 0, "dp": 1, "pp": 1}
-    assert layout.expert_coordinates(13) == {"etp": 0, "ep": 1, "edp": 1, "pp": 1}
-    layout = ParallelLayout(16, tp=2, cp=2, pp=2)
-    expected = [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
-    assert layout.groups("dp-cp") == layout.groups("cp-dp") == expected
-    assert layout.expert_groups("etp-edp") == layout.expert_groups("dp-tp")
-    assert ParallelLayout(2).embedding_groups() == [[0], [1]]
-
-
-def test_etp_equals_tp_by_default_and_equal_layouts_have_equal_hashes() -> None:
-    assert ParallelLayout(8, tp=4).etp == 4
-    assert not ParallelLayout(8, tp=4).has_experts
-    assert replace(ParallelLayout(8, tp=4, etp=2), pp=2).etp == 2
-    equal = [ParallelLayout(8, tp=2), ParallelLayout(8, tp=2, etp=2)]
-    assert len({*equal, ParallelLayout(8, tp=4)}) == 2
-
-
 def test_invalid_layouts_are_refused_with_the_rule_and_valid_sizes() -> None:
     expert_first = {"tp": 2, "pp": 2, "ep": 2, "etp": 2, "order": "tp-cp-ep-pp-dp"}
     check_refusals(
         ParallelLayout,
         [
             ({"world_size": 0}, "world_size must be a whole number of at least 1: it is 0."),
-            ({"world_size": 4, "tp": 2.0}, "it is 2.0, of type float."),
-            ({"world_size": 4, "rank_offset": -1}, "at least 0: it is -1."),
             ({"world_size": 16, "tp": 3}, "Use tp of 1, 2, 4, 8 or 16, or a multiple of 3 ranks"),
             ({"world_size": 16, "tp": 4, "pp": 8}, "Use tp of 1 or 2, or pp of 1, 2 or 4, or a"),
-            ({"world_size": 16, "tp": 3, "pp": 5}, "Use sizes whose product is 1, 2, 4, 8 or 16"),
             ({"world_size": 8, "tp": 2, "ep": 8}, "Use etp of 1, or ep of 1, 2 or 4, or a"),
-            (
-                {"world_size": 16, "order": "tp-tp-dp"},
-                "names tp 2 times, so its place is ambiguous",
-            ),
+            ({"world_size": 16, "order": "tp-tp-dp"}, "names tp 2 times, so its place is ambig"),
             ({"world_size": 16, "order": "tp-dq"}, "'tp-dq' names 'dq'"),
             ({"world_size": 16, "tp": 2, "order": "tp"}, "leaves out dp (8)"),
             ({"world_size": 16, **expert_first}, "Put pp last in the order"),
@@ -105,20 +71,13 @@ def test_invalid_layouts_are_refused_with_the_rule_and_valid_sizes() -> None:
     )
     layout = ParallelLayout(8, tp=2, ep=2)
     check_refusals(layout.groups, [(("ep",), "an axis of the expert grid. Use tp, cp, dp or pp")])
-    check_refusals(
-        layout.expert_groups,
-        [(("expert",), "Use etp, ep, edp or pp"), (("tp-etp",), "has etp 2 times")],
-    )
-    offset = ParallelLayout(4, rank_offset=4)
-    check_refusals(offset.coordinates, [((3,), "Use rank - rank_offset of 0 to 3")])
+    check_refusals(layout.expert_groups, [(("tp-etp",), "has etp 2 times")])
 
 
 def test_padded_vocabulary_equals_megatron_core() -> None:
     for vocab_size, tp, padded in (
         (50257, 1, 50304),
         (50257, 8, 51200),
-        (128256, 8, 129024),
-        (151936, 4, 152064),
         (129280, 16, 131072),
         (1, 1, 128),
     ):
@@ -157,31 +116,14 @@ def test_vocabulary_ranges_cover_the_true_vocabulary_once(
     assert all(part.size <= padded_vocab_size(vocab, tp, multiple) // tp for part in ranges)
 
 
-def test_shards_of_worked_examples() -> None:
-    copies = [attention_ranges(8, 2, 4, tp=4, index=index)[1] for index in range(4)]
-    expected = [(32, 36, 0), (32, 36, 1), (36, 40, 0), (36, 40, 1)]
-    assert copies == [ShardRange(*numbers) for numbers in expected], "copies are numbered"
-    assert [vocab_range(100, 2, index).size for index in range(2)] == [100, 0], "only padding"
-    assert gated_ranges(12, 3, 1) == (ShardRange(4, 8), ShardRange(16, 20))
-    assert even_range(12, 4, 3) == ShardRange(9, 12)
-    assert full_range(7, copy=2) == ShardRange(0, 7, 2)
-
-
 def test_sizes_that_do_not_divide_are_refused_with_legal_ones() -> None:
     check_refusals(
         attention_ranges,
         [
             ((9, 9, 64, 2, 0), "num_attention_heads (9) must be a multiple of tp (2)"),
-            ((12, 6, 64, 4, 0), "Use tp of 1, 2, 3, 6 or 12."),
             ((12, 5, 64, 1, 0), "Use num_kv_heads of 1, 2, 3, 4, 6 or 12."),
         ],
     )
     check_refusals(
-        even_range,
-        [
-            ((10, 4, 0, "hidden_size"), "hidden_size (10) must be a multiple of tp (4)"),
-            ((12, 4, 4), "it is 4, tp is 4. Use index of 0 to 3."),
-        ],
+        even_range, [((10, 4, 0, "hidden_size"), "hidden_size (10) must be a multiple of tp (4)")]
     )
-    sizes = ((0, 1, 128), (5, 0, 128), (5, 1, 0), (-1, 1, 128))
-    check_refusals(padded_vocab_size, [(given, "at least 1") for given in sizes])

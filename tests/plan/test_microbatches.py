@@ -23,18 +23,12 @@ def rule(
 def test_without_stages_or_by_request_a_batch_is_one_microbatch() -> None:
     for single in (rule(), rule("batch"), rule("batch", pp=4)):
         assert single.is_whole
-        for number in (1, 7, 64):
-            assert (single.size_for(number), single.count_for(number)) == (number, 1)
-    assert not rule(3).is_whole
+        assert (single.size_for(7), single.count_for(7)) == (7, 1)
     assert (rule(3).size_for(8), rule(3).count_for(8)) == (3, 3)
 
 
 def test_stages_are_idle_for_at_most_a_fifth_of_a_step_with_the_fewest_microbatches() -> None:
-    for pp, vpp, num_samples, count in (
-        *((2, 1, 8, 4), (2, 1, 64, 4), (2, 1, 6, 6), (4, 1, 64, 16), (4, 1, 8, 8), (4, 1, 7, 7)),
-        *((8, 1, 64, 32), (4, 2, 64, 8), (4, 2, 60, 12), (4, 3, 64, 4), (2, 2, 4, 2), (4, 1, 1, 1)),
-    ):
-        assert rule(pp=pp, vpp=vpp).is_chosen
+    for pp, vpp, num_samples, count in ((2, 1, 6, 6), (4, 1, 64, 16), (4, 2, 60, 12), (4, 1, 1, 1)):
         assert rule(pp=pp, vpp=vpp).count_for(num_samples) == count
     for pp, vpp in ((2, 1), (4, 1), (2, 2), (4, 3)):
         for num_samples in range(1, 100):
@@ -49,17 +43,11 @@ def test_stages_are_idle_for_at_most_a_fifth_of_a_step_with_the_fewest_microbatc
 
 
 def test_schedules_set_the_number_of_microbatches() -> None:
-    for name, vpp, count in (
-        ("zb-h1", 1, 4),
-        ("zb-h2", 1, 6),
-        ("zb-v", 2, 4),
-        ("dualpipe-v", 2, 8),
-    ):
+    for name, vpp, count in (("zb-h1", 1, 4), ("zb-v", 2, 4), ("dualpipe-v", 2, 8)):
         automatic = MicrobatchRule(None, name, 4, vpp, None)
         assert automatic.count_for(48) == count < rule(pp=4).count_for(48) == 12
         assert automatic.idle_share(count) <= 0.2
     assert rule(pp=4, vpp=2, group=6).count_for(60) == 6
-    assert rule(pp=4, vpp=2, group=7).count_for(64) == 32
     check_refusals(
         rule(pp=4, vpp=2).check, [((3,), "needs at least as many microbatches as stages")]
     )
@@ -91,26 +79,18 @@ def test_sizes_counts_and_positions_of_global_batches_equal_a_loop(number: int) 
         assert batch.count(start, start + length) == count
         assert batch.after(start, count) == position
     assert GlobalBatch(12, RampUp(4, 2, 100)).sizes == (4, 6, 8, 10, 12)
-    assert GlobalBatch(12).sizes == (12,)
 
 
 def test_global_batches_that_do_not_divide_or_contradict_are_refused() -> None:
     GlobalBatch(12).check(3, 2)
-    check_refusals(
-        GlobalBatch(12).check,
-        [((4, 2), "12 is not one of 4 x 2 = 8"), ((4, 2), "number of data ranks of 1, 2, 3, 6.")],
-    )
-    check_refusals(GlobalBatch(12, RampUp(4, 2, 100)).check, [((4,), "6 is not one of 4 x 1")])
+    check_refusals(GlobalBatch(12).check, [((4, 2), "12 is not one of 4 x 2 = 8")])
     check_refusals(
         GlobalBatch,
         [
             ((10, RampUp(3, 4, 10)), "start may be 2, 6"),
-            ((10, RampUp(12, 4, 10)), "start may be 6"),
-            ((10, RampUp(10, 4, 10)), "start may be 6"),
             ((10, RampUp(1, 20, 10)), "Use an increment below 10"),
         ],
     )
-    assert GlobalBatch.of(None, None, 3) is None
     check_refusals(
         GlobalBatch.of,
         [
@@ -120,13 +100,10 @@ def test_global_batches_that_do_not_divide_or_contradict_are_refused() -> None:
     )
     accumulation = GlobalBatch(8).check_accumulation
     check_refusals(accumulation, [((True,), "accumulate_grad_batches above 1")])
-    check_refusals(RampUp, [((0, 1, 1), "ramp_up.start must be")])
 
 
 def test_limits_on_rows_are_multiples_of_a_tile_and_suggested_factors_suffice() -> None:
-    for factor, share, rows in (
-        *((1.0, 128, 128), (1.0, 129, 256), (1.25, 32_768, 40_960), (1.01, 128, 256), (1.0, 0, 0)),
-    ):
+    for factor, share, rows in ((1.0, 128, 128), (1.0, 129, 256), (1.01, 128, 256), (1.0, 0, 0)):
         assert limited_rows(factor, share) == rows
     draw = random.Random(1)
     assert smallest_factor(42_112, 32_768) == 1.29

@@ -17,14 +17,10 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan import (
     LayerCosts,
     ParallelLayout,
-    Placement,
-    StageCosts,
     TrainingShape,
-    build_schedule,
     estimate_memory,
     partition_of,
     read_stage_string,
-    simulate,
 )
 from tests.refusals import check_refusals
 
@@ -99,71 +95,21 @@ def test_layers_of_different_costs_are_divided_optimally(
 def test_first_and_last_stage_hold_fewer_layers() -> None:
     for arguments, expected in (
         ((10, 4), [2, 3, 3, 2]),
-        ((9, 4), [2, 2, 3, 2]),
         ((11, 4), [2, 3, 3, 3]),
         ((8, 4, 1, 1.0, 1.0), [1, 3, 3, 1]),
-        ((8, 4, 1, 0.0, 1.0), [2, 2, 3, 1]),
-        ((7, 4, 1, 0.0, 1.0), [2, 2, 2, 1]),
         ((4, 4, 1, 9.0, 9.0), [1, 1, 2, 0]),
-        ((9, 2, 2), [2, 3, 2, 2]),
         ((16, 4, 2, 0.1, 2.3), [2, 2, 2, 2, 2, 3, 3, 0]),
     ):
         assert counts(*arguments) == expected
     experts = {"num_experts": 8, "top_k": 1, "ffn_hidden_size": 64}
+    experts["layers"] = [False] * 4 + [True] * 8
+    sizes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_hidden_size": 1024}
     model = GPTConfig.llama(
-        num_layers=12,
-        hidden_size=64,
-        num_heads=4,
-        vocab_size=64,
-        max_seq_length=16,
-        ffn_hidden_size=1024,
-        experts={**experts, "layers": [False] * 4 + [True] * 8},
+        num_layers=12, vocab_size=64, max_seq_length=16, **sizes, experts=experts
     )
     costs = model.memory_shape().costs()
     assert costs.layers[0] > 5 * costs.layers[-1], "dense layers are weighted by their cost"
     assert model.partition(layout(4)).counts == (1, 2, 2, 7)
-
-
-def test_virtual_stages_follow_a_loop_or_a_v() -> None:
-    partition = partition_of(LayerCosts.equal(9), layout(2, 2, [2, 3, 3, 1]))
-    a, b, c, d = range(2), range(2, 5), range(5, 8), range(8, 9)
-    assert partition.ranges == (a, b, c, d)
-    assert partition.by_stage(Placement("loop", 2, 2)) == ((a, c), (b, d))
-    assert partition.by_stage(Placement("v", 2, 2)) == ((a, d), (b, c))
-
-
-SHAPES = {
-    "Llama 3 8B": GPTConfig.llama(),
-    "Llama 3 8B with half of the layers": GPTConfig.llama(num_layers=16, vocab_size=131072),
-    "GPT-2 XL": GPTConfig.gpt2(num_layers=48, hidden_size=1600, num_heads=25),
-    "Qwen3 30B A3B": GPTConfig.llama(
-        num_layers=48, vocab_size=151936, hidden_size=2048, num_kv_heads=4, head_dim=128,
-        experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_step_takes_no_longer_than_with_equally_many_layers_per_stage(name: str) -> None:
-    model = SHAPES[name]
-    costs = model.memory_shape().costs()
-
-    def length(schedule: str, pp: int, vpp: int, number: int, counts: list[int]) -> int:
-        ticks = tuple(round(1000 * cost) for cost in costs.of_virtual_stages(counts))
-        order = build_schedule(schedule, pp, number, vpp)
-        return simulate(order, StageCosts(ticks, ticks, ticks)).length
-
-    for pp, vpp in ((2, 1), (8, 1), (4, 2), (4, 4)):
-        even = [model.num_layers // (pp * vpp)] * (pp * vpp)
-        by_cost = list(model.partition(layout(pp, vpp)).counts)
-        for schedule in ("interleaved",) if vpp > 1 else ("1f1b", "gpipe", "zb-h1"):
-            for number in (pp, 4 * pp):
-                sizes = schedule, pp, vpp, number
-                assert length(*sizes, by_cost) <= length(*sizes, even)
-    if "half" in name:
-        by_cost, sizes = [2, 2, 2, 2, 2, 3, 3, 0], ("interleaved", 4, 2, 16)
-        assert list(model.partition(layout(4, 2)).counts) == by_cost
-        assert length(*sizes, [2] * 8) > 1.24 * length(*sizes, by_cost)
 
 
 def test_a_layout_with_stage_layers_gives_that_partition() -> None:
@@ -180,11 +126,8 @@ def test_stage_layers_that_do_not_fit_the_model_are_refused() -> None:
         lambda *sizes: GPTConfig.llama().check_layout(layout(*sizes)),
         [
             ((4, 1, [8, 8, 16]), "and pp x vpp is 4 x 1 = 4. Name 4."),
-            ((2, 1, [8, 8, 8, 8]), "Name 2, or use vpp=2."),
             ((4, 1, [8, 0, 16, 8]), "every virtual stage except the first and the last"),
             ((2, 1, [0, 0]), "and at least one layer"),
-            ((2, 1, [-1, 33]), "stage_layers[0] must be a whole number of at least 0: it is -1"),
-            ((2, 1, 32), "for each element or None: it is 32"),
             ((4, 1, [8, 8, 8, 9]), "Use numbers with the sum 32, such as [8, 9, 9, 6]."),
             ((2, 1, "Et|tL"), "[1, 1] are 2 layers, and the model has 32"),
         ],
@@ -194,7 +137,6 @@ def test_stage_layers_that_do_not_fit_the_model_are_refused() -> None:
         return ParallelLayout(2, pp=2, vpp=2, shape="v", stage_layers=counts)
 
     assert v(0, 5, 2, 1).stage_layers == (0, 5, 2, 1)
-    assert v(1, 5, 2, 0).stage_layers == (1, 5, 2, 0)
     check_refusals(v, [((0, 5, 3, 0), "must give the first stage a layer")])
     assert layout(2, 2, [0, 5, 3, 0]).stage_layers == (0, 5, 3, 0), "each end has its own stage"
 
@@ -205,39 +147,26 @@ def test_layers_that_cannot_be_divided_are_refused() -> None:
         [
             ((3, 4), "Use pp of 1, 2 or 3 with vpp 1."),
             ((6, 4, 2), "Use pp of 1, 2 or 3 with vpp 2, or vpp of 1 with pp 4."),
-            ((30, 32), "Use pp of 1 to 30 with vpp 1."),
             ((4, 2, 1, -1.0), "the cost of the embedding must not be negative: it is -1.0."),
-            ((0, 1), "num_layers must be a whole number of at least 1: it is 0."),
         ],
     )
 
 
 def test_a_loss_in_chunks_gives_the_stage_of_the_head_fewer_layers() -> None:
-    model = GPTConfig.llama(
-        num_layers=16,
-        hidden_size=2048,
-        num_heads=32,
-        num_kv_heads=8,
-        vocab_size=128_256,
-        max_seq_length=8192,
-        ffn_hidden_size=8192,
-    )
-    shape, parallel_layout = model.memory_shape(), layout(4)
+    sizes = {"hidden_size": 2048, "num_kv_heads": 8, "ffn_hidden_size": 8192}
+    model = GPTConfig.llama(num_layers=16, vocab_size=128_256, max_seq_length=8192, **sizes)
+    shape = model.memory_shape()
     stored, chunked = shape.costs(), shape.costs(2048)
     # The head computes its products four times instead of three, the layers theirs three times.
     assert chunked.head == pytest.approx(stored.head * 4 / 3)
     assert (chunked.layers, chunked.embedding) == (stored.layers, stored.embedding)
-    ours, theirs = (model.partition(parallel_layout, *chunk).counts for chunk in ((2048,), ()))
-    assert ours[-1] < theirs[-1]
-    busiest = [max(chunked.of_stages(way, parallel_layout.placement)) for way in (ours, theirs)]
-    assert busiest[0] < busiest[1]
+    fewer, more = (model.partition(layout(4), *chunk).counts[-1] for chunk in ((2048,), ()))
+    assert fewer < more
     # Logits of 8,192 tokens take 2.0 GiB; more tokens or more ranks of tp change this size.
     assert shape.costs("auto") == stored
     longer = replace(shape, max_seq_length=16384)
     assert longer.costs("auto").head == chunked.head
     assert longer.costs("auto", tp=2).head == stored.head
-    # With gradients in the forward pass, no product runs twice.
-    assert longer.costs("forward") == longer.costs()
 
 
 def test_a_model_and_its_estimate_divide_layers_by_the_same_costs() -> None:
@@ -259,12 +188,10 @@ def test_a_model_and_its_estimate_divide_layers_by_the_same_costs() -> None:
 def test_stage_strings_have_the_meaning_of_megatron_core() -> None:
     for text, layers in {
         "EtL": (1,),
-        "Ett|tt|ttL": (2, 2, 2),
         "Et*3|(tt|)*29t|L": (3, *[2] * 29, 1, 0),
         "E|(t|)*3,t|L": (0, 1, 1, 1, 1, 0),
         "E,t*2 | t (t|t)*2 L": (2, 2, 2, 1),
         "(Et|tL)": (1, 1),
-        "E((t|)*2t)*2L": (1, 1, 2, 1, 1),
         "Et|*2tL": (1, 0, 1),
     }.items():
         assert read_stage_string(text) == layers
@@ -291,15 +218,9 @@ def test_stage_strings_without_a_meaning_are_refused() -> None:
             (("Et|txL",), "'Et|txL' has 'x' at position 5. Use 'E' (embedding)"),
             (("Et*3|tt,m|L",), "cannot have layers of multi-token prediction"),
             (("Et|t",), "must have 'L' once and last"),
-            (("Et|Lt",), "must have 'L' once and last"),
-            (("",), "must have 'E' once and first"),
-            (("t|tL",), "must have 'E' once and first"),
             (("(Et|)*2L",), "'(Et|)*2L' has it 2 times"),
-            (("tE|tL",), "'tE|tL' has it elsewhere"),
             (("E(t|tL",), "must close every bracket: 'E(t|tL' leaves 1 open"),
-            (("Et)|tL",), "has ')' at position 3"),
             (("E*t|tL",), "must have '*' between a repeated part and a number"),
-            (("Et*1234567|tL",), "a number of at most six digits after it"),
             (("E((t*999)*999)*999L",), "must describe at most 1000000 layers and stages"),
         ],
     )

@@ -68,12 +68,3 @@ def test_values_of_a_recipe_fit_each_other(
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert model["config"]["vocab_size"] == tokenizer.vocab_size
-
-
-def test_version_of_squad_is_chosen_by_an_option(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
-    options = ["--data.version=2.0", "--data.global_batch_size=48"]
-    config = config_of(capsys, "--config=recipe:bert_squad", *options)
-    assert config["data"]["init_args"]["version"] == "2.0"

@@ -24,8 +24,7 @@ trainer:
   enable_checkpointing: false
   enable_progress_bar: false
   enable_model_summary: false
-  strategy:
-    class_path: lightning_megatron.MegatronStrategy
+  strategy: {class_path: lightning_megatron.MegatronStrategy}
 model:
   class_path: lightning_megatron.CausalLM
   init_args:
@@ -33,11 +32,7 @@ model:
     learning_rate: 0.01
     lr_schedule:
       class_path: lightning_megatron.WSDSchedule
-      init_args:
-        num_steps: ${trainer.max_steps}
-        decay_steps: 4
-        decay: linear
-        warmup_steps: 2
+      init_args: {num_steps: "${trainer.max_steps}", decay_steps: 4, decay: linear, warmup_steps: 2}
     weight_decay_schedule:
       class_path: lightning_megatron.WeightDecaySchedule
       init_args: {start: 0.0, end: 0.4, num_steps: "${trainer.max_steps}"}
@@ -48,7 +43,6 @@ data:
 
 @pytest.fixture(autouse=True)
 def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the arguments of pytest."""
     monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
 
 
@@ -63,23 +57,21 @@ def test_schedules_of_a_recipe_set_learning_rate_and_weight_decay(tmp_path: Path
     matrices, vectors = cli.trainer.optimizers[0].param_groups
     assert (matrices["lr"], matrices["weight_decay"]) == pytest.approx((0.005, 0.3))
     assert (vectors["lr"], vectors["weight_decay"]) == pytest.approx((0.005, 0.0))
-    arguments = yaml.safe_load(RECIPE)["model"]["init_args"]["lr_schedule"]["init_args"]
-    settings = cli.model.hparams["lr_schedule"]["init_args"]
-    assert {name: settings[name] for name in arguments} == arguments | {"num_steps": 8}
+    assert cli.model.hparams["lr_schedule"]["init_args"]["num_steps"] == 8
 
 
-SCHEDULES = """
-ConstantSchedule: {warmup_steps: 2}
-LinearSchedule: {warmup_steps: 2, num_steps: 8, min_ratio: 0.1}
-CosineSchedule: {warmup_steps: 2, num_steps: 8, min_lr: 0.001}
-WSDSchedule: {warmup_steps: 2, num_steps: 8, decay_steps: 4, min_ratio: 0.1}
-InverseSqrtSchedule: {warmup_steps: 2, min_lr: 0.001}
-"""
+SCHEDULES: dict[str, dict[str, float]] = {
+    "ConstantSchedule": {},
+    "LinearSchedule": {"num_steps": 8, "min_ratio": 0.1},
+    "CosineSchedule": {"num_steps": 8, "min_lr": 0.001},
+    "InverseSqrtSchedule": {"min_lr": 0.001},
+}
 
 
 def test_every_schedule_is_taken_from_a_recipe(tmp_path: Path) -> None:
     config = yaml.safe_load(RECIPE)
-    for name, arguments in yaml.safe_load(SCHEDULES).items():
+    for name, arguments in SCHEDULES.items():
+        arguments = {"warmup_steps": 2, **arguments}
         rate = {"class_path": f"lightning_megatron.{name}", "init_args": arguments}
         config["model"]["init_args"]["lr_schedule"] = rate
         recipe = tmp_path / f"{name}.yaml"

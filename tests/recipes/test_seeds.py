@@ -46,8 +46,6 @@ def test_best_scores_of_a_fit_belong_to_its_best_result(tmp_path: Path) -> None:
     scores_of_best = best_scores(tmp_path, "val", "accuracy")
     assert scores_of_best.results == {"accuracy": 0.75}
     assert torch.equal(scores_of_best.scores, torch.full((3, 2), 10.0))
-    with pytest.raises(CheckpointMismatchError, match="must be one of accuracy: it is 'f1'"):
-        best_scores(tmp_path, "val", "f1")
     with pytest.raises(CheckpointMismatchError, match="must have scores of the part 'test'"):
         best_scores(tmp_path, "test", "accuracy")
 
@@ -88,15 +86,10 @@ def test_several_seeds_have_a_median_and_an_ensemble(
     tables = []
     for seed in seeds:
         folder = tmp_path / "runs" / seed / "scores"
-        assert sorted(path.name for path in folder.iterdir())[-2:] == [
-            "val-step3.npz",
-            "val-step6.npz",
-        ]
         saved = [SavedScores.read(path) for path in sorted(folder.glob("val-*.npz"))]
         tables.append(max(saved, key=lambda scores: scores.results["accuracy"]).scores.softmax(1))
     predicted = (tables[0] + tables[1]).argmax(1).tolist()
     lines = (files / "dev.tsv").read_text().splitlines()[1:]
-    is_right = [
-        int(line.split("\t")[-1]) == label for line, label in zip(lines, predicted, strict=True)
-    ]
+    labels = [int(line.split("\t")[-1]) for line in lines]
+    is_right = [label == guess for label, guess in zip(labels, predicted, strict=True)]
     assert report["ensemble"]["accuracy"] == pytest.approx(sum(is_right) / 15)

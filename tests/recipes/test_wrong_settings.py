@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import sys
+from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -28,15 +31,11 @@ from lightning_megatron.training.loss_scale import DynamicLossScale
 from tests.plan.test_settings import ANY
 
 SIZES = {"vocab_size": 16, "max_seq_length": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 2}
+QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 RECIPE: dict[str, Any] = {
     "trainer": {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_steps": 1,
+        **{"accelerator": "cpu", "devices": 1, "max_steps": 1, **dict.fromkeys(QUIET, False)},
         "strategy": {"class_path": "lightning_megatron.MegatronStrategy", "init_args": {}},
-        **dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-        ),
     },
     "model": {"class_path": "lightning_megatron.CausalLM", "init_args": {"config": SIZES}},
     "data": {"class_path": "lightning_megatron.TokenDataModule", "init_args": {"train": "text"}},
@@ -83,59 +82,40 @@ def test_values_that_are_not_finite_or_of_a_wrong_type_are_refused_by_name() -> 
 
 def test_modules_hold_the_converted_values_of_arguments() -> None:
     module = CausalLM(SIZES, learning_rate=1, betas=[0.5, 0.6])  # type: ignore[arg-type]
-    assert (module.learning_rate, module.betas, module.config) == (
-        1.0,
-        (0.5, 0.6),
-        GPTConfig(**SIZES),
-    )
-    assert module.hparams["betas"] == (0.5, 0.6)
+    assert (module.learning_rate, module.config) == (1.0, GPTConfig(**SIZES))
+    assert module.betas == module.hparams["betas"] == (0.5, 0.6)
     data: Any = TokenDataModule(train={Path("a") / "b": 2}, seq_length=8)  # type: ignore[dict-item]
     assert (data.prefixes["train"], data.weights) == (["a/b"], [2.0])
-
-
-def set_in(recipe: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    copied = yaml.safe_load(yaml.safe_dump(recipe))
-    *folders, last = path.split(".")
-    node = copied
-    for folder in folders:
-        node = node[folder]
-    node[last] = value
-    return copied
-
-
-STRATEGY = "trainer.strategy.init_args"
 
 
 SCHEDULE = {
     "class_path": "lightning_megatron.CosineSchedule",
     "init_args": {"num_steps": 5, "warmup_steps": 5},
 }
-MODEL = "model.init_args"
+STRATEGY, MODEL = "trainer.strategy.init_args", "model.init_args"
 WRONG: list[tuple[str, Any, str]] = [
     (f"{STRATEGY}.tp", "two", 'Parser key "tp"'),
     (f"{STRATEGY}.tp", 0, "tp must be a whole number of at least 1: it is 0"),
-    (f"{STRATEGY}.zero", 3, 'Parser key "zero"'),
     (f"{STRATEGY}.timeout", -1, "timeout must be a finite number above 0"),
-    (f"{STRATEGY}.async_save", "often", 'Parser key "async_save"'),
     (f"{STRATEGY}.tensor_parallel_plan", {"a": [1]}, 'Parser key "tensor_parallel_plan"'),
     (f"{MODEL}.config.num_layers", "many", 'Parser key "config.num_layers"'),
     (f"{MODEL}.config.num_layers", -2, "num_layers must be a whole number of at least 1: it is -2"),
     (f"{MODEL}.config.hidden_dropout", math.nan, "hidden_dropout must be a finite number"),
-    (f"{MODEL}.config.experts", {"num_experts": 2}, "experts"),
     (f"{MODEL}.learning_rate", -0.1, "learning_rate must be a finite number of at least 0"),
     (f"{MODEL}.lr_schedule", SCHEDULE, "lr_schedule (CosineSchedule): warmup_steps (5) must be"),
     ("data.init_args.seq_length", 0, "seq_length must be a whole number of at least 1: it is 0"),
-    ("data.init_args.num_workers", None, "num_workers"),
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "words"), WRONG)
 def test_a_wrong_setting_in_a_recipe_is_reported_by_name(
-    path: str, value: Any, words: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+    tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(set_in(RECIPE, path, value)))
-    with pytest.raises(SystemExit, match="^2$"):
-        main(["fit", "-c", str(recipe)])
-    assert words in capsys.readouterr().err
+    for path, value, words in WRONG:
+        wrong = deepcopy(RECIPE)
+        *folders, last = path.split(".")
+        reduce(operator.getitem, folders, wrong)[last] = value
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(wrong))
+        with pytest.raises(SystemExit, match="^2$"):
+            main(["fit", "-c", str(tmp_path / "recipe.yaml")])
+        assert words in capsys.readouterr().err, path
