@@ -1,12 +1,12 @@
-"""A checkpoint saved under one layout loads under every other layout bit for bit; when several ranks save,
-all raise a failure in the same call, and a failing rank leaves no other rank waiting.
+"""What several ranks save is what one process has trained, and a rank that fails leaves no other rank
+waiting.
 """
 
 from __future__ import annotations
 
-import os
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from lightning_megatron.checkpoint import (
     CheckpointWriter,
     Entry,
     find_newest,
-    is_sharded_checkpoint,
     load_metadata,
     load_optimizer,
     load_rank_state,
@@ -29,14 +28,13 @@ from lightning_megatron.checkpoint import (
     read_header,
     save_checkpoint,
     verify_checkpoint,
-)
+)  # fmt: skip
 from lightning_megatron.checkpoint.entries import boxes_to_write
 from lightning_megatron.checkpoint.save import CollectiveSave
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CheckpointSaveError,
     CorruptDataError,
-    UnsupportedError,
 )
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -44,7 +42,6 @@ from lightning_megatron.groups.shard_spec import (
     FlatSlice,
     ShardSpec,
     replicated_spec,
-    shard_spec_of,
 )
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import even_range
@@ -62,8 +59,6 @@ from tests.training.synthetic import (
 )
 from tests.world import run_world
 
-# ---- resharding
-
 #: Sizes and division of the optimizer. Buckets are small, so that slices end anywhere inside of
 #: parameters.
 ELEMENTS = DistributedOptimizerConfig(slices="elements", bucket_size=40)
@@ -77,17 +72,13 @@ LAYOUTS: dict[str, tuple[dict[str, int], DistributedOptimizerConfig]] = {
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01),
-    "AdamW fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
     "SGD": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
 }
-#: Every layout loads its own checkpoint and that of another; with other optimizers, slices load into
-#: full parameters, and the reverse.
-NAMES = list(LAYOUTS)
-CASES = [(NAMES[i - step], name, "AdamW") for i, name in enumerate(NAMES) for step in (0, 1)]
-CASES += [("dp4", "tp2 pp2", "AdamW fused"), ("dp4", "tp2 pp2", "SGD"), ("tp4", "dp4", "Adagrad")]
-SAVED = list(dict.fromkeys((source, optimizer) for source, _, optimizer in CASES))
-STATES = [("tp2 pp2", "tp2 pp2"), ("tp4", "tp2 pp2"), ("dp4", "tp4")]
+SAVED = (
+    *(("tp2 pp2", "AdamW"), ("tp4", "Adagrad"), ("dp4", "SGD")),
+    *(("dp4 whole parameters", "AdamW"), ("dp2 pp2 zero0", "AdamW")),
+)
 STEPS = 2
 
 
@@ -116,64 +107,33 @@ class Trained(Run):
             self.step()
         self.optimizer.param_groups[1]["lr"] = 0.125
 
-    def difference(self, full: Mapping[str, Tensor]) -> list[str]:
-        """List the local tensors that are not bitwise equal to their part of the full tensor,
-        padding and tied copies included.
-        """
-        wrong = []
-        for name, entry in self.tensors().items():
-            for box, view in entry.placement.local_views(entry.tensor):
-                part = full[name.replace(HEAD, WORD)]
-                for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                    part = part.narrow(dim, start, size)
-                wrong += [] if torch.equal(view, part) else [name]
-        for name, parameter in self.named.items():
-            # The parameters of the model, which every data rank holds in full.
-            spec = shard_spec_of(parameter)
-            held = (
-                parameter.narrow(spec.dim, 0, spec.local_extent) if spec.full_shape else parameter
-            )
-            source = full[f"state_dict.{name.replace(HEAD, WORD)}"]
-            wrong += [] if torch.equal(held, spec.shard(source)) else [f"the model's {name}"]
-            if name in (WORD, HEAD) and not (parameter[spec.local_extent :] == 1000).all():
-                wrong.append(f"padding of {name}")
-        return wrong
-
 
 def mesh_of(layout: str, size: int) -> ParallelMesh:
     return ParallelMesh.create(ParallelLayout(size, **LAYOUTS[layout][0]))
 
 
-def reshard(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Save under every layout, load under others, and save again."""
-    outcomes: dict[str, Any] = {}
+def save_layouts(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Train and save under every layout, and load the state of the ranks."""
+    outcomes: dict[str, Any] = {"names": set()}
     meshes = {layout: mesh_of(layout, size) for layout in LAYOUTS}
     for layout, optimizer in SAVED:
         run = Trained(meshes[layout], optimizer, layout)
         run.train()
         run.save(folder / layout / optimizer)
-        written = {box.name for box in boxes_to_write(run.tensors(), meshes[layout])}
-        outcomes[f"names {layout}"] = written
-    fulls = {saved: read_full(folder / saved[0] / saved[1]) for saved in SAVED}
-    for source, layout, optimizer in CASES:
-        run = Trained(meshes[layout], optimizer, layout)
-        run.load(folder / source / optimizer)
-        rates = [group["lr"] for group in run.optimizer.param_groups]
-        outcomes[f"{source} {layout} {optimizer}"] = run.difference(fulls[source, optimizer]), rates
-        if source != layout and optimizer == "AdamW":
-            run.save(folder / "again" / layout)
-            first, second = fulls[source, optimizer], read_full(folder / "again" / layout)
-            assert first.keys() == second.keys()
-            assert all(torch.equal(first[name], second[name]) for name in first), "saved again"
-    for source, layout in STATES:
-        state = load_rank_state(folder / source / "AdamW", meshes[layout])
-        outcomes[f"state {source} {layout}"] = state
+        outcomes["names"] |= {box.name for box in boxes_to_write(run.tensors(), meshes[layout])}
+        again = Trained(meshes[layout], optimizer, layout)
+        again.load(folder / layout / optimizer)
+        assert [group["lr"] for group in again.optimizer.param_groups] == [0.01, 0.125]
+        loaded = again.tensors()
+        for name, entry in run.tensors().items():
+            saved, read = (e.placement.local_views(e.tensor) for e in (entry, loaded[name]))
+            for (_, expected), (_, actual) in zip(saved, read, strict=True):
+                # A tied copy is loaded from its original.
+                assert HEAD in name or torch.equal(actual, expected), name
+    for source, optimizer in SAVED[:3]:
+        outcomes[source] = load_rank_state(folder / source / optimizer, meshes["tp2 pp2"])
     for mesh in meshes.values():
         mesh.destroy()
-    # A mesh of a single process, although process groups exist.
-    single = Trained(ParallelMesh.single(), "AdamW")
-    single.load(folder / "tp2 pp2" / "AdamW")
-    outcomes["single"] = single.difference(fulls["tp2 pp2", "AdamW"])
     return outcomes
 
 
@@ -182,34 +142,28 @@ def refuse(rank: int, size: int, folder: Path) -> dict[str, str]:
     mesh, outcomes = mesh_of("tp2 pp2", size), {}
     run = Trained(mesh, "SGD", "tp2 pp2")
     run.train()
-    path = folder / "good"
+    path, entries = folder / "good", run.tensors()
     run.save(path)
     tensors = model_tensors(nn.Module(), run.main)
-    fewer = {name: entry for name, entry in tensors.items() if "scale" not in name}
     renamed = {name.replace("qkv", "query"): entry for name, entry in tensors.items()}
-    word = pieces(ParallelMesh.single())[WORD].spec
+    # One rank cannot write: no rank sees a new checkpoint, and the old one of that name stays.
+    state = {"broken": (lambda: None) if rank == 1 else 1}
+    word, metadata = pieces(ParallelMesh.single())[WORD].spec, load_metadata(path)["optimizer"]
     longer = {"state_dict.model.final_norm.weight": Entry(torch.ones(word.full_shape), word)}
     longer = longer if mesh.pp.is_last else {}
-    metadata = load_metadata(path)["optimizer"]
     regrouped = torch.optim.SGD(list(run.named.values()), lr=0.1)
-    # One rank cannot write: no rank sees a new checkpoint, and the old one of that name stays.
-    broken, entries = (lambda: None), run.tensors()
-    state = {"broken": broken if rank == 1 else 1}
-    kinds = (CheckpointMismatchError, RuntimeError, UnsupportedError)
     for case, action in {
-        "unexpected": lambda: load_tensors(path, fewer, mesh, prefix="state_dict."),
-        "missing": lambda: load_tensors(path, renamed, mesh, prefix="state_dict."),
+        "names": lambda: load_tensors(path, renamed, mesh, prefix="state_dict."),
         "shape": lambda: load_tensors(path, longer, mesh, strict=False),
         "groups": lambda: load_optimizer(path, 0, regrouped, run.main, mesh, metadata),
         "save": lambda: save_checkpoint(path, entries, {"new": True}, state, mesh),
-        "metadata": lambda: save_checkpoint(folder / "bad", entries, {"b": broken}, {}, mesh),
     }.items():
-        with pytest.raises(kinds) as caught:
+        with pytest.raises((CheckpointMismatchError, RuntimeError)) as caught:
             action()
         outcomes[case] = str(caught.value)
         barrier(mesh.world_cpu)
     loose = load_tensors(path, renamed, mesh, strict=False, prefix="state_dict.")
-    outcomes["loose"] = f"{len(loose.missing)} missing, {len(loose.unexpected)} unexpected"
+    assert len(loose.missing) == len(loose.unexpected) == 4
     assert names_in(folder) == ["good"]
     assert list(load_metadata(path)) == ["optimizer"]
     barrier(mesh.world_cpu)
@@ -218,8 +172,6 @@ def refuse(rank: int, size: int, folder: Path) -> dict[str, str]:
     mesh.destroy()
     return outcomes
 
-
-# ---- writers
 
 SHAPE = (6, 5)
 CALLS = 5000
@@ -278,13 +230,12 @@ def raising(kind: type) -> Callable[..., None]:
 def save_in_background(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     """Save with ranks of different speeds, then with a full disk on one rank."""
     writer, outcomes, path = CheckpointWriter(mesh), {}, folder / "good"
-    for number, delay in enumerate((0.001 + 0.001 * rank, 0.004 * (mesh.world.size - rank))):
-        tensors = sliced(mesh, 1.0)
-        metadata = {"global_step": 7, "epoch": 2}
-        writer.save(path, tensors, metadata, {"rank": rank}, background=True)
-        for entry in tensors.values():
-            entry.tensor.fill_(-1)
-        outcomes[f"good {number}"] = call_that_raises(writer, delay)
+    tensors = sliced(mesh, 1.0)
+    metadata = {"global_step": 7, "epoch": 2}
+    writer.save(path, tensors, metadata, {"rank": rank}, background=True)
+    for entry in tensors.values():
+        entry.tensor.fill_(-1)
+    outcomes["good"] = call_that_raises(writer, 0.004 * (mesh.world.size - rank))
     barrier(mesh.world_cpu)
     assert is_right(path, 1.0)
     assert load_rank_state(path, mesh).values["rank"] == rank
@@ -302,12 +253,9 @@ def save_in_background(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str,
 
 #: Step: the rank that fails in it, the function, and an error that does not come from a disk.
 FAILURES: dict[str, tuple[int, str, type]] = {
-    "begin": (0, "directory.LocalCheckpointPath.begin", ZeroDivisionError),
     "collect": (3, "save.boxes_to_write", MemoryError),
     "plan": (1, "planners.ShardSavePlanner.create_local_plan", KeyError),
-    "merge": (0, "planners.ShardSavePlanner.create_global_plan", IndexError),
     "write": (2, "tensor_files._alone", MemoryError),
-    "index": (0, "tensor_files.write_index", AttributeError),
     "verify": (3, "save.read_record", ValueError),
     "header": (0, "header.Header.write", TypeError),
 }
@@ -334,38 +282,6 @@ def fail_in_every_step(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str,
     return outcomes
 
 
-def save_behind_a_url(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
-    """Save, replace that checkpoint, and save again with a rank that fails."""
-    url, writer = f"file://{folder}/remote", CheckpointWriter(mesh)
-    for value in (1.0, 2.0):
-        metadata, state = {"global_step": int(value)}, {"rank": rank}
-        writer.save(url, sliced(mesh, value), metadata, state, background=value == 2.0)
-        writer.wait()
-        assert is_right(url, value)
-        barrier(mesh.world_cpu)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr("lightning_megatron.checkpoint.tensor_files._alone", raising(MemoryError))
-        failed = error_of(lambda: writer.save(url, sliced(mesh, 3.0), {}, {}))
-    barrier(mesh.world_cpu)
-    names = [name.split("-")[0] for name in names_in(folder / "remote")]
-    assert names == ["checkpoint.json", "save"]
-    assert is_right(url, 2.0)
-    assert find_newest(f"file://{folder}", mesh=mesh) == url
-    assert load_rank_state(url, mesh).values["rank"] == rank
-    data_mesh = ParallelMesh.create(ParallelLayout(mesh.world.size))
-    target = torch.zeros(SHAPE)
-    entry = {"sliced": Entry(target, replicated_spec(target))}
-    load_tensors(url, entry, data_mesh, strict=False)
-    assert torch.equal(target, full_tensor(2.0))
-    data_mesh.destroy()
-    barrier(mesh.world_cpu)
-    writer.remove(url)
-    barrier(mesh.world_cpu)
-    assert not os.path.exists(folder / "remote")
-    return {"failed": failed}
-
-
 def damage_files(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     """Verify on all ranks a checkpoint with a damaged file that only one rank reads."""
     for step in (1, 2):
@@ -374,7 +290,7 @@ def damage_files(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     path, outcomes = folder / "step=2", {}
     verify_checkpoint(path, mesh=mesh)
     assert find_newest(folder, mesh=mesh) == str(path)
-    for name in sorted(read_header(path).files):
+    for name in (".metadata", "__3_0.distcp"):
         content = (path / name).read_bytes()
         barrier(mesh.world_cpu)
         if rank == 0:
@@ -410,17 +326,16 @@ def save_repeatedly(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, An
     return {}
 
 
-# ---- the world
-
 Part = Callable[[int, Any, Path], dict[str, Any]]
-OF_LAYOUTS: tuple[Part, ...] = (reshard, refuse)
 OF_WRITERS: tuple[Part, ...] = (
-    *(save_in_background, fail_in_every_step, save_behind_a_url, damage_files, save_repeatedly),
+    *(save_in_background, fail_in_every_step, damage_files, save_repeatedly),
 )
 
 
 def world(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
-    outcomes = {part.__name__: part(rank, size, folder / part.__name__) for part in OF_LAYOUTS}
+    outcomes = {
+        part.__name__: part(rank, size, folder / part.__name__) for part in (save_layouts, refuse)
+    }
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2))
     for part in OF_WRITERS:
         (folder / part.__name__).mkdir(parents=True, exist_ok=True)
@@ -440,27 +355,15 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return run_world(world, 4, folder)
 
 
-def of(results: Iterable[dict[str, Any]], part: Part) -> list[dict[str, Any]]:
+def of(results: list[dict[str, Any]], part: Part) -> list[dict[str, Any]]:
     return [result[part.__name__] for result in results]
 
 
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_every_layout_loads_checkpoints_of_other_layouts_bitwise(
-    results: list[dict[str, Any]], case: tuple[str, str, str]
-) -> None:
-    for outcomes in of(results, reshard):
-        assert outcomes[" ".join(case)] == ([], [0.01, 0.125])
-        assert outcomes["single"] == []
-
-
 @pytest.mark.parametrize(("layout", "optimizer"), SAVED)
-def test_one_process_continues_the_training_of_any_layout(
-    results: list[dict[str, Any]], folder: Path, layout: str, optimizer: str
-) -> None:
-    path = folder / "reshard" / layout / optimizer
+def test_one_process_continues_the_training_of_any_layout(results, folder, layout, optimizer):
+    path = folder / "save_layouts" / layout / optimizer
     run = Trained(ParallelMesh.single(), optimizer)
     run.load(path)
-    assert run.difference(read_full(path)) == []
     # The reference: one process that takes the same steps.
     twins = {name: nn.Parameter(full) for name, full in full_parameters().items()}
     twin_optimizer = OPTIMIZERS[optimizer](groups_of(twins))
@@ -480,76 +383,54 @@ def test_one_process_continues_the_training_of_any_layout(
     run.optimizer.step()
 
 
-def test_entries_are_the_full_tensors_without_tied_copies(
-    results: list[dict[str, Any]], folder: Path
-) -> None:
+def test_entries_are_the_full_tensors_without_tied_copies(results, folder):
     weights = {f"state_dict.{name}" for name in full_parameters()}
     states = {f"optimizer.0.state.{name}.momentum_buffer" for name in full_parameters()}
-    assert set(read_full(folder / "reshard" / "dp4" / "SGD")) == weights | states
-    for layout in LAYOUTS:
-        written = set().union(*(outcomes[f"names {layout}"] for outcomes in of(results, reshard)))
-        assert not any(HEAD in name for name in written)
-        assert weights < written
+    assert set(read_full(folder / "save_layouts" / "dp4" / "SGD")) == weights | states
+    for outcomes in of(results, save_layouts):
+        assert not any(HEAD in name for name in outcomes["names"])
 
 
-def test_rank_state_comes_from_the_same_position_of_the_mesh_or_the_nearest(
-    results: list[dict[str, Any]],
-) -> None:
-    for rank, outcomes in enumerate(of(results, reshard)):
-        same, nearest = outcomes["state tp2 pp2 tp2 pp2"], outcomes["state tp4 tp2 pp2"]
+def test_rank_state_comes_from_the_same_position_of_the_mesh_or_the_nearest(results):
+    for rank, outcomes in enumerate(of(results, save_layouts)):
+        same, nearest = outcomes["tp2 pp2"], outcomes["tp4"]
         assert (same.rank, same.same_data) == (rank, True)
         assert nearest.values["place"] == {"tp": rank % 2, "cp": 0, "dp": 0, "pp": 0}
         assert nearest.same_data
-        assert not outcomes["state dp4 tp4"].same_data
+        assert not outcomes["dp4"].same_data
 
 
-REASONS: dict[str, tuple[str, ...]] = {
-    "unexpected": ("unexpected in the checkpoint: state_dict.model.layers.0.scale, ", "strict=False"),
-    "missing": ("missing in the checkpoint: state_dict.model.layers.0.query.weight", "unexpected in the checkpoint"),
-    "shape": ("final_norm.weight is (4,) in the checkpoint and (10, 4) in the model",),
-    "groups": ("2 groups were saved, the optimizer has 1", "is in group 0, but was saved in 1"),
-    "save": ("failed on 1 of 4 rank(s): rank 1:", "refuse/good", "lambda"),
-    "metadata": ("refuse/bad", "failed on 1 of 4 rank(s): rank 0:"),
-    "loose": ("4 missing, 4 unexpected",),
-}  # fmt: skip
+REASONS = {
+    "names": "missing in the checkpoint: state_dict.model.layers.0.query.weight.*unexpected in the checkpoint",
+    "shape": r"final_norm.weight is \(4,\) in the checkpoint and \(10, 4\) in the model",
+    "groups": "2 groups were saved, the optimizer has 1",
+    "save": r"refuse/good.* failed on 1 of 4 rank\(s\): rank 1:.*lambda",
+}
 
 
-def test_every_rank_raises_an_error_that_describes_the_problem(
-    results: list[dict[str, Any]],
-) -> None:
+def test_every_rank_raises_an_error_that_describes_the_problem(results):
     for outcomes in of(results, refuse):
-        for case, parts in REASONS.items():
-            assert all(part in outcomes[case] for part in parts), outcomes[case]
+        for case, words in REASONS.items():
+            assert re.search(words, outcomes[case], re.DOTALL), outcomes[case]
 
 
-def test_all_ranks_see_the_end_of_a_save_in_the_same_call(
-    results: list[dict[str, Any]], folder: Path
-) -> None:
-    for case in ("good 0", "good 1", "full disk"):
+def test_all_ranks_see_the_end_of_a_save_in_the_same_call(results, folder):
+    for case in ("good", "full disk"):
         (end,) = {outcomes[case] for outcomes in of(results, save_in_background)}
         assert 0 < end[0] < CALLS
-        if case != "full disk":
-            assert end[1] == "no error"
-            continue
-        # The last checkpoint stays.
-        assert "failed on 1 of 4 rank(s): rank 2: OSError: [Errno 28] No space left" in end[1]
-        assert ".good.unfinished/__2_0.distcp" in end[1]
+        is_good = end[1] == "no error"
+        failed = "failed on 1 of 4 rank(s): rank 2: OSError: [Errno 28] No space left"
+        assert is_good if case == "good" else failed in end[1]
     header = read_header(folder / "save_in_background" / "good")
     assert (header.global_step, header.epoch, header.layout.tp) == (7, 2, 2)
-    assert is_sharded_checkpoint(folder / "save_in_background" / "good")
 
 
-def test_a_rank_that_fails_in_any_step_leaves_no_rank_waiting_and_no_files(
-    results: list[dict[str, Any]],
-) -> None:
+def test_a_rank_that_fails_in_any_step_leaves_no_rank_waiting_and_no_files(results):
     for outcomes in of(results, fail_in_every_step):
         for step, (rank, _, kind) in FAILURES.items():
             assert f"rank {rank}: {kind.__name__}: " in outcomes[step], step
-    for outcomes in of(results, save_behind_a_url):
-        assert "rank 1: MemoryError" in outcomes["failed"]
 
 
 def test_damage_that_one_rank_finds_is_refused_by_all_ranks(results: list[dict[str, Any]]) -> None:
     for outcomes in of(results, damage_files):
-        assert len(outcomes) == 6
         assert all(f"step=2/{name}" in error for name, error in outcomes.items())

@@ -1,21 +1,15 @@
 """Checkpoints of fits: background saves, the files that Lightning's callback keeps, the choice of the
-last one, and training that resumes bit for bit in the same or another layout.
+last one, and training that resumes with the next samples.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import random
 import threading
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -35,7 +28,6 @@ from lightning_megatron.checkpoint import (
     save,
     verify_checkpoint,
 )
-from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.save import CollectiveSave
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.errors import (
@@ -45,22 +37,10 @@ from lightning_megatron.errors import (
     UnsupportedError,
 )
 from lightning_megatron.strategy.checkpoints.weight_changes import only_steps_change_weights
-from tests.fits import (
-    GPT2,
-    MIXTURE,
-    Job,
-    Language,
-    Record,
-    Report,
-    Tokens,
-    run_job,
-    trainer_of,
-)
-from tests.world import run_world
+from tests.fits import GPT2, Job, Language, Record, Tokens, run_jobs_on, trainer_of
 
 SMALL = replace(GPT2, num_layers=2)
 BEHIND: dict[str, Any] = {"async_save": True}
-BOTH = pytest.mark.parametrize("strategy", [{}, BEHIND], ids=["at once", "behind training"])
 
 
 def every_step(folder: Path, **options: Any) -> ModelCheckpoint:
@@ -89,19 +69,12 @@ def damage(checkpoint: Path) -> None:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let a function run before every save, in the thread that writes it."""
-
-    def install(before: Any) -> None:
-        run = CollectiveSave.run
-
-        def run_later(save: CollectiveSave) -> None:
-            before(save)
-            run(save)
-
-        monkeypatch.setattr(CollectiveSave, "run", run_later)
-
-    return install
+    run = CollectiveSave.run
+    return lambda before: monkeypatch.setattr(
+        CollectiveSave, "run", lambda save: (before(save), run(save))
+    )
 
 
 def slowly(save: CollectiveSave) -> None:
@@ -123,13 +96,8 @@ class Scores(pl.Callback):
         trainer.callback_metrics["score"] = torch.tensor(score)
 
 
-# ---- files
-
-
-@pytest.mark.parametrize("name", ["same", "{score:.0f}", "last", "{step}"])
-def test_names_versions_and_choices_of_files_match_those_of_lightning(
-    name: str, tmp_path: Path, runs: Any
-) -> None:
+@pytest.mark.parametrize("name", ["last", "{step}"])
+def test_names_versions_and_choices_of_files_match_those_of_lightning(name, tmp_path, runs):
     runs(slowly)
     results = []
     for number, strategy in enumerate((None, {}, BEHIND)):
@@ -170,25 +138,7 @@ def test_the_last_link_points_to_complete_checkpoints_only(tmp_path: Path, runs:
         fit({}, 5, every_step(tmp_path / "other"), resume=link)
 
 
-def test_the_previous_checkpoint_stays_until_the_next_one_is_complete(
-    tmp_path: Path, runs: Any
-) -> None:
-    complete: list[list[str]] = []
-
-    def note(save: CollectiveSave) -> None:
-        slowly(save)
-        # During a save the previous checkpoint exists and the new one is not visible.
-        complete.append(sorted(p.name for p in tmp_path.iterdir() if is_sharded_checkpoint(p)))
-
-    runs(note)
-    fit(BEHIND, 3, every_step(tmp_path, save_top_k=1))
-    assert complete == [[], ["step=1.ckpt"], ["step=2.ckpt"]]
-    assert os.listdir(tmp_path) == ["step=3.ckpt"]
-
-
-def test_a_failed_background_save_ends_training_and_keeps_the_previous_checkpoint(
-    tmp_path: Path, runs: Any
-) -> None:
+def test_a_failed_background_save_ends_training_and_keeps_the_previous_checkpoint(tmp_path, runs):
     runs(fail_at_step_3)
     with pytest.raises(CheckpointSaveError, match="No space left on device"):
         fit(BEHIND, 40, every_step(tmp_path, save_top_k=1, save_last="link"))
@@ -197,19 +147,13 @@ def test_a_failed_background_save_ends_training_and_keeps_the_previous_checkpoin
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=2.ckpt"]
 
 
-@BOTH
-def test_restarts_from_the_last_checkpoint_keep_no_more_than_top_k(
-    strategy: Any, tmp_path: Path
-) -> None:
+def test_restarts_from_the_last_checkpoint_keep_no_more_than_top_k(tmp_path: Path) -> None:
     for steps, resume in ((2, None), (3, "last"), (5, "last")):
-        fit(strategy, steps, every_step(tmp_path, save_top_k=1), resume=resume)
+        fit(BEHIND, steps, every_step(tmp_path, save_top_k=1), resume=resume)
         assert os.listdir(tmp_path) == [f"step={steps}.ckpt"]
     # As in Lightning, a checkpoint that the user names stays.
-    fit(strategy, 6, every_step(tmp_path, save_top_k=1), resume=tmp_path / "step=5.ckpt")
+    fit(BEHIND, 6, every_step(tmp_path, save_top_k=1), resume=tmp_path / "step=5.ckpt")
     assert sorted(os.listdir(tmp_path)) == ["step=5.ckpt", "step=6.ckpt"]
-
-
-# ---- the last checkpoint
 
 
 def test_last_resumes_from_the_newest_undamaged_checkpoint_of_any_name(tmp_path: Path) -> None:
@@ -234,20 +178,11 @@ def test_last_resumes_from_the_newest_undamaged_checkpoint_of_any_name(tmp_path:
         fit({}, 5, every_step(tmp_path), resume="last")
 
 
-@contextmanager
-def clock_ahead(days: float) -> Iterator[None]:
-    """Let the clock of saves be wrong."""
+@pytest.mark.parametrize("days", [-1, 1])
+def test_last_goes_by_the_order_of_saving_and_ignores_clocks_and_broken_links(tmp_path, days):
     with pytest.MonkeyPatch.context() as patch:
         now = time.time
         patch.setattr(save, "time", SimpleNamespace(time=lambda: now() + days * 86400))
-        yield
-
-
-@pytest.mark.parametrize("days", [-1, 1])
-def test_last_goes_by_the_order_of_saving_and_ignores_clocks_and_broken_links(
-    tmp_path: Path, days: int
-) -> None:
-    with clock_ahead(days):
         fit({}, 4, every_step(tmp_path))
     # This run continues from the second step, so step 3 is saved after step 4.
     fit({}, 3, every_step(tmp_path), resume=tmp_path / "step=2.ckpt")
@@ -256,35 +191,19 @@ def test_last_goes_by_the_order_of_saving_and_ignores_clocks_and_broken_links(
     assert load_metadata(str(trainer.ckpt_path))["global_step"] == 3
 
 
-def test_last_resumes_from_lightning_files_and_skips_weights_only_checkpoints(
-    tmp_path: Path,
-) -> None:
+def test_last_resumes_from_lightning_files_and_skips_weights_only_checkpoints(tmp_path):
     fit(None, 2, every_step(tmp_path))
-    options = {"save_weights_only": True, "save_top_k": 1, "auto_insert_metric_name": False}
-    fit({}, 1, every_step(tmp_path, **options))
+    fit({}, 1, every_step(tmp_path, save_weights_only=True, save_top_k=1))
     trainer, losses = fit({}, 3, every_step(tmp_path, save_top_k=0), resume="last")
     assert trainer.ckpt_path == str(tmp_path / "step=2.ckpt")
     assert len(losses) == 1
-
-
-def test_last_finds_checkpoints_of_an_earlier_logger_version(tmp_path: Path) -> None:
-    for steps, resume, days in ((2, None, 1), (3, "last", 0), (4, "last", 0)):
-        saver = ModelCheckpoint(every_n_train_steps=1)
-        with clock_ahead(days):
-            trainer, _ = fit({}, steps, saver, resume=resume, logger=CSVLogger(tmp_path))
-        if resume is not None:
-            version = f"version_{steps - 3}/checkpoints/epoch=0-step={steps - 1}.ckpt"
-            assert trainer.ckpt_path == str(tmp_path / "lightning_logs" / version)
-    assert "version_2" in saver.best_model_path
 
 
 class UserObject:
     """Object that only unpickling can restore."""
 
 
-def test_pickled_objects_are_saved_with_a_warning_and_loaded_only_on_request(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pickled_objects_are_saved_with_a_warning_and_loaded_only_on_request(tmp_path, caplog):
     class SavesObject(ModelCheckpoint):
         def state_dict(self) -> dict[str, Any]:
             return {**super().state_dict(), "thing": UserObject()}
@@ -306,182 +225,68 @@ def test_user_hooks_and_callbacks_count_as_changing_weights(tmp_path: Path) -> N
             for parameter in self.parameters():
                 parameter.data.clamp_(-1, 1)
 
-    class InheritedHooks(CausalLM):
-        """Have the hooks of the package and no others."""
-
-    class OverridesHook(CausalLM):
-        def on_validation_epoch_end(self) -> None:
-            super().on_validation_epoch_end()
-
     class UserCallback(pl.Callback):
         pass
 
-    def trainer(*callbacks: pl.Callback) -> pl.Trainer:
-        return trainer_of(Job(strategy={}, trainer={"enable_checkpointing": True}), 1, *callbacks)
-
     config = GPTConfig.gpt2(num_layers=1, hidden_size=16, num_heads=2)
-    for unchanged in (pl.LightningModule(), InheritedHooks(config)):
-        assert only_steps_change_weights(unchanged, trainer(every_step(tmp_path)))
-    for changed in (ClipsWeights(), OverridesHook(config)):
-        assert not only_steps_change_weights(changed, trainer(every_step(tmp_path)))
-    for callback in (UserCallback(), EMAWeightAveraging()):
-        assert not only_steps_change_weights(pl.LightningModule(), trainer(callback))
+    inherited: Any = type("InheritsHooks", (CausalLM,), {})
+    job = Job(strategy={}, trainer={"enable_checkpointing": True})
+    for module, callback, is_unchanged in (
+        (pl.LightningModule(), every_step(tmp_path), True),
+        (inherited(config), every_step(tmp_path), True),
+        (ClipsWeights(), every_step(tmp_path), False),
+        (pl.LightningModule(), UserCallback(), False),
+        (pl.LightningModule(), EMAWeightAveraging(), False),
+    ):
+        assert only_steps_change_weights(module, trainer_of(job, 1, callback)) == is_unchanged
 
 
-# ---- resuming on four ranks
+def savers(folder: Path) -> list[pl.Callback]:
+    return [every_step(folder)]
 
-NUM_TOKENS, WINDOW, SAVED, STEPS = 288, 4, 2, 4
+
+NUM_TOKENS, WINDOW = 288, 4
 NUM_SAMPLES = (NUM_TOKENS - 1) // WINDOW
 
 
 class Samples(Language):
-    """Record the samples of each step, and draw from every generator that a user's step may use."""
+    """Record the first tokens of the samples of each step."""
 
-    def __init__(self, augments: bool = False) -> None:
-        super().__init__(replace(SMALL, num_layers=4, hidden_dropout=0.2, attention_dropout=0.1))
-        self.augments, self.samples, self.losses = augments, list[list[int]](), list[float]()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        if self.augments:
-            draws = torch.rand(()) + float(np.random.normal()) + random.random()
-            loss = loss * (1.0 + 0.1 * draws)
-        return loss
+    def __init__(self) -> None:
+        super().__init__(SMALL)
+        self.outcomes["samples"] = []
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.samples.append(batch["tokens"][:, 0].tolist())
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
+        self.outcomes["samples"].append(batch["tokens"][:, 0].tolist())
 
 
-class SaveAt(pl.Callback):
-    """Save a checkpoint after a step; the training continues."""
-
-    def __init__(self, step: int, path: str) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
-def windows(
-    folder: Path, strategy: Any, steps: int, save: tuple[int, str] | None = None, resume: str | None = None,
-    augments: bool = False, batch_size: int = 2,
-) -> Samples:  # fmt: skip
-    """Train on windows of a token file on four ranks."""
-    callbacks = [SaveAt(save[0], str(folder / save[1]))] if save is not None else []
-    job = Job(strategy=strategy, precision="32-true", steps=steps, trainer={"max_epochs": 1})
-    module, trainer = Samples(augments), trainer_of(job, 4, *callbacks)
-    data = TokenDataModule(f"{folder}/corpus", seq_length=WINDOW, batch_size=batch_size)
-    trainer.fit(module, datamodule=data, ckpt_path=resume and folder / resume)
-    return module
-
-
-#: Layouts that resume bit for bit, and whether their steps draw random numbers.
-EXACT: dict[str, tuple[dict[str, Any], bool]] = {
-    "tp2 dp2": ({"tp": 2}, True),
-    "dp4 behind training": (BEHIND, True),
-    "tp2 pp2": ({"tp": 2, "pp": 2, **BEHIND}, False),
-}
-EXPERTS = replace(MIXTURE, num_layers=2)
-#: Layouts that continue Lightning's files, and whose files Lightning continues.
-EXCHANGED: dict[str, tuple[GPTConfig, dict[str, Any]]] = {
-    "pp2 zb-v dp2": (GPT2, {"pp": 2, "vpp": 2, "schedule": "zb-v"}),
-    "dp4": (GPT2, {"zero": 0}),
-    "tp2 +sp ep2": (EXPERTS, {"tp": 2, "ep": 2, "etp": 1}),
-}
-
-
-def exchanged(config: GPTConfig, strategy: Any, **options: Any) -> Job:
-    """Train groups of parameters with and without weight decay."""
-
-    class Grouped(Language):
-        def configure_optimizers(self) -> Any:
-            decayed = [p for p in self.parameters() if p.dim() > 1]
-            others = [p for p in self.parameters() if p.dim() <= 1]
-            groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
-            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, weight_decay=0.0)
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-            rates = {"scheduler": schedule, "interval": "step"}
-            return {"optimizer": optimizer, "lr_scheduler": rates}
-
-    return Job(partial(Grouped, config), strategy, data=partial(Tokens, 40), **options)
-
-
-@cache
-def lightnings(config: GPTConfig) -> tuple[str, list[float]]:
-    """Return Lightning's file after two steps, and the losses of four steps."""
-    path = f"{mkdtemp()}/plain.ckpt"
-    run_job(exchanged(config, None, steps=SAVED, save=path))
-    return path, run_job(exchanged(config, None, steps=STEPS)).losses
-
-
-def four_ranks(rank: int, size: int, folder: Path, files: dict[str, str]) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    results: dict[str, Any] = {}
-    for name, (layout, augments) in EXACT.items():
-        whole = windows(folder, layout, STEPS, save=(SAVED, name), augments=augments)
-        resumed = windows(folder, layout, STEPS, resume=name, augments=augments)
-        results[name] = whole.losses, resumed.losses, whole.samples, resumed.samples
-    # Four data ranks take 24 samples, then two take 12, then one takes the remaining samples; batch
-    # sizes differ.
-    one: dict[str, Any] = {"microbatch_size": 1}
-    first = windows(folder, one, 3, save=(3, "four"))
-    second = windows(folder, {"tp": 2, **one}, 5, save=(5, "two"), resume="four", batch_size=3)
-    third = windows(folder, {"tp": 2, "pp": 2, **one}, -1, resume="two", batch_size=5)
-    results["samples"] = first.samples, second.samples, third.samples
-    layout = {"tp": 4, "microbatch_size": NUM_SAMPLES}
-    results["once"] = windows(folder, layout, -1, batch_size=NUM_SAMPLES).samples
-    for name, (config, layout) in EXCHANGED.items():
-        job = exchanged(config, layout, steps=STEPS, resume=files[name])
-        results["exchanged", name] = run_job(job, size).losses
-        run_job(exchanged(config, layout, steps=SAVED, save=str(folder / f"{name}.ckpt")), size)
-    return results
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[Any, Any]]]:
-    folder = tmp_path_factory.mktemp("resume")
-    with TokenFileWriter(folder / "corpus", dtype="i4") as writer:
+def test_each_sample_is_taken_once_in_order_when_the_number_of_data_ranks_changes(tmp_path):
+    with TokenFileWriter(tmp_path / "corpus", dtype="i4") as writer:
         writer.add_document(np.arange(NUM_TOKENS))
-    files = {name: lightnings(config)[0] for name, (config, _) in EXCHANGED.items()}
-    return folder, run_world(four_ranks, 4, folder, files)
 
+    def windows(name: str, strategy: Any, steps: int, batch_size: int, resume: str = "") -> Job:
+        corpus = str(tmp_path / "corpus")
+        return Job(
+            Samples, {"microbatch_size": 1, **strategy}, "32-true", steps=steps,
+            data=partial(TokenDataModule, corpus, seq_length=WINDOW, batch_size=batch_size),
+            trainer={"max_epochs": 1, "enable_checkpointing": True},
+            callbacks=partial(savers, tmp_path / name), resume=str(tmp_path / resume) if resume else None,
+        )  # fmt: skip
 
-@pytest.mark.parametrize("name", EXACT)
-def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(name: str, ranks: Any) -> None:
-    for results in ranks[1]:
-        losses, resumed_losses, samples, resumed_samples = results[name]
-        assert len(losses) == STEPS
-        assert resumed_losses == losses[SAVED:]
-        assert resumed_samples == samples[SAVED:]
-
-
-def test_each_sample_is_taken_once_in_order_when_the_number_of_data_ranks_changes(
-    ranks: Any,
-) -> None:
-    parts = [results["samples"] for results in ranks[1]]
-    # By the order "tp-cp-ep-dp-pp": four data ranks, then ranks 0 and 2, then rank 0 for all.
+    # Four data ranks take 24 samples, then two take 12, then one takes the remaining samples; batch
+    # sizes differ. Of the last job, each rank takes all samples at once.
+    jobs = {
+        "dp4": windows("dp4", {}, 3, 2),
+        "dp2": windows("dp2", {"tp": 2}, 5, 3, "dp4/step=3.ckpt"),
+        "dp1": windows("dp1", {"tp": 2, "pp": 2}, -1, 5, "dp2/step=5.ckpt"),
+        "whole": windows("whole", {"tp": 4, "microbatch_size": NUM_SAMPLES}, -1, NUM_SAMPLES),
+    }
+    reports = run_jobs_on(4, jobs)
     taken: list[int] = []
-    for number, data_ranks in enumerate(((0, 1, 2, 3), (0, 2), (0,))):
-        for step in zip(*(parts[rank][number] for rank in data_ranks), strict=True):
-            taken += [sample for batch in step for sample in batch]
-    expected = [sample for batch in ranks[1][0]["once"] for sample in batch]
+    # By the order "tp-cp-ep-dp-pp".
+    for name, data_ranks in (("dp4", (0, 1, 2, 3)), ("dp2", (0, 2)), ("dp1", (0,))):
+        samples = [reports[name][rank].outcomes["samples"] for rank in data_ranks]
+        taken += [s for step in zip(*samples, strict=True) for batch in step for s in batch]
+    (expected,) = reports["whole"][0].outcomes["samples"]
     assert sorted(expected) == list(range(0, NUM_SAMPLES * WINDOW, WINDOW))
     assert taken == expected
-
-
-@pytest.mark.parametrize("name", EXCHANGED)
-def test_training_resumes_between_lightning_and_every_layout(name: str, ranks: Any) -> None:
-    folder, results = ranks
-    config = EXCHANGED[name][0]
-    _, losses = lightnings(config)
-    for result in results:
-        assert result["exchanged", name] == pytest.approx(losses[SAVED:], abs=1e-10)
-    back = str(folder / f"{name} back.ckpt")
-    consolidate(folder / f"{name}.ckpt", back)
-    report: Report = run_job(exchanged(config, None, steps=STEPS, resume=back))
-    assert report.losses == pytest.approx(losses[SAVED:], abs=1e-10)

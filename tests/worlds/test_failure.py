@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.faults.agent import wait_until
 from tests.sweeps import chosen
 from tests.worlds.user_script import ROOT, environment, run_script
 
@@ -35,26 +33,20 @@ def test_a_failing_rank_ends_the_job_with_its_traceback_first(kind: str, tmp_pat
     assert all(begin > position for begin in later)
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    chosen(
-        [
-            ("os_exit", "ended with exit code 7 and without an error message"),
-            ("sys_exit", r"left the run by SystemExit\(0\) at .*user_script.py:\d+"),
-            ("sigsegv", "was ended by SIGSEGV"),
-            ("interrupt", r"left the run by KeyboardInterrupt\(\) at .*user_script.py:\d+"),
-        ],
-        ("os_exit", "ended with exit code 7 and without an error message"),
-        ("sys_exit", r"left the run by SystemExit\(0\) at .*user_script.py:\d+"),
-    ),
-)
-def test_a_rank_that_ends_by_itself_is_named_before_the_ranks_that_miss_it(
-    kind: str, how: str, tmp_path: Path
-) -> None:
+HOW = {
+    "os_exit": "ended with exit code 7 and without an error message",
+    "sys_exit": r"left the run by SystemExit\(0\) at .*user_script.py:\d+",
+    "sigsegv": "was ended by SIGSEGV",
+    "interrupt": r"left the run by KeyboardInterrupt\(\) at .*user_script.py:\d+",
+}
+
+
+@pytest.mark.parametrize("kind", chosen(HOW, "sys_exit"))
+def test_a_rank_that_ends_by_itself_is_named_before_the_ranks_that_miss_it(kind, tmp_path):
     result = run_script(kind, TMPDIR=str(tmp_path))
     assert result.returncode != 0
     reports = re.findall(r"^\[rank \d\].*", result.stderr, re.MULTILINE)
-    assert re.fullmatch(rf"\[rank 1\] {how}; the other ranks will be stopped\.", reports[0])
+    assert re.fullmatch(rf"\[rank 1\] {HOW[kind]}; the other ranks will be stopped\.", reports[0])
     assert all(report.startswith("[rank 0] stops after rank 1 failed") for report in reports[1:])
     assert not list(tmp_path.glob("lightning_megatron*"))
 
@@ -71,26 +63,10 @@ def processes_with(argument: str) -> list[str]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"still not so after {seconds} seconds"
-        time.sleep(0.2)
-
-
 @ON_LINUX
-@pytest.mark.parametrize(
-    ("launcher", "number"),
-    chosen(
-        [("own", signal.SIGKILL), ("torchrun", signal.SIGKILL), ("own", signal.SIGINT)],
-        ("own", signal.SIGKILL),
-        ("own", signal.SIGINT),
-    ),
-)
-def test_launched_ranks_end_after_the_process_that_launched_them(
-    launcher: str, number: signal.Signals, tmp_path: Path
-) -> None:
-    marker = f"marker-{launcher}-{number.name}-{os.getpid()}"
+@pytest.mark.parametrize("launcher", chosen(["own", "torchrun"], "own"))
+def test_launched_ranks_end_after_the_process_that_launched_them(launcher, tmp_path):
+    marker = f"marker-{launcher}-{os.getpid()}"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with subprocess.Popen(
         [
@@ -106,9 +82,9 @@ def test_launched_ranks_end_after_the_process_that_launched_them(
         for _ in range(2 if launcher == "torchrun" else 1):
             while "waits forever" not in process.stderr.readline():
                 assert process.poll() is None
-        process.send_signal(number)
+        process.kill()
         process.wait()
-        wait_until(lambda: not processes_with(marker), 60)
+        wait_until(lambda: not processes_with(marker), "the end of all processes")
     assert not list(tmp_path.glob("lightning_megatron*"))
 
 
@@ -148,5 +124,5 @@ def test_a_data_worker_that_hangs_ends_with_its_rank_and_leaves_no_files(tmp_pat
         assert list(tmp_path.glob("pymp-*"))
         process.kill()
         process.wait()
-        wait_until(lambda: not processes_with(marker), 60)
+        wait_until(lambda: not processes_with(marker), "the end of all processes")
     assert not list(tmp_path.glob("pymp-*"))

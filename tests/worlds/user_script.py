@@ -1,8 +1,7 @@
 """Script of a user that starts the other ranks itself: `python -m tests.worlds.user_script dense`.
 
-Kinds of runs that print the choices of a fit: ``dense``, ``experts`` and ``later experts``, without
-any settings of logging. The dense model overflows in its first step, and runs as in a source tree
-that was never installed: the distribution's metadata cannot be found.
+``dense`` and ``experts`` print the choices of a fit; the dense model overflows in its first step, and
+runs as in a source tree that was never installed: the distribution's metadata cannot be found.
 
 Other kinds fail at the third batch of rank 1: they ``raise``; or ``hang``, where the other ranks wait
 and no closed connection wakes them up (``hang nowhere`` only waits); or name a hook that raises; or
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,6 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 16}
 MODELS = {
     "dense": GPT2,
     "experts": GPTConfig.gpt2(**{**SIZES, "num_layers": 2}, mlp_bias=False, experts=EXPERTS),
-    "later experts": GPTConfig.gpt2(
-        **{**SIZES, "num_layers": 2}, mlp_bias=False, experts={**EXPERTS, "layers": (False, True)}
-    ),
 }
 #: Ways in which a rank ends without an error.
 ENDS: dict[str, Callable[[], object]] = {
@@ -48,18 +44,12 @@ ENDS: dict[str, Callable[[], object]] = {
     "sigsegv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "interrupt": lambda: signal.raise_signal(signal.SIGINT),
 }
-_LAUNCHERS = (
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "PL_GLOBAL_SEED",
-)
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS += ("PL_GLOBAL_SEED",)
 
 
-def environment(**variables: str) -> Mapping[str, str]:
-    """Return the environment of a user's shell."""
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a process that no launcher has started."""
     kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHERS}
     return {**kept, "OMP_NUM_THREADS": "1", **variables}
 
@@ -119,15 +109,11 @@ def show_choices(kind: str) -> None:
         return find(name)
 
     metadata.Distribution.from_name = staticmethod(hide_this_package)  # type: ignore[method-assign]
-    options: dict[str, Any] = {
-        "devices": 2,
-        "strategy": MegatronStrategy(pp=2, stage_layers=[1, 1]),
-    }
     if kind == "dense":
         scale = DynamicLossScale(initial=2.0**40, hysteresis=1)
         plugins = [MegatronPrecision("16-mixed", scale)]
-        options = {"devices": 1, "plugins": plugins, "strategy": MegatronStrategy()}
-    elif kind == "experts":
+        options: Any = {"devices": 1, "plugins": plugins, "strategy": MegatronStrategy()}
+    else:
         strategy = MegatronStrategy(tp=2, ep=2, etp=1)
         options = {"devices": 2, "precision": "bf16-mixed", "strategy": strategy}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
