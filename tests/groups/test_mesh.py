@@ -46,23 +46,23 @@ def test_a_single_mesh_needs_no_process_group_and_its_collectives_return_their_i
     mesh.destroy()
 
 
-def test_a_replay_without_collectives_keeps_the_last_call() -> None:
+def test_replays_keep_the_last_call_are_reported_by_kind_and_are_refused_after_the_run() -> None:
     journal = Journal()
     journal.repeat([], LABEL)
     assert journal.last is None
     first = journal.note("all_reduce", "dp", (0, 1))
     journal.repeat([], LABEL)
     assert journal.last == Call(*first)
-
-
-def test_a_replay_of_an_exchange_is_reported_as_an_exchange() -> None:
-    journal = Journal()
     with journal.recording() as calls:
         journal.note("exchange", "pp neighbours", (1,))
     journal.repeat(calls, LABEL)
-    assert journal.last is not None
     assert journal.last.is_exchange
     assert not Call(LABEL, "tp", 1, (0, 1)).is_exchange
+    with journal.recording() as calls:
+        journal.note("all_reduce", "dp", (0, 1))
+    journal.end(["dp"])
+    with pytest.raises(UnsupportedError, match="after the run"):
+        journal.repeat(calls, LABEL)
 
 
 def test_nested_recordings_raise_and_leave_the_journal_usable() -> None:
@@ -77,31 +77,18 @@ def test_nested_recordings_raise_and_leave_the_journal_usable() -> None:
     assert journal.counts == {"dp": 1}
 
 
-def test_a_replay_after_the_run_is_refused() -> None:
-    journal = Journal()
-    with journal.recording() as calls:
-        journal.note("all_reduce", "dp", (0, 1))
-    journal.end(["dp"])
-    with pytest.raises(UnsupportedError, match="after the run"):
-        journal.repeat(calls, LABEL)
-
-
-def test_reservations_that_fit_share_one_region() -> None:
+def test_reservations_that_fit_share_one_region_also_across_inference_mode() -> None:
     memory = PeerMemory()
-    first = memory.reserve(None, 64, CPU)
+    assert memory.reason_unavailable(None, CPU) == "ranks are on cpu"
+    with torch.inference_mode():
+        first = memory.reserve(None, 64, CPU)
+    assert not first.memory.is_inference()
     assert memory.reserve(None, 48, CPU) is first
     larger = memory.reserve(None, 65, CPU)
     assert larger.memory.numel() == 65
     assert memory.reserve(None, 64, CPU) is larger
     memory.release()
     assert memory.reserve(None, 64, CPU) is not larger
-
-
-def test_memory_reserved_in_inference_mode_is_no_inference_tensor() -> None:
-    memory = PeerMemory()
-    with torch.inference_mode():
-        region = memory.reserve(None, 64, CPU)
-    assert not region.memory.is_inference()
 
 
 def test_views_of_a_region_are_cached_up_to_a_bound(
@@ -113,30 +100,22 @@ def test_views_of_a_region_are_cached_up_to_a_bound(
     first = region.view(8, (2, 3), torch.uint8)
     assert torch.equal(first, torch.arange(8, 14, dtype=torch.uint8).view(2, 3))
     assert region.view(8, (2, 3), torch.uint8) is first
-    assert region.view(8, (1,), torch.int64).tolist() == [int.from_bytes(range(8, 16), "little")]
     for start in range(8):
         region.view(start, (1,), torch.uint8)
     assert len(region._views) <= 2
     assert torch.equal(region.view(8, (2, 3), torch.uint8), first)
 
 
-def test_peer_memory_is_unavailable_on_cpu() -> None:
-    assert PeerMemory().reason_unavailable(None, CPU) == "ranks are on cpu"
-
-
-@pytest.mark.parametrize("sizes", [(2, 3, 5, 2, 2, 4), (1, 0, 4, 2, 8, 8), (4, 7, 64, 8, 4, 0)])
-def test_parts_of_a_token_buffer_are_adjacent_and_aligned_to_16_bytes(
-    sizes: tuple[int, ...],
-) -> None:
+def test_parts_of_a_token_buffer_are_adjacent_and_aligned_to_16_bytes() -> None:
     names = ("num_ranks", "num_tokens", "width", "top_k", "element", "scale")
-    buffer = TokenBuffer(**dict(zip(names, sizes, strict=True)))
-    assert buffer.count == buffer.num_ranks * buffer.num_tokens
-    assert 0 <= buffer.scales_at - buffer.count * buffer.width * buffer.element < 16
-    assert (
-        0 <= buffer.experts_at - buffer.scales_at - buffer.count * buffer.top_k * buffer.scale < 16
-    )
-    assert buffer.num_bytes == buffer.experts_at + buffer.count * buffer.top_k * 8
-    assert buffer.scales_at % 16 == buffer.experts_at % 16 == 0
+    for sizes in ((2, 3, 5, 2, 2, 4), (1, 0, 4, 2, 8, 8), (4, 7, 64, 8, 4, 0)):
+        buffer = TokenBuffer(**dict(zip(names, sizes, strict=True)))
+        size_of_scales = buffer.count * buffer.top_k * buffer.scale
+        assert buffer.count == buffer.num_ranks * buffer.num_tokens
+        assert 0 <= buffer.scales_at - buffer.count * buffer.width * buffer.element < 16
+        assert 0 <= buffer.experts_at - buffer.scales_at - size_of_scales < 16
+        assert buffer.num_bytes == buffer.experts_at + buffer.count * buffer.top_k * 8
+        assert buffer.scales_at % 16 == buffer.experts_at % 16 == 0
 
 
 def make_batch() -> dict[str, Tensor]:
@@ -168,47 +147,29 @@ def test_values_of_views_of_a_moved_batch_are_known_on_the_host(evaluates: bool)
     assert host.of(views["mask"]) is None, "the values of the last batch are forgotten"
 
 
-@pytest.mark.parametrize("side", ["device", "host"])
-def test_values_of_a_tensor_that_was_written_to_are_forgotten(side: str) -> None:
-    original, host = make_batch(), HostValues()
-    with host.record_moves():
-        moved: Any = move_data_to_device(original, torch.device("meta"))
-    (moved if side == "device" else original)["mask"][0, 0] = 0
-    assert host.of(moved["mask"]) is None
-    assert host.of(moved["labels"]) is not None
+def test_values_of_tensors_that_were_written_to_or_freed_are_forgotten() -> None:
+    for side in ("device", "host"):
+        original, host = make_batch(), HostValues()
+        with host.record_moves():
+            moved: Any = move_data_to_device(original, torch.device("meta"))
+        (moved if side == "device" else original)["mask"][0, 0] = 0
+        assert host.of(moved["mask"]) is None
+        assert host.of(moved["labels"]) is not None
+        del moved
+        gc.collect()
+        host.note(torch.ones(3, dtype=torch.long), torch.ones(3, dtype=torch.long))
+        assert len(host._cache) == 1
 
 
-def test_host_tensors_are_returned_unchanged() -> None:
-    host = HostValues()
-    mask = make_batch()["mask"]
-    assert host.of(mask) is mask
-    assert host.read(mask) is mask
-    with torch.inference_mode():
-        result = mask + 1
-        assert host.read(result) is result
-
-
-def test_a_device_tensor_is_read_once_for_all_its_views(
+def test_host_tensors_are_returned_and_a_device_tensor_is_read_once_for_all_its_views(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    host, mask = HostValues(), make_batch()["mask"]
+    assert host.of(mask) is host.read(mask) is mask
     monkeypatch.setattr(host_values, "_is_on_host", lambda tensor: False)
-    host = HostValues()
-    mask = make_batch()["mask"]
-    for row in mask.split(1):
-        assert torch.equal(host.read(row), row)
-    assert host.num_reads == 1
-    mask[2, 2] = 0
-    for row in mask.split(1):
-        assert torch.equal(host.read(row), row)
-    assert host.num_reads == 2
-
-
-def test_values_of_freed_tensors_are_forgotten() -> None:
-    host = HostValues()
-    with host.record_moves():
-        moved: Any = move_data_to_device(make_batch(), torch.device("meta"))
-    assert len(host._cache) == 2
-    del moved
-    gc.collect()
-    host.note(torch.ones(3, dtype=torch.long), torch.ones(3, dtype=torch.long))
-    assert len(host._cache) == 1
+    for value in (mask[2, 2].item(), 0):
+        mask[2, 2] = value
+        reads = host.num_reads
+        for row in mask.split(1):
+            assert torch.equal(host.read(row), row)
+        assert host.num_reads == reads + 1

@@ -83,52 +83,41 @@ def created_groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...
 
 
 @pytest.mark.usefixtures("nccl", "created_groups")
-@pytest.mark.parametrize("data", [False, True], ids=["data as it is", "data high, too"])
 def test_cp_groups_have_high_priority_whatever_the_data_group_has(
-    data: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    mesh = ParallelMesh.create(
-        ParallelLayout(8, cp=8),
-        backend="nccl",
-        context=ContextLinks(inner=4, groups="documents"),
-        options={"data": {"high_priority": data}},
-    )
-    assert mesh.cp.ranks == mesh.data.ranks
-    assert mesh.cp.group is not mesh.data.group
-    cp_axes = [mesh.cp, mesh.cp_inner, mesh.cp_outer, *mesh.cp_groups]
-    assert [axis.group.options.is_high_priority_stream for axis in cp_axes] == [True] * len(cp_axes)
-    assert mesh.data.group.options.is_high_priority_stream == data
+    links = ContextLinks(inner=4, groups="documents")
+    for of_data in (False, True):
+        options = {"data": {"high_priority": of_data}}
+        mesh = ParallelMesh.create(
+            ParallelLayout(8, cp=8), backend="nccl", context=links, options=options
+        )
+        assert mesh.cp.ranks == mesh.data.ranks
+        assert mesh.cp.group is not mesh.data.group
+        for axis in (mesh.cp, mesh.cp_inner, mesh.cp_outer, *mesh.cp_groups):
+            assert axis.group.options.is_high_priority_stream
+        assert mesh.data.group.options.is_high_priority_stream == of_data
 
 
 @pytest.mark.usefixtures("nccl")
-@pytest.mark.parametrize("rank", [0, 6])
 def test_nccl_settings_reach_the_group_of_their_axis(
-    rank: int, monkeypatch: pytest.MonkeyPatch, created_groups: list[tuple[tuple[int, ...], Any]]
+    monkeypatch: pytest.MonkeyPatch, created_groups: list[tuple[tuple[int, ...], Any]]
 ) -> None:
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    limits = {name: {"max_ctas": number + 1} for number, name in enumerate(GROUP_NAMES)}
-    layout = ParallelLayout(8, tp=2, pp=2)
-    mesh = ParallelMesh.create(
-        layout, backend="nccl", options={**limits, "tp": {"min_ctas": 3, "high_priority": True}}
-    )
-    for number, name in enumerate(GROUP_NAMES):
-        axis = getattr(mesh, name)
-        if axis.size == 1:
-            assert axis.group is None
-            continue
-        group_options = axis.group.options
-        if name == "tp":
-            assert (
-                group_options.config.min_ctas,
-                group_options.config.max_ctas,
-                group_options.is_high_priority_stream,
-            ) == (3, -1, True)
-        else:
-            assert (group_options.config.max_ctas, group_options.is_high_priority_stream) == (
-                number + 1,
-                name in ("cp", "pp", "ep"),
-            ), name
+    limits: Any = {name: {"max_ctas": number} for number, name in enumerate(GROUP_NAMES, 1)}
+    limits["tp"] = {"min_ctas": 3, "high_priority": True}
+    for rank in (0, 6):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        mesh = ParallelMesh.create(ParallelLayout(8, tp=2, pp=2), backend="nccl", options=limits)
+        for name, settings in limits.items():
+            axis = getattr(mesh, name)
+            if axis.size == 1:
+                assert axis.group is None
+                continue
+            config, is_high = axis.group.options.config, axis.group.options.is_high_priority_stream
+            expected = settings.get("min_ctas", -1), settings.get("max_ctas", -1)
+            assert (config.min_ctas, config.max_ctas) == expected, name
+            assert is_high == (name in ("tp", "cp", "pp", "ep")), name
     assert ((0, 1), 3) in [(ranks, options.config.min_ctas) for ranks, options in created_groups]
 
 

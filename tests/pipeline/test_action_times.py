@@ -25,33 +25,28 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    def work(self, times: ActionTimes, kind: Kind, chunk: int, milliseconds: list[int]) -> None:
-        for microbatch, duration in enumerate(milliseconds):
-            with times.measure(Action(kind, chunk, microbatch)):
-                self.now += duration / 1000
-            self.now += 1.0
+    def work(self, times: ActionTimes, chunk: int, slower: int = 0) -> None:
+        """Run three microbatches of every kind, of which the first is slow."""
+        for kind, duration in MILLISECONDS.items():
+            for microbatch in range(3):
+                with times.measure(Action(kind, chunk, microbatch)):
+                    self.now += (duration + slower) / 1000 + (microbatch == 0)
+                self.now += 1.0
 
 
 def test_medians_are_computed_for_each_chunk_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock, times = Clock(), ActionTimes(torch.device("cpu"))
     monkeypatch.setattr(device_clock, "time", clock)
-    times = ActionTimes(torch.device("cpu"))
-    for chunk in range(2):
-        for kind, duration in MILLISECONDS.items():
-            # The first microbatch is slow.
-            clock.work(times, kind, chunk, [1000, duration + 10 * chunk, duration + 10 * chunk])
+    clock.work(times, 0)
+    clock.work(times, 1, slower=10)
     for chunk, medians in enumerate(times.medians(2)):
         for kind, duration in MILLISECONDS.items():
             assert medians.seconds[kind] == pytest.approx((duration + 10 * chunk) / 1000)
         assert (medians.kept, medians.waiting) == (0, 0.0), "a CPU does not tell what is allocated"
-
-
-def test_message_bytes_is_the_median_size_of_messages() -> None:
-    times = ActionTimes(torch.device("cpu"))
     assert times.message_bytes == 0
     for num_bytes in (8, 1000, 16):
         times.record_message(num_bytes)
-    assert times.message_bytes == 16
+    assert times.message_bytes == 16, "the median"
 
 
 def test_neighbours_are_the_stages_between_which_microbatches_pass() -> None:

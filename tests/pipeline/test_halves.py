@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,9 @@ from lightning_megatron.layers.weight_gradient_queue import Start
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.microbatch import Microbatch, split_batch
-from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.schedule import Schedule, build_schedule
+from lightning_megatron.pipeline.microbatch import split_batch
+from lightning_megatron.plan.schedule import Action, Schedule, build_schedule
 from tests.oracles import assert_equal
-from tests.pipeline.halves import with_halves
 from tests.training.runs import Run
 
 SIZES: dict[str, Any] = {
@@ -35,85 +34,89 @@ KINDS = {
     ),
 }
 NUM_MICROBATCHES = 4
-DELAYS = (0, 2, NUM_MICROBATCHES)
-#: Linear layers of a block that defer their products: two of attention, two of the MLP or experts.
-PRODUCTS_OF_BLOCK = 4
+TOKENS = torch.randint(0, 50, (2 * NUM_MICROBATCHES, 9), generator=torch.Generator().manual_seed(5))
+#: Four layers of four linear layers that defer their products, and the head.
+NUM_PRODUCTS = 4 * 4 + 1
 Result = tuple[list[Tensor], dict[str, Tensor]]
 
 
-def make_microbatches() -> list[Microbatch]:
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, SIZES["vocab_size"], (2 * NUM_MICROBATCHES, 9), generator=generator)
-    return split_batch({"tokens": tokens}, 2)
+def with_halves(schedule: Schedule, delay: int = 1) -> Schedule:
+    """Replace every backward pass by its halves. Each weight half waits for ``delay`` input halves of
+    its stage; the last weight halves run at the end, in order.
+    """
+    if schedule.forward_only:
+        return schedule
+    rows = []
+    for row in schedule.rows:
+        split: list[Action] = []
+        waiting: list[Action] = []
+        for action in row:
+            if action.kind != "B":
+                split.append(action)
+                continue
+            split.append(replace(action, kind="I"))
+            waiting.append(replace(action, kind="W"))
+            if len(waiting) > delay:
+                split.append(waiting.pop(0))
+        rows.append((*split, *waiting))
+    return replace(schedule, rows=tuple(rows)).validate()
 
 
-def step(model: GPT, data: dict[str, Tensor]) -> Tensor:
-    return model(data["tokens"][:, :-1], data["tokens"][:, 1:]).mean()
+def step(model: GPT, data: Tensor) -> Tensor:
+    return model(data[:, :-1], data[:, 1:]).mean()
 
 
-def scheduled(
-    layout: ParallelLayout, delay: int | None, number: int, forward_only: bool
-) -> Schedule:
-    name = "1f1b" if layout.vpp == 1 else "interleaved"
-    schedule = build_schedule(name, layout.pp, number, layout.vpp, forward_only=forward_only)
-    return schedule if delay is None else with_halves(schedule, delay)
+def run(model: GPT, delay: int | None, queue: Any, step_fn: Any = None) -> list[Tensor]:
+    """Run a step of full passes, or of halves with a delay."""
+
+    def scheduled(number: int, forward_only: bool) -> Schedule:
+        schedule = build_schedule("1f1b", 1, number, 1, forward_only=forward_only)
+        return schedule if delay is None else with_halves(schedule, delay)
+
+    return PipelineExecutor(model.mesh, None, scheduled).run(
+        step_fn or partial(step, model),
+        split_batch(TOKENS, 2),
+        backward=True,
+        loss_of=lambda loss, _: loss / NUM_MICROBATCHES,
+        weight_gradients=queue,
+    )
 
 
 class Trained(Run):
-    """A GPT with gradient slots in flat buffers."""
+    """A GPT with gradient slots in flat buffers, which counts deferred products."""
 
-    def __init__(self, model: GPT) -> None:
-        self.model = model
-        super().__init__(dict(model.named_parameters()), model.mesh)
-        self.num_deferred = 0
-        queue = self.reducer.weight_gradients
-        put: Callable[[Start, Sequence[GradientSlot]], None] = queue.put
+    def __init__(self, kind: str) -> None:
+        self.model = GPT(KINDS[kind], ParallelMesh.single(), seed=1)
+        super().__init__(dict(self.model.named_parameters()), self.model.mesh)
+        self.num_deferred, self.queue = 0, self.reducer.weight_gradients
+        put = self.queue.put
 
         def count_and_put(start: Start, slots: Sequence[GradientSlot]) -> None:
             self.num_deferred += 1
             put(start, slots)
 
-        queue.put = count_and_put  # type: ignore[method-assign]
+        self.queue.put = count_and_put  # type: ignore[method-assign]
 
     def result_of(self, delay: int | None, step_fn: Any = None) -> Result:
-        """Return the losses and this rank's gradients of a step."""
         self.zero_grad()
         self.num_deferred = 0
-        mesh = self.model.mesh
-        executor = PipelineExecutor(
-            mesh, self.model if mesh.pp.size > 1 else None, partial(scheduled, mesh.layout, delay)
-        )
-        losses = executor.run(
-            step_fn or partial(step, self.model),
-            make_microbatches(),
-            backward=True,
-            loss_of=lambda loss, _: loss / NUM_MICROBATCHES,
-            weight_gradients=self.reducer.weight_gradients,
-        )
+        losses = run(self.model, delay, self.queue, step_fn)
         gradients = self.reducer.unreduced_gradients(set(self.main.trained))
-        assert gradients.keys() == set(self.main.trained)
         return losses, {name: gradient.clone() for name, gradient in gradients.items()}
 
-    def check(self, label: str) -> Result:
-        """Compare steps in halves with a step of full passes, and return the latter's results."""
-        losses, gradients = self.result_of(None)
-        assert self.num_deferred == 0, label
-        products = PRODUCTS_OF_BLOCK * len(self.model.layers) + self.model.mesh.pp.is_last
-        for delay in DELAYS:
-            actual_losses, actual = self.result_of(delay)
-            assert self.num_deferred == products * NUM_MICROBATCHES, label
-            assert all(map(torch.equal, actual_losses, losses)), label
-            for name, gradient in actual.items():
-                assert_equal(gradient, gradients[name], f"{label}, delay {delay}: {name}", 1e-12)
-        return losses, gradients
 
-
-def results_of_one_process(kind: str) -> Result:
-    """Return the losses and gradients of one process with plain autograd."""
+def plain_results(kind: str) -> Result:
+    """Return the losses and gradients of plain autograd."""
     model = GPT(KINDS[kind], ParallelMesh.single(), seed=1)
-    losses = [step(model, part.data) for part in make_microbatches()]
+    losses = [step(model, part) for part in TOKENS.split(2)]
     torch.stack(losses).mean().backward()
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
+        assert_equal(gradient, expected[name], f"{what}: {name}", 1e-12)
 
 
 @pytest.fixture(autouse=True)
@@ -123,43 +126,33 @@ def float64() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_halves_equal_full_passes_and_plain_autograd(kind: str) -> None:
-    losses, gradients = Trained(GPT(KINDS[kind], ParallelMesh.single(), seed=1)).check(kind)
-    expected_losses, expected = results_of_one_process(kind)
-    for loss, twin in zip(losses, expected_losses, strict=True):
-        assert_equal(loss, twin, "loss", 1e-12)
-    for name, gradient in gradients.items():
-        assert_equal(gradient, expected[name], name, 1e-12)
+    trained = Trained(kind)
+    expected_losses, expected = plain_results(kind)
+    for delay in (None, 0, 2, NUM_MICROBATCHES):
+        losses, gradients = trained.result_of(delay)
+        products = 0 if delay is None else NUM_PRODUCTS * NUM_MICROBATCHES
+        assert trained.num_deferred == products, delay
+        torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-12)
+        check_equal(gradients, expected, f"delay {delay}")
 
 
 def test_without_a_queue_the_input_halves_compute_all_gradients() -> None:
-    mesh = ParallelMesh.single()
-    model = GPT(KINDS["llama"], mesh, seed=1)
-    _, expected = results_of_one_process("llama")
-    PipelineExecutor(mesh, None, partial(scheduled, mesh.layout, 2)).run(
-        partial(step, model),
-        make_microbatches(),
-        backward=True,
-        loss_of=lambda loss, _: loss / NUM_MICROBATCHES,
-    )
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert_equal(parameter.grad, expected[name], name, 1e-12)
+    model = GPT(KINDS["llama"], ParallelMesh.single(), seed=1)
+    run(model, 2, None)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    check_equal(gradients, plain_results("llama")[1], "no queue")
 
 
 def test_an_error_in_a_step_leaves_no_deferred_weight_gradients() -> None:
-    run = Trained(GPT(KINDS["llama"], ParallelMesh.single(), seed=1))
-    calls: list[Any] = []
+    trained, calls = Trained("llama"), list[Any]()
 
-    def fail_at_the_second_call(data: dict[str, Tensor]) -> Tensor:
+    def fail_at_the_second_call(data: Tensor) -> Tensor:
         calls.append(data)
         if len(calls) == 2:
             raise RuntimeError("stop")
-        return step(run.model, data)
+        return step(trained.model, data)
 
     with pytest.raises(RuntimeError, match="stop"):
-        run.result_of(2, fail_at_the_second_call)
-    assert run.num_deferred == PRODUCTS_OF_BLOCK * SIZES["num_layers"] + 1
-    _, gradients = run.result_of(2)
-    _, expected = results_of_one_process("llama")
-    for name, gradient in gradients.items():
-        assert_equal(gradient, expected[name], name, 1e-12)
+        trained.result_of(2, fail_at_the_second_call)
+    assert trained.num_deferred == NUM_PRODUCTS
+    check_equal(trained.result_of(2)[1], plain_results("llama")[1], "after an error")

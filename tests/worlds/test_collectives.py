@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_megatron import GPT, CausalLM, GPTConfig, MegatronStrategy
+from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy
 from lightning_megatron.errors import ParallelPlanError, RankMismatchError, UnsupportedError
 from lightning_megatron.groups import mesh_groups
 from lightning_megatron.groups.axis import MeshAxis
@@ -19,7 +19,6 @@ from lightning_megatron.groups.collectives import (
     all_gather_objects,
     all_gather_sequence,
     all_reduce_,
-    all_to_all_rows,
     broadcast_,
     broadcast_object,
     copy_to_axis,
@@ -28,16 +27,12 @@ from lightning_megatron.groups.collectives import (
     reduce_scatter_sequence,
     split_to_axis,
 )
-from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.journal import Call, RecordedCall
-from lightning_megatron.groups.launcher import Work
 from lightning_megatron.groups.mesh import GROUP_NAMES, ParallelMesh
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.pending import (
     start_all_gather,
     start_all_reduce,
-    start_all_to_all,
-    start_reduce_scatter,
 )
 from lightning_megatron.groups.sources import package_hash
 from lightning_megatron.plan.layout import ParallelLayout
@@ -56,7 +51,6 @@ PAIRS: dict[str, Callable[[Tensor, MeshAxis], Tensor]] = {
     "split": lambda x, axis: split_to_axis(x, axis, 1),
 }
 SIZES: dict[str, Any] = {"vocab_size": 32, "max_seq_length": 8, "hidden_size": 16, "num_heads": 2}
-LLAMA = GPTConfig.llama(**SIZES, num_layers=2, ffn_hidden_size=24, vocab_multiple=1)
 
 
 def draw(rank: int, *shape: int) -> Tensor:
@@ -129,12 +123,6 @@ def check_transfers(mesh: ParallelMesh) -> None:
     assert from_after.tolist() == [10.0 + after] * 2
 
 
-def check_fingerprints(mesh: ParallelMesh) -> None:
-    check_same_everywhere(mesh.world_cpu, {"tp": 2, "torch": torch.__version__})
-    with pytest.raises(RankMismatchError, match=r"rank 3 has seed=2, the others 1"):
-        check_same_everywhere(mesh.world_cpu, {"tp": 2, "seed": 2 if mesh.rank == 3 else 1})
-
-
 def communicate(mesh: ParallelMesh) -> None:
     """Start and complete two collectives."""
     x = torch.ones(2)
@@ -158,64 +146,6 @@ def check_journal(mesh: ParallelMesh) -> None:
     communicate(mesh)
     # A later wait still names the collective that it waits for.
     assert journal.last == Call("all_gather", "tp", before + 5, group)
-
-
-class StoringRecorder:
-    """Recorder that stores functions which repeat the collectives."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[Callable[[], object], Tensor]] = []
-
-    def run(self, collective: Callable[[], object], written: Sequence[Tensor]) -> None:
-        collective()
-        self.entries.append((collective, *written))
-
-    def start(self, collective: Callable[[], Work], written: Sequence[Tensor]) -> Work:
-        self.entries.append((lambda: collective().wait(), *written))
-        return collective()
-
-
-def check_repeated_collectives(mesh: ParallelMesh) -> None:
-    """A recorder can run every collective again on new values."""
-    tp = mesh.tp
-    assert tp.launcher is mesh.launcher is mesh.on_cpu("tp").launcher
-
-    def started(start: Callable[..., Any], num_rows: int, *sizes: Any) -> Callable[..., Tensor]:
-        def run(x: Tensor) -> Tensor:
-            out = x.new_empty(num_rows)
-            start(out, x, *sizes, tp).wait()
-            return out
-
-        return run
-
-    def exchange(out: Tensor, x: Tensor, axis: MeshAxis) -> Any:
-        return start_transfers([(x, 1 - axis.rank)], [(out, 1 - axis.rank)], axis)
-
-    def all_reduce(x: Tensor) -> Tensor:
-        start_all_reduce(x, tp).wait()
-        return x
-
-    collectives: list[Callable[[Tensor], Tensor]] = [
-        started(start_all_gather, 8),
-        started(start_reduce_scatter, 2),
-        started(start_all_to_all, 4, (2, 2), (2, 2)),
-        started(exchange, 4),
-        all_reduce,
-        lambda x: all_reduce_(x, tp),
-        lambda x: broadcast_(x, tp),
-        lambda x: all_gather_sequence(x, tp),
-        lambda x: reduce_scatter_sequence(x, tp),
-        lambda x: all_to_all_rows(x, (2, 2), (2, 2), tp),
-    ]
-    for collective in collectives:
-        x, values = torch.arange(4.0) + 10 * tp.rank, torch.arange(4.0) ** 2 - tp.rank
-        recorder = mesh.launcher.recorder = StoringRecorder()
-        collective(x)
-        mesh.launcher.recorder = None
-        x.copy_(values)
-        ((repeat, written),) = recorder.entries
-        repeat()
-        assert torch.equal(written, collective(values)), "the collective read the new values"
 
 
 def check_cpu_axes(mesh: ParallelMesh) -> None:
@@ -245,9 +175,7 @@ def check_groups(rank: int) -> None:
         check_pairs,
         check_reductions,
         check_transfers,
-        check_fingerprints,
         check_journal,
-        check_repeated_collectives,
     ):
         check(mesh)
     mesh.destroy()
@@ -306,35 +234,16 @@ def check_different_sources(rank: int) -> None:
             trainer.fit(CausalLM(GPTConfig.gpt2(**SIZES, num_layers=1)), [])
 
 
-def trained_losses(mesh: ParallelMesh) -> list[float]:
-    """Train a small GPT for three steps, and list the losses of the full batch."""
-    tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))
-    local = tokens.chunk(mesh.data.size)[mesh.data.rank]
-    model = GPT(LLAMA, mesh, seed=3).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for _ in range(3):
-        loss = model(local, local.roll(-1, 1)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                all_reduce_(parameter.grad, mesh.data, "mean")
-        optimizer.step()
-        losses.append(float(all_reduce_(loss.detach().clone(), mesh.data, "mean")))
-    return losses
-
-
-def train_in_parts_of_the_world(rank: int) -> list[float]:
+def check_parts_of_the_world(rank: int) -> None:
     """Layouts of disjoint parts of a job coexist, also parts of different sizes."""
     is_first = rank < 2
     layout = ParallelLayout(2, tp=2) if is_first else ParallelLayout(2, rank_offset=2)
-    losses = []
     for _ in range(2):  # groups of the same ranks are created again
         mesh = ParallelMesh.create(layout, seed=1)
         assert mesh.world.ranks == ((0, 1) if is_first else (2, 3))
         assert all_gather_objects(rank, mesh.world_cpu) == list(mesh.world.ranks)
-        losses += trained_losses(mesh)
+        axis = mesh.tp if is_first else mesh.data
+        assert all_reduce_(torch.ones(1) * rank, axis).item() == (1 if is_first else 5)
         mesh.destroy()
     if rank == 0:
         with pytest.raises(ParallelPlanError, match="rank 0 is not in 1 to 3. Give this rank a"):
@@ -350,18 +259,14 @@ def train_in_parts_of_the_world(rank: int) -> list[float]:
     assert total.item() == 4
     mesh = ParallelMesh.create(ParallelLayout(4, tp=2))
     assert all_gather_objects(rank, mesh.world_cpu) == list(range(4))
-    return losses
 
 
-def run_all(rank: int, size: int) -> list[float]:
+def run_all(rank: int, size: int) -> None:
     check_different_sources(rank)
     check_groups(rank)
     check_destroyed_groups(rank)
-    return train_in_parts_of_the_world(rank)
+    check_parts_of_the_world(rank)
 
 
-def test_collectives_equal_one_process_and_parts_of_the_world_train_alone() -> None:
-    expected = trained_losses(ParallelMesh.single(seed=1))
-    assert expected[2] < expected[0]
-    for losses in run_world(run_all, 4):
-        assert losses == pytest.approx(2 * expected, abs=1e-10)
+def test_collectives_equal_one_process_and_groups_of_parts_of_a_world_coexist() -> None:
+    run_world(run_all, 4)

@@ -134,20 +134,16 @@ FIRST = {
 }
 
 
-def late_phases(size: int = 1) -> dict[str, int]:
-    """Return the steps before losses are refused that mix samples from a later step on."""
+def check_late_phases(size: int = 1) -> None:
+    """Losses that mix samples from a later step on are refused at the next trial."""
     stages = STAGES if size > 1 else {}
-    return {
-        case: refused(
-            "the loss of two microbatches is .* in one call",
-            *(case, {"microbatch_size": 1, "replica_check_interval": interval, **stages}, size),
-            epochs=2,
-        )
-        for case, interval in (("mixed epoch", 0), ("mixed step", 5))
-    }
+    for case, interval, step in (("mixed epoch", 0, BATCHES), ("mixed step", 5, 9)):
+        strategy = {"microbatch_size": 1, "replica_check_interval": interval, **stages}
+        words = "the loss of two microbatches is .* in one call"
+        assert refused(words, case, strategy, size, epochs=2) == step
 
 
-def two_ranks(rank: int, size: int) -> dict[str, Any]:
+def two_ranks(rank: int, size: int) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     cut: dict[str, Any] = {"microbatch_size": 1}
@@ -156,84 +152,46 @@ def two_ranks(rank: int, size: int) -> dict[str, Any]:
         for case, words in FIRST.items():
             validation = uneven if case == "validation" else None
             refused(words, case, layout, size, uneven, validation=validation, drops=True)
-    metrics = {}
-    for name, layout in {"pp2": STAGES, "dp2": {"microbatch_size": 2}}.items():
+        # Losses with dropout are accepted, and unchanged by the trial.
+        metrics = []
         for check in (True, False):
             options = {**layout, "check_microbatches": check}
-            module = fit(
-                "samples", options, size, Texts(num_batches=2), validation=uneven, drops=True
-            )
-            metrics[name, check] = {k: float(v) for k, v in module.trainer.callback_metrics.items()}
+            data = Texts(num_batches=2)
+            module = fit("samples", options, size, data, validation=uneven, drops=True)
+            metrics.append({k: float(v) for k, v in module.trainer.callback_metrics.items()})
+        assert metrics[0] == metrics[1]
+        assert 0 < metrics[0]["loss"] < 5
     whole = fit("contrast", {**STAGES, "microbatch_size": "batch"}, size, uneven, drops=True)
-    return {
-        "metrics": metrics,
-        "whole": float(whole.trainer.callback_metrics["loss"]),
-        "phases": late_phases(size),
-        "steps": {
-            "pp2": refused(TOKENS, "labels", staged, size, Texts(12)),
-            "pp2 counted": fit("samples", staged, size, Texts(12)).num_steps,
-            "dp2 samples": fit("samples", cut, size, Texts(12)).num_steps,
-            "dp2 early": refused(TOKENS, "labels", cut, size, Texts(3)),
-            "dp2 late": refused(TOKENS, "labels", cut, size, Texts(12)),
-            "dp2 seldom": refused(TOKENS, "labels", cut, size, Texts(9, 9)),
-        },
-    }
+    assert float(whole.trainer.callback_metrics["loss"]) > 0.5
+    check_late_phases(size)
+    assert refused(TOKENS, "labels", staged, size, Texts(12)) == 12
+    assert fit("counted", staged, size, Texts(12)).num_steps == BATCHES
+    assert fit("samples", cut, size, Texts(12)).num_steps == BATCHES
+    assert refused(TOKENS, "labels", cut, size, Texts(3)) == 3
+    # The ranks examine again 16 batches after the first one.
+    assert refused(TOKENS, "labels", cut, size, Texts(12)) == 16
+    # Batches 9 and 18 are uneven; the examination finds batch 18.
+    assert refused(TOKENS, "labels", cut, size, Texts(9, 9)) == 18
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_world(two_ranks, 2)
+def test_stages_and_data_ranks_refuse_wrong_losses_at_the_same_step() -> None:
+    run_world(two_ranks, 2)
 
 
-@pytest.mark.parametrize(("case", "first"), [("labels", 13), ("mask", 1)])
-def test_a_mean_over_tokens_is_refused_at_the_first_uneven_batch(case: str, first: int) -> None:
-    assert refused(TOKENS, case, {"microbatch_size": 1}, data=Texts(first)) == first
-
-
-@pytest.mark.parametrize("case", ["counted", "samples"])
-def test_steps_with_correct_weights_train_on_uneven_batches(case: str) -> None:
-    module, plain = fit(case, {"microbatch_size": 1}, data=Texts(3)), fit(case, None, data=Texts(3))
-    assert module.num_steps == BATCHES
-    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=1e-12)
-
-
-def test_complete_batches_may_be_uneven_and_uneven_validation_batches_are_refused() -> None:
-    assert fit("labels", {}, data=Texts(3)).num_steps == BATCHES
+def test_one_process_refuses_a_mean_over_tokens_and_mixed_samples_at_the_first_such_batch() -> None:
+    for case, first in (("labels", 13), ("mask", 1)):
+        assert refused(TOKENS, case, {"microbatch_size": 1}, data=Texts(first)) == first
     words = "validation_step must give the same"
     refused(words, "validation", {"microbatch_size": 2}, validation=Texts(0, num_batches=2))
+    check_late_phases()
 
 
-def test_a_loss_that_mixes_samples_from_a_later_step_on_is_refused_at_the_next_trial(
-    ranks: list[dict[str, Any]],
-) -> None:
-    expected = {"mixed epoch": BATCHES, "mixed step": 9}
-    assert late_phases() == expected
-    assert [results["phases"] for results in ranks] == [expected] * 2
-
-
-def test_losses_with_dropout_are_accepted_and_unchanged_by_the_trial(
-    ranks: list[dict[str, Any]],
-) -> None:
-    """Ranks run all refusals first."""
-    for results in ranks:
-        for layout in ("pp2", "dp2"):
-            checked = results["metrics"][layout, True]
-            assert checked == results["metrics"][layout, False]
-            assert 0 < checked["loss"] < 5
-    assert ranks[0]["whole"] == ranks[1]["whole"] > 0.5
-
-
-def test_stages_and_data_ranks_refuse_uneven_batches_at_the_same_step(
-    ranks: list[dict[str, Any]],
-) -> None:
-    for results in ranks:
-        assert results["steps"] == {
-            "pp2": 12,
-            "pp2 counted": BATCHES,
-            "dp2 samples": BATCHES,
-            "dp2 early": 3,
-            # The ranks examine again 16 batches after the first one.
-            "dp2 late": 16,
-            # Batches 9 and 18 are uneven; the examination finds batch 18.
-            "dp2 seldom": 18,
-        }
+def test_steps_with_correct_weights_and_complete_batches_train_on_uneven_batches() -> None:
+    for case, strategy in (
+        ("counted", {"microbatch_size": 1}),
+        ("samples", {"microbatch_size": 1}),
+        ("labels", {}),
+    ):
+        module, plain = (fit(case, options, data=Texts(3)) for options in (strategy, None))
+        assert module.num_steps == BATCHES
+        torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=1e-12)

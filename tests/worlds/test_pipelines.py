@@ -1,10 +1,10 @@
 """A pipeline has the losses, outputs and gradients of one process with every schedule and size, in
-full backward passes and in halves; and measured times belong to the stages that run the actions.
+full backward passes and in halves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.experts.routing.attached_loss import LossWeight, attach_loss
 from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
@@ -23,47 +22,28 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule
-from lightning_megatron.pipeline import device_clock, transfer_times
+from lightning_megatron.pipeline import device_clock
 from lightning_megatron.pipeline.action_times import ActionTimes, gather_measurements
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.loss_weights import new_weight
 from lightning_megatron.pipeline.microbatch import Microbatch, split_batch
-from lightning_megatron.pipeline.transfer_times import measure_transfer
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import LayerCosts, partition_of
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, build_schedule, shape_of
 from tests.oracles import assert_equal
-from tests.pipeline.halves import with_halves
 from tests.pipeline.test_action_times import MILLISECONDS, Clock
-from tests.pipeline.test_halves import KINDS, Trained, results_of_one_process
+from tests.pipeline.test_halves import with_halves
 from tests.sweeps import chosen
 from tests.training.runs import Run
 from tests.world import run_world
 
 WIDTH, LAYERS = 4, 8
 #: Schedule, stages, chunks and microbatches.
-TOWERS: list[tuple[str, int, int, int]] = chosen(
-    [
-        ("1f1b", 4, 1, 1), ("1f1b", 4, 1, 3), ("1f1b", 4, 1, 6), ("gpipe", 4, 1, 5), ("1f1b", 2, 1, 4),
-        ("interleaved", 2, 2, 4), ("interleaved", 2, 4, 6), ("interleaved", 4, 2, 4), ("interleaved", 4, 2, 8),
-        ("zb-h1", 4, 1, 1), ("zb-h1", 4, 1, 6), ("zb-h2", 4, 1, 3), ("zb-h2", 2, 1, 5),
-        ("zb-v", 2, 2, 1), ("zb-v", 2, 2, 5), ("zb-v", 4, 2, 3), ("zb-v", 4, 2, 9),
-        ("dualpipe-v", 2, 2, 5), ("dualpipe-v", 4, 2, 8),
-        ("halves of 1f1b", 4, 1, 6), ("halves of gpipe", 2, 1, 3), ("halves of interleaved", 4, 2, 8),
-    ],
-    ("1f1b", 4, 1, 1),
-    ("1f1b", 2, 1, 4),
-    ("gpipe", 4, 1, 5),
-    ("interleaved", 2, 4, 6),
-    ("interleaved", 4, 2, 8),
-    ("zb-h1", 4, 1, 6),
-    ("zb-h2", 4, 1, 3),
-    ("zb-v", 2, 2, 5),
-    ("zb-v", 4, 2, 9),
-    ("dualpipe-v", 4, 2, 8),
-    ("halves of interleaved", 4, 2, 8),
-)  # fmt: skip
+TOWERS: list[tuple[str, int, int, int]] = [
+    ("1f1b", 4, 1, 1), ("1f1b", 2, 1, 4), ("gpipe", 4, 1, 5), ("interleaved", 2, 4, 6),
+    ("interleaved", 4, 2, 8), ("zb-h1", 4, 1, 6), ("zb-h2", 4, 1, 3), ("zb-v", 2, 2, 5),
+    ("zb-v", 4, 2, 9), ("dualpipe-v", 4, 2, 8), ("halves of interleaved", 4, 2, 8),
+]  # fmt: skip
 
 
 class Layer(nn.Module):
@@ -78,15 +58,14 @@ class Layer(nn.Module):
 
 
 class Tower(PipelinedModule):
-    """A stack of layers, complete or divided among stages; layers may attach a loss."""
+    """A stack of layers, complete or divided among stages."""
 
-    def __init__(self, mesh: ParallelMesh, attaches: bool = False) -> None:
+    def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__(mesh)
         partition = partition_of(LayerCosts.equal(LAYERS), mesh.layout)
         self.chunks = partition.by_stage(mesh.layout.placement)[mesh.pp.rank]
         self.layers = nn.ModuleDict({str(i): Layer(i) for chunk in self.chunks for i in chunk})
         self.passed_on: list[ReferenceType[Tensor]] = []
-        self.attaches, self.loss_weight, self.addresses = attaches, LossWeight(), set[int]()
 
     def forward(self, x: Tensor) -> Tensor:
         absent = partial(RemoteTensor.of, x.to("meta"), self, "the result of an earlier call")
@@ -99,11 +78,6 @@ class Tower(PipelinedModule):
     def run_layers(self, chunk: int, hidden: Tensor) -> Tensor:
         for index in self.chunks[chunk]:
             hidden = self.layers[str(index)](hidden)
-            if self.attaches:
-                weight = self.loss_weight.value
-                if isinstance(weight, Tensor):
-                    self.addresses.add(weight.data_ptr())
-                hidden = attach_loss(hidden, hidden.tanh().pow(4).sum(), weight)
         if not self.is_last_stage(chunk) and torch.is_grad_enabled():
             self.passed_on.append(ref(hidden))
         return hidden
@@ -204,33 +178,6 @@ def check_numbers_of_calls(size: int) -> None:
     mesh.destroy()
 
 
-def check_frozen_stages(size: int) -> None:
-    mesh = ParallelMesh.create(ParallelLayout(size, pp=4))
-    model, parts = Tower(mesh), split_batch(batch_of(4), 2)
-    if mesh.pp.rank < 2:
-        model.requires_grad_(False)
-    executor = PipelineExecutor(mesh, model)
-    executor.run(step_of(model), parts, backward=True, loss_of=lambda result, _: result["loss"] / 2)
-    if mesh.pp.rank < 2:
-        assert all(parameter.grad is None for parameter in model.parameters())
-    else:
-        check_gradients(model, 4)
-    mesh.destroy()
-
-
-def check_steps_of_other_shapes(size: int) -> None:
-    mesh = ParallelMesh.create(ParallelLayout(size, pp=4))
-    model, parts = Tower(mesh), split_batch(batch_of(4), 2)
-    executor = PipelineExecutor(mesh, model)
-    for rows in (2, 1):
-        with torch.no_grad():
-            results = executor.run(
-                lambda data, rows=rows: model(data["x"][:rows]), parts, backward=False
-            )
-        assert all(len(result) == rows for result in results)
-    mesh.destroy()
-
-
 def check_draws(size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2, vpp=2))
     model, parts = Tower(mesh), split_batch(batch_of(4), 2)
@@ -273,7 +220,7 @@ MODELS = {
         **EIGHT, experts={"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
     ),
 }
-#: Schedule, stages, model, and whether layers are frozen.
+#: Schedule, stages, model, and whether layers are frozen: by default one case of every second schedule.
 ALL_NAMED = [
     (*case, number % 3 == 0) for number, case in enumerate(product(SCHEDULE_NAMES, (2, 4), MODELS))
 ]
@@ -336,159 +283,36 @@ def check_named(name: ScheduleName, pp: int, kind: str, freezes: bool, size: int
     mesh.destroy()
 
 
-# ---- times of transfers
+# ---- times of actions
 
 
-def measured_transfers(size: int) -> tuple[list[float], list[int]]:
-    """Measure messages of two sizes, of which every rank wants one more byte than the last."""
-    mesh = ParallelMesh.create(ParallelLayout(size, pp=4, vpp=2))
-    sizes: list[int] = []
-    start = transfer_times.start_transfers
-
-    def record_sizes(sends: Any, receives: Any, axis: Any) -> Any:
-        sizes.extend(tensor.nbytes for tensor, _ in (*sends, *receives))
-        return start(sends, receives, axis)
-
-    transfer_times.start_transfers = record_sizes
-    times = [measure_transfer(num_bytes + mesh.rank, mesh) for num_bytes in (8, 2**12)]
-    transfer_times.start_transfers = start
-    mesh.destroy()
-    return times, sizes
-
-
-def run_four(rank: int, size: int) -> tuple[list[float], list[int]]:
-    for case in TOWERS:
-        check_tower(*case, size)
-    for check in (check_numbers_of_calls, check_frozen_stages, check_steps_of_other_shapes):
-        check(size)
-    check_draws(size)
-    times = measured_transfers(size)
-    torch.set_default_dtype(torch.float64)
-    for named in NAMED:
-        check_named(*named, size)
-    return times
-
-
-def test_pipelines_of_four_processes_equal_one_process_and_all_send_the_largest_message() -> None:
-    for rank, (times, sizes) in enumerate(run_world(run_four, 4)):
-        assert set(sizes) == {8 + 3, 2**12 + 3}
-        # Stages with a later neighbour start its transfers.
-        assert all(time > 0 for time in times) == (rank < 3)
-        assert len(sizes) == 2 * 2 * 2 * 9, "two sizes, two pairs, there and back, nine rounds"
-
-
-# ---- two processes: halves, losses of layers, and times of actions
-
-
-#: Kinds, sizes of the axes and recomputation.
-HALVES: list[tuple[str, dict[str, Any], str]] = chosen(
-    [
-        *[(kind, {"pp": 2}, "none") for kind in KINDS],
-        *[(kind, {"pp": 2, "vpp": 2}, "none") for kind in ("gpt2, tied", "experts")],
-        *[(kind, {"tp": 2}, "none") for kind in ("gpt2, tied", "llama")],
-        ("llama", {"tp": 2, "sequence_parallel": True}, "none"),
-        ("llama", {"pp": 2}, "full"),
-        ("llama", {"pp": 2}, "selective"),
-        ("experts", {"pp": 2}, "experts"),
-        ("experts", {"ep": 2}, "none"),
-    ],
-    ("gpt2, tied", {"pp": 2, "vpp": 2}, "none"),
-    ("llama", {"tp": 2, "sequence_parallel": True}, "none"),
-    ("llama", {"pp": 2}, "selective"),
-    ("experts", {"pp": 2}, "experts"),
-    ("experts", {"ep": 2}, "none"),
-)
-WEIGHTS = [0.5, 0.125, 2.0, 1.0, 0.25, 3.0]
-WEIGHED = (("1f1b", 1), ("interleaved", 2), ("zb-v", 2))
-
-
-def check_halves(kind: str, axes: dict[str, Any], recompute: Any, size: int) -> None:
-    sizes = dict(axes)
-    sequence_parallel = bool(sizes.pop("sequence_parallel", False))
-    layout = ParallelLayout(size, **sizes)
-    mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-    model = GPT(KINDS[kind], mesh, seed=1)
-    model.recompute = recompute
-    label = f"{kind}, {axes}, recompute {recompute}"
-    losses, gradients = Trained(model).check(label)
-    if mesh.pp.size > 1:
-        expected_losses, expected = results_of_one_process(kind)
-        for loss, twin in zip(losses, expected_losses if mesh.pp.is_last else (), strict=True):
-            assert_equal(loss, twin, f"{label}: loss", 1e-12)
-        for name, gradient in gradients.items():
-            twin_name = name
-            if KINDS[kind].tie_embeddings and name in (WORD_EMBEDDING, "head.weight"):
-                # The copies of a tied weight have parts of its gradient.
-                all_reduce_(gradient, mesh.embedding)
-                twin_name = WORD_EMBEDDING
-            assert_equal(gradient, expected[twin_name], f"{label}: {name}", 1e-12)
-    mesh.destroy()
-
-
-def check_attached_losses(name: str, vpp: int, fixed: Tensor | None, size: int) -> None:
-    """Each microbatch has its own weight of attached losses, in a new or in a fixed tensor."""
-    parts = split_batch(batch_of(len(WEIGHTS)), 1)
-    plain = Tower(ParallelMesh.single(), attaches=True)
-    for part, weight in zip(parts, WEIGHTS, strict=True):
-        plain.loss_weight.value = weight
-        (plain(part.data["x"]).square().mean() * weight).backward()
-    expected = {key: p.grad for key, p in plain.named_parameters()}
-    mesh = ParallelMesh.create(ParallelLayout(size, pp=2, vpp=vpp, shape=shape_of(name)))
-    model = Tower(mesh, attaches=True)
-    executor = PipelineExecutor(mesh, model, name)  # type: ignore[arg-type]
-    executor.fixed_weight = fixed
-    for _ in range(2):
-        model.zero_grad()
-        executor.run(
-            lambda data: {"loss": model(data["x"]).square().mean()}, parts, backward=True,
-            loss_of=lambda result, number: result["loss"] * WEIGHTS[number],
-            weight_of=lambda number: WEIGHTS[number], loss_weight=model.loss_weight,
-        )  # fmt: skip
-        for key, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, expected[key], rtol=0, atol=1e-10)
-    assert bool(model.addresses - {fixed.data_ptr() if fixed is not None else 0}) == (fixed is None)
-    mesh.destroy()
-
-
-def measured_stages(size: int) -> Sequence[tuple[int, ...]]:
-    """Return the costs of all virtual stages, and those of one stage of two ranks."""
+def check_times(size: int) -> None:
+    """All ranks get the times of all virtual stages."""
     clock: Any = Clock()
     device_clock.time = clock
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2, vpp=2), device="cpu")
-    times = ActionTimes(mesh.device)
+    times, place, rank = ActionTimes(mesh.device), Placement("loop", 2, 2), mesh.rank
     for chunk in range(2):
-        for kind, duration in MILLISECONDS.items():
-            clock.work(times, kind, chunk, [duration + 10 * (chunk * 2 + mesh.pp.rank)])
-    placement = Placement("loop", 2, 2)
-    rank = mesh.rank
-    measured = gather_measurements(times.medians(2), mesh, placement, 10 + rank, 0.002 * rank)
-    assert measured.free == 10, "the fullest rank counts"
-    assert measured.costs.transfer == measured.as_dict()["transfer"] == 2000, "the slowest counts"
-    costs = measured.costs
+        clock.work(times, chunk, slower=10 * (2 * chunk + mesh.pp.rank))
+    found = gather_measurements(times.medians(2), mesh, place, 10 + rank, 0.002 * rank)
+    assert found.free == 10, "the fullest rank counts"
+    assert found.costs.transfer == 6000, "the slowest rank counts"
+    kinds = (found.costs.forward, found.costs.input_half, found.costs.weight_half)
+    for costs, duration in zip(kinds, MILLISECONDS.values(), strict=True):
+        assert costs == tuple(1000 * (duration + 10 * virtual) for virtual in range(4))
     mesh.destroy()
 
-    mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
-    times = ActionTimes(mesh.device)
-    for kind, duration in MILLISECONDS.items():
-        clock.work(times, kind, 0, [duration + mesh.rank])
-    slower = gather_measurements(times.medians(1), mesh, Placement("loop", 1, 1), None).costs
-    mesh.destroy()
-    return costs.forward, costs.input_half, costs.weight_half, slower.forward
 
-
-def run_two(rank: int, size: int) -> Sequence[tuple[int, ...]]:
-    for name, vpp in WEIGHED:
-        for fixed in (None, new_weight(torch.device("cpu"))):
-            check_attached_losses(name, vpp, fixed, size)
+def run_four(rank: int, size: int) -> None:
+    for case in TOWERS:
+        check_tower(*case, size)
+    check_numbers_of_calls(size)
+    check_draws(size)
+    check_times(size)
     torch.set_default_dtype(torch.float64)
-    for case in HALVES:
-        check_halves(*case, size)
-    return measured_stages(size)
+    for named in NAMED:
+        check_named(*named, size)
 
 
-def test_halves_and_losses_of_layers_equal_full_passes_and_all_ranks_get_the_times() -> None:
-    ranks = run_world(run_two, 2)
-    for *costs, slower in ranks:
-        for ticks, duration in zip(costs, MILLISECONDS.values(), strict=True):
-            assert ticks == tuple(1000 * (duration + 10 * virtual) for virtual in range(4))
-        assert slower == (5000,), "the slowest rank of a stage counts"
+def test_pipelines_of_four_processes_equal_one_process() -> None:
+    run_world(run_four, 4)

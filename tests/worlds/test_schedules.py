@@ -1,5 +1,5 @@
-"""Every schedule trains as one process of ordinary Lightning: named ones, halves of backward passes,
-a user's own order of actions, an order chosen by measured times, and any division of layers.
+"""Every schedule trains as one process of ordinary Lightning: named ones, a user's own order of
+actions, an order chosen by measured times, and any division of layers.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ import yaml
 from jaxtyping import config as shape_checks
 from torch._dynamo.utils import counters
 
-from lightning_megatron import GPTConfig, MegatronStrategy
+from lightning_megatron import GPTConfig
 from lightning_megatron.cli.schedule_costs import read_costs
 from lightning_megatron.errors import ParallelPlanError, RankMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
-from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.transfer_times import measure_transfer
 from lightning_megatron.plan import Action, Placement, StageCosts, build_schedule, format_schedule
 from lightning_megatron.plan.custom_order import order_from_function
@@ -51,100 +50,20 @@ from tests.fits import (
     run_job,
     run_jobs,
 )
-from tests.pipeline.halves import with_halves
-from tests.sweeps import chosen
 from tests.world import run_world
 from tests.worlds.test_experts import KINDS as MIXTURES
 
 KINDS = {
-    "gpt2": GPT2,
-    "gpt2 untied": GPTConfig.gpt2(**SIZES, tie_embeddings=False),
-    "llama": LLAMA,
-    "llama tied": GPTConfig.llama(**LLAMA_SIZES, tie_embeddings=True),
     "eight layers": GPTConfig.gpt2(**{**SIZES, "num_layers": 8}),
+    "untied": GPTConfig.gpt2(**SIZES, tie_embeddings=False),
+    "tied llama": GPTConfig.llama(**LLAMA_SIZES, tie_embeddings=True),
     "post-norm": GPTConfig.gpt2(**SIZES, norm_position="post"),
-    "experts": MIXTURE,
     "some experts": MIXTURES["some layers"],
-    "whole step": MIXTURES["whole step"],
 }
 V = {"pp": 2, "vpp": 2}
 ONE = {"microbatch_size": 1}
-PARTS = {"parts": ["norms", "activations", "selective"]}
-H1, H2 = {"pp": 2, "schedule": "zb-h1"}, {"pp": 2, "schedule": "zb-h2"}
 ZBV = {**V, "schedule": "zb-v"}
-#: Needs two microbatches for each stage.
 DUAL = {**V, "schedule": "dualpipe-v", **ONE}
-NAMED: dict[str, tuple[str, dict[str, Any]]] = chosen(
-    {
-        "zb-h1 pp4": ("gpt2", {**H1, "pp": 4}),
-        "zb-h1 pp4, recomputed": ("llama", {**H1, **ONE, "pp": 4, "recompute": "full"}),
-        "zb-h1 tp2": ("llama tied", {**H1, "tp": 2}),
-        "zb-h1 tp2, overlapped": ("llama", {**H1, "tp": 2, "overlap_tensor_parallel": True}),
-        "zb-h1 ep2": ("experts", {**H1, "ep": 2}),
-        "zb-h2 pp4": ("gpt2", {**H2, "pp": 4, "check_microbatches": True}),
-        "zb-h2 pp4, recomputed": ("llama", {**H2, **ONE, "pp": 4, "recompute": "full"}),
-        "zb-h2 tp2": ("gpt2", {**H2, "tp": 2, "sequence_parallel": False}),
-        "zb-h2 ep2": ("some experts", {**H2, **ONE, "ep": 2}),
-        "zb-v pp4": ("eight layers", {**ZBV, "pp": 4, "check_microbatches": True}),
-        "zb-v pp4, one": ("eight layers", {**ZBV, **ONE, "pp": 4, "recompute": "selective"}),
-        "zb-v tp2": ("llama tied", {**ZBV, "tp": 2}),
-        "zb-v tp2, recomputed": (
-            "gpt2",
-            {**ZBV, "tp": 2, "sequence_parallel": False, "recompute": "full"},
-        ),
-        "zb-v tp2, overlapped": ("gpt2 untied", {**ZBV, "tp": 2, "overlap_tensor_parallel": True}),
-        "zb-v, parts recomputed": ("gpt2", {**ZBV, "recompute": PARTS}),
-        "zb-v, zero 0": ("llama tied", {**ZBV, "zero": 0, "overlap_gradients": False}),
-        "zb-v ep2": ("whole step", {**ZBV, "ep": 2}),
-        "dualpipe-v pp4": ("eight layers", {**DUAL, "pp": 4}),
-        "dualpipe-v, whole parameters": ("gpt2 untied", {**DUAL, "optimizer_slices": "parameters"}),
-        "dualpipe-v, recomputed": ("post-norm", {**DUAL, "recompute": "full"}),
-        "dualpipe-v tp2 ep2": ("some experts", {**DUAL, "tp": 2, "ep": 2, "etp": 1}),
-    },
-    "zb-h1 tp2, overlapped",
-    "zb-h2 pp4",
-    "zb-v pp4",
-    "zb-v tp2, recomputed",
-    "zb-v, zero 0",
-    "dualpipe-v, whole parameters",
-    "dualpipe-v tp2 ep2",
-)
-#: Schedules of full backward passes whose passes are cut in halves.
-HALVES: dict[str, tuple[str, dict[str, Any]]] = chosen(
-    {
-        "1f1b in halves": ("gpt2", {"pp": 4}),
-        "1f1b tp2 in halves": ("llama tied", {"pp": 2, "tp": 2}),
-        "interleaved in halves": ("llama", V),
-        "experts in halves": ("some experts", {"pp": 2, "ep": 2}),
-    },
-    "interleaved in halves",
-    "experts in halves",
-)
-#: Divisions of four layers among the stages.
-DIVIDED: dict[str, tuple[str, dict[str, Any]]] = chosen(
-    {
-        f"{kind}: {name}": (kind, layout)
-        for kind in ("gpt2", "llama", "post-norm", "some experts")
-        for name, layout in {
-            "none in the last stage": {"pp": 2, "stage_layers": [4, 0]},
-            "none in the first stage": {"pp": 2, "stage_layers": "E|t*4L"},
-            "none at both ends": {"pp": 4, "stage_layers": "E|(tt|)*2L"},
-            "by cost": {"pp": 4},
-            "uneven chunks": {**V, "stage_layers": [0, 1, 2, 1]},
-            "none in the last chunk": {**V, "stage_layers": [1, 2, 1, 0]},
-        }.items()
-    },
-    "gpt2: none in the last stage",
-    "llama: none at both ends",
-    "post-norm: uneven chunks",
-    "some experts: none in the last chunk",
-)
-#: Orders that are chosen by the times of a step.
-AUTO = {
-    "auto, four stages": ("gpt2", {"pp": 4, **ONE, "schedule": "auto"}),
-    "auto, in a V": ("llama tied", {**V, **ONE, "tp": 2, "schedule": "auto"}),
-    "auto, experts": ("experts", {"pp": 2, "ep": 2, **ONE, "schedule": "auto"}),
-}
 
 
 def halves_from_the_last(rank: int, pp: int, num_microbatches: int, vpp: int) -> Iterator[Action]:
@@ -174,37 +93,48 @@ def searched(
     return Schedule("", num_stages, num_microbatches, num_chunks, rows, shape=shape).validate()
 
 
-FILES = {
-    "halves": searched("loop", 2, 1, 4),
-    "v": searched("v", 2, 2, 4),
-    "v of three": searched("v", 2, 3, 4),
+FILES = {"halves": searched("loop", 2, 1, 4), "v of three": searched("v", 2, 3, 4)}
+#: The model, and the layout with its schedule, which may be a file of `FILES`.
+CASES: dict[str, tuple[GPTConfig, dict[str, Any]]] = {
+    "zb-h1 tp2, overlapped": (
+        LLAMA,
+        {"pp": 2, "schedule": "zb-h1", "tp": 2, "overlap_tensor_parallel": True},
+    ),
+    "zb-h2 pp4": (GPT2, {"pp": 4, "schedule": "zb-h2", "check_microbatches": True}),
+    "zb-v pp4": (KINDS["eight layers"], {**ZBV, "pp": 4, "check_microbatches": True}),
+    "zb-v tp2, recomputed": (
+        GPT2,
+        {**ZBV, "tp": 2, "sequence_parallel": False, "recompute": "full"},
+    ),
+    "zb-v, zero 0": (KINDS["tied llama"], {**ZBV, "zero": 0, "overlap_gradients": False}),
+    "dualpipe-v, whole parameters": (
+        KINDS["untied"],
+        {**DUAL, "optimizer_slices": "parameters"},
+    ),
+    "dualpipe-v tp2 ep2": (KINDS["some experts"], {**DUAL, "tp": 2, "ep": 2, "etp": 1}),
+    "no layer in the last stage": (GPT2, {"pp": 2, "stage_layers": [4, 0]}),
+    "no layer at both ends": (LLAMA, {"pp": 4, "stage_layers": "E|(tt|)*2L"}),
+    "uneven chunks": (KINDS["post-norm"], {**V, "stage_layers": [0, 1, 2, 1]}),
+    "no layer in the last chunk": (KINDS["some experts"], {**V, "stage_layers": [1, 2, 1, 0]}),
+    "file of halves": (GPT2, {"pp": 2, "schedule": "halves", **ONE}),
+    "file of three chunks": (
+        KINDS["eight layers"],
+        {"pp": 2, "vpp": 3, "schedule": "v of three", **ONE},
+    ),
+    "function of halves": (GPT2, {"pp": 4, "schedule": halves_from_the_last, **ONE}),
+    "function of chunks": (LLAMA, {**V, "schedule": chunk_after_chunk}),
+    # Chosen by the times of a step.
+    "auto, four stages": (GPT2, {"pp": 4, **ONE, "schedule": "auto"}),
+    "auto, in a V": (KINDS["tied llama"], {**V, **ONE, "tp": 2, "schedule": "auto"}),
+    "auto, experts": (MIXTURE, {"pp": 2, "ep": 2, **ONE, "schedule": "auto"}),
 }
-#: Orders by functions, and by files of this name.
-CUSTOM: dict[str, tuple[str, dict[str, Any]]] = chosen(
-    {
-        "file of halves": ("gpt2", {"pp": 2, "schedule": "halves", **ONE}),
-        "file of halves, experts": ("experts", {"pp": 2, "ep": 2, "schedule": "halves", **ONE}),
-        "file of a V": ("llama tied", {**V, "tp": 2, "schedule": "v"}),
-        "file of three chunks": (
-            "eight layers",
-            {"pp": 2, "vpp": 3, "schedule": "v of three", **ONE},
-        ),
-        "function of halves": ("gpt2", {"pp": 4, "schedule": halves_from_the_last, **ONE}),
-        "function of chunks": ("llama", {**V, "schedule": chunk_after_chunk}),
-    },
-    "file of halves",
-    "file of three chunks",
-    "function of halves",
-    "function of chunks",
-)
-CASES = {**NAMED, **HALVES, **DIVIDED, **AUTO, **CUSTOM}
 
 
 def job_of(name: str, folder: Path) -> Job:
-    kind, layout = CASES[name]
+    config, layout = CASES[name]
     if layout.get("schedule") in FILES:
         layout = {**layout, "schedule": str(folder / f"{layout['schedule']}.csv")}
-    return Job(KINDS[kind], layout, steps=4 if name in AUTO else 2)
+    return Job(config, layout, steps=4 if name.startswith("auto") else 2)
 
 
 def run_all(rank: int, size: int, folder: Path) -> tuple[dict[str, Report], list[Any], list[str]]:
@@ -212,13 +142,9 @@ def run_all(rank: int, size: int, folder: Path) -> tuple[dict[str, Report], list
 
     The time of a transfer follows from the size of the message and the rank.
     """
-    build: Any = PipelineExecutor._build_schedule
     search: Any = ScheduleChoice._search
     found: list[Any] = []
     messages: list[str] = []
-
-    def split(self: PipelineExecutor, number: int, forward_only: bool) -> Schedule:
-        return with_halves(build(self, number, forward_only), 2)
 
     def search_and_record(self: ScheduleChoice, *args: Any) -> Schedule:
         found.append((search(self, *args), self.measured))
@@ -228,18 +154,13 @@ def run_all(rank: int, size: int, folder: Path) -> tuple[dict[str, Report], list
         measure_transfer(num_bytes, mesh)
         return (num_bytes + mesh.rank) / 1e6
 
-    jobs = {name: job_of(name, folder) for name in CASES}
-    reports = {n: run_job(jobs[n], size) for n in (*NAMED, *DIVIDED, *CUSTOM)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PipelineExecutor, "_build_schedule", split)
-        reports |= {name: run_job(jobs[name], size) for name in HALVES}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_choice, "WARMUP_STEPS", 1)
         patch.setattr(schedule_choice, "MEASURED_STEPS", 1)
         patch.setattr(ScheduleChoice, "_search", search_and_record)
         patch.setattr(schedule_choice, "measure_transfer", slow_transfer)
         patch.setattr(schedule_choice, "rank_zero_info", messages.append)
-        reports |= {name: run_job(jobs[name], size) for name in AUTO}
+        reports = {name: run_job(job_of(name, folder), size) for name in CASES}
     return reports, found, messages
 
 
@@ -251,17 +172,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_world(run_all, 4, folder)
 
 
-@cache
-def twin(kind: str, steps: int) -> Report:
-    # Only the strategy changes the router's bias.
-    return run_job(Job(KINDS[kind], {} if kind == "whole step" else None, steps=steps))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_schedule_trains_as_one_process(name: str, ranks: Any) -> None:
-    check_equal(
-        [reports[name] for reports, *_ in ranks], twin(CASES[name][0], 4 if name in AUTO else 2)
-    )
+    steps = 4 if name.startswith("auto") else 2
+    check_equal([reports[name] for reports, *_ in ranks], gpt_twin(CASES[name][0], steps))
 
 
 def test_all_ranks_choose_one_schedule_by_the_times_of_the_slowest(
@@ -280,11 +194,6 @@ def test_all_ranks_choose_one_schedule_by_the_times_of_the_slowest(
     costs = tmp_path / "costs.yaml"
     costs.write_text(yaml.safe_dump(found[0][1].as_dict()))
     assert read_costs(costs, 4).times == found[0][1].costs
-
-
-def test_automatic_schedules_with_microbatch_groups_are_refused() -> None:
-    with pytest.raises(ParallelPlanError, match=r"microbatch_group_size \(4\) must be None"):
-        MegatronStrategy(pp=2, vpp=4, schedule="auto", microbatch_group_size=4)
 
 
 # ---- two processes: compiled blocks, evaluation and refusals
@@ -334,14 +243,10 @@ REFUSED: tuple[tuple[Callable[..., Any], type[Exception], str], ...] = (
     (
         other_rows_on_each_rank,
         RankMismatchError,
-        "rank 1 has rows of other_rows_on_each_rank for 4 microbatches=",
+        "rank 1 has rows of other_rows_on_each_rank for 4",
     ),
     (fails_on_one_rank, RankMismatchError, "it raised KeyError"),
-    (
-        forgets_the_last,
-        ParallelPlanError,
-        "'forgets_the_last' is not legal: on stage 0, F of microbatch 3",
-    ),
+    (forgets_the_last, ParallelPlanError, "'forgets_the_last' is not legal: on stage 0, F of mic"),
 )
 #: Validation has batches of other sizes than training.
 VALIDATED = Job(GPT2, {"pp": 2, **ONE}, validation=partial(Tokens, BATCH + 3))
