@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoint import CheckpointWriter, Entry, read_full
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.random import derive_seed
-from lightning_megatron.groups.shard_spec import ShardSpec, replicated_spec, set_shard_spec
+from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import ShardRange, even_range
 from lightning_megatron.training import (
@@ -24,10 +21,8 @@ from lightning_megatron.training import (
     DynamicLossScale,
     MainParameters,
     clip_by_norm_,
-    grad_norm,
 )
 from lightning_megatron.training.sharded_gradient import ShardedGradient
-from lightning_megatron.training.ties import TiedCopies
 from lightning_megatron.training.ties import check_ties as check_tied_groups
 from tests.oracles import assert_equal
 from tests.training.runs import Run
@@ -49,21 +44,9 @@ DIVISIONS = (
     DistributedOptimizerConfig(zero=0, bucket_size=40),
     DistributedOptimizerConfig(slices="parameters"),
 )
-EXPERT_LAYOUTS: dict[str, dict[str, int]] = {
-    "ep4": {"ep": 4},
-    "ep2 edp2": {"ep": 2},
-    "ep2 edp2 inside tp2 dp2": {"tp": 2, "ep": 2, "etp": 1},
-    "ep4 inside tp4": {"tp": 4, "ep": 4, "etp": 1},
-}
-EXPERT_DIVISIONS = {
-    "elements": DistributedOptimizerConfig(),
-    "zero 0": DistributedOptimizerConfig(zero=0),
-    "parameters": DistributedOptimizerConfig(slices="parameters"),
-    "mixed": DistributedOptimizerConfig(main_dtype=torch.float64),
-}
 
 
-def run_all(rank: int, size: int, folder: str) -> None:
+def run_all(rank: int, size: int) -> None:
     for sizes in LAYOUTS:
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes), seed=1)
         for division in DIVISIONS:
@@ -71,26 +54,20 @@ def run_all(rank: int, size: int, folder: str) -> None:
         if not sizes:
             check_unused_gradients(mesh)
             check_late_gradient(mesh)
-            check_bfloat16_gradient(mesh)
         if sizes == {"pp": 2}:
             check_stages(mesh)
             check_ties(mesh)
-            check_followed_ties(mesh)
         mesh.destroy()
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2))
     check_sharded_gradients(mesh)
     mesh.destroy()
-    for layout, sizes in EXPERT_LAYOUTS.items():
-        mesh = ParallelMesh.create(ParallelLayout(size, **sizes))
-        for name, division in EXPERT_DIVISIONS.items():
-            check_experts(mesh, division, f"{folder}/{layout} {name}".replace(" ", "_"))
-        if layout == "ep2 edp2":
-            check_unused_experts(mesh)
-        mesh.destroy()
+    mesh = ParallelMesh.create(ParallelLayout(size, ep=2))
+    check_unused_experts(mesh)
+    mesh.destroy()
 
 
-def test_gradients_and_updates_of_four_ranks_match_one_process(tmp_path: Path) -> None:
-    run_world(run_all, 4, str(tmp_path))
+def test_gradients_and_updates_of_four_ranks_match_one_process() -> None:
+    run_world(run_all, 4)
 
 
 def distance(run: Run, truth: dict[str, Tensor]) -> float:
@@ -191,15 +168,6 @@ def check_late_gradient(mesh: ParallelMesh) -> None:
             run.finish()
 
 
-def check_bfloat16_gradient(mesh: ParallelMesh) -> None:
-    run = Run({"weight": nn.Parameter(torch.zeros(512, dtype=torch.bfloat16))}, mesh)
-    run.backward({"weight": torch.full((512,), float(mesh.rank), dtype=torch.bfloat16)})
-    run.finish()
-    (gradient,) = run.main.gradients()
-    assert (gradient.shape, gradient.dtype) == ((128,), torch.bfloat16)
-    assert gradient.unique().tolist() == [1.5]
-
-
 def check_stages(mesh: ParallelMesh) -> None:
     """All stages agree on an overflow; what they cannot share is refused."""
     whole, name = DistributedOptimizerConfig(zero=0), f"weight{mesh.pp.rank}"
@@ -238,31 +206,6 @@ def check_ties(mesh: ParallelMesh) -> None:
         message = f"{WORD!r} is in group 0.*its copy {HEAD!r} in group 1"
         with pytest.raises(UnsupportedError, match=message) if is_split else nullcontext():
             check_tied_groups(optimizer, main)
-
-
-def check_followed_ties(mesh: ParallelMesh) -> None:
-    """A copy follows its original into a group, out of all groups, and into being frozen."""
-    named = parameters(mesh)
-    main = MainParameters(named, mesh)
-    word = [parameter for name, parameter in named.items() if name == WORD]
-    others = [parameter for name, parameter in named.items() if name != WORD]
-    with_word = torch.optim.SGD([{"params": others}, {"params": word, "weight_decay": 0.1}], lr=0.1)
-    without_word, copies = torch.optim.SGD(others, lr=0.1), TiedCopies(main)
-    copies.follow([with_word, without_word])
-    is_first = mesh.pp.is_first
-    tied = [[name in names for name in (WORD, HEAD)] for names in main.names_of(with_word)]
-    assert tied == [[False, False], [is_first, not is_first]]
-    assert HEAD not in main.names_of(without_word)[0]
-    main.attach(with_word)
-    check_tied_groups(with_word, main)
-    for parameter in word:
-        parameter.requires_grad_(False)
-    message = f"{WORD!r} has requires_grad=False now"
-    with pytest.raises(UnsupportedError, match=message) if is_first else nullcontext():
-        copies.check()
-    copies.follow([with_word, without_word])
-    copies.check()
-    assert [named[n].requires_grad for n in (WORD, HEAD) if n in named] == [False]
 
 
 # Gradients that a user's code reads as if they were whole.
@@ -308,113 +251,26 @@ def check_sharded_gradients(mesh: ParallelMesh) -> None:
         torch.testing.assert_close(sharded.as_subclass(Tensor), local * 2)
 
 
-# Gradients of experts are summed over the ranks that hold the same experts.
-
-
-SHAPES = {"dense": (7, 5), "experts.up": (4, 6, 3), "norm": (5,), "experts.down": (4, 3, 6)}
-
-
-def draw(*seeds: object, shape: tuple[int, ...]) -> Tensor:
-    """Draw the same values on every rank, which float32 holds exactly."""
-    generator = torch.Generator().manual_seed(derive_seed(*map(str, seeds)))
-    return torch.randn(shape, generator=generator).double()
-
-
-def gradient_of(name: str, rank: int, step: int, mesh: ParallelMesh) -> Tensor:
-    """Return what the tokens of a rank add to the full gradient of its loss."""
-    if name.startswith("experts"):
-        return draw(name, rank, step, shape=SHAPES[name])
-    # Ranks of a tensor-parallel group share one loss, and have the same gradients of the expert_parameters
-    # that they hold in full.
-    data_rank = mesh.layout.coordinates(rank)["dp"]
-    return draw(name, "data", data_rank, step, shape=SHAPES[name])
-
-
-def true_gradient(name: str, step: int, mesh: ParallelMesh) -> Tensor:
-    """Return the gradient of the mean of the losses."""
-    ranks = range(mesh.layout.world_size)
-    if not name.startswith("experts"):
-        ranks = [rank for rank in ranks if mesh.layout.coordinates(rank)["tp"] == 0]
-    return sum(gradient_of(name, rank, step, mesh) for rank in ranks) / mesh.data.size
-
-
-def expert_parameters(mesh: ParallelMesh, dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    named = {}
-    for name, shape in SHAPES.items():
-        full = draw(name, shape=shape)
-        spec = replicated_spec(full, mesh.tp.rank)
-        if name.startswith("experts"):
-            spec = ShardSpec(
-                shape, (even_range(shape[0], mesh.ep.size, mesh.ep.rank),), is_expert=True
-            )
-        named[name] = set_shard_spec(nn.Parameter(spec.shard(full).to(dtype)), spec)
-    return named
-
-
-def local_gradients(mesh: ParallelMesh, step: int) -> dict[str, Tensor]:
-    """Return the gradients that a rank's backward pass leaves; those of its experts cover the tokens of
-    all ranks of its expert-parallel group.
-    """
-    gradients = {}
-    for name, parameter in expert_parameters(mesh, torch.float64).items():
-        if name.startswith("experts"):
-            full = sum(gradient_of(name, rank, step, mesh) for rank in mesh.ep.ranks)
-            gradients[name] = parameter.shard_spec.shard(full)  # type: ignore[attr-defined]
-        else:
-            gradients[name] = gradient_of(name, mesh.rank, step, mesh)
-    return gradients
-
-
-def adamw(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=0.1, weight_decay=0.1)
-
-
-def check_experts(mesh: ParallelMesh, division: DistributedOptimizerConfig, folder: str) -> None:
-    """Train, save, and compare with one process that holds all experts."""
-    is_mixed = division.main_dtype == torch.float64
-    # Mixed: gradients and the model's parameters are rounded to float32.
-    dtype, limit = (torch.float32, 1e-5) if is_mixed else (torch.float64, 1e-10)
-    run = Run(expert_parameters(mesh, dtype), mesh, division, adamw)
-    twins = {name: nn.Parameter(draw(name, shape=shape)) for name, shape in SHAPES.items()}
-    twin_optimizer = adamw(twins.values())
-    for step in range(2):
-        run.zero_grad()
-        run.backward({name: g.to(dtype) for name, g in local_gradients(mesh, step).items()})
-        run.finish()
-        for name, twin in twins.items():
-            twin.grad = true_gradient(name, step, mesh)
-        expected = float(nn.utils.clip_grad_norm_(twins.values(), 0.5))
-        assert float(clip_by_norm_(run.main, 0.5)) == pytest.approx(expected, abs=limit)
-        # The norm after clipping is as far below the limit as torch's own.
-        assert float(grad_norm(run.main)) == pytest.approx(0.5, abs=1e-5)
-        run.step()
-        twin_optimizer.step()
-    for name, twin in twins.items():
-        shard = run.main.spec(name).shard(twin.detach()).to(dtype)
-        assert_equal(run.main.parameter(name), shard, name, limit)
-    entries = {
-        name: Entry(main_slice.main, main_slice.placement, main_slice.is_exclusive)
-        for name, main_slice in run.main.slices.items()
-    }
-    writer = CheckpointWriter(mesh)
-    writer.save(folder, entries, {}, {})
-    writer.close()
-    for name, saved in read_full(folder).items():
-        assert_equal(saved, twins[name], f"saved {name}", limit)
-
-
 def check_unused_experts(mesh: ParallelMesh) -> None:
-    """Experts without tokens do not hang, and get no gradient if no rank that holds them has one."""
-    run = Run(expert_parameters(mesh, torch.float64), mesh)
-    gradients = local_gradients(mesh, 0)
+    """Gradients of experts are summed over the ranks that hold them, and experts without tokens do not
+    hang, and get no gradient if no rank that holds them has one.
+    """
+    named = {name: nn.Parameter(torch.zeros(2, 6)) for name in ("up", "down", "dense")}
+    for name, parameter in named.items():
+        experts = (even_range(4, mesh.ep.size, mesh.ep.rank),)
+        if name != "dense":
+            set_shard_spec(parameter, ShardSpec((4, 6), experts, is_expert=True))
+    run = Run(named, mesh)
+    gradients = {name: torch.full((2, 6), float(mesh.rank)) for name in named}
     # Ranks 1 and 3 hold the experts of ep rank 1, and neither has a gradient of `up`.
     if mesh.ep.rank == 1:
-        del gradients["experts.up"]
+        del gradients["up"]
     if mesh.rank == 0:
-        del gradients["experts.down"]
+        del gradients["down"]
     run.backward(gradients)
     run.finish()
-    has_gradient = {name: entry.main.grad is not None for name, entry in run.main.slices.items()}
-    assert has_gradient.get("experts.up", mesh.ep.rank == 0) == (mesh.ep.rank == 0)
-    assert has_gradient.get("experts.down", True)
-    assert has_gradient.get("dense", True)
+    # Means over the losses of four data ranks.
+    expected = {"up": [0.5], "down": [(2 if mesh.ep.rank == 0 else 4) / 4], "dense": [1.5]}
+    if mesh.ep.rank == 1:
+        del expected["up"]
+    assert among(held(run), expected), held(run)

@@ -31,21 +31,11 @@ from tests.graphs.jobs import (
 from tests.graphs.updates import FusedLanguage, fused
 from tests.world import run_world
 
-STORED = FP8(emulate=True, parameters="fp8")
+WIDE, SHORT = replace(SMALL, hidden_size=64), replace(LLAMA, num_layers=2)
 DELAYED = FP8("delayed", history=3, margin=1, emulate=True, parameters="fp8")
-WIDE = replace(SMALL, hidden_size=64)
-SHORT = replace(LLAMA, num_layers=2)
-UPDATES = tuple(replace(mode, optimizer=True) for mode in MODES)
-EVERYTHING = replace(SEGMENTS, evaluation=True, on_new_shape="capture")
 LATE = {"bucket_size": 2000, "overlap_parameters": True}
-ONE_SIDED = {"ep": 2, "expert_transport": "one_sided"}
-
-
-def job(model: Any, layout: dict[str, Any], **options: Any) -> Job:
-    """Return a job of six steps: several ranks compare replicas eagerly in the first two."""
-    return Job(model, layout, **{"steps": 6, "data": VARIED, **options})
-
-
+ONE = {"microbatch_size": 1}
+BF16: dict[str, Any] = {"precision": "bf16-mixed"}
 #: The last batch of an epoch and of a validation has a microbatch of one sample.
 SHAPES: dict[str, Any] = {
     "steps": 8,
@@ -53,30 +43,29 @@ SHAPES: dict[str, Any] = {
     "validation": partial(Tokens, 11, 11),
     "trainer": {"val_check_interval": 2},
 }
-BF16: dict[str, Any] = {"precision": "bf16-mixed"}
+
+
+def job(model: Any, layout: dict[str, Any], **options: Any) -> Job:
+    """Return a job of six steps: several ranks compare replicas eagerly in the first two."""
+    return Job(model, layout, **{"steps": 6, "data": VARIED, **options})
+
+
 JOBS: dict[str, tuple[Job, tuple[CudaGraphs, ...]]] = {
     "tp2": (job(DROPOUT, {"tp": 2}, validation=VARIED, trainer=VALIDATED), MODES),
-    "tp2, recomputed": (
-        job(SHORT, {"tp": 2, "sequence_parallel": False, "recompute": "full"}),
-        (SEGMENTS,),
-    ),
     "dp2, late": (job(SMALL, LATE), MODES),
     "dp2, rows": (job(replace(SHORT, vocab_size=4000), {"bucket_size": 500}), MODES),
     "dp2, accumulation": (job(SMALL, {}, trainer={"accumulate_grad_batches": 3}), (FULL,)),
     "cp2": (job(SMALL, {"cp": 2}), (FULL,)),
-    "pp2 vpp2": (job(GPT2, {"pp": 2, "vpp": 2, "microbatch_size": 1}), (FULL,)),
-    "pp2, recomputed": (
-        job(DROPOUT, {"pp": 2, "microbatch_size": 1, "recompute": "full"}),
-        (SEGMENTS,),
+    "pp2 vpp2": (job(GPT2, {"pp": 2, "vpp": 2, **ONE}), (FULL,)),
+    "pp2, recomputed": (job(DROPOUT, {"pp": 2, **ONE, "recompute": "full"}), (SEGMENTS,)),
+    "pp2, shapes": (
+        job(DROPOUT, {"pp": 2}, **SHAPES),
+        (replace(SEGMENTS, evaluation=True, on_new_shape="capture"),),
     ),
-    "pp2, shapes": (job(DROPOUT, {"pp": 2}, **SHAPES), (EVERYTHING,)),
     "pp2, mixture": (job(ROUTED, {"pp": 2}), (FULL,)),
-    "zb-h1": (job(SMALL, {"pp": 2, "schedule": "zb-h1", "microbatch_size": 1}), MODES),
-    "zb-v": (
-        job(GPT2, {"pp": 2, "vpp": 2, "schedule": "zb-v", "microbatch_size": 1}),
-        (SEGMENTS,),
-    ),
-    "ep2, late": (job(ROUTED, {**ONE_SIDED, **LATE}), MODES),
+    "zb-h1": (job(SMALL, {"pp": 2, "schedule": "zb-h1", **ONE}), MODES),
+    "zb-v": (job(GPT2, {"pp": 2, "vpp": 2, "schedule": "zb-v", **ONE}), (SEGMENTS,)),
+    "ep2, late": (job(ROUTED, {"ep": 2, "expert_transport": "one_sided", **LATE}), MODES),
     "ep2 all_gather, recomputed": (
         job(ROUTED, {"ep": 2, "expert_transport": "all_gather", "recompute": "full"}),
         (SEGMENTS,),
@@ -86,29 +75,49 @@ JOBS: dict[str, tuple[Job, tuple[CudaGraphs, ...]]] = {
         job(SMALL, {"fp8": DELAYED, "overlap_parameters": True, "bucket_size": 1000}, **BF16),
         MODES,
     ),
-    "fp8 tp2": (job(WIDE, {"tp": 2, "fp8": DELAYED, "microbatch_size": 1}, **BF16), (FULL,)),
+    "fp8 tp2": (job(WIDE, {"tp": 2, "fp8": DELAYED, **ONE}, **BF16), (FULL,)),
     "fp8 zb-h1": (
-        job(WIDE, {"pp": 2, "schedule": "zb-h1", "fp8": STORED, "microbatch_size": 1}, **BF16),
+        job(
+            WIDE,
+            {"pp": 2, "schedule": "zb-h1", "fp8": FP8(emulate=True, parameters="fp8"), **ONE},
+            **BF16,
+        ),
         (SEGMENTS,),
     ),
     "updates dp2": (
         job(FusedLanguage, {"bucket_size": 2000}, precision="32-true", norms=False),
-        UPDATES[1:],
+        (replace(FULL, optimizer=True),),
     ),
     "updates pp2": (
-        job(FusedLanguage, {"pp": 2, "microbatch_size": 1}, norms=False, **BF16),
-        UPDATES[:1],
+        job(FusedLanguage, {"pp": 2, **ONE}, norms=False, **BF16),
+        (replace(SEGMENTS, optimizer=True),),
     ),
 }
-
 #: What can be captured alone of a mixture. ``preprocess`` needs ``router``.
-SCOPES: dict[str, tuple[Any, ...]] = {
-    "router": ("router",),
-    "router + preprocess": ("router", "preprocess"),
-    "experts": ("experts",),
-    "combine": ("combine",),
-    "attention + router + preprocess": ("attention", "router", "preprocess"),
-    "the whole mixture": ("router", "preprocess", "experts", "combine"),
+SCOPES: tuple[tuple[Any, ...], ...] = (
+    ("router",),
+    ("router", "preprocess"),
+    ("experts",),
+    ("combine",),
+    ("attention", "router", "preprocess"),
+    ("router", "preprocess", "experts", "combine"),
+)
+#: With all_to_all the host reads how many tokens each rank gets, which keeps the transport and the
+#: experts eager.
+EAGER_EXPERTS = tuple(scopes for scopes in SCOPES if "experts" not in scopes)
+
+
+def captured_scopes(*scopes: tuple[Any, ...]) -> tuple[CudaGraphs, ...]:
+    return tuple(replace(SEGMENTS, scopes=captured) for captured in scopes)
+
+
+#: Jobs by graphs of each scope.
+SCOPED = {
+    transport: (
+        job(ROUTED, {"ep": 2, "expert_transport": transport}, steps=3),
+        captured_scopes(*scopes),
+    )
+    for transport, scopes in {"one_sided": SCOPES, "all_to_all": EAGER_EXPERTS}.items()
 }
 
 
@@ -165,29 +174,11 @@ def compare(
     return results
 
 
-def scopes_of(transport: str) -> dict[str, CudaGraphs]:
-    """Return settings by what they capture of a mixture. With all_to_all the host reads how many
-    tokens each rank gets, which keeps the transport and the experts eager.
-    """
-    return {
-        name: replace(SEGMENTS, scopes=scopes)
-        for name, scopes in SCOPES.items()
-        if transport == "one_sided" or "experts" not in scopes
-    }
-
-
 def run_table(rank: int, size: int) -> dict[str, list[tuple[list[str], Report]]]:
-    results = {
+    return {
         name: compare(work, settings, size, "late" in name)
-        for name, (work, settings) in JOBS.items()
+        for name, (work, settings) in (JOBS | SCOPED).items()
     }
-    for transport in ("one_sided", "all_to_all"):
-        work = job(ROUTED, {"ep": 2, "expert_transport": transport}, steps=3)
-        settings = scopes_of(transport)
-        eager, *captured = compare(work, tuple(settings.values()), size)
-        for name, result in zip(settings, captured, strict=True):
-            results[f"{transport}, {name}"] = [eager, result]
-    return results
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +199,7 @@ def check(results: list[tuple[list[str], Report]], case: str) -> None:
         assert report.outcomes["graphs"][0] < report.outcomes["graphs"][-1], case
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", JOBS | SCOPED)
 def test_a_job_by_graphs_has_the_bits_of_an_eager_job(name: str, ranks: Any) -> None:
     for rank, results in enumerate(ranks):
         check(results[name], f"{name}, rank {rank}")
@@ -230,29 +221,8 @@ def test_each_batch_shape_and_evaluation_of_stages_are_captured(ranks: Any) -> N
         assert len(report.outcomes["validated"]) > 1
 
 
-@pytest.mark.parametrize(
-    "name", [f"{kind}, {name}" for kind in ("one_sided", "all_to_all") for name in scopes_of(kind)]
-)
-def test_graphs_of_scopes_of_a_mixture_over_ep_have_eager_bits(name: str, ranks: Any) -> None:
-    for results in ranks:
-        check(results[name], name)
-
-
-@pytest.fixture(scope="module")
-def eager_mixture() -> Report:
-    report = run_graphs(job(ROUTED, {}, steps=3))
-    report.outcomes["exchanges"] = 0
-    return report
-
-
-@pytest.mark.parametrize("name", SCOPES)
-def test_graphs_of_scopes_of_a_mixture_in_one_process_have_eager_bits(
-    name: str, eager_mixture: Report
-) -> None:
-    graphs = replace(SEGMENTS, scopes=SCOPES[name])
-    actual = run_graphs(job(ROUTED, {}, steps=3), graphs)
-    actual.outcomes["exchanges"] = 0
-    check([([], eager_mixture), (differences(actual, eager_mixture), actual)], name)
+def test_graphs_of_scopes_of_a_mixture_in_one_process_have_eager_bits() -> None:
+    check(compare(job(ROUTED, {}, steps=3), captured_scopes(*SCOPES)), "one process")
 
 
 def test_scopes_that_exclude_each_other_or_that_no_model_has_are_refused() -> None:

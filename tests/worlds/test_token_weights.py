@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from lightning_megatron import GPT, CausalLM, CudaGraphs, GPTConfig
 from tests.fits import (
     BATCH,
     GPT2,
-    LLAMA,
     LLAMA_SIZES,
     MIXTURE,
     Job,
@@ -35,7 +33,6 @@ from tests.fits import (
     run_jobs_on,
 )
 from tests.oracles import assert_equal
-from tests.sweeps import chosen
 
 STEPS, LENGTH, V = 5, 12, 60
 CONFIG = GPTConfig.llama(
@@ -51,21 +48,6 @@ EMPTY = (
     set(range(1, 8)),  # all but one sample
     {2, 3, 6},  # a microbatch in the middle, one rank of four
 )
-RING = {"cp_transport": "ring"}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "dp4": {},
-    "dp4, zero 0": {"zero": 0, "microbatch_size": 1},
-    "tp2 pp2": {"tp": 2, "pp": 2, "sequence_parallel": False},
-    "tp2+sp dp2": {"tp": 2},
-    "pp2 dp2": {"pp": 2},
-    "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
-    "zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
-    # Ranks that share rows count each token once, also if a rank has no label: Megatron-LM
-    # scaled losses and gradients by cp (issues 673 and 906), or took the mean of nothing (1764).
-    "cp2 dp2": {"cp": 2},
-    "cp2 tp2+sp ring": {"cp": 2, "tp": 2, **RING},
-    "cp2 pp2 all_gather": {"cp": 2, "pp": 2, "cp_transport": "all_gather"},
-}
 
 
 class Texts(Dataset):
@@ -120,51 +102,63 @@ class SeededCausalLM(CausalLM):
             self.model = GPT(CONFIG, mesh=self.device_mesh, seed=1234)
 
 
-class Watch(pl.Callback):
-    """Check all losses of a step."""
+ZBV = {"pp": 2, "vpp": 2, "schedule": "zb-v"}
+#: Layout, number of accumulated batches, and module. Ranks that share rows count each token once,
+#: also if a rank has no label: Megatron-LM scaled losses and gradients by cp (issues 673 and 906),
+#: or took the mean of nothing (1764).
+CASES: dict[str, tuple[dict[str, Any], int, Any]] = {
+    "tp2+sp dp2": ({"tp": 2}, 1, Counting),
+    "zb-v dp2": (ZBV, 1, Counting),
+    "cp2 tp2+sp ring": ({"cp": 2, "tp": 2, "cp_transport": "ring"}, 1, Counting),
+    "tp2 pp2, accumulated": ({"tp": 2, "pp": 2, "sequence_parallel": False}, 2, Counting),
+    "dp4, zero 0, accumulated": ({"zero": 0, "microbatch_size": 1}, 2, Counting),
+    "cp2 dp2, CausalLM": ({"cp": 2}, 1, SeededCausalLM),
+}
+LLAMA_TIED = GPTConfig.llama(**LLAMA_SIZES, tie_embeddings=True)
+#: A chunk of 7 divides neither the sequences nor the microbatches; "forward" computes the gradients
+#: of summed losses in the forward pass.
+SUMMED: dict[str, tuple[GPTConfig, dict[str, Any]]] = {
+    "experts, pp2 vpp2": (MIXTURE, {"pp": 2, "vpp": 2, "microbatch_size": 1}),
+    "experts, zb-v ep2": (MIXTURE, {**ZBV, "ep": 2, "recompute": "experts", "microbatch_size": 1}),
+    "chunks, tp2": (GPT2, {"tp": 2, "loss_chunk": 7}),
+    "forward, zb-v tp2": (LLAMA_TIED, {**ZBV, "tp": 2, "loss_chunk": "forward"}),
+    "forward, cp2 gpipe": (
+        GPT2,
+        {"cp": 2, "pp": 2, "schedule": "gpipe", "loss_chunk": "forward"},
+    ),
+}
+CHUNKED: dict[str, dict[str, Any]] = {
+    "tp4": {"tp": 4, "sequence_parallel": False},
+    "cp2 pp2, recomputed": {"cp": 2, "pp": 2, "recompute": "full"},
+}
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any
-    ) -> None:
-        metrics = trainer.callback_metrics
-        loss = float(metrics["train_loss"])
-        assert float(metrics.get("both_step", loss)) == pytest.approx(loss, abs=1e-12)
-        if trainer.strategy.layout.dp == 1:  # type: ignore[attr-defined]
-            # The returned loss is that of this data-parallel rank.
-            assert float(outputs["loss"]) == pytest.approx(loss, abs=1e-12)
+
+class Summed(Language):
+    """Ignore some labels, and return the number of remaining labels with the mean loss."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        assert self.model is not None, "configure_model ran"
+        labels = batch["labels"].masked_fill(batch["labels"] % 5 < batch["labels"][:, :1] % 5, -100)
+        num_tokens = (labels != -100).sum()
+        loss = self.model(batch["tokens"], labels, sums=True) / num_tokens
+        self.log("train_loss", loss, sync_dist=True)
+        return {"loss": loss, "num_tokens": num_tokens}
 
 
-def watching() -> list[pl.Callback]:
-    return [Watch()]
+class SummedWhole(Language):
+    """Return the mean of summed losses, which a graph can capture."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        assert self.model is not None, "configure_model ran"
+        return self.model(batch["tokens"], batch["labels"], sums=True) / batch["labels"].numel()
 
 
-def job_of(name: str, accumulate: int, module: Any) -> Job:
+def job_of(layout: dict[str, Any], accumulate: int, module: Any) -> Job:
     return Job(
-        partial(module, CONFIG), LAYOUTS[name], data=Texts, validation=Texts, steps=-1,
-        batch=BATCH // accumulate, callbacks=watching,
+        partial(module, CONFIG), layout, data=Texts, validation=Texts, steps=-1,
+        batch=BATCH // accumulate,
         trainer={"max_epochs": 1, "accumulate_grad_batches": accumulate, "num_sanity_val_steps": 0},
     )  # fmt: skip
-
-
-#: Layout, number of accumulated batches, and module.
-CASES: dict[str, tuple[str, int, Any]] = chosen(
-    {
-        f"{name}, {kind}": (name, accumulate, module)
-        for name in LAYOUTS
-        for kind, accumulate, module in (
-            ("plain", 1, Counting),
-            ("accumulated", 2, Counting),
-            ("CausalLM", 1, SeededCausalLM),
-        )
-        if (name, accumulate) != ("dp4", 2)
-    },
-    "tp2+sp dp2, plain",
-    "zb-v dp2, plain",
-    "cp2 tp2+sp ring, plain",
-    "tp2 pp2, accumulated",
-    "dp4, zero 0, accumulated",
-    "cp2 dp2, CausalLM",
-)
 
 
 @cache
@@ -201,101 +195,17 @@ def token_losses(model: GPT, samples: range) -> tuple[Tensor, Tensor]:
     return flat.view_as(labels), labels != -100
 
 
-# ---- counted steps of other models, and losses in chunks
-
-
-class Summed(Language):
-    """Ignore some labels, and return the number of remaining labels with the mean loss."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        assert self.model is not None, "configure_model ran"
-        labels = batch["labels"].masked_fill(batch["labels"] % 5 < batch["labels"][:, :1] % 5, -100)
-        num_tokens = (labels != -100).sum()
-        loss = self.model(batch["tokens"], labels, sums=True) / num_tokens
-        self.log("train_loss", loss, sync_dist=True)
-        return {"loss": loss, "num_tokens": num_tokens}
-
-
-LLAMA_TIED = GPTConfig.llama(**LLAMA_SIZES, tie_embeddings=True)
-ZBV = {"pp": 2, "vpp": 2, "schedule": "zb-v"}
-#: A chunk of 7 divides neither the sequences nor the microbatches; "forward" computes the gradients
-#: of summed losses in the forward pass.
-SUMMED: dict[str, tuple[GPTConfig, dict[str, Any]]] = chosen(
-    {
-        "experts, pp2 vpp2": (MIXTURE, {"pp": 2, "vpp": 2, "microbatch_size": 1}),
-        "experts, pp2 ep2": (MIXTURE, {"pp": 2, "ep": 2, "microbatch_size": 1}),
-        "experts, tp2 ep2": (MIXTURE, {"tp": 2, "ep": 2, "etp": 1, "microbatch_size": 1}),
-        "experts, zb-v ep2": (
-            MIXTURE,
-            {**ZBV, "ep": 2, "recompute": "experts", "microbatch_size": 1},
-        ),
-        "chunks, tp2": (GPT2, {"tp": 2, "loss_chunk": 7}),
-        "forward, tp4": (LLAMA, {"tp": 4, "sequence_parallel": False, "loss_chunk": "forward"}),
-        "forward, zb-v tp2": (LLAMA_TIED, {**ZBV, "tp": 2, "loss_chunk": "forward"}),
-        "forward, cp2 gpipe": (
-            GPT2,
-            {"cp": 2, "pp": 2, "schedule": "gpipe", "loss_chunk": "forward"},
-        ),
-    },
-    "experts, pp2 vpp2",
-    "experts, zb-v ep2",
-    "chunks, tp2",
-    "forward, zb-v tp2",
-    "forward, cp2 gpipe",
-)
-CHUNKED: dict[str, tuple[GPTConfig, dict[str, Any]]] = chosen(
-    {
-        "tp4": (GPT2, {"tp": 4, "sequence_parallel": False}),
-        "tp2+sp pp2": (LLAMA, {"tp": 2, "pp": 2}),
-        "pp2 vpp2 dp2": (LLAMA_TIED, {"pp": 2, "vpp": 2}),
-        "zb-v tp2": (LLAMA_TIED, {**ZBV, "tp": 2}),
-        "cp2 pp2, recomputed": (GPT2, {"cp": 2, "pp": 2, "recompute": "full"}),
-        "dp4, zero 0": (GPT2, {"zero": 0}),
-    },
-    "tp4",
-    "cp2 pp2, recomputed",
-)
-GRAPHS: dict[str, dict[str, Any]] = chosen(
-    {
-        f"{mode}, {chunk}": {
-            **({"tp": 2, "pp": 2} if mode == "segments" else {"cp": 2}),
-            "loss_chunk": chunk,
-            "cuda_graphs": CudaGraphs(mode, warmup_steps=1),  # type: ignore[arg-type]
-        }
-        for mode in ("segments", "full")
-        for chunk in (7, "forward")
-    },
-    "full, forward",
-)
-
-
-class SummedWhole(Language):
-    """Return the mean of summed losses, which a graph can capture."""
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        assert self.model is not None, "configure_model ran"
-        return self.model(batch["tokens"], batch["labels"], sums=True) / batch["labels"].numel()
-
-
-def summed_job(config: GPTConfig, layout: dict[str, Any]) -> Job:
-    return Job(partial(Summed, config), layout, steps=2)
-
-
-def graph_job(name: str, captures: bool) -> Job:
-    layout = {**GRAPHS[name], **({} if captures else {"cuda_graphs": None})}
-    return Job(partial(SummedWhole, GPT2), layout, steps=4)
-
-
 @pytest.fixture(scope="module")
-def reports() -> dict[Any, list[Report]]:
-    jobs: dict[Any, Job] = {name: job_of(*case) for name, case in CASES.items()}
-    jobs |= {("summed", name): summed_job(*case) for name, case in SUMMED.items()}
-    for name, (config, layout) in CHUNKED.items():
-        jobs["chunked", name] = Job(config, {**layout, "loss_chunk": 7}, steps=2)
-    for name in GRAPHS:
-        jobs |= {
-            ("graphs", name, captures): graph_job(name, captures) for captures in (True, False)
-        }
+def reports() -> dict[str, list[Report]]:
+    jobs = {name: job_of(*case) for name, case in CASES.items()}
+    for name, (config, layout) in SUMMED.items():
+        jobs[name] = Job(partial(Summed, config), layout, steps=2)
+    for name, layout in CHUNKED.items():
+        jobs[f"chunked, {name}"] = Job(GPT2, {**layout, "loss_chunk": 7}, steps=2)
+    captured = {"cuda_graphs": CudaGraphs("full", warmup_steps=1)}
+    for name, graphs in {"graphs": captured, "eager": {}}.items():
+        layout = {"cp": 2, "loss_chunk": "forward", **graphs}
+        jobs[name] = Job(partial(SummedWhole, GPT2), layout, steps=4)
     return run_jobs_on(4, jobs)
 
 
@@ -311,8 +221,8 @@ def test_every_layout_takes_the_mean_over_all_tokens(name: str, reports: Any) ->
         for metric in names:
             assert report.metrics[metric] == pytest.approx(expected.metrics[metric], abs=1e-10)
         if module is Counting:
-            both = report.metrics["both_epoch"]
-            assert both == pytest.approx(report.metrics["epoch_loss"], abs=1e-12)
+            assert report.metrics["both_epoch"] == pytest.approx(report.metrics["epoch_loss"])
+            assert report.metrics["both_step"] == pytest.approx(report.losses[-1])
     weights = joined(reports[name])
     assert weights.keys() == expected.outcomes.keys()
     for key, weight in weights.items():
@@ -322,24 +232,22 @@ def test_every_layout_takes_the_mean_over_all_tokens(name: str, reports: Any) ->
 
 @cache
 def summed_twin(config: GPTConfig, size: int) -> Report:
-    return run_job(summed_job(config, {"microbatch_size": size}))
+    return run_job(Job(partial(Summed, config), {"microbatch_size": size}, steps=2))
 
 
 @pytest.mark.parametrize("name", SUMMED)
 def test_counted_steps_train_as_one_process(name: str, reports: Any) -> None:
     config, layout = SUMMED[name]
     # Losses of routers are weighted by the counted tokens of each microbatch.
-    twin = summed_twin(config, layout.get("microbatch_size", 8))
-    check_equal(reports["summed", name], twin)
+    check_equal(reports[name], summed_twin(config, layout.get("microbatch_size", 8)))
 
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_losses_in_chunks_train_as_one_process_that_stores_logits(name: str, reports: Any) -> None:
-    check_equal(reports["chunked", name], gpt_twin(CHUNKED[name][0], 2), 1e-12)
+    check_equal(reports[f"chunked, {name}"], gpt_twin(GPT2, 2), 1e-12)
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-def test_graphs_have_the_bits_of_eager_steps(name: str, reports: Any) -> None:
-    by_graphs, eager = (reports["graphs", name, captures] for captures in (True, False))
-    assert all(report.graphs[-1] for report in by_graphs)
-    assert [differences(*pair) for pair in zip(by_graphs, eager, strict=True)] == [[]] * 4
+def test_graphs_have_the_bits_of_eager_steps(reports: Any) -> None:
+    for captured, eager in zip(reports["graphs"], reports["eager"], strict=True):
+        assert captured.graphs[-1]
+        assert differences(captured, eager) == []
