@@ -5,11 +5,12 @@ split.
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -24,7 +25,7 @@ from lightning_megatron import (
 )
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig
-from tests.fits import Job, trainer_of
+from tests.fits import VOCABULARY, Job, Module, Regress, Report, check_equal, run_job, trainer_of
 from tests.world import run_world
 
 SIZES = {"vocab_size": 32, "num_layers": 2, "hidden_size": 16, "num_heads": 2}
@@ -40,21 +41,6 @@ def encoder(part: nn.Module) -> Encoder:
     model = Encoder(EncoderConfig(**ENCODER))
     model.layers["1"].mlp = part
     return model
-
-
-class Plain(LightningModule):
-    """Hold modules as attributes, as users do."""
-
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        raise AssertionError("no step may run")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class OwnAttention(nn.Module):
@@ -82,42 +68,6 @@ def replaced_mlp(part: nn.Module) -> GPT:
     return model
 
 
-OTHER = "is not a language model of a supported family"
-REFUSED: dict[str, tuple[Any, str]] = {
-    "attention of torch": (lambda: {"mix": nn.MultiheadAttention(16, 2)}, "'mix' (MultiheadAttention) attends to all"),
-    "encoder of torch": (
-        lambda: {"mix": nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 1)},
-        "'mix.layers.0' (TransformerEncoderLayer) attends to all positions",
-    ),
-    "convolution": (lambda: {"mix": nn.Conv1d(16, 16, 3)}, "'mix' (Conv1d) reads neighbouring positions"),
-    "recurrence": (lambda: {"mix": nn.LSTM(16, 16)}, "'mix' (LSTM) carries a state from position to position"),
-    "pooling": (lambda: {"mix": nn.AdaptiveAvgPool1d(1)}, "'mix' (AdaptiveAvgPool1d) pools over positions"),
-    "statistics": (lambda: {"mix": nn.BatchNorm1d(16)}, "'mix' (BatchNorm1d) takes statistics over positions"),
-    "own attention": (lambda: {"mix": OwnAttention()}, "'mix' (OwnAttention) calls scaled_dot_product_attention"),
-    "no mixing at all": (lambda: {"mix": nn.Linear(16, 16)}, "Plain has none."),
-    "other architecture": (
-        lambda: {"model": hugging_face("OPTForCausalLM", ffn_dim=16, word_embed_proj_dim=16)}, f"(OPTForCausalLM) {OTHER}",
-    ),
-    "other head": (lambda: {"model": hugging_face("LlamaForSequenceClassification")}, OTHER),
-    "setting": (
-        lambda: {"model": hugging_face("LlamaForCausalLM", hidden_act="quick_gelu")},
-        "'model' (LlamaForCausalLM) has a setting that its family does not support",
-    ),
-    "other head of an encoder": (lambda: {"model": hugging_face("BertForNextSentencePrediction")}, OTHER),
-    "attention inside an encoder": (
-        lambda: {"model": decoder(), "other": encoder(OwnAttention())},
-        "'other.layers.1.mlp' (OwnAttention) calls scaled_dot_product_attention",
-    ),
-    "attention inside a decoder": (
-        lambda: {"model": replaced_mlp(OwnAttention())}, "'model.layers.1.mlp' (OwnAttention) calls scaled_dot_product",
-    ),
-    "unknown code inside a decoder": (
-        lambda: {"model": replaced_mlp(nn.Sequential(Gate()))},
-        "'model.layers.1.mlp.0' (Gate) has code of its own. Declare it with lightning_megatron.position_wise",
-    ),
-}  # fmt: skip
-
-
 class Gate(nn.Module):
     """Compute every position by itself without a declaration."""
 
@@ -129,85 +79,55 @@ class Gate(nn.Module):
         return hidden * self.gate(hidden).sigmoid()
 
 
-def trainer(devices: int, layout: dict[str, Any], **options: Any) -> Trainer:
-    options = {"gradient_clip_val": None, **options}
-    return trainer_of(Job(strategy=layout, steps=-1, trainer=options), devices)
+OTHER = "is not a language model of a supported family"
+#: Modules, and what the error says.
+REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: nn.MultiheadAttention(16, 2), "(MultiheadAttention) attends to all"),
+    (lambda: nn.Conv1d(16, 16, 3), "(Conv1d) reads neighbouring positions"),
+    (lambda: nn.LSTM(16, 16), "(LSTM) carries a state from position to position"),
+    (lambda: nn.AdaptiveAvgPool1d(1), "(AdaptiveAvgPool1d) pools over positions"),
+    (lambda: nn.BatchNorm1d(16), "(BatchNorm1d) takes statistics over positions"),
+    (OwnAttention, "'net' (OwnAttention) calls scaled_dot_product_attention"),
+    (lambda: nn.Linear(16, 16), "Regress has none."),
+    (lambda: hugging_face("OPTForCausalLM", ffn_dim=16, word_embed_proj_dim=16), OTHER),
+    (lambda: hugging_face("BertForNextSentencePrediction"), OTHER),
+    (
+        lambda: hugging_face("LlamaForCausalLM", hidden_act="quick_gelu"),
+        "has a setting that its family does not support",
+    ),
+    (lambda: nn.ModuleList([decoder(), encoder(OwnAttention())]), "'net.1.layers.1.mlp' (OwnA"),
+    (lambda: replaced_mlp(OwnAttention()), "'net.layers.1.mlp' (OwnAttention) calls"),
+    (lambda: replaced_mlp(nn.Sequential(Gate())), "'net.layers.1.mlp.0' (Gate) has code of its"),
+]
 
 
-@pytest.fixture
-def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        raise AssertionError("too late: the Trainer has begun to start processes")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
-
-
-@pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize("case", REFUSED)
-def test_modules_that_cannot_be_split_by_positions_are_refused_before_a_launch(case: str) -> None:
-    make, message = REFUSED[case]
-    module = Plain(**make())
-    with pytest.raises(UnsupportedError) as caught:
-        trainer(2, {"cp": 2}, max_steps=1).fit(module, DataLoader(ROWS))
-    assert message in str(caught.value)
-    assert "cp (2)" in str(caught.value)
-    assert "se cp=1" in str(caught.value), "the remedy"
-
-
-@pytest.mark.usefixtures("no_processes")
-def test_berts_that_cannot_be_split_by_positions_are_refused_before_a_launch() -> None:
-    dropping = {"attention_dropout": 0.1, "head": "pretraining"}
+def test_modules_that_cannot_be_split_by_positions_are_refused_before_a_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    too_late = partial(pytest.fail, "the Trainer has begun to start processes")
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: too_late())
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: too_late())
+    for make, message in REFUSED:
+        with pytest.raises(UnsupportedError) as caught:
+            trainer_of(Job(strategy={"cp": 2}), 2).fit(Regress(make), DataLoader(ROWS))
+        assert message in str(caught.value)
+        assert "cp (2)" in str(caught.value)
+        assert "se cp=1" in str(caught.value), "the remedy"
     for changes, options, message in (
-        (dropping, {"cp": 2, "cp_transport": "ring"}, r"cannot be used with attention dropout"),
+        (
+            {"attention_dropout": 0.1, "head": "pretraining"},
+            {"cp": 2, "cp_transport": "ring"},
+            "cannot be used with attention dropout",
+        ),
         (
             {"head": "masked_lm"},
             {"cp": 2, "tp": 4},
-            r"num_attention_heads \(2\) must be a multiple of tp",
+            r"attention_heads \(2\) must be a multiple of tp",
         ),
     ):
         module = BERTPretraining(EncoderConfig(**ENCODER | changes))
         with pytest.raises((ParallelPlanError, UnsupportedError), match=message):
-            trainer(8, options, max_steps=1).fit(module, DataLoader(ROWS))
-
-
-class MixesAroundDecoder(LightningModule):
-    """Mix positions before and after a decoder, and compute each position by itself inside it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.tokens = nn.Embedding(32, 16)
-        self.before = nn.Conv1d(16, 16, 3, padding=1)
-        self.state = nn.GRU(16, 16, batch_first=True)
-        self.statistics = nn.BatchNorm1d(16)
-        self.after = nn.MultiheadAttention(32, 2, batch_first=True)
-        self.projection = nn.Linear(32, 16)
-        self.attention = OwnAttention()
-        self.model: GPT | None = None
-        self.losses: list[float] = []
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            config = GPTConfig.llama(**SIZES, max_seq_length=16)
-            self.model = GPT(config, mesh=self.device_mesh, seed=5)
-            self.model.layers["1"].mlp = self.inner
-            del self.inner
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        assert self.model is not None
-        vectors = self.before(self.tokens(batch[:, :-1]).transpose(1, 2))
-        vectors = self.state(self.statistics(vectors).transpose(1, 2))[0]
-        logits = self.model(None, embeddings=vectors)
-        mixed = self.after(logits, logits, logits, need_weights=False)[0]
-        pooled = F.max_pool1d(self.attention(self.projection(mixed)).transpose(1, 2), 3, 1, 1)
-        losses = F.cross_entropy((logits + mixed).transpose(1, 2), batch[:, 1:])
-        loss = losses + pooled.square().mean()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
+            trainer_of(Job(strategy=options), 8).fit(module, DataLoader(ROWS))
 
 
 @position_wise
@@ -223,105 +143,58 @@ class WronglyDeclared(OwnAttention):
         return super().forward(hidden.transpose(0, 1)).transpose(0, 1)
 
 
-def train(inner: nn.Module, devices: int, **layout: Any) -> tuple[list[float], list[Tensor]]:
-    runner = trainer(devices, {"microbatch_size": "batch", **layout}, max_steps=2)
-    torch.manual_seed(4)
-    module = MixesAroundDecoder(inner)
-    runner.fit(module, DataLoader(ROWS[:, :9], batch_size=4))
-    return module.losses, [p.detach().clone() for p in module.parameters()]
+class MixesAroundDecoder(Module):
+    """Mix positions before and after a decoder, and compute each position by itself inside it."""
 
-
-def declared(devices: int, **layout: Any) -> tuple[list[float], list[Tensor]]:
-    torch.manual_seed(2)
-    return train(DeclaredGate(), devices, **layout)
-
-
-class SentenceClassifier(LightningModule):
-    """Classify sentences of unequal lengths by a Hugging Face model, as users do."""
-
-    def __init__(self) -> None:
+    def __init__(self, inner: type[nn.Module]) -> None:
         super().__init__()
-        torch.manual_seed(7)
-        self.model = hugging_face(
-            "BertForSequenceClassification",
-            **{"num_hidden_layers": 2, "num_labels": 3, "attn_implementation": "eager"},
-            **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-        )
-        self.losses: list[float] = []
+        torch.manual_seed(4)
+        self.inner: Any = inner()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        self.before = nn.Conv1d(16, 16, 3, padding=1)
+        self.state = nn.GRU(16, 16, batch_first=True)
+        self.statistics = nn.BatchNorm1d(16)
+        self.after = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.projection = nn.Linear(32, 16)
+        self.attention = OwnAttention()
+        self.model: Any = None
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        self.log("train_loss", loss, batch_size=len(batch["labels"]), sync_dist=True)
-        return loss
+    def configure_model(self) -> None:
+        if self.model is None:
+            config = GPTConfig.llama(**SIZES, max_seq_length=16)
+            self.model = GPT(config, mesh=self.device_mesh, seed=5)
+            self.model.layers["1"].mlp = self.inner
+            del self.inner
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.losses.append(float(self.trainer.callback_metrics["train_loss"]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.5)
-
-
-def make_sentence_loader() -> DataLoader:
-    rows = [
-        {
-            "input_ids": row,
-            "attention_mask": (torch.arange(9) < 3 + index % 7).long(),
-            "labels": torch.tensor(index % 3),
-        }
-        for index, row in enumerate(ROWS)
-    ]
-    return DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        vectors = self.before(self.tokens(batch["tokens"]).transpose(1, 2))
+        vectors = self.state(self.statistics(vectors).transpose(1, 2))[0]
+        logits = self.model(None, embeddings=vectors)
+        mixed = self.after(logits, logits, logits, need_weights=False)[0]
+        pooled = F.max_pool1d(self.attention(self.projection(mixed)).transpose(1, 2), 3, 1, 1)
+        losses = F.cross_entropy((logits + mixed).transpose(1, 2), batch["labels"] % 32)
+        return losses + pooled.square().mean()
 
 
-def classify(devices: int, **layout: Any) -> list[float]:
-    module = SentenceClassifier()
-    runner = trainer(devices, layout, max_epochs=1)
-    runner.fit(module, make_sentence_loader())
-    return module.losses
+def job_of(inner: type[nn.Module], layout: dict[str, Any]) -> Job:
+    return Job(partial(MixesAroundDecoder, inner), {"microbatch_size": "batch", **layout})
 
 
-def four_ranks(rank: int, size: int) -> tuple[list[Any], list[list[float]], str]:
+def four_ranks(rank: int, size: int) -> list[Report]:
+    for inner, message in (
+        (Gate, "lightning_megatron.position_wise"),
+        (WronglyDeclared, r"the result of 'layers.1.mlp' \(WronglyDeclared\) for"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            run_job(job_of(inner, {"cp": 4}), size)
     layouts: tuple[dict[str, Any], ...] = (
-        {"cp": 4, "cp_transport": "ring"},
-        {"cp": 2, "tp": 2},
-        {"cp": 2, "pp": 2, "cp_transport": "all_gather"},
+        {"cp": 4},
+        {"cp": 2, "tp": 2, "sequence_parallel": False},
     )
-    classified = [classify(size, **layout) for layout in layouts]
-    mixed = [declared(size, cp=4), declared(size, cp=2, tp=2, sequence_parallel=False)]
-    with pytest.raises(UnsupportedError, match="lightning_megatron.position_wise"):
-        train(Gate(), size, cp=4)
-    with pytest.raises(UnsupportedError) as caught:
-        train(WronglyDeclared(), size, cp=4)
-    return mixed, classified, str(caught.value)
+    return [run_job(job_of(DeclaredGate, layout), size) for layout in layouts]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[tuple[list[Any], list[list[float]], str]]:
-    return run_world(four_ranks, 4)
-
-
-def test_modules_around_a_decoder_compute_on_full_sequences(ranks: list[Any]) -> None:
-    losses, weights = declared(1)
-    for mixed, _, refusal in ranks:
-        for actual, _ in mixed:
-            assert actual == pytest.approx(losses, rel=1e-12)
-        # With tp a rank holds parts of the weights.
-        for actual, expected in zip(mixed[0][1], weights, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-        assert "the result of 'layers.1.mlp' (WronglyDeclared) for" in refusal
-    assert len(set(losses)) == 2
-
-
-def test_an_unchanged_hugging_face_encoder_matches_a_plain_training_loop(ranks: list[Any]) -> None:
-    module = SentenceClassifier().double()
-    optimizer: Any = module.configure_optimizers()
-    losses = []
-    for batch in make_sentence_loader():
-        optimizer.zero_grad()
-        loss = module.model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert len(set(losses)) == 3
-    for _, classified, _ in ranks:
-        assert classified == [pytest.approx(losses, rel=0, abs=1e-10)] * 3
+def test_modules_around_a_decoder_compute_on_full_sequences() -> None:
+    twin = run_job(job_of(DeclaredGate, {}).twin())
+    for reports in zip(*run_world(four_ranks, 4), strict=True):
+        check_equal(reports, twin)

@@ -5,7 +5,6 @@ experts change no results; and every layout logs the same load of experts.
 from __future__ import annotations
 
 import csv
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,31 +14,25 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_megatron import GPT, ExpertLoad, GPTConfig, ParallelPlanError, UnsupportedError
-from lightning_megatron.strategy.logs import run_table
-from tests.fits import GPT2, SEQUENCE, Job, Report, run_job
+from lightning_megatron import ExpertLoad, UnsupportedError
+from tests.fits import GPT2, Job, Report, run_job
 from tests.graphs.jobs import FULL, SEGMENTS
 from tests.graphs.updates import fused
 from tests.strategy.steered import (
     Changing,
     Excess,
     FusedSteered,
-    Steered,
     differences,
     run_steered,
 )
 from tests.world import run_world
 
-AGAIN = "the step was run again without a limit"
 #: The first step needs too many rows in several passes. Then the validation does, and the limit
 #: grows to 256 rows, which are enough for the second validation, and for all rows on one rank.
 EXCESS: Excess = {
-    ("train", 0, 0, 0): 3,
-    ("train", 0, 1, 1): -7,
-    ("val", 0, 1, 0): 2,
-    ("train", 2, 0, 1): 100,
+    ("train", 0, 0, 0): 3, ("train", 0, 1, 1): -7, ("val", 0, 1, 0): 2, ("train", 2, 0, 1): 100,
     ("train", 3, 1, 1): -128,
-}
+}  # fmt: skip
 ONE_ROW: Excess = {("train", 1, 0, 0): 1}
 #: The fourth batch runs by graphs; after the validation that follows, the limit is 256 rows.
 CAPTURED: Excess = {("train", 3, 0, 0): -1, ("val", 0, 1, 0): 2, ("train", 6, 1, 1): 120}
@@ -55,50 +48,37 @@ TOO_FEW: Excess = {("train", 1, 0, 0): 12, ("train", 1, 0, 1): 1}
 
 EVALUATED = {"num_batches": 8, "trainer": {"val_check_interval": 4}}
 SUMS: dict[str, Any] = {
-    "num_batches": 15,
-    "steps": 5,
+    "num_batches": 15, "steps": 5,
     "trainer": {"accumulate_grad_batches": 3, "limit_val_batches": 0, "val_check_interval": None},
-}
+}  # fmt: skip
 FUSED: dict[str, Any] = {
-    "kind": FusedSteered,
-    "num_batches": 8,
-    "precision": "32-true",
-    "norms": False,
+    "kind": FusedSteered, "num_batches": 8, "precision": "32-true", "norms": False,
     "trainer": {"limit_val_batches": 0},
-}
-#: Excess, graphs of the fit with a limit, number of repeated steps, and options of both fits.
-CASES: dict[str, tuple[Excess, Any, int, dict[str, Any]]] = {
-    "eager": (EXCESS, None, 2, {"kind": Changing}),
-    "inputs of experts again": (
-        ONE_ROW,
-        None,
-        1,
-        {"kind": Changing, "layout": {"recompute": "expert_inputs"}},
-    ),
-    "all recomputed, all_gather, zero 0": (
-        ONE_ROW,
-        None,
-        1,
-        {"layout": {"recompute": "full", "expert_transport": "all_gather", "zero": 0}},
-    ),
-    "full": (CAPTURED, replace(FULL, evaluation=True), 2, EVALUATED),
-    "segments": (CAPTURED, replace(SEGMENTS, evaluation=True), 2, EVALUATED),
-    "sums by graphs": (ACCUMULATED, FULL, 2, SUMS),
-    "updates by graphs": (UPDATED, replace(FULL, optimizer=True), 1, FUSED),
-}
-#: The same on four ranks, in stages.
-CASES_OF_STAGES: dict[str, tuple[Excess, Any, int, dict[str, Any]]] = {
-    "zb-h1": (STAGES, None, 2, {"layout": {"pp": 2, "schedule": "zb-h1", "stage_layers": [1, 1]}}),
-    "recomputed segments": (
-        STAGES,
-        SEGMENTS,
-        2,
-        {"layout": {"pp": 2, "recompute": "full", "stage_layers": [1, 1]}, "num_batches": 5},
-    ),
-}
+}  # fmt: skip
+#: Excess, graphs of the fit with a limit, number of repeated steps, and options of both fits, by the
+#: number of ranks and name.
+CASES: dict[int, dict[str, tuple[Excess, Any, int, dict[str, Any]]]] = {
+    2: {
+        "eager": (EXCESS, None, 2, {"kind": Changing}),
+        "all recomputed": (
+            ONE_ROW, None, 1,
+            {"layout": {"recompute": "full", "expert_transport": "all_gather", "zero": 0}},
+        ),
+        "segments": (CAPTURED, replace(SEGMENTS, evaluation=True), 2, EVALUATED),
+        "sums by full graphs": (ACCUMULATED, FULL, 2, SUMS),
+        "updates by full graphs": (UPDATED, replace(FULL, optimizer=True), 1, FUSED),
+    },
+    4: {
+        "recomputed segments": (
+            STAGES, SEGMENTS, 2,
+            {"layout": {"pp": 2, "recompute": "full", "stage_layers": [1, 1]}, "num_batches": 5},
+        ),
+    },
+}  # fmt: skip
 #: Layouts in which the load of experts is logged.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "vpp": {"pp": 2, "vpp": 2},
+    "tp": {"tp": 2},
     "ep": {"ep": 2},
     "again": {"ep": 2, "recompute": "full"},
 }
@@ -128,51 +108,14 @@ class FreezesExperts(Changing):
             parameter.requires_grad_(batch_idx < 2 or ".experts." not in name)
 
 
-class HidesConfiguration(Changing):
-    """Have no configuration until the model is built."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config)
-        self.sizes, self.config = self.config, None  # type: ignore[assignment]
-
-    def configure_model(self) -> None:
-        mesh: Any = self.device_mesh
-        self.model = GPT(self.sizes, mesh=mesh)
-
-
-def run_pairs(
-    cases: dict[str, tuple[Excess, Any, int, dict[str, Any]]], size: int
-) -> dict[str, tuple[Report, Report, list[str]]]:
-    """Train each case without a limit, and with one; return also their differences."""
-    results = {}
-    for name, (excess, graphs, _, options) in cases.items():
-        with fused():
-            without = run_steered(None, excess, size=size, **options)
-            limited = run_steered(1.0, excess, graphs, size=size, **options)
-        results[name] = without, limited, differences(limited, without)
-    return results
-
-
-def refusal(kind: type[Steered], clones: int = 1) -> str:
-    """Return the message of the refusal to train a module with clones."""
-    with pytest.raises((ParallelPlanError, UnsupportedError)) as raised:
-        run_steered(None, {}, kind=kind, layout={"expert_clones": clones})
-    return str(raised.value)
-
-
 def load_job(folder: str, **layout: Any) -> Job:
     """Return a job that logs the load of experts. With one sequence in a microbatch, every layout
     has the same microbatches.
     """
     experts = {
-        "num_experts": 4,
-        "top_k": 2,
-        "ffn_hidden_size": 8,
-        "layers": 2,
-        "aux_loss": 0.01,
-        "z_loss": 0.001,
-        "capacity_factor": 1.0,
-    }
+        "num_experts": 4, "top_k": 2, "ffn_hidden_size": 8, "layers": 2, "aux_loss": 0.01,
+        "z_loss": 0.001, "capacity_factor": 1.0,
+    }  # fmt: skip
     return Job(
         replace(GPT2, mlp_bias=False, ffn_hidden_size=16, experts=experts),
         {"microbatch_size": 1, **layout},
@@ -182,39 +125,50 @@ def load_job(folder: str, **layout: Any) -> Job:
     )
 
 
-def world_of_two(rank: int, size: int, folder: str) -> dict[str, Any]:
-    results: dict[str, Any] = run_pairs(CASES, size)
-    half = f"{folder}/half"
-    run_steered(1.0, ONE_ROW, kind=Changing, steps=2, save=half)
-    later = [
-        run_steered(rows, {**EXCESS, **ONE_ROW}, kind=Changing, resume=half) for rows in (None, 1.0)
-    ]
-    results["resumed"] = *later, differences(*later)
-    messages: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_table, "rank_zero_info", messages.append)
-        layout = {"expert_clones": 1, "expert_transport": "auto"}
-        results["clones"] = run_steered(None, UNEVEN, layout=layout)
-    results["table"] = messages
-    results["no clones"] = run_steered(None, UNEVEN)
-    within = run_steered(1.0, UNEVEN, layout={"expert_clones": 1})
-    results["clones, limit"] = results["clones"], within, differences(within, results["clones"])
-    few = {"layout": {"expert_clones": {"places": 1, "min_rows": 2}}}
-    enough, too_small = (run_steered(rows, TOO_FEW, **few) for rows in (None, 1.0))
-    results["clones, over the limit"] = enough, too_small, differences(too_small, enough)
-    for name, clones in (("no clones, frozen", 0), ("clones, frozen", 1)):
-        layout = {"expert_clones": clones}
-        results[name] = run_steered(None, UNEVEN, kind=AllExpertsFrozen, layout=layout)
-    results["some frozen"] = refusal(FrozenExperts)
-    results["freezing"] = refusal(FreezesExperts)
-    results["too many"] = refusal(HidesConfiguration, 3)
-    for name, layout in LAYOUTS.items():
-        run_job(load_job(f"{folder}/{name}", **layout), size)
+def compared(limited: Report, without: Report) -> tuple[Report, Report, list[str]]:
+    return without, limited, differences(limited, without)
+
+
+def run_pairs(size: int) -> dict[str, tuple[Report, Report, list[str]]]:
+    """Train each case without a limit, and with one; return also their differences."""
+    results = {}
+    for name, (excess, graphs, _, options) in CASES[size].items():
+        with fused():
+            without = run_steered(None, excess, size=size, **options)
+            limited = run_steered(1.0, excess, graphs, size=size, **options)
+        results[name] = compared(limited, without)
     return results
 
 
-def world_of_four(rank: int, size: int) -> dict[str, tuple[Report, Report, list[str]]]:
-    return run_pairs(CASES_OF_STAGES, size)
+def world(rank: int, size: int, folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = run_pairs(size)
+    if size == 4:
+        return results
+    half = f"{folder}/half"
+    run_steered(1.0, ONE_ROW, kind=Changing, steps=2, save=half)
+    later = [
+        run_steered(rows, {**EXCESS, **ONE_ROW}, kind=Changing, resume=half) for rows in (1.0, None)
+    ]
+    results["resumed"] = compared(*later)
+    cloned = {"layout": {"expert_clones": 1}}
+    results["clones"] = run_steered(None, UNEVEN, **cloned)
+    within = run_steered(1.0, UNEVEN, **cloned)
+    results["clones, limit"] = compared(within, results["clones"])
+    few = {"layout": {"expert_clones": {"places": 1, "min_rows": 2}}}
+    over = [run_steered(rows, TOO_FEW, **few) for rows in (1.0, None)]
+    results["clones, over the limit"] = compared(*over)
+    for name, clones in (("no clones, frozen", 0), ("clones, frozen", 1)):
+        layout = {"expert_clones": clones}
+        results[name] = run_steered(None, UNEVEN, kind=AllExpertsFrozen, layout=layout)
+    for kind, message in (
+        (FrozenExperts, r"of some experts of layer 0, on \[0\] of the 2 ranks of ep, is frozen"),
+        (FreezesExperts, "only between epochs"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            run_steered(None, {}, kind=kind, **cloned)
+    for name, layout in LAYOUTS.items():
+        run_job(load_job(f"{folder}/{name}", **layout), size)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -224,47 +178,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    return run_world(world_of_two, 2, str(folder))
+    return run_world(world, 2, str(folder))
 
 
-@pytest.fixture(scope="module")
-def stages() -> list[dict[str, Any]]:
-    return run_world(world_of_four, 4)
-
-
-def check(name: str, num_failures: int, ranks: list[dict[str, Any]]) -> None:
-    """Check that a fit with a limit equals the fit without one, after this many repeats."""
-    for rank, results in enumerate(ranks):
-        without, limited, differing = results[name]
-        assert differing == [], f"{name}, rank {rank}"
-        assert (without.outcomes["failures"], limited.outcomes["failures"]) == (0, num_failures)
-        warnings = limited.outcomes["warnings"]
-        assert warnings == [] if rank else len(warnings) == num_failures
-        assert len(limited.losses) > 1
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_over_the_row_limit_equals_a_step_without_a_limit(name: str, ranks: Any) -> None:
-    check(name, CASES[name][2], ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES_OF_STAGES)
-def test_all_pipeline_stages_repeat_a_step_over_the_row_limit(name: str, stages: Any) -> None:
-    check(name, CASES_OF_STAGES[name][2], stages)
+@pytest.mark.parametrize("size", CASES)
+def test_a_step_over_the_row_limit_equals_a_step_without_a_limit(size: int, request: Any) -> None:
+    found = request.getfixturevalue("ranks") if size == 2 else run_world(world, 4, "")
+    for name, (*_, num_failures, _) in CASES[size].items():
+        for rank, results in enumerate(found):
+            without, limited, differing = results[name]
+            assert differing == [], f"{name}, rank {rank}"
+            assert without.outcomes["failures"] == 0
+            assert limited.outcomes["failures"] == num_failures, name
+            assert len(limited.outcomes["warnings"]) == (0 if rank else num_failures), name
+            assert len(limited.losses) > 1
 
 
 def test_warnings_name_the_largest_need_and_the_limit_grows_after_the_second(ranks: Any) -> None:
     first, second = ranks[0]["eager"][1].outcomes["warnings"]
-    assert first == (
-        f"experts: layer 1 needed 135 rows on rank 1, expert_rows=1 has 128: {AGAIN}; 1.06 would be "
-        "enough."
+    assert (
+        "layer 1 needed 135 rows on rank 1, expert_rows=1 has 128: the step was run again" in first
     )
+    assert "1.06 would be enough" in first
     assert "layer 0 needed 130 rows on rank 0, expert_rows=1 has 128" in second
     assert re.search(r"and expert_rows is 1\.1\d? from now on", second)
     for results in ranks:
         assert 1.1 < results["eager"][1].outcomes["factor"] < 1.2
-        assert results["inputs of experts again"][1].outcomes["factor"] == 1.0
+        assert results["all recomputed"][1].outcomes["factor"] == 1.0
 
 
 def test_graphs_run_before_a_repeat_and_are_captured_again_after_the_limit_grows(
@@ -275,7 +215,7 @@ def test_graphs_run_before_a_repeat_and_are_captured_again_after_the_limit_grows
         assert graphs[2] > 0
         assert graphs[4] < max(graphs[5:])
         assert graphs[-1] > 0
-        assert results["full"][1].outcomes["graphs"][-1] > 0
+        assert results["sums by full graphs"][1].outcomes["graphs"][-1] > 0
 
 
 def test_a_fit_resumes_from_a_checkpoint_after_a_repeated_step(ranks: Any) -> None:
@@ -289,10 +229,9 @@ def test_a_fit_resumes_from_a_checkpoint_after_a_repeated_step(ranks: Any) -> No
 # ---- clones
 
 
-@pytest.mark.parametrize("kind", ["", ", frozen"])
-def test_a_fit_with_clones_matches_a_fit_without_clones(ranks: Any, kind: str) -> None:
+def test_a_fit_with_clones_of_frozen_experts_matches_a_fit_without_clones(ranks: Any) -> None:
     for results in ranks:
-        actual, expected = results[f"clones{kind}"], results[f"no clones{kind}"]
+        actual, expected = results["clones, frozen"], results["no clones, frozen"]
         assert actual.losses == pytest.approx(expected.losses, rel=1e-12)
         assert actual.metrics == pytest.approx(expected.metrics, rel=1e-12)
         # Routers count the same experts; clones have moved rows.
@@ -316,37 +255,7 @@ def test_clones_keep_rows_within_a_limit_and_too_few_rows_for_a_clone_are_repeat
     assert "layer 1 needed 129 rows on rank 0, expert_rows=1 has 128" in warning
 
 
-def test_the_run_table_shows_clones_and_the_transport_that_they_need(ranks: Any) -> None:
-    rows = [line for text in ranks[0]["table"] for line in text.splitlines()]
-    (clones,) = [row for row in rows if "clones of experts" in row]
-    assert re.search(r"at most 1 per rank +of any number of rows on cpu", clones)
-    (transport,) = [row for row in rows if "expert transport" in row]
-    assert "one_sided" in transport
-    assert "expert_clones needs it" in transport
-
-
-def test_experts_frozen_on_some_ranks_or_within_an_epoch_and_too_many_places_are_refused(
-    ranks: Any,
-) -> None:
-    for results in ranks:
-        assert (
-            "of some experts of layer 0, on [0] of the 2 ranks of ep, is frozen"
-            in (results["some frozen"])
-        )
-        assert "only between epochs" in results["freezing"]
-        assert results["too many"].startswith("expert_clones (3) must be at most 2: with ep (2)")
-
-
 # ---- load of experts
-
-FIGURES = {"max_over_mean", "dropped", "entropy", "balance_loss", "z_loss"}
-RANK_FIGURES = (
-    "rank_max_over_mean",
-    "rank_max_over_mean_after",
-    "moved",
-    "clones",
-    "rows_needed",
-)
 
 
 def logged(folder: Path) -> dict[int, dict[str, float]]:
@@ -360,52 +269,22 @@ def logged(folder: Path) -> dict[int, dict[str, float]]:
     return rows
 
 
-def check_rows(rows: dict[int, dict[str, float]]) -> None:
-    assert list(rows) == [1, 3]
-    for row in rows.values():
-        for layer in (1, 3):
-            figures = {name: row[f"experts/layer_{layer}/{name}"] for name in FIGURES}
-            shares = [row[f"experts/layer_{layer}/load/expert_{expert}"] for expert in range(4)]
-            assert sum(shares) == pytest.approx(1.0)
-            assert figures["max_over_mean"] == pytest.approx(4 * max(shares))
-            assert 0.0 < figures["entropy"] <= math.log(4)
-            assert 0.9 < figures["balance_loss"] < 4
-            assert 0.0 <= figures["dropped"] < 0.5
-        for name in FIGURES:
-            mean = (row[f"experts/layer_1/{name}"] + row[f"experts/layer_3/{name}"]) / 2
-            assert row[f"experts/{name}"] == pytest.approx(mean)
-    assert any(row["experts/dropped"] > 0 for row in rows.values())
-
-
-def check_ranks(row: dict[str, float], recomputed: dict[str, float]) -> None:
-    """Check the figures of ranks also against a fit with full recomputation, and remove them."""
-    for layer in (1, 3):
-        before, after, moved, clones, needed = (
-            row[f"experts/layer_{layer}/{name}"] for name in RANK_FIGURES
-        )
-        assert 1.0 <= before <= 2.0
-        assert (after, moved, clones) == (before, 0.0, 0.0)
-        # In some microbatch some rank has at least the mean.
-        dropped = row[f"experts/layer_{layer}/dropped"]
-        assert (1.0 - dropped) * SEQUENCE * 2 <= needed <= 2 * SEQUENCE * 2
-    for name in [name for name in row if name.rpartition("/")[2] in RANK_FIGURES]:
-        assert row.pop(name) == recomputed[name], name
-
-
 def test_every_layout_logs_the_load_of_experts_of_one_process(
     ranks: Any, folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason='needs pip install "lightning-megatron[plot]"')
     run_job(load_job(str(tmp_path)))
     expected = logged(tmp_path)
-    check_rows(expected)
-    recomputed = logged(folder / "again")
-    for name in ("vpp", "ep"):
+    assert list(expected) == [1, 3]
+    assert any(row["experts/dropped"] > 0 for row in expected.values())
+    for name in ("vpp", "tp", "ep"):
         rows = logged(folder / name)
-        assert list(rows) == list(expected), name
+        assert list(rows) == [1, 3], name
         for step, row in expected.items():
-            if name == "ep":
-                check_ranks(rows[step], recomputed[step])
+            # With ep there are figures of ranks, too.
+            of_ranks = {key: rows[step].pop(key) for key in rows[step].keys() - row.keys()}
+            assert bool(of_ranks) == (name == "ep"), name
             assert rows[step] == pytest.approx(row, rel=1e-4), f"{name}, step {step}"
+            assert of_ranks.items() <= logged(folder / "again")[step].items()
     for place in (tmp_path, folder / "vpp", folder / "ep"):
         assert (place / "expert_load.png").read_bytes().startswith(b"\x89PNG")
