@@ -122,17 +122,31 @@ class Halves(Callback):
 
 
 class Unused(Own):
-    """Leave a layer out of the first step and of the third."""
+    """Use a layer for all samples, then for one sample of one rank, then for none."""
 
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(8, 8).double()
 
     def loss(self, batch: Any) -> Tensor:
-        hidden = self.net(batch[0])
-        if self.trainer.global_step % 2:
-            hidden = hidden + 0.1 * self.spare(batch[0])
+        first = torch.stack([sample[0][0, 0] for sample in map(Vectors().__getitem__, range(8))])
+        bound = (-100.0, float(first.sort().values[-2]), 100.0)[self.trainer.global_step]
+        hidden, is_chosen = self.net(batch[0]), batch[0][:, 0, 0] > bound
+        if is_chosen.any():
+            hidden = hidden + 0.1 * is_chosen[:, None, None] * self.spare(batch[0])
         return F.mse_loss(hidden, batch[1])
+
+
+class Counted(Own):
+    """Means over the positive targets, which some samples do not have."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        x, y = batch
+        is_counted = (y > 0) & (x[:, :1, :1] > 0)
+        count = int(is_counted.sum())
+        loss = ((self.net(x) - y).square() * is_counted).sum() / count
+        self.log("loss", loss)
+        return {"loss": loss, "num_tokens": count}
 
 
 class Contrast(Own):
@@ -191,6 +205,9 @@ SAME = {
     "manual optimization": own(Adversaries, TP | {"microbatch_size": None}),
     "weights written between steps": own(Own, TP, Halves),
     "a layer that some steps do not use": own(Unused, {}),
+    "means over counts of each microbatch, some of them 0": own(
+        Counted, PP | {"microbatch_size": 1}
+    ),
     "a loss that couples samples, in one piece": own(Contrast, TP | {"microbatch_size": None}),
 }
 #: What the first batch shows, and a phrase of the error.

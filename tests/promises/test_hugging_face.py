@@ -59,17 +59,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-#: Ways to choose tokens.
-BEAMS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beams": {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True},
-    "beams that end": {
-        "num_beams": 4,
-        "length_penalty": 2.5,
-        "eos_token_id": list(range(2, 61, 3)),
-    },
-    "short beams": {"num_beams": 4, "length_penalty": -1.0, "eos_token_id": list(range(2, 61, 3))},
-}
+#: Searches: number of beams, length penalty, and number of tokens that end a text.
+SEARCHES = ((1, 1.0, 0), (3, 2.0, 0), (4, 1.0, 2), (3, 2.5, 1), (5, -1.0, 3))
 
 
 class Texts(Dataset):
@@ -122,11 +113,19 @@ class FineTune(Module):
         self.outcomes["is_replaced"] = any(isinstance(m, ReplacedModel) for m in self.modules())
         if self.model.config.model_type != "bert":
             prompt = torch.tensor([[5, 6, 7, 8], [9, 3, 2, 4]])
-            for name, options in BEAMS.items():
+            found: list[Any] = []
+            for beams, penalty, num_ends in SEARCHES:
+                ends = sorted({token for row in found[0] for token in row[4:]} if found else ())
                 tokens = self.model.generate(
-                    input_ids=prompt, max_new_tokens=5, do_sample=False, **options
+                    input_ids=prompt,
+                    max_new_tokens=8,
+                    do_sample=False,
+                    num_beams=beams,
+                    length_penalty=penalty,
+                    eos_token_id=ends[:num_ends] or None,
                 )
-                self.outcomes[name] = tokens.tolist()
+                found.append(tokens.tolist())
+            self.outcomes["texts"] = found
         self.model.save_pretrained(self.saved)
 
 
