@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,6 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron.errors import UnsupportedError
 from tests.fits import Job, loader_of, trainer_of
 from tests.world import run_world
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 PP: dict[str, Any] = {"pp": 2, "pipeline_plan": {"blocks": "blocks"}, "microbatch_size": 4}
 #: Strategies under which all hooks log; with stages, hooks of the backward pass are refused.
@@ -45,12 +44,10 @@ WRITTEN: dict[str, Any] = {
 #: Options of ``log`` by name.
 WAYS: dict[str, dict[str, Any]] = {
     "step": {"on_step": True, "on_epoch": False},
-    "epoch": {"on_step": False, "on_epoch": True},
     "both": {"on_step": True, "on_epoch": True},
     "synced": {"on_step": True, "on_epoch": True, "sync_dist": True},
     "sum": {"on_step": False, "on_epoch": True, "reduce_fx": "sum", "sync_dist": True},
     "max": {"on_step": True, "on_epoch": True, "reduce_fx": torch.max, "sync_dist": True},
-    "min": {"on_step": True, "on_epoch": True, "reduce_fx": min},
     "weighed": {"on_step": False, "on_epoch": True, "batch_size": 3, "sync_dist": True},
     "of rank 0": {"on_step": True, "on_epoch": False, "rank_zero_only": True},
 }
@@ -144,11 +141,11 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 
 def log(
-    strategy: Any, size: int, folder: Path, has_backward: bool = True, kind: type[Logs] = Logs
+    strategy: Any, size: int, folder: Path, has_backward: bool = True
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Fit, and return the metrics of callbacks and the rows of the logger."""
     hooks = (*HOOKS, "on_before_backward") if has_backward else HOOKS
-    module, callback = type("Everywhere", (kind,), {})(), type("Too", (pl.Callback,), {})()
+    module, callback = type("Everywhere", (Logs,), {})(), type("Too", (pl.Callback,), {})()
     logger = CSVLogger(folder, "csv", version=0)
     options = {"accumulate_grad_batches": 2, "max_epochs": 2, "logger": logger}
     runner = trainer(strategy, size, callback, **options)
@@ -161,23 +158,15 @@ def log(
     return metrics, rows_of(folder) if runner.is_global_zero else []
 
 
-# ---- loggers and standard output
-
-
 class Experiment:
     def __init__(self) -> None:
         self.rows: list[Any] = []
-        self.summary: dict[str, Any] = {}
         self.parts = {"text": self}
 
-    def add_text(self, tag: str, text: str, step: int) -> None:
-        self.rows.append((tag, text, step))
+    def add(self, tag: str, value: Any, step: int) -> None:
+        self.rows.append((tag, value.tolist() if isinstance(value, Tensor) else value, step))
 
-    def add_scalar(self, tag: str, value: Tensor, step: int) -> None:
-        self.rows.append((tag, float(value), step))
-
-    def add_image(self, tag: str, image: Tensor, step: int) -> None:
-        self.rows.append((tag, image.tolist(), step))
+    add_text, add_scalar, add_image = add, add, add
 
 
 class ListLogger(Logger):
@@ -204,9 +193,8 @@ class ListLogger(Logger):
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.kept.rows.append((dict(metrics), step))
 
-    @rank_zero_only
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.kept.rows.append(("parameters", params))
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
 
     @rank_zero_only
     def log_table(self, key: str, data: list[Any]) -> None:
@@ -230,7 +218,6 @@ class Writes(Logs):
         for number in range(2):
             experiment.add_scalar(f"{name}/{number}", loss * number, step)
         experiment.parts["text"].add_text(logger.version, "item", step)
-        experiment.summary["version"] = logger.version
         logger.log_table("table", data=[[step, name]])
         self.print(name, step, logger.version)
 
@@ -247,58 +234,29 @@ class Writes(Logs):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.write(batch, self.loss(batch), "validation")
 
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.loss(batch)
-        print("in a test")
-
-    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.logger.experiment.add_scalar("predicted", loss, batch_idx)
-        return loss
-
 
 def write(strategy: Any, size: int, folder: Path) -> dict[str, Any]:
-    """Fit, predict and test, and return what the steps have written on this rank."""
+    """Fit, and return what the steps have written on this rank."""
     logger, module = ListLogger(), Writes(folder)
     folder.mkdir(exist_ok=True)
-    options = {
-        "limit_train_batches": 2,
-        "limit_val_batches": 2,
-        "num_sanity_val_steps": 0,
-        "max_epochs": 1,
-    }
-    runner = trainer(
-        strategy, size, logger=[logger, CSVLogger(folder, "csv", version=0)], **options
-    )
+    options = dict.fromkeys(("limit_train_batches", "limit_val_batches"), 2)
+    options |= {"num_sanity_val_steps": 0, "max_epochs": 1}
+    loggers = [logger, CSVLogger(folder, "csv", version=0)]
+    runner = trainer(strategy, size, logger=loggers, **options)
     loader = DataLoader(data(), 4)
-    printed, tested = io.StringIO(), io.StringIO()
+    printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runner.fit(module, loader, loader)
-    after_fit = len(logger.kept.rows)
-    runner.predict(module, loader)
-    with contextlib.redirect_stdout(tested):
-        runner.test(module, loader, verbose=False)
     is_first = rank_zero_only.rank == 0
     return {
-        "rows": logger.kept.rows[:after_fit],
-        "predicted": logger.kept.rows[after_fit:],
-        "summary": logger.kept.summary,
+        "rows": logger.kept.rows,
         "printed": printed.getvalue(),
-        "tested": tested.getvalue().count("in a test"),
         "csv": rows_of(folder) if is_first else [],
         "lines": (folder / "lines").read_text().split() if is_first else [],
-        "left": [name for name in ("print", "log") if name in vars(module)],
-        "kind": type(logger) is ListLogger,
     }
 
 
-def quiet() -> None:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.CRITICAL)
-
-
-def two_ranks(rank: int, size: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    quiet()
+def two_ranks(rank: int, size: int, folder: Path) -> tuple[Any, Any]:
     logged = {}
     for name, strategy in LOGGED.items():
         logged[name] = log(strategy, size, folder / name, has_backward=name != "pp2")
@@ -308,13 +266,12 @@ def two_ranks(rank: int, size: int, folder: Path) -> tuple[dict[str, Any], dict[
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
     return run_world(two_ranks, 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    quiet()
     return write(None, 1, tmp_path_factory.mktemp("one"))
 
 
@@ -325,17 +282,12 @@ def assert_same_logs(actual: Any, expected: Any) -> None:
         assert actual[1] == [pytest.approx(row, rel=1e-6) for row in expected[1]]
 
 
-def test_logs_of_data_ranks_are_those_of_ddp(ranks: list[Any]) -> None:
-    for logged, _ in ranks:
-        assert_same_logs(logged["dp2"], logged["ddp"])
-
-
-def test_logs_of_divided_models_are_those_of_one_process(ranks: list[Any], tmp_path: Path) -> None:
-    quiet()
+def test_logs_are_those_of_ddp_or_of_one_process(ranks: list[Any], tmp_path: Path) -> None:
     whole = log(None, 1, tmp_path / "whole")
     staged = log(None, 1, tmp_path / "staged", has_backward=False)
     assert_same_logs(log({"microbatch_size": 4}, 1, tmp_path / "ours"), whole)
     for logged, _ in ranks:
+        assert_same_logs(logged["dp2"], logged["ddp"])
         assert_same_logs(logged["tp2"], whole)
         assert_same_logs(logged["pp2"], staged)
 
@@ -349,28 +301,17 @@ def rounded(node: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", WRITTEN)
-def test_steps_write_to_loggers_files_and_standard_output_once_for_a_batch(
-    ranks: list[Any], expected: dict[str, Any], layout: str
-) -> None:
+def test_steps_write_to_loggers_files_and_standard_output_once_for_a_batch(ranks, expected, layout):
     first, second = (written[layout] for _, written in ranks)
     assert len(expected["rows"]) > 20
-    for name in ("rows", "predicted", "csv"):
+    for name in ("rows", "csv"):
         assert rounded(first[name]) == rounded(expected[name]), name
         assert second[name] == []
-    assert first["summary"] == expected["summary"] == {"version": "of rank 0"}
     assert first["printed"] == expected["printed"]
     assert "train 1 of rank 0" in first["printed"]
     assert second["printed"] == ""
-    assert first["left"] == []
-    assert first["kind"]
     # A batch has four microbatches; the probe, which has no values, runs the line once more.
     assert first["lines"].count("1") == 4
-
-
-def test_trials_print_nothing(ranks: list[Any]) -> None:
-    """Four batches of four microbatches; only the last stage runs the code after the model."""
-    assert [written["tp2"]["tested"] for _, written in ranks] == [16, 16]
-    assert [written["pp2"]["tested"] for _, written in ranks] == [0, 16]
 
 
 def test_arguments_that_cannot_be_kept_are_refused_with_their_line() -> None:
@@ -383,15 +324,3 @@ def test_arguments_that_cannot_be_kept_are_refused_with_their_line() -> None:
     runner = trainer({"microbatch_size": 1}, 1, logger=ListLogger(), max_epochs=1)
     with pytest.raises(UnsupportedError, match=r"self\.logger\.log_metrics .*test_logs\.py"):
         runner.fit(Unpicklable(), DataLoader(data(), 4))
-
-
-def test_an_unknown_reduction_raises_lightnings_error(tmp_path: Path) -> None:
-    class Strange(Logs):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            loss = self.loss(batch)
-            self.log("strange", loss, on_epoch=True, reduce_fx=lambda values: values.median())
-            return loss
-
-    for strategy in (None, {}):
-        with pytest.raises(MisconfigurationException, match="reduce_fx"):
-            log(strategy, 1, tmp_path, kind=Strange)
