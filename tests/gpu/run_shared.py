@@ -47,7 +47,7 @@ class Part:
 #: busy, so such parts stand next to parts that do not wait.
 PARTS = (
     Part("clones", 120),
-    Part("layouts", 240, "layouts_of_two"),
+    Part("layouts", 240, "every_layout and 2"),
     Part("one_sided", 200),
     Part("layouts", 150, "share_sequences and 2"),
     Part("runner", 150, "two_gpus"),
@@ -62,7 +62,7 @@ PARTS = (
     Part("clone_fits", 300, "two_hundred"),
     Part("fp8_parameters", 240),
     Part("magnitudes", 120, "tensor_axis"),
-    Part("layouts", 300, "layouts_of_four"),
+    Part("layouts", 300, "every_layout and 4"),
     Part("layouts", 240, "share_sequences and 4"),
     Part("layouts", 200, "checkpoint and 4"),
     Part("layouts", 200, "overlapped and 4"),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_megatron.experts.transport import cloning_dispatcher, peer_cloning
-from tests.fits import BATCH, MIXTURE, Job, Tokens, run_job
+from tests.fits import MIXTURE, run_job
+from tests.gpu.ranks import gpu_job
 from tests.gpu.shared_gpu import require_gpus
 from tests.world import run_world
 
@@ -43,14 +44,8 @@ def _losses(
                     return clones
 
                 patch.setattr(module, "place_clones", counted)
-            job = Job(
-                MIXTURE,
-                layout,
-                "bf16-mixed",
-                steps,
-                {"accelerator": accelerator},
-                partial(Tokens, steps * BATCH),
-            )
+            job = gpu_job(MIXTURE, layout, "bf16-mixed", steps=steps)
+            job = replace(job, trainer={"accelerator": accelerator})
             losses[name] = run_job(job, size).losses
     return losses, moved
 
@@ -75,11 +70,11 @@ def compare(accelerator: str, layouts: dict[str, Any], steps: int, backend: str)
 
 
 @pytest.mark.slow
-def test_clones_by_collectives_keep_the_losses_of_fits_without_clones() -> None:
+def test_clones_by_collectives_keep_the_losses_of_fits_without_clones():
     compare("cpu", LAYOUTS, 6, "gloo")
 
 
 @pytest.mark.gpu2
-def test_two_hundred_steps_with_clones_keep_the_losses_of_steps_without_clones() -> None:
+def test_two_hundred_steps_with_clones_keep_the_losses_of_steps_without_clones():
     require_gpus(2)
     compare("gpu", LAYOUTS | BY_GRAPHS, 200, "nccl")

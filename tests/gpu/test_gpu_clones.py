@@ -4,7 +4,6 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +16,9 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.cloned_layer import Case, ClonedLayer, any_legal_plan, distance, floats
 from tests.experts.host_peers import delay
-from tests.gpu.shared_gpu import gpu_of, require_gpus
-from tests.world import run_world
+from tests.gpu.ranks import on_two_and_four_gpus, run_ranks
+from tests.gpu.shared_gpu import gpu_of
 
-SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 #: All sums are integers below 256, which bfloat16 represents exactly.
 EXACT = Case("one_sided", 2, has_slots=True, size=16, inner=16, dtype=torch.bfloat16)
 CASES = {
@@ -36,13 +34,14 @@ CYCLES = 9_000_000  # about 5 ms
 
 
 def mesh_of(rank: int, size: int) -> ParallelMesh:
-    """Return the mesh of a rank."""
     return ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
 
 
-def run_ranks(function: Callable[..., Any], size: int) -> list[Any]:
-    require_gpus(size)
-    return run_world(function, size, backend="nccl")
+def legal_plan(counts: torch.Tensor, places: int, min_rows: int) -> Any:
+    """Draw any legal plan on the host, and bring it to the GPU."""
+    plan = any_legal_plan(counts.cpu(), places, min_rows)
+    names = ("owners", "amounts", "off", "rows")
+    return replace(plan, **{name: getattr(plan, name).to(counts.device) for name in names})
 
 
 def _distances(rank: int, size: int) -> dict[str, tuple[float, int]]:
@@ -63,22 +62,13 @@ def _distances(rank: int, size: int) -> dict[str, tuple[float, int]]:
     return distances
 
 
-def legal_plan(counts: torch.Tensor, places: int, min_rows: int) -> Any:
-    """Draw any legal plan on the host, and bring it to the GPU."""
-    plan = any_legal_plan(counts.cpu(), places, min_rows)
-    names = ("owners", "amounts", "off", "rows")
-    return replace(plan, **{name: getattr(plan, name).to(counts.device) for name in names})
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_clones_change_no_bit_of_exact_sums_on_gpus(size: int) -> None:
+@on_two_and_four_gpus
+def test_clones_change_no_bit_of_exact_sums_on_gpus(size):
     ranks = run_ranks(_distances, size)
     for name in CASES:
-        largest_distance = max(distances[name][0] for distances in ranks)
-        assert all(distances[name][1] > 0 for distances in ranks), f"{name}: nothing moves"
-        assert largest_distance <= (2e-2 if name == "swiglu" else 0.0), (
-            f"{name}: {largest_distance}"
-        )
+        gaps, moved = zip(*(distances[name] for distances in ranks), strict=True)
+        assert min(moved) > 0, f"{name}: nothing moves"
+        assert max(gaps) <= (2e-2 if name == "swiglu" else 0.0), f"{name}: {gaps}"
 
 
 def _replay(rank: int, size: int) -> int:
@@ -116,6 +106,6 @@ def _replay(rank: int, size: int) -> int:
     return moved
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_captured_layer_follows_new_plans_of_clones(size: int) -> None:
+@on_two_and_four_gpus
+def test_a_captured_layer_follows_new_plans_of_clones(size):
     assert all(moved > 0 for moved in run_ranks(_replay, size))

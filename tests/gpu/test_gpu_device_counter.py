@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 _CYCLES = 10**9
 
 
-def test_the_host_reads_which_part_of_a_graph_the_device_runs() -> None:
+def test_the_host_reads_which_part_of_a_graph_the_device_runs():
     journal = Journal()
     device = torch.device("cuda", torch.cuda.current_device())
     counter = journal.device = DeviceCounter(device)

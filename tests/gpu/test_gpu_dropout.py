@@ -38,7 +38,7 @@ def results(mesh: ParallelMesh, values: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(5, 3, 132), (64, 6, 1024), (7, 3, 4800)])
-def test_a_gpu_drops_the_elements_that_a_cpu_drops(shape: tuple[int, ...], dtype: torch.dtype):
+def test_a_gpu_drops_the_elements_that_a_cpu_drops(shape, dtype):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     actual = results(mesh_on("cuda"), values)
     expected = results(mesh_on("cpu"), values)
@@ -49,7 +49,7 @@ def test_a_gpu_drops_the_elements_that_a_cpu_drops(shape: tuple[int, ...], dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_replays_of_a_graph_drop_what_eager_steps_drop(dtype: torch.dtype):
+def test_replays_of_a_graph_drop_what_eager_steps_drop(dtype):
     values = torch.randn(16, 3, 256, device="cuda", dtype=dtype)
     mesh = mesh_on("cuda")
     given = values.clone().requires_grad_()

@@ -62,9 +62,7 @@ def inputs_of(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("has_slots", [False, True], ids=["autograd", "slots"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_outputs_and_gradients_of_experts_with_biases_equal_float64(
-    sizes: list[int], has_slots: bool
-) -> None:
+def test_outputs_and_gradients_of_experts_with_biases_equal_float64(sizes, has_slots):
     torch.manual_seed(0)
     module, last = experts(), sum(sizes)
     twin = in_float64(module)
@@ -81,21 +79,22 @@ def test_outputs_and_gradients_of_experts_with_biases_equal_float64(
     ]
     expected_output = twin(*exact_inputs, ends.cpu())
     expected_output.backward(outer[:last].double().cpu())
-    pairs = [(output[:last], expected_output, "output")]
-    assert rows.grad is not None
-    assert probabilities.grad is not None
-    pairs += [(rows.grad[:last], exact_inputs[0].grad, "rows")]
-    pairs += [(probabilities.grad[:last], exact_inputs[1].grad, "probabilities")]
+    pairs = {"output": (output[:last], expected_output)}
+    for what, tensor, twin_input in zip(
+        ("rows", "probabilities"), (rows, probabilities), exact_inputs, strict=True
+    ):
+        assert tensor.grad is not None
+        pairs[what] = (tensor.grad[:last], twin_input.grad)
     twin_parameters = dict(twin.named_parameters())
     for name, parameter in module.named_parameters():
         gradient = sums[name] if has_slots else parameter.grad
-        pairs.append((gradient, twin_parameters[name].grad, name))
-    for actual, expected, what in pairs:
+        pairs[name] = (gradient, twin_parameters[name].grad)
+    for what, (actual, expected) in pairs.items():
         assert actual.isfinite().all(), what
         assert_close(actual.cpu(), expected, HALF if what == "output" else ACROSS, what)
 
 
-def test_gradients_of_adjacent_biases_are_summed_in_float32() -> None:
+def test_gradients_of_adjacent_biases_are_summed_in_float32():
     torch.manual_seed(0)
     total = torch.full((E, 2 * F), torch.nan, device="cuda")
     biases = [torch.nn.Parameter(draw(2 * F)) for _ in range(E)]
@@ -114,7 +113,7 @@ def test_gradients_of_adjacent_biases_are_summed_in_float32() -> None:
     assert_close(total, expected, 1e-6, "sums")
 
 
-def test_one_graph_serves_all_sizes_of_groups() -> None:
+def test_one_graph_serves_all_sizes_of_groups():
     torch.manual_seed(0)
     module = experts()
     twin = in_float64(module)

@@ -9,9 +9,9 @@ import pytest
 
 from lightning_megatron import CudaGraphs
 from tests.fits import Report
-from tests.gpu.shared_gpu import is_shared, require_gpus
+from tests.gpu.ranks import run_ranks
+from tests.gpu.shared_gpu import is_shared
 from tests.strategy.steered import EXPERTS, MIXTURE, Excess, differences, run_steered
-from tests.world import run_world
 
 #: The twelfth batch runs in a captured graph; the limit grows at the validation after it, and is
 #: then enough for all rows.
@@ -43,9 +43,8 @@ def fit_in_all_modes(rank: int, size: int) -> dict[str, Report]:
 
 
 @pytest.mark.gpu2
-def test_fits_with_limited_rows_have_the_bits_of_a_fit_without_a_limit() -> None:
-    require_gpus(2)
-    for ranks in run_world(fit_in_all_modes, 2, backend="nccl"):
+def test_fits_with_limited_rows_have_the_bits_of_a_fit_without_a_limit():
+    for ranks in run_ranks(fit_in_all_modes, 2):
         without = ranks["without"]
         repeated = set(differences(ranks["repeated"], without))
         for name in ("eager", *modes()):

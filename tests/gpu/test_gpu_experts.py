@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.gpu.ranks import on_one_to_four_gpus
 from tests.gpu.test_gpu_layouts import compare, on_gpu
 from tests.worlds.test_experts import KINDS
 
@@ -32,21 +31,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 #: The reference jobs; only the strategy updates the router's bias and the shares of the last step.
 TWINS = {
-    "experts": on_gpu(KINDS["plain"], precision="32-true"),
-    "experts, whole step": on_gpu(KINDS["whole step"], {}, "32-true"),
+    "experts": on_gpu(KINDS["plain"]),
+    "experts, whole step": on_gpu(KINDS["whole step"], {}),
 }
 
 
-@pytest.mark.gpu
-def test_experts_on_one_gpu_match_ordinary_lightning():
-    compare(1, TWINS, LAYOUTS[1])
-
-
-@pytest.mark.gpu2
-def test_expert_layouts_of_two_gpus_match_one_gpu():
-    compare(2, TWINS, LAYOUTS[2])
-
-
-@pytest.mark.gpu4
-def test_expert_layouts_of_four_gpus_match_one_gpu():
-    compare(4, TWINS, LAYOUTS[4])
+@on_one_to_four_gpus
+def test_experts_in_all_layouts_match_one_gpu(size):
+    compare(size, TWINS, LAYOUTS[size])

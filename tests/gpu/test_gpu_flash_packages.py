@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from lightning_megatron.layers.attention_parts import backward_part, forward_par
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_flash import PACKAGES, FlashChoice, loaded
 from lightning_megatron.layers.dense_mask import KeyRows
+from tests.oracles import relative_difference
 
 pytestmark = pytest.mark.gpu
 
@@ -37,9 +37,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_attention_parts_by_a_package_agree_with_operators_of_torch(
-    package: Any, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_parts_by_a_package_agree_with_operators_of_torch(package, kind, monkeypatch):
     capability = torch.cuda.get_device_capability()[0]
     obstacle = package.obstacle(capability, D)
     module, reason = loaded(package)
@@ -47,23 +45,17 @@ def test_attention_parts_by_a_package_agree_with_operators_of_torch(
         pytest.skip(f"{package.name} {obstacle or reason}")
     span, keys = KINDS[kind]
     span = span.laid_out(B, S, torch.device("cuda"))
-    query, grad = draw(S, B, H, D, seed=1), draw(S, B, H, D, seed=4)
-    key, value = draw(S, B, K, D, seed=2), draw(S, B, K, D, seed=3)
-    wide_query, wide_key, wide_value, wide_grad = (
-        tensor.double() for tensor in (query, key, value, grad)
-    )
-    out, lse = forward_part(wide_query, wide_key, wide_value, span, keys)
-    gradients = backward_part(wide_grad, wide_query, wide_key, wide_value, out, lse, span, keys)
-    expected_tensors = out, lse, *gradients
+    shapes = ((S, B, H, D), (S, B, K, D), (S, B, K, D), (S, B, H, D))
+    query, key, value, grad = (draw(*shape, seed=seed) for seed, shape in enumerate(shapes, 1))
+    inputs = (query, key, value)
+    wide = (query.double(), key.double(), value.double())
+    results = forward_part(*wide, span, keys)
+    expected_tensors = *results, *backward_part(grad.double(), *wide, *results, span, keys)
     choice = FlashChoice(package.make(module), "", bounds_scores=True)
     monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
-    package_out, package_lse = forward_part(query, key, value, span, keys)
-    actual_tensors = (
-        package_out,
-        package_lse,
-        *backward_part(grad, query, key, value, package_out, package_lse, span, keys),
-    )
+    results = forward_part(*inputs, span, keys)
+    actual_tensors = *results, *backward_part(grad, *inputs, *results, span, keys)
     for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
-        distance = float((actual.double() - expected).norm() / expected.norm())
+        distance = relative_difference(actual, expected)
         assert distance < 0.01, f"result {number} is off by {distance:.3g}"

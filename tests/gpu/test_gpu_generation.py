@@ -17,10 +17,11 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.layers.key_value_cache import KeyValueCache
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.gpu.shared_gpu import gpu_of, require_gpus
+from tests.gpu.ranks import on_two_and_four_gpus, run_ranks
+from tests.gpu.shared_gpu import gpu_of
 from tests.kernels.models import KINDS
 from tests.kernels.pass_checks import check_fused_pass
-from tests.world import run_world
+from tests.oracles import relative_difference
 
 pytestmark = pytest.mark.gpu
 SIZES = {"num_layers": 4, "hidden_size": 256, "num_heads": 8}
@@ -29,7 +30,6 @@ MODELS = {
     "window": GPTConfig.llama(vocab_size=997, max_seq_length=512, sliding_window=24, **SIZES),
     "gpt2": GPTConfig.gpt2(vocab_size=997, max_seq_length=512, **SIZES),
 }
-CAPTURE = token_pass.CudaBackend.capture
 PROMPTS = [[*range(5, 45)], [7, 3, 5], [*range(100, 117)]]
 
 
@@ -45,7 +45,7 @@ def model_of(case: str, dtype: torch.dtype, mesh: ParallelMesh | None = None) ->
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_captured_passes_generate_the_tokens_of_eager_passes(case: str) -> None:
+def test_captured_passes_generate_the_tokens_of_eager_passes(case):
     gpt = model_of(case, torch.float32)
     for prompts in (PROMPTS, PROMPTS[:1]):
         for sampling in ({}, {"sample": True, "top_k": 20, "seed": 5}):
@@ -62,7 +62,7 @@ def test_captured_passes_generate_the_tokens_of_eager_passes(case: str) -> None:
 
 @pytest.mark.parametrize("case", MODELS)
 @torch.no_grad()
-def test_captured_passes_in_bfloat16_have_the_logits_of_eager_passes(case: str) -> None:
+def test_captured_passes_in_bfloat16_have_the_logits_of_eager_passes(case):
     gpt = model_of(case, torch.bfloat16).eval()
     device = torch.device("cuda")
     length = max(map(len, PROMPTS))
@@ -75,82 +75,69 @@ def test_captured_passes_in_bfloat16_have_the_logits_of_eager_passes(case: str) 
         tokens, span = rows.prefill_inputs(cache)
         gpt.logits_at(tokens, length - 1, span)
         cache.advance(length)
-        token_pass_of_rows = TokenPass(gpt, cache, rows.padding, len(PROMPTS))
+        run_captured = TokenPass(gpt, cache, rows.padding, len(PROMPTS))
         logits = []
         for tokens in new_tokens:
             rows = rows.appended(tokens)
             if is_captured:
-                logits.append(token_pass_of_rows(tokens).clone())
+                logits.append(run_captured(tokens).clone())
             else:
                 last, span = rows.decode_inputs(cache)
                 logits.append(gpt.logits_at(last, 0, span))
             cache.advance(1)
-        results.append(torch.stack(logits).double())
-    distance = (results[0] - results[1]).norm() / results[1].norm()
-    assert distance < 2e-2
-
-
-FUSED = ("llama", "window", "qwen")
+        results.append(torch.stack(logits))
+    assert relative_difference(*results) < 2e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", FUSED)
-def test_fused_passes_have_the_logits_of_full_rows(kind: str, dtype: torch.dtype) -> None:
-    token_pass = check_fused_pass(KINDS[kind], ParallelMesh.single("cuda"), dtype)
-    assert token_pass.is_captured
+@pytest.mark.parametrize("kind", ["llama", "window", "qwen"])
+def test_fused_passes_have_the_logits_of_full_rows(kind, dtype):
+    assert check_fused_pass(KINDS[kind], ParallelMesh.single("cuda"), dtype).is_captured
 
 
-def count_fused_passes(rank: int, size: int) -> int:
-    """Return the number of captured passes of one row that tensor-parallel ranks share."""
+def _fused_passes(rank: int, size: int) -> None:
+    """Check captured passes of one row that tensor-parallel ranks share."""
     mesh = ParallelMesh.create(ParallelLayout(size, tp=size), device=gpu_of(rank))
     kernels = choose_kernels(mesh.device).kernels
     assert kernels is not None
-    num_captured = 0
     with mock.patch.object(
         kernels, "send_vector_product", side_effect=kernels.send_vector_product
     ) as send:
         for case in ("llama", "window"):
             config = dataclasses.replace(MODELS[case], num_kv_heads=4)
             # A graph that is kept would prevent the destruction of its communicator.
-            num_captured += check_fused_pass(config, mesh, torch.bfloat16).is_captured
+            assert check_fused_pass(config, mesh, torch.bfloat16).is_captured
     assert send.call_count == 2 * 2 * 2 * SIZES["num_layers"]
     mesh.destroy()
-    return num_captured
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
-)
-def test_fused_passes_of_tensor_parallel_ranks_have_the_logits_of_full_rows(size: int) -> None:
-    require_gpus(size, needs_nccl="ranks write into each other's memory")
-    assert run_world(count_fused_passes, size, backend="nccl") == [2] * size
+@on_two_and_four_gpus
+def test_fused_passes_of_tensor_parallel_ranks_have_the_logits_of_full_rows(size):
+    run_ranks(_fused_passes, size, needs_nccl="ranks write into each other's memory")
 
 
-def count_models_with_equal_tokens(rank: int, size: int) -> int:
-    """Return the number of models whose captured passes generate the tokens of eager passes."""
+def _equal_tokens(rank: int, size: int) -> None:
+    """Check that captured passes of all models generate the tokens of eager passes."""
     mesh = ParallelMesh.create(ParallelLayout(size, tp=size), device=gpu_of(rank))
-    num_equal = 0
+    original = token_pass.CudaBackend.capture
     for case in MODELS:
         gpt = model_of(case, torch.float32, mesh)
         successes: list[bool] = []
 
         # A graph that is kept would prevent the destruction of its communicator.
-        def capture(*args: Any, successes: list[bool] = successes, **options: Any) -> Any:
-            result = CAPTURE(*args, **options)
+        def capture(*args: Any, successes: list[bool] = successes) -> Any:
+            result = original(*args)
             successes.append(True)
             return result
 
         with mock.patch.object(token_pass.CudaBackend, "capture", capture):
             captured_tokens = generate(gpt, PROMPTS, GenerationSettings(80))
         assert successes == [True], "the capture has succeeded"
-        num_equal += captured_tokens == generate(
-            gpt, PROMPTS, GenerationSettings(80, cuda_graph=False)
-        )
+        eager = generate(gpt, PROMPTS, GenerationSettings(80, cuda_graph=False))
+        assert captured_tokens == eager, case
     mesh.destroy()
-    return num_equal
 
 
 @pytest.mark.gpu2
-def test_captured_passes_of_tensor_parallel_ranks_generate_eager_tokens() -> None:
-    require_gpus(2, needs_nccl="a capture on several ranks has collectives in it")
-    assert run_world(count_models_with_equal_tokens, 2, backend="nccl") == [len(MODELS)] * 2
+def test_captured_passes_of_tensor_parallel_ranks_generate_eager_tokens():
+    run_ranks(_equal_tokens, 2, needs_nccl="a capture on several ranks has collectives in it")

@@ -6,8 +6,6 @@ the multiprocessors that other kernels leave free, so that one weight of hundred
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks.graph_drift import lines_of
@@ -16,9 +14,7 @@ from tests.gpu.shared_gpu import is_shared, require_gpus
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize(("model", "layout"), [("tiny_moe", "ep2"), ("tiny", "dp2")])
-def test_graphs_keep_eager_bits_while_gradients_are_summed_between_them(
-    model: str, layout: str, tmp_path: Path
-) -> None:
+def test_graphs_keep_eager_bits_while_gradients_are_summed_between_them(model, layout, tmp_path):
     require_gpus(2)
     arguments = ["--model", model, "--layout", layout, "--log", str(tmp_path / "log")]
     modes = ["deterministic"] if is_shared() else ["deterministic", "deterministic full"]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from lightning_megatron import CudaGraphs
-from tests.fits import Job, Report
-from tests.gpu.shared_gpu import is_shared, require_gpus
+from tests.fits import Report
+from tests.gpu.ranks import gpu_job, run_ranks
+from tests.gpu.shared_gpu import is_shared
 from tests.graphs.jobs import ROUTED, VARIED, differences, run_graphs
-from tests.world import run_world
 
 MIXTURE = replace(ROUTED, hidden_size=64, ffn_hidden_size=128)
 #: ``preprocess`` needs ``router``. The ranks of all_to_all read sizes on the host, so that only
@@ -29,15 +29,8 @@ BESIDE_TRANSPORT = [scopes for scopes in SCOPES if "experts" not in scopes]
 
 def fit_on_gpu(graphs: CudaGraphs | None, size: int = 1, **layout: Any) -> Report:
     """Train eight steps of two microbatches or more in bfloat16."""
-    job = Job(
-        MIXTURE,
-        layout,
-        precision="bf16-mixed",
-        steps=8,
-        trainer={"accelerator": "gpu"},
-        data=VARIED,
-    )
-    return run_graphs(job, graphs, size)
+    job = gpu_job(MIXTURE, layout, "bf16-mixed", steps=8)
+    return run_graphs(replace(job, data=VARIED), graphs, size)
 
 
 def compare(scopes: list[tuple[Any, ...]], size: int = 1, **layout: Any) -> dict[str, str]:
@@ -63,12 +56,12 @@ def compare(scopes: list[tuple[Any, ...]], size: int = 1, **layout: Any) -> dict
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scopes", SCOPES, ids=" + ".join)
-def test_graphs_of_scopes_of_a_mixture_have_the_bits_of_eager_steps(scopes: Any) -> None:
+def test_graphs_of_scopes_of_a_mixture_have_the_bits_of_eager_steps(scopes):
     assert compare([scopes]) == {}
 
 
 @pytest.mark.gpu
-def test_graphs_of_scopes_with_recomputed_experts_have_the_bits_of_eager_steps() -> None:
+def test_graphs_of_scopes_with_recomputed_experts_have_the_bits_of_eager_steps():
     assert compare([("router",), ("experts",)], recompute="experts") == {}
 
 
@@ -82,7 +75,6 @@ def compare_on_two_ranks(rank: int, size: int) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.gpu2
-def test_graphs_of_scopes_of_a_mixture_on_two_gpus_have_the_bits_of_eager_steps() -> None:
-    require_gpus(2)
-    for ranks in run_world(compare_on_two_ranks, 2, backend="nccl"):
+def test_graphs_of_scopes_of_a_mixture_on_two_gpus_have_the_bits_of_eager_steps():
+    for ranks in run_ranks(compare_on_two_ranks, 2):
         assert ranks == dict.fromkeys(ranks, {})

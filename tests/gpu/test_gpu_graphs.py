@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -33,14 +34,14 @@ def stream() -> Iterator[torch.cuda.Stream]:
 
 
 @pytest.mark.parametrize("name", ["gpt2 with dropout", "llama"])
-def test_replays_of_a_gpt_have_the_loss_and_gradients_of_eager_steps(name: str) -> None:
+def test_replays_of_a_gpt_have_the_loss_and_gradients_of_eager_steps(name):
     mesh = ParallelMesh.single("cuda")
     step = Step(GPT2 if name.startswith("gpt2") else LLAMA, mesh)
     with collection_paused():
         step.assert_replays_equal_eager(CudaBackend(), name)
 
 
-def test_a_capture_runs_nothing_and_replays_follow_their_inputs() -> None:
+def test_a_capture_runs_nothing_and_replays_follow_their_inputs():
     backend, x, sums = CudaBackend(), torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
     (sums * 1).add_(x)
     graph, doubled = backend.capture(lambda: sums.add_(x) * 2, backend.make_pool())
@@ -57,22 +58,20 @@ def test_a_capture_runs_nothing_and_replays_follow_their_inputs() -> None:
         graph.replay()
 
 
+def _catch_error(x: Tensor) -> None:
+    with suppress(RuntimeError):
+        x.sum().item()
+
+
 ERRORS: dict[str, Callable[[Tensor], object]] = {
     "of Python": lambda x: dict[str, int]()["missing"],
     "of CUDA": lambda x: x.sum().item(),
-    "of CUDA that the function catches": lambda x: _catch_error(x),
+    "of CUDA that the function catches": _catch_error,
 }
 
 
-def _catch_error(x: Tensor) -> None:
-    try:
-        x.sum().item()
-    except RuntimeError:
-        return
-
-
 @pytest.mark.parametrize("name", ERRORS)
-def test_eager_work_and_captures_succeed_after_an_error_inside_a_capture(name: str) -> None:
+def test_eager_work_and_captures_succeed_after_an_error_inside_a_capture(name):
     device = torch.device("cuda")
     backend, x = CudaBackend(), torch.ones(64, device=device)
     pool, generators = backend.make_pool(), GeneratorPool(device, 1)
@@ -93,10 +92,11 @@ def test_eager_work_and_captures_succeed_after_an_error_inside_a_capture(name: s
         backend.capture(fail, pool, generators)
     assert not backend.is_capturing
     # Eager work uses random numbers, a synchronisation, memory and pinned memory.
-    torch.manual_seed(3)
-    eager = torch.rand(64, device=device)
-    torch.manual_seed(3)
-    assert torch.equal(torch.rand(64, device=device), eager)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(torch.rand(64, device=device))
+    assert torch.equal(*drawn)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     assert torch.ones(4096, pin_memory=True).to(device, non_blocking=True).sum().item() == 4096
@@ -110,7 +110,7 @@ def test_eager_work_and_captures_succeed_after_an_error_inside_a_capture(name: s
     assert tripled.tolist() == [3.0] * 64
 
 
-def test_a_generator_that_is_seeded_between_replays_draws_the_eager_numbers() -> None:
+def test_a_generator_that_is_seeded_between_replays_draws_the_eager_numbers():
     device = torch.device("cuda")
     backend, generators = CudaBackend(), GeneratorPool(device, 2)
     x = torch.ones(1000, device=device)
@@ -124,20 +124,23 @@ def test_a_generator_that_is_seeded_between_replays_draws_the_eager_numbers() ->
 
     draw()
     graph, captured = backend.capture(draw, backend.make_pool(), generators)
+
+    def seed(*seeds: int) -> None:
+        for generator, value in zip(generators.generators, seeds, strict=True):
+            generator.manual_seed(value)
+
     for seeds in ((1, 2), (3, 4), (1, 2)):
         for _ in range(2):
-            for generator, seed in zip(generators.generators, seeds, strict=True):
-                generator.manual_seed(seed)
+            seed(*seeds)
             outside = torch.cuda.get_rng_state()
             graph.replay()
             replayed = [tensor.clone() for tensor in captured]
             assert torch.equal(torch.cuda.get_rng_state(), outside)
-        for generator, seed in zip(generators.generators, seeds, strict=True):
-            generator.manual_seed(seed)
-        assert all(torch.equal(*pair) for pair in zip(replayed, draw(), strict=True))
+        seed(*seeds)
+        assert all(map(torch.equal, replayed, draw()))
 
 
-def test_only_captures_of_the_same_pool_reuse_memory_that_is_given_up() -> None:
+def test_only_captures_of_the_same_pool_reuse_memory_that_is_given_up():
     backend, x = CudaBackend(), torch.ones(1 << 22, device="cuda")
     x * 2
     pool, other_pool = backend.make_pool(), backend.make_pool()
@@ -161,7 +164,7 @@ def test_only_captures_of_the_same_pool_reuse_memory_that_is_given_up() -> None:
     assert torch.equal(tripled, 3 * x)
 
 
-def test_a_capture_on_the_default_stream_is_refused() -> None:
+def test_a_capture_on_the_default_stream_is_refused():
     backend = CudaBackend()
     with (
         torch.cuda.stream(torch.cuda.default_stream()),

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -14,15 +13,21 @@ from torch import Tensor, nn
 
 from lightning_megatron.experts.compute.backends import Bundled, stacked
 from lightning_megatron.experts.compute.bundled_launch import launch
-from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
+from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.compute.grouped_linear import grouped_linear
-from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
-from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import Pass
-from tests.gpu.grouped import SIZES, UNTOUCHED, assert_close, captured, draw, ends_of, poisoned
+from tests.gpu.grouped import (
+    SIZES,
+    UNTOUCHED,
+    assert_close,
+    captured,
+    draw,
+    ends_of,
+    experts_of,
+    poisoned,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +61,7 @@ def reference(
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("backend", ["bundled", "grouped_mm", "loop"])
-def test_outputs_and_gradients_equal_float64(backend: BackendName, sizes: list[int]) -> None:
+def test_outputs_and_gradients_equal_float64(backend, sizes):
     weights = [draw(N, K).requires_grad_() for _ in range(E)]
     rows, outer = poisoned(draw(R, K), sizes).requires_grad_(), poisoned(draw(R, N), sizes)
     output = grouped_linear(rows, weights, ends_of(sizes), backend)
@@ -70,9 +75,7 @@ def test_outputs_and_gradients_equal_float64(backend: BackendName, sizes: list[i
 
 @pytest.mark.parametrize("backend", ["bundled", "loop"])
 @pytest.mark.parametrize("gap", [0, 2 * K, 64, None], ids=["dense", "whole rows", "any", "apart"])
-def test_weight_gradients_of_microbatches_are_summed_in_float32_slots(
-    gap: int | None, backend: BackendName
-) -> None:
+def test_weight_gradients_of_microbatches_are_summed_in_float32_slots(gap, backend):
     step = N * K + (gap or 0)
     memory = draw(E * step)
     weights = [nn.Parameter(memory[e * step : e * step + N * K].view(N, K)) for e in range(E)]
@@ -96,7 +99,7 @@ def test_weight_gradients_of_microbatches_are_summed_in_float32_slots(
         assert sums[:, N * K :].isnan().all(), "memory between the slots was written"
 
 
-def test_one_graph_serves_all_sizes_of_groups() -> None:
+def test_one_graph_serves_all_sizes_of_groups():
     weights, ends = draw(E, N, K), ends_of(SIZES[0])
     rows, outer, sums = draw(R, K), draw(R, N), torch.zeros(E, N, K, device="cuda")
     slots = [GradientSlot(part, lambda: None) for part in sums]
@@ -137,12 +140,11 @@ def test_one_graph_serves_all_sizes_of_groups() -> None:
         assert_close(results[2], expected[2], HALF, "gradients of weights")
         assert_close(sums, expected[2] + 1, SUM, "sums")
         assert_close(replaced, expected[2], SUM, "replaced sums")
-        assert all((result[last:] == UNTOUCHED).all() for result in results[:2]), (
-            "rows of no group were written"
-        )
+        for result in results[:2]:
+            assert (result[last:] == UNTOUCHED).all(), "rows of no group were written"
 
 
-def test_products_on_two_streams_do_not_disturb_each_other() -> None:
+def test_products_on_two_streams_do_not_disturb_each_other():
     weights, ends = draw(E, N, K), ends_of(SIZES[0])
     pairs = [(draw(R, K), torch.cuda.Stream()) for _ in range(2)]
     alone = [Bundled.output(rows, weights.unbind(), ends)[: sum(SIZES[0])] for rows, _ in pairs]
@@ -153,45 +155,27 @@ def test_products_on_two_streams_do_not_disturb_each_other() -> None:
             with torch.cuda.stream(stream):
                 concurrent.append(Bundled.output(rows, weights.unbind(), ends)[: sum(SIZES[0])])
         torch.cuda.synchronize()
-        assert all(
-            torch.equal(actual, expected)
-            for actual, expected in zip(concurrent, alone, strict=True)
-        )
+        assert all(map(torch.equal, concurrent, alone))
 
 
-def test_opcheck_of_torch_accepts_the_operators_on_a_gpu() -> None:
-    sizes = [100, 0, 333, 1, 127, 139]
-    rows, outer, ends = draw(R, K).requires_grad_(), draw(R, N), ends_of(sizes)
-    weights: list[Any] = [draw(N, K).requires_grad_() for _ in range(E)]
-    ops = torch.ops.lightning_megatron
-    torch.library.opcheck(
-        ops.grouped_linear.default, (rows, weights, ends, None), atol=1e-2, rtol=1e-2
-    )
+def test_opcheck_of_torch_accepts_the_operators_on_a_gpu():
+    rows, outer, ends = draw(R, K).requires_grad_(), draw(R, N), ends_of(SIZES[0])
+    weights = [draw(N, K).requires_grad_() for _ in range(E)]
+    ops, check = torch.ops.lightning_megatron, torch.library.opcheck
+    check(ops.grouped_linear.default, (rows, weights, ends, None), atol=1e-2, rtol=1e-2)
     weights = [weight.detach() for weight in weights]
-    torch.library.opcheck(
-        ops.grouped_linear_input_gradient.default, (outer, weights, ends, "bundled")
-    )
-    torch.library.opcheck(
-        ops.grouped_linear_weight_gradients.default, (outer, rows.detach(), ends, "bundled")
-    )
+    check(ops.grouped_linear_input_gradient.default, (outer, weights, ends, "bundled"))
+    gradients = (outer, rows.detach(), ends, "bundled")
+    check(ops.grouped_linear_weight_gradients.default, gradients)
 
 
-def test_experts_compiled_to_one_graph_equal_eager_experts() -> None:
-    config = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=128)
-    wrapped = nn.ModuleDict({"experts": GroupedMLP(K, config, ParallelMesh.single()).bfloat16()})
-    wrapped.to_empty(device="cuda")
-    initialize_(wrapped, "cuda", 0)
-    module = wrapped["experts"]
-    sizes = [100, 0, 333, 1, 127, 139]
-    rows, probabilities, ends = (
-        draw(R, K).requires_grad_(),
-        torch.rand(R, device="cuda"),
-        ends_of(sizes),
-    )
+def test_experts_compiled_to_one_graph_equal_eager_experts():
+    module = experts_of(K, ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=128))
+    rows, probabilities = draw(R, K).requires_grad_(), torch.rand(R, device="cuda")
     leaves = (rows, *module.parameters())
     results = []
     for run in (module, torch.compile(module, fullgraph=True)):
-        output = run(rows, probabilities, ends)
+        output = run(rows, probabilities, ends_of(SIZES[0]))
         results.append((output, *torch.autograd.grad(output.float().square().sum(), leaves)))
     for eager, compiled in zip(*results, strict=True):
         assert_close(eager, compiled.double(), 2e-2, "eager against compiled")

@@ -21,13 +21,12 @@ from lightning_megatron.experts.compute.grouped_linear import (
     weighted_activation,
 )
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
-from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of, workspace_bytes
+from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of
 from tests.gpu.grouped import (
+    LAUNCHES,
     SIZES,
     TAIL,
     UNTOUCHED,
@@ -35,26 +34,16 @@ from tests.gpu.grouped import (
     captured,
     draw,
     ends_of,
+    experts_of,
+    multiprocessors,
     poisoned,
+    workspace_of,
 )
 
 pytestmark = pytest.mark.gpu
 
 SWIGLU = [variant for variant in VARIANTS if pass_of(variant) is Pass.FORWARD_SWIGLU]
-#: Sizes of groups, n and k: features that no tile divides, empty groups at all positions, every
-#: small size, one group, only empty groups.
-CASES = {
-    "uneven": ([1, 700, 0, 3, 129, 64, 65, 0], 528, 320),
-    "small": (list(range(20)), 208, 136),
-    "tiny": ([i % 7 for i in range(70)], 144, 264),
-    "holes": ([0, 128, 0, 256, 0], 256, 256),
-    "one": ([777], 512, 1024),
-    "single": ([900 if i == 33 else 0 for i in range(40)], 384, 192),
-    "many": ([(i * 37) % 40 for i in range(256)], 192, 128),
-    "large": ([3000, 10, 1500, 257], 1536, 384),
-    "narrow": ([30, 40], 16, 64),
-    "empty": ([0, 0, 0, 0], 256, 128),
-}
+CASES = {**LAUNCHES, "small": (list(range(20)), 208, 136), "narrow": ([30, 40], 16, 64)}
 E, N, K, R = 6, 272, 320, 700
 #: Relative errors of one rounding to bfloat16, and between two computations that round at different
 #: places.
@@ -72,18 +61,28 @@ def _library() -> None:
 
 
 def product(rows: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
-    bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
-    return torch.cat(
-        [
-            rows[i:j].double() @ w.double().t()
-            for w, (i, j) in zip(weights, pairwise(bounds), strict=True)
-        ]
-    )
+    bounds = pairwise([0, *torch.tensor(sizes).cumsum(0).tolist()])
+    pairs = zip(weights, bounds, strict=True)
+    return torch.cat([rows[i:j].double() @ w.double().t() for w, (i, j) in pairs])
 
 
 def swiglu(gate_up: Tensor, probabilities: Tensor) -> Tensor:
     gate, up = gate_up.double().chunk(2, -1)
     return F.silu(gate) * up * probabilities.double().unsqueeze(-1)
+
+
+def drawn_rows(sizes: Sequence[int], num_rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Draw rows and their probabilities, with NaN in rows of no group."""
+    probabilities = torch.rand(num_rows, device="cuda")
+    return poisoned(draw(num_rows, width), sizes), poisoned(probabilities, sizes)
+
+
+def untouched(num_rows: int, n: int) -> tuple[Tensor, Tensor]:
+    """Return memory for a result and a product."""
+    result, kept = (
+        torch.full((num_rows, width), UNTOUCHED, device="cuda") for width in (n // 2, n)
+    )
+    return result.bfloat16(), kept.bfloat16()
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not stored"])
@@ -94,30 +93,23 @@ def swiglu(gate_up: Tensor, probabilities: Tensor) -> Tensor:
     ids=["plain", "banded"],
 )
 def test_every_variant_of_the_fused_product_equals_float64(
-    variant: str, along_n: bool, band: int, idle_sms: int, gap: int, keeps: bool
-) -> None:
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count - idle_sms
+    variant, along_n, band, idle_sms, gap, keeps
+):
+    num_sms = multiprocessors() - idle_sms
     for name, (sizes, n, k) in CASES.items():
         num_rows, last = sum(sizes) + TAIL, sum(sizes)
-        rows, probabilities = (
-            poisoned(draw(num_rows, k), sizes),
-            poisoned(torch.rand(num_rows, device="cuda"), sizes),
-        )
-        memory = torch.full(
-            (len(sizes), n + gap, k), torch.nan, device="cuda", dtype=torch.bfloat16
-        )
+        rows, probabilities = drawn_rows(sizes, num_rows, k)
+        memory = torch.full((len(sizes), n + gap, k), torch.nan, device="cuda").bfloat16()
         memory[:, :n] = draw(len(sizes), n, k, scale=2 / k**0.5)
-        weights, ends = memory[:, :n], ends_of(sizes)
-        result, kept = (torch.full_like(draw(num_rows, width), UNTOUCHED) for width in (n // 2, n))
-        workspace = torch.empty(
-            workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda"
+        weights, workspace = memory[:, :n], workspace_of(len(sizes), num_sms)
+        result, kept = untouched(num_rows, n)
+        operands = (rows, weights, probabilities, ends_of(sizes), workspace)
+        torch.ops.lm_kernels.grouped_swiglu(
+            result, kept if keeps else None, *operands, variant, along_n, band, num_sms
         )
-        operands = (result, kept if keeps else None, rows, weights, probabilities, ends, workspace)
-        torch.ops.lm_kernels.grouped_swiglu(*operands, variant, along_n, band, num_sms)
         assert (result[last:] == UNTOUCHED).all(), f"{name}: rows of no group were written"
-        assert (kept[last if keeps else 0 :] == UNTOUCHED).all(), (
-            f"{name}: a product that is not kept was written"
-        )
+        rest = kept[last if keeps else 0 :]
+        assert (rest == UNTOUCHED).all(), f"{name}: a product that is not kept was written"
         inner = product(rows, weights, sizes)
         if keeps:
             assert_close(kept[:last], inner, HALF, f"{name}: product")
@@ -129,34 +121,31 @@ def test_every_variant_of_the_fused_product_equals_float64(
 
 
 @pytest.mark.parametrize("variant", SWIGLU)
-def test_a_launch_of_the_last_groups_equals_their_part_of_a_full_launch(variant: str) -> None:
-    """Check that a launch with the weights of the last groups writes only the rows of these."""
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+def test_a_launch_of_the_last_groups_writes_their_part_of_a_full_launch_alone(variant):
+    num_sms = multiprocessors()
     for name, (sizes, n, k) in CASES.items():
-        num_rows, bounds = sum(sizes) + TAIL, [0, *torch.tensor(sizes).cumsum(0).tolist()]
-        rows = poisoned(draw(num_rows, k), sizes)
-        probabilities = poisoned(torch.rand(num_rows, device="cuda"), sizes)
+        num_rows, stop = sum(sizes) + TAIL, sum(sizes)
+        rows, probabilities = drawn_rows(sizes, num_rows, k)
         weights, ends = draw(len(sizes), n, k, scale=2 / k**0.5), ends_of(sizes)
-        size = workspace_bytes(len(sizes), num_sms)
         results = []
         for first in (0, len(sizes) // 2, len(sizes) - 1):
-            result, kept = (
-                torch.full_like(draw(num_rows, width), UNTOUCHED) for width in (n // 2, n)
+            written, start = untouched(num_rows, n), sum(sizes[:first])
+            operands = (
+                rows,
+                weights[first:],
+                probabilities,
+                ends,
+                workspace_of(len(sizes), num_sms),
             )
-            workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
-            operands = (result, kept, rows, weights[first:], probabilities, ends, workspace)
-            torch.ops.lm_kernels.grouped_swiglu(*operands, variant, False, 0, num_sms, first)
-            results.append((result, kept))
-            for actual, full in zip((result, kept), results[0], strict=True):
-                group_rows = slice(bounds[first], bounds[-1])
-                what = f"{name}, from group {first}"
-                assert torch.equal(actual[group_rows], full[group_rows]), what
-                assert (actual[: group_rows.start] == UNTOUCHED).all(), (
-                    f"{what}: rows before were written"
-                )
-                assert (actual[group_rows.stop :] == UNTOUCHED).all(), (
-                    f"{what}: rows behind were written"
-                )
+            torch.ops.lm_kernels.grouped_swiglu(
+                *written, *operands, variant, False, 0, num_sms, first
+            )
+            results.append(written)
+            what = f"{name}, from group {first}"
+            for actual, full in zip(written, results[0], strict=True):
+                assert torch.equal(actual[start:stop], full[start:stop]), what
+                assert (actual[:start] == UNTOUCHED).all(), f"{what}: rows before were written"
+                assert (actual[stop:] == UNTOUCHED).all(), f"{what}: rows behind were written"
 
 
 def product_and_swiglu(
@@ -169,32 +158,27 @@ def product_and_swiglu(
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_gradients_equal_those_of_separate_product_and_activation(sizes: list[int]) -> None:
+def test_gradients_equal_those_of_separate_product_and_activation(sizes):
     last, ends = sum(sizes), ends_of(sizes)
     weights = [draw(N, K, scale=0.1).requires_grad_() for _ in range(E)]
-    rows = poisoned(draw(R, K), sizes).requires_grad_()
-    probabilities = poisoned(torch.rand(R, device="cuda"), sizes).requires_grad_()
+    rows, probabilities = (tensor.requires_grad_() for tensor in drawn_rows(sizes, R, K))
     outer = poisoned(draw(R, N // 2), sizes)
     results = []
     for fused in (True, False):
         output = product_and_swiglu(rows, weights, probabilities, ends, fused)
-        grad_rows, grad_probabilities, *grad_weights = torch.autograd.grad(
-            output, (rows, probabilities, *weights), outer
-        )
-        results.append(
-            [output[:last], grad_rows[:last], grad_probabilities[:last], torch.stack(grad_weights)]
-        )
-    for actual, expected, what in zip(
-        *results, ("output", "rows", "probabilities", "weights"), strict=True
-    ):
+        inputs = (rows, probabilities, *weights)
+        grad_rows, grad_probabilities, *grads = torch.autograd.grad(output, inputs, outer)
+        of_rows = [tensor[:last] for tensor in (output, grad_rows, grad_probabilities)]
+        results.append([*of_rows, torch.stack(grads)])
+    names = ("output", "rows", "probabilities", "weights")
+    for actual, expected, what in zip(*results, names, strict=True):
         assert actual.isfinite().all(), what
         assert_close(actual, expected.double(), TWICE, what)
-    if last == 0:
-        assert not results[0][3].any()
+    assert last or not results[0][3].any()
 
 
 @pytest.mark.parametrize("gap", [0, 2 * K, 64], ids=["dense", "whole rows", "any"])
-def test_slots_get_the_same_sums_from_fused_and_separate_launches(gap: int) -> None:
+def test_slots_get_the_same_sums_from_fused_and_separate_launches(gap):
     step, sums = N * K + gap, []
     memory = draw(E * step, scale=0.1)
     for fused in (True, False):
@@ -205,21 +189,19 @@ def test_slots_get_the_same_sums_from_fused_and_separate_launches(gap: int) -> N
         torch.manual_seed(0)
         for sizes in (SIZES[1], SIZES[0], SIZES[2], SIZES[3]):
             rows, outer = poisoned(draw(R, K), sizes), poisoned(draw(R, N // 2), sizes)
-            product_and_swiglu(
-                rows, weights, torch.rand(R, device="cuda"), ends_of(sizes), fused
-            ).backward(outer)
+            probabilities, ends = torch.rand(R, device="cuda"), ends_of(sizes)
+            product_and_swiglu(rows, weights, probabilities, ends, fused).backward(outer)
         sums.append(total[:, : N * K])
         assert total[:, N * K :].isnan().all(), "memory between the slots was written"
     assert_close(sums[0], sums[1].double(), TWICE, "sums")
 
 
-def test_without_gradients_the_product_is_not_stored() -> None:
+def test_without_gradients_the_product_is_not_stored():
     sizes, num_rows = [400, 0, 1332, 4, 508, 556], 2800
     rows, weights, ends = draw(num_rows, K), draw(E, N, K).unbind(), ends_of(sizes)
     probabilities = torch.rand(num_rows, device="cuda")
-    expected, _ = grouped_swiglu(
-        rows, [weight.requires_grad_() for weight in weights], probabilities, ends
-    )
+    leaves = [weight.requires_grad_() for weight in weights]
+    expected, _ = grouped_swiglu(rows, leaves, probabilities, ends)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
@@ -229,7 +211,7 @@ def test_without_gradients_the_product_is_not_stored() -> None:
     assert peak < num_rows * N * rows.itemsize, "the product was allocated"
 
 
-def test_one_graph_of_swiglu_serves_all_sizes_of_groups() -> None:
+def test_one_graph_of_swiglu_serves_all_sizes_of_groups():
     weights, ends = draw(E, N, K, scale=0.1), ends_of(SIZES[0])
     rows, probabilities = draw(R, K), torch.rand(R, device="cuda")
 
@@ -241,8 +223,8 @@ def test_one_graph_of_swiglu_serves_all_sizes_of_groups() -> None:
     assert kept is not None
     for sizes in (*SIZES, *reversed(SIZES)):
         last = sum(sizes)
-        rows.copy_(poisoned(draw(R, K), sizes))
-        probabilities.copy_(poisoned(torch.rand(R, device="cuda"), sizes))
+        for old, new in zip((rows, probabilities), drawn_rows(sizes, R, K), strict=True):
+            old.copy_(new)
         ends.copy_(ends_of(sizes))
         graph.replay()
         assert_close(kept[:last], product(rows, weights, sizes), HALF, "product")
@@ -251,22 +233,12 @@ def test_one_graph_of_swiglu_serves_all_sizes_of_groups() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_experts_with_one_launch_equal_experts_with_two_launches(
-    recompute: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=N // 2)
-    wrapped = nn.ModuleDict({"experts": GroupedMLP(K, config, ParallelMesh.single()).bfloat16()})
-    wrapped.to_empty(device="cuda")
-    initialize_(wrapped, "cuda", 0)
-    module, sizes = wrapped["experts"], [100, 0, 333, 1, 127, 139]
+def test_experts_with_one_launch_equal_experts_with_two_launches(recompute, monkeypatch):
+    module = experts_of(K, ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=N // 2))
     rows, probabilities = draw(R, K).requires_grad_(), torch.rand(R, device="cuda").requires_grad_()
-    ends, leaves, results, launches = (
-        ends_of(sizes),
-        (rows, probabilities, *module.parameters()),
-        [],
-        [],
-    )
-    launch = Bundled.swiglu
+    sizes = SIZES[0]
+    leaves = (rows, probabilities, *module.parameters())
+    launch, launches, results = Bundled.swiglu, [], []
 
     def counted(*args: Tensor, keep: bool) -> tuple[Tensor, Tensor | None]:
         launches.append(keep)
@@ -277,38 +249,23 @@ def test_experts_with_one_launch_equal_experts_with_two_launches(
     for fused in (True, False):
         if not fused:
             monkeypatch.setattr(GroupedMLP, "_backends", lambda *_: separate_launches)
-        arguments = (rows, probabilities, ends)
-        output = (
-            checkpoint(module, *arguments, use_reentrant=True) if recompute else module(*arguments)
-        )
+        inputs = (rows, probabilities, ends_of(sizes))
+        output = checkpoint(module, *inputs, use_reentrant=True) if recompute else module(*inputs)
         output[: sum(sizes)].float().square().sum().backward()
-        results.append([output.detach()[: sum(sizes)], *gradients_of(leaves)])
+        results.append([output.detach()[: sum(sizes)], *(leaf.grad for leaf in leaves)])
+        for leaf in leaves:
+            leaf.grad = None
     assert launches == ([False, True] if recompute else [True])
     for actual, expected in zip(*results, strict=True):
         assert_close(actual, expected.double(), 2 * TWICE, "one launch against two")
 
 
-def gradients_of(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of leaves, and reset them."""
-    gradients = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-def test_wrong_arguments_of_swiglu_are_refused() -> None:
-    ends, rows, weights, probabilities = (
-        ends_of([8, 8]),
-        draw(16, 64),
-        draw(2, 64, 64),
-        torch.rand(16, device="cuda"),
-    )
+def test_wrong_arguments_of_swiglu_are_refused():
+    ends, rows, weights = ends_of([8, 8]), draw(16, 64), draw(2, 64, 64)
+    probabilities, workspace = torch.rand(16, device="cuda"), workspace_of(2, 8)
     result, kept = draw(16, 32), draw(16, 64)
-    workspace, variant = (
-        torch.empty(workspace_bytes(2, 8), dtype=torch.uint8, device="cuda"),
-        SWIGLU[0],
-    )
-    arguments = (result, kept, rows, weights, probabilities, ends, workspace, variant)
+    run, settings = torch.ops.lm_kernels.grouped_swiglu, (False, 0, 8)
+    arguments = (result, kept, rows, weights, probabilities, ends, workspace, SWIGLU[0])
     for message, number, wrong in (
         ("d must have shape", 0, kept),
         ("kept must have shape", 1, result),
@@ -323,34 +280,25 @@ def test_wrong_arguments_of_swiglu_are_refused() -> None:
         ("has no variant nothing", 7, "nothing"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            torch.ops.lm_kernels.grouped_swiglu(
-                *arguments[:number], wrong, *arguments[number + 1 :], False, 0, 8
-            )
+            run(*arguments[:number], wrong, *arguments[number + 1 :], *settings)
+    narrow = (draw(16, 20), None, rows, draw(2, 40, 64))
     with pytest.raises(RuntimeError, match=r"n \(40\) must be a multiple of 16"):
-        torch.ops.lm_kernels.grouped_swiglu(
-            draw(16, 20),
-            None,
-            rows,
-            draw(2, 40, 64),
-            probabilities,
-            ends,
-            workspace,
-            variant,
-            False,
-            0,
-            8,
-        )
+        run(*narrow, probabilities, ends, workspace, SWIGLU[0], *settings)
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not stored"])
-def test_the_schema_of_swiglu_declares_the_written_tensors(keeps: bool) -> None:
+def test_the_schema_of_swiglu_declares_the_written_tensors(keeps):
     sizes, num_sms = [8, 24], 8
-    workspace = torch.zeros(workspace_bytes(2, num_sms), dtype=torch.uint8, device="cuda")
+    written = (draw(32, 32).zero_(), draw(32, 64).zero_() if keeps else None)
+    operands = (draw(32, 64), draw(2, 64, 64), torch.rand(32, device="cuda"), ends_of(sizes))
     arguments = (
-        *(torch.zeros(32, 32, device="cuda").bfloat16(), draw(32, 64).zero_() if keeps else None),
-        *(draw(32, 64), draw(2, 64, 64), torch.rand(32, device="cuda"), ends_of(sizes), workspace),
-        *(SWIGLU[0], False, 0, num_sms),
+        *written,
+        *operands,
+        workspace_of(2, num_sms).zero_(),
+        SWIGLU[0],
+        False,
+        0,
+        num_sms,
     )
-    torch.library.opcheck(
-        torch.ops.lm_kernels.grouped_swiglu.default, arguments, test_utils="test_schema"
-    )
+    operator = torch.ops.lm_kernels.grouped_swiglu.default
+    torch.library.opcheck(operator, arguments, test_utils="test_schema")

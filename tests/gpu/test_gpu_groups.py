@@ -4,7 +4,6 @@ separate communicators.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.nccl_options import torch_options
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.gpu.ranks import run_ranks
 from tests.gpu.shared_gpu import gpu_of, require_gpus
 from tests.world import run_world
 
@@ -33,8 +33,7 @@ def _options_of(axis: MeshAxis) -> Any:
 
 
 def _read_back(rank: int, size: int, path: str) -> None:
-    options = MegatronStrategy(nccl_options=path).options.nccl_options
-    expected_options: Any = options or {}
+    options: Any = MegatronStrategy(nccl_options=path).options.nccl_options
     device = gpu_of(rank)
     for layout, names in (
         (ParallelLayout(size, tp=2), ("tp", "model")),
@@ -45,15 +44,10 @@ def _read_back(rank: int, size: int, path: str) -> None:
             axis = getattr(mesh, name)
             total = all_reduce_(torch.ones(1 << 20, device=device), axis)
             assert total.min().item() == total.max().item() == size
-            actual, expected = _options_of(axis), expected_options[name]
-            for setting, value in expected.items():
-                holder = actual if setting == "high_priority" else actual.config
-                assert (
-                    getattr(
-                        holder, {"high_priority": "is_high_priority_stream"}.get(setting, setting)
-                    )
-                    == value
-                )
+            actual, expected = _options_of(axis), dict(options[name])
+            if "high_priority" in expected:
+                assert actual.is_high_priority_stream == expected.pop("high_priority")
+            assert {key: getattr(actual.config, key) for key in expected} == expected
             assert all_gather_objects(rank, mesh.on_cpu(name)) == list(range(size))
             assert dist.get_backend(mesh.on_cpu(name).group) == "gloo"
         plain = _options_of(mesh.world)
@@ -63,11 +57,10 @@ def _read_back(rank: int, size: int, path: str) -> None:
 
 
 @pytest.mark.gpu2
-def test_the_communicator_of_each_axis_has_the_settings_of_a_file(tmp_path: Path) -> None:
-    require_gpus(2, needs_nccl="the settings are those of NCCL")
+def test_the_communicator_of_each_axis_has_the_settings_of_a_file(tmp_path):
     path = tmp_path / "nccl.yaml"
     path.write_text(FILE)
-    run_world(_read_back, 2, str(path), backend="nccl")
+    run_ranks(_read_back, 2, str(path), needs_nccl="the settings are those of NCCL")
 
 
 def _parts(rank: int, size: int) -> None:
@@ -84,7 +77,7 @@ def _parts(rank: int, size: int) -> None:
 
 
 @pytest.mark.gpu2
-def test_two_parts_of_a_job_have_separate_communicators() -> None:
+def test_two_parts_of_a_job_have_separate_communicators():
     require_gpus(2)
     run_world(_parts, 4)
 
@@ -101,34 +94,26 @@ def _split_parts(rank: int, size: int) -> None:
 
 
 @pytest.mark.gpu4
-def test_a_mesh_of_some_ranks_does_not_split_the_communicator_of_all_ranks() -> None:
-    require_gpus(4)
-    run_world(_split_parts, 4, backend="nccl")
+def test_a_mesh_of_some_ranks_does_not_split_the_communicator_of_all_ranks():
+    run_ranks(_split_parts, 4)
 
 
 @pytest.mark.gpu
-def test_every_listed_setting_exists_or_is_refused_by_name() -> None:
+def test_every_listed_setting_exists_or_is_refused_by_name():
     if not hasattr(dist, "ProcessGroupNCCL"):
         pytest.skip("needs a torch with NCCL")
-    for setting, value in {
-        "blocking": 1,
-        "cga_cluster_size": 2,
-        "min_ctas": 1,
-        "max_ctas": 4,
-        "net_name": "Socket",
-    }.items():
+    known = {
+        "blocking": 1, "cga_cluster_size": 2, "min_ctas": 1, "max_ctas": 4, "net_name": "Socket",
+    }  # fmt: skip
+    for setting, value in known.items():
         assert getattr(torch_options({setting: value}).config, setting) == value
-    for setting in (
-        "split_share",
-        "traffic_class",
-        "collnet_enable",
-        "cta_policy",
-        "shrink_share",
-        "nvls_ctas",
-    ):
-        refusal = None
+    newer = (
+        "split_share", "traffic_class", "collnet_enable", "cta_policy", "shrink_share", "nvls_ctas",
+    )  # fmt: skip
+    refusals = {}
+    for setting in newer:
         try:
             assert getattr(torch_options({setting: 1}).config, setting) == 1
         except ParallelPlanError as error:
-            refusal = str(error)
-        assert refusal is None or f"'{setting}' needs a newer version" in refusal
+            refusals[setting] = str(error)
+    assert all(f"'{name}' needs a newer version" in text for name, text in refusals.items())

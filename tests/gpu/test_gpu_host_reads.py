@@ -47,20 +47,17 @@ class StrictLM(LightningModule):
 
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_no_microbatch_makes_the_host_wait_for_the_gpu(tmp_path: Path, kind: str) -> None:
+def test_no_microbatch_makes_the_host_wait_for_the_gpu(tmp_path, kind):
     twin: Any = twin_of("llama")
     twin.save_pretrained(tmp_path)
     rows: Any = []
+    positions = torch.arange(S)
     for index in range(4 * BATCH):
         tokens = torch.randint(2, 50, (S,), generator=torch.Generator().manual_seed(index))
-        positions = torch.arange(S)
         row = {"input_ids": tokens, "labels": tokens}
         if kind == "padded":
-            mask = (positions >= index % 3).long()
-            row |= {
-                "attention_mask": mask,
-                "labels": tokens.masked_fill(positions <= index % 3, -100),
-            }
+            row["attention_mask"] = (positions >= index % 3).long()
+            row["labels"] = tokens.masked_fill(positions <= index % 3, -100)
         else:
             row["position_ids"] = torch.cat([torch.arange(6), torch.arange(S - 6)])
         rows.append(row)

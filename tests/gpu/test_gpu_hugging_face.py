@@ -47,15 +47,14 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 4e-2}
 
 def make_calls(device: torch.device) -> dict[str, dict[str, Any]]:
     """Return arguments of a call for every kind of row."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, V, (B, S), generator=generator)
-    left, right = torch.ones(B, S, dtype=torch.long), torch.ones(B, S, dtype=torch.long)
+    tokens = torch.randint(1, V, (B, S), generator=torch.Generator().manual_seed(1)).to(device)
+    left, right = (torch.ones(B, S, dtype=torch.long, device=device) for _ in range(2))
     left[2, :70], right[1, 200:] = 0, 0
-    packed = torch.cat([torch.arange(96), torch.arange(160)]).expand(B, S)
+    packed = torch.cat([torch.arange(96), torch.arange(160)]).expand(B, S).to(device)
     # The first token after padding has no predecessor.
     follows_token = left.roll(1, 1) * left
     follows_token[:, 0] = left[:, 0]
-    calls: dict[str, dict[str, Any]] = {
+    return {
         "whole": {"input_ids": tokens, "labels": tokens},
         "padded right": {
             "input_ids": tokens, "attention_mask": right, "labels": tokens.masked_fill(right == 0, -100),
@@ -69,13 +68,6 @@ def make_calls(device: torch.device) -> dict[str, dict[str, Any]]:
         },
         "odd": {"input_ids": tokens[:, :193], "labels": tokens[:, :193]},
     }  # fmt: skip
-    return {
-        kind: {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in call.items()
-        }
-        for kind, call in calls.items()
-    }
 
 
 def larger_twin(case: str, device: torch.device) -> nn.Module:
@@ -99,21 +91,18 @@ def check_calls(
     twin: Any, model: Any, mesh: ParallelMesh, dtype: torch.dtype, name: str, gradients: Gradients
 ) -> None:
     """Compare logits, losses and gradients for every kind of row."""
+    tolerance = TOLERANCE[dtype]
     for kind, call in make_calls(mesh.device).items():
         what = f"{name}, {kind}, {dtype}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
         logits, loss, theirs = expected_of(twin, call)
         model.zero_grad()
         output = model(**call)
         is_token = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
-        check_distance(
-            output.logits[is_token], logits[is_token], TOLERANCE[dtype], f"{what}: logits"
-        )
-        check_distance(output.loss, loss, TOLERANCE[dtype], f"{what}: loss")
+        check_distance(output.logits[is_token], logits[is_token], tolerance, f"{what}: logits")
+        check_distance(output.loss, loss, tolerance, f"{what}: loss")
         output.loss.backward()
         for key, (actual, expected) in gradients(theirs).items():
-            check_distance(
-                actual.cpu(), expected, 2 * TOLERANCE[dtype], f"{what}: gradient of {key}"
-            )
+            check_distance(actual.cpu(), expected, 2 * tolerance, f"{what}: gradient of {key}")
 
 
 def compare(case: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
@@ -122,20 +111,15 @@ def compare(case: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
     model: Any = root["model"]
 
     def gradients(theirs: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        expected = expected_gradients(
-            model, {name: gradient.double().cpu() for name, gradient in theirs.items()}
-        )
-        actual = full_gradients(model, mesh)
-        assert actual.keys() == expected.keys(), (
-            f"{case}: {sorted(actual.keys() ^ expected.keys())}"
-        )
+        wide = {name: gradient.double().cpu() for name, gradient in theirs.items()}
+        expected, actual = expected_gradients(model, wide), full_gradients(model, mesh)
+        assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())
         # Biases of keys do not change the softmax, so their gradients consist of rounding errors.
-        large = [
-            name
+        return {
+            name: (gradient, expected[name])
             for name, gradient in actual.items()
             if gradient.double().norm().cpu() + expected[name].norm() > 1e-4
-        ]
-        return {name: (actual[name], expected[name]) for name in large}
+        }
 
     check_calls(larger_twin(case, mesh.device), model, mesh, dtype, case, gradients)
 
@@ -148,14 +132,10 @@ def compare_adapters(case: str, mesh: ParallelMesh) -> None:
     pytest.importorskip("peft")
     from tests.swap.test_low_rank import adapted, gradients_of_factors, swapped
 
-    twin = adapted(larger_twin(case, mesh.device), r=16, lora_alpha=4)
-    wrapped = swapped(adapted(larger_twin(case, mesh.device), r=16, lora_alpha=4), mesh)
+    twin, other = (adapted(larger_twin(case, mesh.device), r=16, lora_alpha=4) for _ in range(2))
+    wrapped = swapped(other, mesh)
     check_calls(
-        twin,
-        wrapped,
-        mesh,
-        torch.float32,
-        f"{case} with adapters",
+        *(twin, wrapped, mesh, torch.float32, f"{case} with adapters"),
         # The twin has its gradients after the call, so the given ones are not needed.
         lambda theirs: gradients_of_factors(wrapped, twin, mesh),
     )
@@ -164,7 +144,7 @@ def compare_adapters(case: str, mesh: ParallelMesh) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", list(LARGER))
-def test_models_on_one_gpu_agree_with_hugging_face(case: str, dtype: torch.dtype):
+def test_models_on_one_gpu_agree_with_hugging_face(case, dtype):
     compare(case, ParallelMesh.single("cuda", seed=0), dtype)
 
 

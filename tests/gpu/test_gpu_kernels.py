@@ -23,9 +23,10 @@ from tests.kernels.checks import CHECKS, REAL, SMALL, Draw
 from tests.kernels.models import KINDS, compare_model
 
 if TYPE_CHECKING:
-    from tests.kernels.checks import Sizes
+    pass
 
 pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
 
 LLAMA = GPTConfig.llama(
     vocab_size=131072, max_seq_length=4096, num_layers=2, hidden_size=4096, num_heads=32, num_kv_heads=8,
@@ -39,13 +40,13 @@ GPT2 = GPTConfig.gpt2(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("sizes", [SMALL, REAL], ids=["small", "real"])
 @pytest.mark.parametrize("name", list(CHECKS))
-def test_kernels_equal_float64_rounded_once(name: str, sizes: Sizes, dtype: torch.dtype):
-    CHECKS[name](Draw(torch.device("cuda", torch.cuda.current_device()), dtype), sizes)
+def test_kernels_equal_float64_rounded_once(name, sizes, dtype):
+    CHECKS[name](Draw(DEVICE, dtype), sizes)
     torch.cuda.empty_cache()
 
 
 def test_this_gpu_gets_the_fused_kernels():
-    choice = choose_kernels(torch.device("cuda", torch.cuda.current_device()))
+    choice = choose_kernels(DEVICE)
     assert choice.kernels is not None, choice.reason
 
 
@@ -61,20 +62,16 @@ def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_tiny_models_on_kernels_agree_with_operators_of_torch(
-    dtype: torch.dtype, kind: str, recompute: str
-):
-    mesh = ParallelMesh.single(torch.device("cuda", torch.cuda.current_device()), seed=0)
+def test_tiny_models_on_kernels_agree_with_operators_of_torch(dtype, kind, recompute):
+    mesh = ParallelMesh.single(DEVICE, seed=0)
     compare_model(KINDS[kind], mesh, dtype, recompute, assert_near, shape=(3, 16), smoothing=0.1)
 
 
 @pytest.mark.parametrize(
     ("config", "shape"), [(LLAMA, (1, 4096)), (GPT2, (8, 1024))], ids=["llama", "gpt2"]
 )
-def test_layers_of_real_size_on_kernels_agree_with_operators_of_torch(
-    config: GPTConfig, shape: tuple[int, int]
-):
-    mesh = ParallelMesh.single(torch.device("cuda", torch.cuda.current_device()), seed=0)
+def test_layers_of_real_size_on_kernels_agree_with_operators_of_torch(config, shape):
+    mesh = ParallelMesh.single(DEVICE, seed=0)
     compare_model(config, mesh, torch.bfloat16, "none", assert_near, shape=shape)
     torch.cuda.empty_cache()
 

@@ -33,12 +33,12 @@ def check_killed_job(accelerator: str, payload: str) -> None:
     assert "the training has ended" not in process.stdout
 
 
-def test_a_rank_that_is_killed_in_a_collective_on_the_cpu_is_named() -> None:
+def test_a_rank_that_is_killed_in_a_collective_on_the_cpu_is_named():
     check_killed_job("cpu", "tokens")
 
 
 @pytest.mark.gpu2
 @pytest.mark.parametrize("payload", ["tokens", "weights"])
-def test_a_rank_that_is_killed_inside_a_put_is_named(payload: str) -> None:
+def test_a_rank_that_is_killed_inside_a_put_is_named(payload):
     require_gpus(2)
     check_killed_job("cuda", payload)

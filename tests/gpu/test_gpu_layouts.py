@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.fits import BATCH, GPT2, LLAMA, Job, Report, Tokens, run_job, run_jobs
-from tests.gpu.shared_gpu import require_gpus
-from tests.world import run_world
+from tests.fits import GPT2, LLAMA, Job, Report, run_job, run_jobs
+from tests.gpu.ranks import (
+    assert_losses_near,
+    assert_near,
+    gpu_job,
+    on_one_to_four_gpus,
+    on_two_and_four_gpus,
+    run_ranks,
+)
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"dp1": {}},
@@ -58,26 +61,16 @@ OVERLAPPED = {
         "tp2+sp dp2 overlapped": {"tp": 2, "overlap_tensor_parallel": True},
     },
 }
-STEPS = 4
-on_gpu = partial(
-    Job, steps=STEPS, trainer={"accelerator": "gpu"}, data=partial(Tokens, STEPS * BATCH)
-)
-TWINS = {
-    name: on_gpu(kind, precision="32-true") for name, kind in {"gpt2": GPT2, "llama": LLAMA}.items()
-}
+on_gpu = partial(gpu_job, steps=4)
+TWINS = {"gpt2": on_gpu(GPT2), "llama": on_gpu(LLAMA)}
 # Half precision rounds at 2^-8 and 2^-11; the losses are near 5.7.
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 3e-2, "16-mixed": 1e-2}
-
-
-SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
-Case = tuple[str, str, str]
 
 
 def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]) -> None:
     """Train every kind of model in every layout and precision, and compare with the job of this
     kind on one GPU.
     """
-    require_gpus(size)
     jobs = {
         (kind, name, precision): replace(
             twin, strategy={"check_microbatches": True, **layout}, precision=precision
@@ -86,39 +79,26 @@ def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]
         for name, layout in layouts.items()
         for precision in TOLERANCE
     }
+    ranks = run_ranks(run_jobs, size, jobs)
     twin_reports = {kind: run_job(job) for kind, job in twins.items()}
-    for rank, reports in enumerate(run_world(run_jobs, size, jobs, backend="nccl")):
+    for rank, reports in enumerate(ranks):
         for (kind, layout, precision), report in reports.items():
             where = f"{kind}, {layout}, {precision}, rank {rank}"
-            twin = twin_reports[kind]
-            gaps = [abs(a - b) for a, b in zip(report.losses, twin.losses, strict=True)]
-            assert max(gaps) < TOLERANCE[precision], f"{where}: {gaps}"
-            norms = [abs(a - b) / b for a, b in zip(report.norms, twin.norms, strict=True)]
-            assert max(norms) < 10 * TOLERANCE[precision], f"{where}: {norms}"
+            assert_near(report, twin_reports[kind], TOLERANCE[precision], where)
 
 
-@pytest.mark.gpu
-def test_one_gpu_matches_ordinary_lightning():
-    compare(1, TWINS, LAYOUTS[1])
+@on_one_to_four_gpus
+def test_every_layout_matches_ordinary_lightning(size):
+    compare(size, TWINS, LAYOUTS[size])
 
 
-@pytest.mark.gpu2
-def test_layouts_of_two_gpus_match_one_gpu():
-    compare(2, TWINS, LAYOUTS[2])
-
-
-@pytest.mark.gpu4
-def test_layouts_of_four_gpus_match_one_gpu():
-    compare(4, TWINS, LAYOUTS[4])
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_share_sequences_match_one_gpu(size: int):
+@on_two_and_four_gpus
+def test_ranks_that_share_sequences_match_one_gpu(size):
     compare(size, TWINS, CONTEXT[size])
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_overlapped_layouts_match_one_gpu(size: int):
+@on_two_and_four_gpus
+def test_overlapped_layouts_match_one_gpu(size):
     compare(size, TWINS, OVERLAPPED[size])
 
 
@@ -128,18 +108,16 @@ CHANGES = {2: ("pp2", ("tp2+sp", "dp2", "pp2 vpp2")), 4: ("tp2 pp2", ("tp4+sp", 
 
 def _save_and_resume(rank: int, size: int, folder: str) -> dict[str, Report]:
     first, resuming = CHANGES[size]
-    half = partial(on_gpu, GPT2, precision="bf16-mixed")
-    run_job(half(LAYOUTS[size][first], steps=3, save=folder), size)
-    return {name: run_job(half(LAYOUTS[size][name], resume=folder), size) for name in resuming}
+    jobs = {name: on_gpu(GPT2, LAYOUTS[size][name], "bf16-mixed") for name in (first, *resuming)}
+    run_job(replace(jobs[first], steps=3, save=folder), size)
+    return {name: run_job(replace(jobs[name], resume=folder), size) for name in resuming}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_checkpoint_continues_under_other_layouts(size: int, tmp_path: Path):
-    require_gpus(size)
+@on_two_and_four_gpus
+def test_a_checkpoint_continues_under_other_layouts(size, tmp_path):
+    ranks = run_ranks(_save_and_resume, size, str(tmp_path / "saved"))
     uninterrupted = run_job(TWINS["gpt2"])
-    for reports in run_world(_save_and_resume, size, str(tmp_path / "saved"), backend="nccl"):
+    for reports in ranks:
         for layout, report in reports.items():
-            gaps = [
-                abs(a - b) for a, b in zip(report.losses, uninterrupted.losses[3:], strict=True)
-            ]
-            assert max(gaps) < TOLERANCE["bf16-mixed"], f"{layout}: {gaps}"
+            losses = uninterrupted.losses[3:]
+            assert_losses_near(report.losses, losses, TOLERANCE["bf16-mixed"], layout)

@@ -65,9 +65,7 @@ def seeded() -> torch.Generator:
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("loss_chunk", [None, 512])
-def test_recomputation_keeps_the_bits_of_gradients_and_stores_fewer_bytes(
-    loss_chunk: int | None,
-) -> None:
+def test_recomputation_keeps_the_bits_of_gradients_and_stores_fewer_bytes(loss_chunk):
     model = build_gpt()
     run(model, "none", loss_chunk)
     expected, most = run(model, "none", loss_chunk)
@@ -90,7 +88,7 @@ def test_recomputation_keeps_the_bits_of_gradients_and_stores_fewer_bytes(
     assert stored["full"] - stored["host"] == pytest.approx(saved, rel=0.05)
 
 
-def test_a_chunked_loss_equals_stored_logits_with_less_memory() -> None:
+def test_a_chunked_loss_equals_stored_logits_with_less_memory():
     model = build_gpt()
     expected, stored = run(model, "none")
     tensors, chunked = run(model, "none", 300)

@@ -41,7 +41,7 @@ def run(loss: MeanLoss, inputs: tuple[Tensor, ...], smoothing: float) -> list[Te
 
 @pytest.mark.parametrize("loss", [chunked, summed])
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_chunked_losses_agree_with_other_libraries(name: str, loss: Callable[..., Tensor]) -> None:
+def test_chunked_losses_agree_with_other_libraries(name, loss):
     make, smoothing = LIBRARIES[name]
     try:
         library_loss = make()

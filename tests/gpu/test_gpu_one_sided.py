@@ -19,21 +19,23 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.row_limit import limited_rows
-from tests.fits import MIXTURE, Job, Report, run_job
-from tests.gpu.shared_gpu import gpu_of, require_gpus
-from tests.world import run_world
+from tests.fits import MIXTURE, Report, run_job
+from tests.gpu.grouped import captured
+from tests.gpu.ranks import gpu_job, on_two_and_four_gpus, run_ranks
+from tests.gpu.shared_gpu import gpu_of
 
 NUM_EXPERTS, TOP_K, WIDTH, INNER = 16, 3, 256, 128
 #: Tokens per rank of consecutive microbatches: the shared memory grows, and shorter microbatches
 #: use a part of it.
 LENGTHS = (200, 64, 333, 1, 200)
 ROUTINGS = ("random", "all to the last rank", "some nowhere", "all nowhere")
+TRANSPORTS: Any = ("one_sided", "all_gather")
 
 
 class Tokens:
     """Tokens of one rank, the experts that they choose, and the gradient of their output."""
 
-    def __init__(self, length: int, routing: str, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, length: int, routing: str, seed: int, dtype: Any = torch.bfloat16) -> None:
         self.generator = torch.Generator("cuda").manual_seed(seed)
         self.hidden = self.draw(length, WIDTH).to(dtype).requires_grad_()
         self.outer = self.draw(length, WIDTH).to(dtype)
@@ -69,7 +71,11 @@ def output_and_gradients(
     return [output.detach(), *torch.autograd.grad(output, leaves, tokens.outer)]
 
 
-def make_experts(mesh: ParallelMesh, dtype: torch.dtype) -> GroupedMLP:
+def mesh_of(rank: int, size: int) -> ParallelMesh:
+    return ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
+
+
+def make_experts(mesh: ParallelMesh, dtype: torch.dtype = torch.bfloat16) -> GroupedMLP:
     config = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=TOP_K, ffn_hidden_size=INNER)
     experts = GroupedMLP(WIDTH, config, mesh)
     initialize_(experts, mesh.device, 1)
@@ -79,25 +85,40 @@ def make_experts(mesh: ParallelMesh, dtype: torch.dtype) -> GroupedMLP:
     return experts.to(mesh.device, dtype)
 
 
+def dispatchers_of(mesh: ParallelMesh, *limits: LayerRows) -> list[Any]:
+    """Return the dispatchers of puts and of an all-gather."""
+    pairs = zip(TRANSPORTS, limits or (None, None), strict=True)
+    return [
+        choose_transport(NUM_EXPERTS, TOP_K, mesh, transport, limit=limit).dispatcher
+        for transport, limit in pairs
+    ]
+
+
+def _assert_near(
+    actual_tensors: list[Tensor], expected_tensors: list[Tensor], what: str, is_exact: bool
+) -> None:
+    for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
+        wide = expected.double()
+        distance = float((actual.double() - wide).norm() / wide.norm().clamp_min(1e-12))
+        # NCCL adds up in the dtype of the tensors, one rank after the other; with two ranks that is
+        # one rounding, as with puts.
+        limit = 1e-2 if actual.dtype.itemsize == 2 else 1e-5
+        assert distance <= (0.0 if is_exact else limit), f"{what}: {number}"
+
+
 def _compare(rank: int, size: int) -> None:
-    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
-    transports: Any = ("one_sided", "all_gather")
-    one_sided, gather = (
-        choose_transport(NUM_EXPERTS, TOP_K, mesh, transport).dispatcher for transport in transports
-    )
+    mesh = mesh_of(rank, size)
+    one_sided, gather = dispatchers_of(mesh)
     assert isinstance(one_sided, OneSidedDispatcher)
-    assert choose_transport(NUM_EXPERTS, TOP_K, mesh).transport == (
-        "one_sided" if size <= TOP_K else "all_to_all"
-    )
+    automatic = "one_sided" if size <= TOP_K else "all_to_all"
+    assert choose_transport(NUM_EXPERTS, TOP_K, mesh).transport == automatic
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         experts = make_experts(mesh, dtype)
         for number, length in enumerate(LENGTHS):
             for routing in ROUTINGS:
                 tokens = Tokens(length, routing, 10 * number + rank, dtype)
-                actual, expected = (
-                    output_and_gradients(tokens, dispatcher, experts)
-                    for dispatcher in (one_sided, gather)
-                )
+                actual = output_and_gradients(tokens, one_sided, experts)
+                expected = output_and_gradients(tokens, gather, experts)
                 what = f"{dtype}, {length} tokens, {routing}, rank {rank}"
                 _assert_near(actual, expected, what, is_exact=size == 2 and dtype != torch.float32)
                 for keeps_rows in (False, True):
@@ -108,22 +129,16 @@ def _compare(rank: int, size: int) -> None:
 
 def _limit(rank: int, size: int) -> None:
     """Check that puts with too few rows compute and report the same as an all-gather."""
-    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
+    mesh = mesh_of(rank, size)
     limits = [RowLimit(1.0, mesh), RowLimit(1.0, mesh)]
-    transports: Any = ("one_sided", "all_gather")
-    one_sided, gather = (
-        choose_transport(
-            NUM_EXPERTS, TOP_K, mesh, transport, limit=LayerRows(limit, 0, size)
-        ).dispatcher
-        for transport, limit in zip(transports, limits, strict=True)
-    )
-    experts = make_experts(mesh, torch.bfloat16)
+    dispatchers = dispatchers_of(mesh, *(LayerRows(limit, 0, size) for limit in limits))
+    experts = make_experts(mesh)
     exceeding = 0
     for number, length in enumerate(LENGTHS):
         for routing in ROUTINGS:
-            tokens = Tokens(length, routing, 10 * number + rank, torch.bfloat16)
+            tokens = Tokens(length, routing, 10 * number + rank)
             results, needs, were_small = [], [], []
-            for dispatcher, limit in zip((one_sided, gather), limits, strict=True):
+            for dispatcher, limit in zip(dispatchers, limits, strict=True):
                 with limit.limit_rows():
                     results.append(output_and_gradients(tokens, dispatcher, experts))
                     limit.start_read()()
@@ -131,9 +146,8 @@ def _limit(rank: int, size: int) -> None:
                 with limit.measure_rows() as measured:
                     output_and_gradients(tokens, dispatcher, experts)
                 needs.append(measured.needs())
-            actual, expected = results
             what = f"{length} tokens, {routing}, rank {rank}"
-            _assert_near(actual, expected, what, is_exact=size == 2)
+            _assert_near(results[0], results[1], what, is_exact=size == 2)
             assert needs[0] == needs[1], what
             here = sum(layer.rows > limited_rows(1.0, layer.share) for layer in needs[0])
             assert were_small[0] == were_small[1], what
@@ -143,125 +157,69 @@ def _limit(rank: int, size: int) -> None:
     mesh.destroy()
 
 
-def _assert_near(
-    actual_tensors: list[Tensor], expected_tensors: list[Tensor], what: str, is_exact: bool
-) -> None:
-    for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
-        distance = float(
-            (actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-12)
-        )
-        # NCCL adds up in the dtype of the tensors, one rank after the other; with two ranks that is
-        # one rounding, as with puts.
-        assert distance <= (0.0 if is_exact else 1e-2 if actual.dtype.itemsize == 2 else 1e-5), (
-            f"{what}: {number}"
-        )
-
-
 def _replay(rank: int, size: int) -> None:
-    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
-    transports: Any = ("one_sided", "all_gather")
-    one_sided, gather = (
-        choose_transport(NUM_EXPERTS, TOP_K, mesh, transport).dispatcher for transport in transports
+    mesh = mesh_of(rank, size)
+    one_sided, gather = dispatchers_of(mesh)
+    experts, tokens = make_experts(mesh), Tokens(150, "random", rank)
+    graph, replayed = captured(
+        lambda: output_and_gradients(tokens, one_sided, experts),
+        stream=torch.cuda.Stream(),
+        capture_error_mode="thread_local",
     )
-    experts, tokens = (
-        make_experts(mesh, torch.bfloat16),
-        Tokens(150, "random", rank, torch.bfloat16),
-    )
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        output_and_gradients(tokens, one_sided, experts)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        captured = output_and_gradients(tokens, one_sided, experts)
     # Eager tokens need more memory; the memory of the graph remains.
-    output_and_gradients(Tokens(400, "random", rank, torch.bfloat16), one_sided, experts)
+    output_and_gradients(Tokens(400, "random", rank), one_sided, experts)
     for number, routing in enumerate((*ROUTINGS, "random")):
-        new = Tokens(150, routing, 7 * number + rank, torch.bfloat16)
+        new = Tokens(150, routing, 7 * number + rank)
         with torch.no_grad():
-            for old, value in (
-                (tokens.hidden, new.hidden),
-                (tokens.probabilities, new.probabilities),
-            ):
-                old.copy_(value)
-            tokens.experts.copy_(new.experts)
-            tokens.outer.copy_(new.outer)
+            for name in ("hidden", "probabilities", "experts", "outer"):
+                getattr(tokens, name).copy_(getattr(new, name))
         graph.replay()
-        _assert_near(
-            captured,
-            output_and_gradients(tokens, gather, experts),
-            f"{routing}, rank {rank}",
-            is_exact=size == 2,
-        )
+        expected = output_and_gradients(tokens, gather, experts)
+        _assert_near(replayed, expected, f"{routing}, rank {rank}", is_exact=size == 2)
     del graph
     torch.cuda.synchronize()
     mesh.destroy()
 
 
-def _grow_in_capture(rank: int, size: int) -> str:
-    mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
+@on_two_and_four_gpus
+def test_outputs_and_gradients_by_puts_equal_those_by_an_all_gather(size):
+    run_ranks(_compare, size)
+
+
+@on_two_and_four_gpus
+def test_results_and_needs_of_limited_rows_equal_those_of_an_all_gather(size):
+    run_ranks(_limit, size)
+
+
+@on_two_and_four_gpus
+def test_a_captured_graph_of_puts_follows_new_choices_of_experts(size):
+    run_ranks(_replay, size)
+
+
+def _train(rank: int, size: int) -> list[Report]:
+    layouts = ({"ep": size, "expert_transport": kind} for kind in (*TRANSPORTS, "auto"))
+    return [run_job(gpu_job(MIXTURE, layout, "bf16-mixed", steps=3), size) for layout in layouts]
+
+
+@pytest.mark.gpu2
+def test_losses_by_puts_equal_losses_by_an_all_gather():
+    for put, gathered, automatic in run_ranks(_train, 2):
+        assert put.losses == gathered.losses == automatic.losses
+        assert put.norms == gathered.norms
+
+
+def _grow_in_capture(rank: int, size: int) -> None:
+    mesh = mesh_of(rank, size)
     region = mesh.ep.peer_memory
     region.reserve(mesh.ep.group, 64, mesh.device)
-    try:
-        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-            region.reserve(mesh.ep.group, 65, mesh.device)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        mesh.destroy()
-    return ""
-
-
-def _train(rank: int, size: int, kinds: tuple[str, ...]) -> list[Report]:
-    on_gpu = {"accelerator": "gpu"}
-    return [
-        run_job(
-            Job(MIXTURE, {"ep": size, "expert_transport": kind}, "bf16-mixed", trainer=on_gpu), size
-        )
-        for kind in kinds
-    ]
-
-
-SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
-
-
-def _require(size: int) -> None:
-    require_gpus(size)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_outputs_and_gradients_by_puts_equal_those_by_an_all_gather(size: int) -> None:
-    _require(size)
-    run_world(_compare, size, backend="nccl")
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_results_and_needs_of_limited_rows_equal_those_of_an_all_gather(size: int) -> None:
-    _require(size)
-    run_world(_limit, size, backend="nccl")
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_captured_graph_of_puts_follows_new_choices_of_experts(size: int) -> None:
-    _require(size)
-    run_world(_replay, size, backend="nccl")
-
-
-@pytest.mark.gpu2
-def test_losses_by_puts_equal_losses_by_an_all_gather() -> None:
-    _require(2)
-    for put, gathered, automatic in run_world(
-        _train, 2, ("one_sided", "all_gather", "auto"), backend="nccl"
+    with (
+        pytest.raises(RuntimeError, match="65 bytes are needed"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
     ):
-        assert put.losses == gathered.losses
-        assert put.norms == gathered.norms
-        assert automatic.losses == put.losses
+        region.reserve(mesh.ep.group, 65, mesh.device)
+    mesh.destroy()
 
 
 @pytest.mark.gpu2
-def test_growth_of_shared_memory_is_refused_while_a_graph_is_captured() -> None:
-    _require(2)
-    for error in run_world(_grow_in_capture, 2, backend="nccl"):
-        assert "65 bytes are needed" in error
+def test_growth_of_shared_memory_is_refused_while_a_graph_is_captured():
+    run_ranks(_grow_in_capture, 2)

@@ -19,9 +19,9 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.gpu.shared_gpu import gpu_of, require_gpus
+from tests.gpu.ranks import on_two_and_four_gpus, run_ranks
+from tests.gpu.shared_gpu import gpu_of
 from tests.oracles import assert_equal
-from tests.world import run_world
 
 
 def _draw(*shape: int, seed: int) -> Tensor:
@@ -29,11 +29,8 @@ def _draw(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.gpu
-def test_float32_slots_sum_half_precision_products_without_rounding() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    mesh = ParallelMesh.single("cuda")
-    layer = ColumnParallelLinear(256, 384, mesh).bfloat16().cuda()
+def test_float32_slots_sum_half_precision_products_without_rounding():
+    layer = ColumnParallelLinear(256, 384, ParallelMesh.single("cuda")).bfloat16().cuda()
     torch.nn.init.normal_(layer.weight, std=0.02)
     slots = {}
     for name, parameter in layer.named_parameters():
@@ -51,16 +48,11 @@ def test_float32_slots_sum_half_precision_products_without_rounding() -> None:
 
 
 @pytest.mark.gpu
-def test_the_gradient_of_the_embedding_has_the_same_bits_in_every_run() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    mesh, slots = ParallelMesh.single("cuda"), []
-    tokens = (
-        (torch.rand(4, 2048, generator=torch.Generator().manual_seed(0)) ** 4 * 1000).long().cuda()
-    )
-    grad = _draw(2048, 4, 512, seed=1)
+def test_the_gradient_of_the_embedding_has_the_same_bits_in_every_run():
+    tokens = torch.rand(4, 2048, generator=torch.Generator().manual_seed(0)) ** 4 * 1000
+    tokens, grad, slots = tokens.long().cuda(), _draw(2048, 4, 512, seed=1), []
     for _ in range(3):
-        layer = VocabParallelEmbedding(1000, 512, mesh).bfloat16().cuda()
+        layer = VocabParallelEmbedding(1000, 512, ParallelMesh.single("cuda")).bfloat16().cuda()
         torch.nn.init.normal_(layer.weight)
         slot = torch.full_like(layer.weight, torch.nan, dtype=torch.float32)
         set_slot(layer.weight, GradientSlot(slot, lambda: None))
@@ -78,86 +70,62 @@ def test_the_gradient_of_the_embedding_has_the_same_bits_in_every_run() -> None:
     assert_equal(slots[0].cpu().double(), expected, "embedding", tolerance=1e-5)
 
 
-def _products(rank: int, size: int) -> None:
+def _meshes(rank: int, size: int) -> tuple[ParallelMesh, ParallelMesh]:
+    """Return a mesh without and one with overlap of products and transfers."""
     layout = ParallelLayout(size, tp=size)
     mesh = ParallelMesh.create(
         layout, device=gpu_of(rank), sequence_parallel=True, overlaps_matmul=True
     )
-    plain, pipelined = replace(mesh.tp, overlaps_matmul=False), mesh.tp
+    return replace(mesh, tp=replace(mesh.tp, overlaps_matmul=False)), mesh
+
+
+def _products(rank: int, size: int) -> None:
+    plain, pipelined = _meshes(rank, size)
     for rows in (64, 256):
         x, matrix = _draw(rows, 2, 512, seed=rank), _draw(768, 512, seed=9).t()
-        full, product = all_gather_matmul(x, matrix, plain, keep=True)
+        full, expected = all_gather_matmul(x, matrix, plain.tp, keep=True)
         for keep in (True, False):
-            gathered, pipelined_product = all_gather_matmul(x, matrix, pipelined, keep=keep)
-            assert_equal(
-                pipelined_product.float(),
-                product.float(),
-                f"gathered product, rank {rank}",
-                tolerance=1e-2,
-            )
+            gathered, actual = all_gather_matmul(x, matrix, pipelined.tp, keep=keep)
+            assert_equal(actual.float(), expected.float(), f"gathered, rank {rank}", tolerance=1e-2)
             if keep:
                 assert gathered is not None
                 assert full is not None
                 assert torch.equal(gathered, full)
         y = _draw(size * rows, 2, 512, seed=20 + rank)
-        expected, actual = (
-            matmul_reduce_scatter(y, matrix, plain),
-            matmul_reduce_scatter(y, matrix, pipelined),
-        )
-        assert_equal(
-            actual.float(), expected.float(), f"scattered product, rank {rank}", tolerance=2e-2
-        )
-        assert torch.equal(actual, matmul_reduce_scatter(y, matrix, pipelined))
-    mesh.destroy()
+        expected = matmul_reduce_scatter(y, matrix, plain.tp)
+        actual = matmul_reduce_scatter(y, matrix, pipelined.tp)
+        assert_equal(actual.float(), expected.float(), f"scattered, rank {rank}", tolerance=2e-2)
+        assert torch.equal(actual, matmul_reduce_scatter(y, matrix, pipelined.tp))
+    pipelined.destroy()
 
 
 def _scaled_products(rank: int, size: int) -> None:
-    layout = ParallelLayout(size, tp=size)
-    mesh = ParallelMesh.create(
-        layout, device=gpu_of(rank), sequence_parallel=True, overlaps_matmul=True
-    )
-    plain = replace(mesh, tp=replace(mesh.tp, overlaps_matmul=False))
+    plain, mesh = _meshes(rank, size)
     ours = Scaling(FP8("tensorwise"), emulate=False)
     right = needed(ours.cast_weight(_draw(768, 512, seed=9), rows=True, columns=False).rows)
+    axes: dict[str, Any] = {"rows": True, "columns": False, "row_axes": (mesh.tp,)}
     for rows in (64, 256):
         for cast, fast in ((ours.cast_input, True), (ours.cast_gradient, False)):
-            options: dict[str, bool] = {"emulate": False, "fast": fast}
-            axes: dict[str, Any] = {"rows": True, "columns": False, "row_axes": (mesh.tp,)}
+            options: dict[str, Any] = {"emulate": False, "fast": fast}
             local = needed(cast(_draw(rows, 512, seed=rank), **axes).rows)
             full, product = gathered_product(local, right, plain, torch.bfloat16, **options)
-            gathered, pipelined_product = gathered_product(
-                local, right, mesh, torch.bfloat16, **options
-            )
+            gathered, pipelined = gathered_product(local, right, mesh, torch.bfloat16, **options)
             assert torch.equal(gathered.values.view(torch.uint8), full.values.view(torch.uint8))
             assert torch.equal(gathered.scale, full.scale)
             exact = full.numbers(torch.float64) @ right.numbers(torch.float64).t()
-            for actual_product in (product, pipelined_product):
-                assert_equal(
-                    actual_product.double(), exact, f"gathered, rank {rank}", tolerance=1e-2
-                )
+            for actual in (product, pipelined):
+                assert_equal(actual.double(), exact, f"gathered, rank {rank}", tolerance=1e-2)
             left = needed(cast(_draw(size * rows, 512, seed=20 + rank), **axes).rows)
-            expected = scattered_product(left, right, plain, torch.bfloat16, **options)
+            expected = scattered_product(left, right, plain, torch.bfloat16, **options).float()
             actual = scattered_product(left, right, mesh, torch.bfloat16, **options)
             assert actual.shape == expected.shape == (rows, 768)
-            assert_equal(
-                actual.float(), expected.float(), f"scattered, rank {rank}", tolerance=2e-2
-            )
+            assert_equal(actual.float(), expected, f"scattered, rank {rank}", tolerance=2e-2)
             repeated = scattered_product(left, right, mesh, torch.bfloat16, **options)
             assert torch.equal(actual, repeated)
     mesh.destroy()
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
-)
-def test_pipelined_products_in_eight_bits_equal_plain_products(size: int) -> None:
-    require_gpus(size)
-    run_world(_scaled_products, size, backend="nccl")
-
-
-@pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
-)
-def test_pipelined_products_equal_plain_products(size: int) -> None:
-    require_gpus(size)
-    run_world(_products, size, backend="nccl")
+@on_two_and_four_gpus
+@pytest.mark.parametrize("products", [_products, _scaled_products], ids=["half", "eight bits"])
+def test_pipelined_products_equal_plain_products(products, size):
+    run_ranks(products, size)

@@ -68,7 +68,7 @@ def capture(
     return graph, result, recorder.recorded
 
 
-def test_replays_drop_the_same_elements_as_eager_passes_with_recomputation() -> None:
+def test_replays_drop_the_same_elements_as_eager_passes_with_recomputation():
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -104,7 +104,7 @@ def test_replays_drop_the_same_elements_as_eager_passes_with_recomputation() -> 
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def test_a_random_stream_continues_in_python_where_a_replay_has_ended() -> None:
+def test_a_random_stream_continues_in_python_where_a_replay_has_ended():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step = Step()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.gpu.shared_gpu import require_gpus
+from tests.gpu.ranks import on_two_and_four_gpus, run_ranks
 from tests.training.row_exchanges import (
     DIVISIONS,
     EXPECTED,
@@ -18,7 +17,6 @@ from tests.training.row_exchanges import (
     weights_after,
     weights_of_twin,
 )
-from tests.world import run_world
 
 KINDS = ("unequal", "many", "replayed")
 
@@ -32,15 +30,13 @@ def _world(
     return errors_of_sums(mesh), weights_of_cases
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
-)
-def test_rows_exchanged_over_gpus_give_the_gradients_of_full_tables(size: int) -> None:
-    require_gpus(size)
+@on_two_and_four_gpus
+def test_rows_exchanged_over_gpus_give_the_gradients_of_full_tables(size):
+    ranks = run_ranks(_world, size)
     # A GPU and a CPU draw different weights.
     twins = {kind: weights_of_twin(kind, size, "cuda") for kind in KINDS}
     limits = {"torch.float64": 1e-15, "torch.float32": 1e-6, "torch.bfloat16": 0.02}
-    for errors, weights_of_cases in run_world(_world, size, backend="nccl"):
+    for errors, weights_of_cases in ranks:
         for name, error in errors.items():
             assert error <= limits.get(name, 0.0), name
         for (kind, _), (weights, exchanges) in weights_of_cases.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,16 +21,8 @@ from lightning_megatron.groups.pending import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from tests.fits import GPT2, LLAMA, MIXTURE, Job, Report, differences, run_jobs
 from tests.gpu.staged_collectives import StagedCollectives
 from tests.world import run_world
-
-JOBS = {
-    "tp2": Job(LLAMA, {"tp": 2}),
-    "pp2 vpp2": Job(GPT2, {"pp": 2, "vpp": 2}),
-    "dp2": Job(LLAMA, {}),
-    "ep2": Job(MIXTURE, {"ep": 2, "expert_transport": "all_to_all"}),
-}
 
 
 def _rows(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -119,19 +110,5 @@ def _compare(rank: int, size: int) -> None:
     assert torch.equal(pending_sum, expected["sum"])
 
 
-def test_staged_collectives_equal_collectives_of_the_backend() -> None:
+def test_staged_collectives_equal_collectives_of_the_backend():
     run_world(_compare, 2)
-
-
-def _fits(rank: int, size: int) -> tuple[dict[str, Report], dict[str, Report]]:
-    plain = run_jobs(rank, size, JOBS)
-    StagedCollectives(stages=lambda tensor: True).install()
-    return plain, run_jobs(rank, size, JOBS)
-
-
-@pytest.mark.slow
-def test_layouts_with_staged_collectives_train_with_the_same_bits() -> None:
-    for plain, staged in run_world(_fits, 2):
-        assert {name: differences(staged[name], plain[name]) for name in JOBS} == dict.fromkeys(
-            JOBS, []
-        )
