@@ -29,15 +29,8 @@ def layer_of(
     mesh: ParallelMesh | None = None, options: dict[str, Any] | None = None, **settings: Any
 ) -> Any:
     """Build a layer with the same full weights in every layout."""
-    config = ExpertsConfig(
-        **{
-            "num_experts": NUM_EXPERTS,
-            "top_k": TOP_K,
-            "ffn_hidden_size": INNER,
-            **LOSSES,
-            **settings,
-        }
-    )
+    sizes = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "ffn_hidden_size": INNER}
+    config = ExpertsConfig(**{**sizes, **LOSSES, **settings})
     layer = MixtureOfExperts(SIZE, config, mesh or ParallelMesh.single(), **options or {}).double()
     for name, parameter in layer.named_parameters():
         spec = shard_spec_of(parameter)

@@ -21,19 +21,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "softmax over the chosen": {},
     "softmax over all": {"normalize_top_k": False, "score_scale": 2.5},
     "sigmoid": {"scoring": "sigmoid", "normalize_top_k": False},
-    "sigmoid over the chosen": {
-        "scoring": "sigmoid",
-        "score_scale": 1.5,
-        "aux_loss_scope": "sequence",
-    },
+    "sigmoid over the chosen": {"scoring": "sigmoid", "score_scale": 1.5, "aux_loss_scope": "sequence"},
     "groups": {"num_groups": 4, "top_k_groups": 2, "aux_loss_scope": "sequence"},
     "DeepSeek-V3": {"scoring": "sigmoid", "num_groups": 4, "top_k_groups": 2, "expert_bias": True},
     "DeepSeek-V2": {
-        "normalize_top_k": False,
-        "num_groups": 4,
-        "top_k_groups": 2,
-        "best_of_group": 1,
-        "score_scale": 16.0,
+        "normalize_top_k": False, "num_groups": 4, "top_k_groups": 2, "best_of_group": 1, "score_scale": 16.0,
     },
     "biases": {"expert_bias": True, "normalize_top_k": False},
     "logits with biases": {"router_bias": True},
@@ -43,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "capacity": {"capacity_factor": 0.7},
     "more capacity than tokens": {"capacity_factor": 8.0, "top_k": 1},
     "hardly any capacity": {"capacity_factor": 0.1, "normalize_top_k": False},
-}
+}  # fmt: skip
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -105,11 +97,8 @@ def balance_by_hand(
 def route_by_hand(hidden: Tensor, router: Router) -> RoutingByHand:
     """Route one token at a time."""
     config, bias = router.config, router.expert_bias
-    capacity = (
-        math.inf
-        if config.capacity_factor is None
-        else expert_capacity(hidden.shape[0] * hidden.shape[1], config)
-    )
+    has_capacity = config.capacity_factor is not None
+    capacity = expert_capacity(hidden[..., 0].numel(), config) if has_capacity else math.inf
     load, num_assigned, dropped = [0] * config.num_experts, [0] * config.num_experts, 0
     probabilities, experts, unbiased, shares, squares = [], [], [], [], []
     for token in hidden.flatten(0, 1):
@@ -119,14 +108,8 @@ def route_by_hand(hidden: Tensor, router: Router) -> RoutingByHand:
         shares.append(scores / scores.sum())
         squares.append(powers.sum().log() ** 2)
         unbiased.append(choose_by_hand(scores.tolist(), config))
-        chosen = (
-            list(unbiased[-1]) if bias is None else choose_by_hand((scores + bias).tolist(), config)
-        )
-        total = (
-            sum((scores[e] for e in chosen), start=torch.zeros(()))
-            if config.normalize_top_k
-            else 1.0
-        )
+        chosen = choose_by_hand((scores if bias is None else scores + bias).tolist(), config)
+        total = scores[chosen].sum() if config.normalize_top_k else 1.0
         for choice, expert in enumerate(chosen):
             load[expert] += 1
             num_assigned[expert] += 1
@@ -138,18 +121,17 @@ def route_by_hand(hidden: Tensor, router: Router) -> RoutingByHand:
         experts.append(chosen)
     if config.aux_loss_scope == "sequence":
         count = hidden.shape[1]
-        losses_of_sequences = [
+        balances = [
             balance_by_hand(shares[b::count], unbiased[b::count], config) for b in range(count)
         ]
-        balance = torch.stack(losses_of_sequences).mean()
+        balance = torch.stack(balances).mean()
     elif config.aux_loss_scope == "global":
         assert router.step_shares is not None
         balance = config.num_experts * (torch.stack(shares).mean(0) * router.step_shares).sum()
     else:
         # Dropped choices count, too.
-        balance = balance_by_hand(
-            shares, [choose_by_hand(s.tolist(), config) for s in shares], config
-        )
+        choices = [choose_by_hand(share.tolist(), config) for share in shares]
+        balance = balance_by_hand(shares, choices, config)
     return RoutingByHand(
         torch.stack(probabilities).view(-1, config.top_k),
         experts,
@@ -163,10 +145,8 @@ def route_by_hand(hidden: Tensor, router: Router) -> RoutingByHand:
 
 def main_loss(probabilities: Tensor) -> Tensor:
     """Weigh each choice of each token differently."""
-    return (
-        probabilities
-        * torch.arange(probabilities.numel(), dtype=probabilities.dtype).view_as(probabilities)
-    ).sum()
+    weights = torch.arange(probabilities.numel(), dtype=probabilities.dtype)
+    return (probabilities * weights.view_as(probabilities)).sum()
 
 
 def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:

@@ -47,19 +47,10 @@ def compute_by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Te
                 inner = ACTIVATIONS["swiglu"](features + weights.get(f"{expert}.gate_up.bias", 0.0))
                 update = weights[f"{expert}.down.weight"] @ inner
                 total = total + scale * (update + weights.get(f"{expert}.down.bias", 0.0))
-        if layer.shared is not None:
-            update = layer.shared.down.weight @ ACTIVATIONS["swiglu"](
-                layer.shared.gate_up.weight @ token
-            )
-            total = (
-                total
-                + (
-                    1.0
-                    if layer.shared.gate is None
-                    else (layer.shared.gate.weight @ token).sigmoid()
-                )
-                * update
-            )
+        if (shared := layer.shared) is not None:
+            update = shared.down.weight @ ACTIVATIONS["swiglu"](shared.gate_up.weight @ token)
+            opened = 1.0 if shared.gate is None else (shared.gate.weight @ token).sigmoid()
+            total = total + opened * update
         outputs.append(total)
     return torch.stack(outputs).view(hidden.shape), routed.balance_loss + routed.z_loss
 
@@ -72,9 +63,7 @@ def compute_by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Te
         ("capacity", "their inputs"),
     ],
 )
-def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(
-    name: str, recomputed: str
-) -> None:
+def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(name, recomputed):
     layer, reference = layer_of(**SETTINGS[name]), layer_of(**SETTINGS[name])
     layer.recomputes_experts = recomputed == "experts"
     layer.sends_inputs_again = recomputed == "their inputs"
@@ -85,19 +74,14 @@ def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(
     (0.5 * ((expected_output * output_gradient).sum() + losses)).backward()
     assert_equal(output, expected_output, "output")
     assert_equal(gradient, hidden.grad, "input")
-    for (parameter_name, actual), expected_parameter in zip(
+    for (parameter_name, actual), twin in zip(
         layer.named_parameters(), reference.parameters(), strict=True
     ):
-        assert_equal(
-            actual.grad,
-            torch.zeros_like(actual)
-            if expected_parameter.grad is None
-            else expected_parameter.grad,
-            parameter_name,
-        )
+        expected = torch.zeros_like(actual) if twin.grad is None else twin.grad
+        assert_equal(actual.grad, expected, parameter_name)
 
 
-def test_statistics_count_each_training_microbatch_once() -> None:
+def test_statistics_count_each_training_microbatch_once():
     layer = layer_of(capacity_factor=0.6)
     layer.recomputes_experts = True
     run(layer, hidden_of(1), hidden_of(2))
@@ -121,24 +105,19 @@ def make_hugging_face_layers() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
         routed_scaling_factor=2.5, norm_topk_prob=True,
     )  # fmt: skip
     groups = {
-        "num_groups": 2,
-        "top_k_groups": 1,
-        "score_scale": 2.5,
-        "shared_ffn_hidden_size": 2 * INNER,
-    }
+        "num_groups": 2, "top_k_groups": 1, "score_scale": 2.5, "shared_ffn_hidden_size": 2 * INNER,
+        "scoring": "sigmoid", "expert_bias": True,
+    }  # fmt: skip
     return {
         "mixtral": (MixtralSparseMoeBlock(mixtral), {}),
         "qwen3": (Qwen3MoeSparseMoeBlock(qwen), {"normalize_top_k": False}),
-        "deepseek": (
-            DeepseekV3MoE(deepseek),
-            {"scoring": "sigmoid", "expert_bias": True, **groups},
-        ),
+        "deepseek": (DeepseekV3MoE(deepseek), groups),
     }
 
 
 @pytest.mark.usefixtures("float32_is_float64")
 @pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek"])
-def test_the_layer_equals_layers_of_hugging_face(name: str) -> None:
+def test_the_layer_equals_layers_of_hugging_face(name):
     reference, settings = make_hugging_face_layers()[name]
     reference = reference.double()
     layer = layer_of(**settings, aux_loss=0.0, z_loss=0.0)
@@ -174,7 +153,7 @@ def test_the_layer_equals_layers_of_hugging_face(name: str) -> None:
         )
 
 
-def test_more_expert_parallel_ranks_than_experts_are_refused() -> None:
+def test_more_expert_parallel_ranks_than_experts_are_refused():
     mesh = ParallelMesh.single()
     object.__setattr__(mesh, "ep", type(mesh.ep)("ep", tuple(range(8)), 0))
     with pytest.raises(ParallelPlanError, match="num_experts .4. must be a multiple of ep .8."):

@@ -4,7 +4,7 @@ Hugging Face, and both compile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from lightning_megatron.experts.compute.choose_backend import BackendName
 from lightning_megatron.experts.compute.grouped_linear import grouped_linear
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.transport.choose_transport import choose_transport
@@ -57,39 +56,30 @@ def draw_floats(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @backends
 @pytest.mark.parametrize("case", ENDS_OF_CASES)
 def test_outputs_and_gradients_equal_those_of_one_product_for_each_group(
-    case: str, backend: BackendName, dtype: torch.dtype, limit: float
-) -> None:
+    case, backend, dtype, limit
+):
     if backend == "grouped_mm" and not hasattr(F, "grouped_mm"):
         pytest.skip("this torch has none")
     rows, stack, output_gradient = draw_floats(dtype)
-    last = ENDS_OF_CASES[case][-1]
-    rows[last:] = output_gradient[last:] = (
-        torch.nan
-    )  # a read of a row of no group would make a sum NaN
-    rows.requires_grad_(), stack.requires_grad_()
-    output = grouped_linear(
-        rows, stack.unbind(), torch.tensor(ENDS_OF_CASES[case], dtype=torch.int32), backend
-    )
-    gradients = torch.autograd.grad(output, (rows, stack), output_gradient)
-    expected = torch.zeros(ROWS, OUT, dtype=dtype)
-    start = 0
-    pieces = []
-    for weight, stop in zip(stack, ENDS_OF_CASES[case], strict=True):
-        pieces.append(F.linear(rows[start:stop], weight))
-        start = stop
-    expected = torch.cat(pieces)
-    expected_gradients = torch.autograd.grad(expected, (rows, stack), output_gradient[:last])
+    stops = ENDS_OF_CASES[case]
+    last = stops[-1]
+    # A read of a row of no group would make a sum NaN.
+    rows[last:] = output_gradient[last:] = torch.nan
+    leaves = rows.requires_grad_(), stack.requires_grad_()
+    ends = torch.tensor(stops, dtype=torch.int32)
+    output = grouped_linear(rows, stack.unbind(), ends, backend)
+    gradients = torch.autograd.grad(output, leaves, output_gradient)
+    groups = list(zip(stack, [0, *stops], stops, strict=False))
+    expected = torch.cat([F.linear(rows[start:stop], weight) for weight, start, stop in groups])
+    expected_gradients = torch.autograd.grad(expected, leaves, output_gradient[:last])
     assert (output[:last] - expected).abs().sum() < limit
     assert (gradients[0][:last] - expected_gradients[0][:last]).abs().sum() < limit
     assert (gradients[1] - expected_gradients[1]).abs().max() < limit
-    for number, (first_row, last_row) in enumerate(
-        zip([0, *ENDS_OF_CASES[case]], ENDS_OF_CASES[case], strict=False)
-    ):
-        if first_row == last_row:
-            assert not gradients[1][number].any()
+    for gradient, (_, start, stop) in zip(gradients[1], groups, strict=True):
+        assert start < stop or not gradient.any()
 
 
-def test_zero_rows_give_zero_outputs_and_gradients_of_zeros() -> None:
+def test_zero_rows_give_zero_outputs_and_gradients_of_zeros():
     _, stack, _ = draw_floats(torch.float64)
     rows = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
     stack.requires_grad_()
@@ -99,16 +89,14 @@ def test_zero_rows_give_zero_outputs_and_gradients_of_zeros() -> None:
     assert not stack.grad.any()
 
 
-def test_gradients_of_weights_with_slots_go_to_the_slots() -> None:
+def test_gradients_of_weights_with_slots_go_to_the_slots():
     rows, stack, output_gradient = draw_floats(torch.float64)
     weights = [nn.Parameter(weight) for weight in stack]
     weights[2].requires_grad_(False)
     sums, notices = torch.zeros_like(stack), []
     for number in (0, 2):
-        set_slot(
-            weights[number],
-            GradientSlot(sums[number], lambda number=number: notices.append(number)),
-        )
+        slot = GradientSlot(sums[number], lambda number=number: notices.append(number))
+        set_slot(weights[number], slot)
     ends = torch.tensor(ENDS_OF_CASES["random"], dtype=torch.int32)
     for _ in range(2):
         grouped_linear(rows, weights, ends).backward(output_gradient)
@@ -160,29 +148,46 @@ def run_mixture(routed: Routed, module: GroupedMLP) -> Tensor:
     return dispatcher.combine(dispatcher.send_back(outputs, received))
 
 
+def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], limit: float = 1e-10) -> None:
+    for number, pair in enumerate(zip(actual, expected, strict=True)):
+        assert torch.allclose(*pair, atol=limit, rtol=0), number
+
+
+def gradients_of(output: Tensor, routed: Routed, *leaves: Tensor) -> list[Tensor]:
+    """Return gradients of tokens, probabilities and leaves, which are 0 for experts without tokens."""
+    leaves = (routed.hidden, routed.probabilities, *leaves)
+    loss = (output * routed.outer).sum()
+    return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+
+
 @pytest.mark.parametrize("num_tokens", [9, 1, 0])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("has_biases", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_outputs_and_all_gradients_equal_those_of_a_loop_over_tokens(
-    activation: str, has_biases: bool, case: str, num_tokens: int
-) -> None:
+    activation, has_biases, case, num_tokens
+):
     module = build_experts(activation, linear_bias=has_biases)
     routed = route(case, num_tokens, SIZE, NUM_EXPERTS)
-    inputs = (routed.hidden, routed.probabilities, *module.parameters())
-    expected_output = dense(routed, weights_of(module), activation, biases_of(module))
-    expected_gradients = torch.autograd.grad(
-        (expected_output * routed.outer).sum(), inputs, allow_unused=True, materialize_grads=True
+    expected, actual = (
+        dense(routed, weights_of(module), activation, biases_of(module)),
+        run_mixture(routed, module),
     )
-    output = run_mixture(routed, module)
-    assert torch.allclose(output, expected_output, atol=1e-10, rtol=0)
-    gradients = torch.autograd.grad((output * routed.outer).sum(), inputs)
-    for number, (actual, expected) in enumerate(zip(gradients, expected_gradients, strict=True)):
-        assert torch.allclose(actual, expected, atol=1e-10, rtol=0), number
+    parameters = list(module.parameters())
+    assert_near(
+        (actual, *gradients_of(actual, routed, *parameters)),
+        (expected, *gradients_of(expected, routed, *parameters)),
+    )
+
+
+def stacks(gradients: list[Tensor]) -> list[Tensor]:
+    """Stack the gradients of the matrices of all experts."""
+    firsts = range(0, len(gradients), NUM_EXPERTS)
+    return [torch.stack(gradients[first : first + NUM_EXPERTS]) for first in firsts]
 
 
 @pytest.mark.parametrize("case", ["random", "some without tokens", "every expert"])
-def test_experts_equal_those_of_hugging_face(case: str) -> None:
+def test_experts_equal_those_of_hugging_face(case):
     module, routed = build_experts(), route(case, 9, SIZE, NUM_EXPERTS)
     sizes = MixtralConfig(hidden_size=SIZE, intermediate_size=INNER, num_local_experts=NUM_EXPERTS)
     sizes._experts_implementation = "eager"
@@ -190,68 +195,47 @@ def test_experts_equal_those_of_hugging_face(case: str) -> None:
     weights = {"gate_up_proj": module.weights("gate_up"), "down_proj": module.weights("down")}
     for name, ours in weights.items():
         getattr(reference, name).data.copy_(torch.stack(ours))
-    expected_output = reference(routed.hidden, routed.experts, routed.probabilities)
-    inputs = (routed.hidden, routed.probabilities)
-    expected_gradients = torch.autograd.grad(
-        (expected_output * routed.outer).sum(), (*inputs, *reference.parameters())
-    )
+    expected = reference(routed.hidden, routed.experts, routed.probabilities)
+    theirs = gradients_of(expected, routed, reference.gate_up_proj, reference.down_proj)
     output = run_mixture(routed, module)
-    assert torch.allclose(output, expected_output, atol=1e-10, rtol=0)
-    names = [name for name, _ in reference.named_parameters()]
-    leaves = (*inputs, *[weight for name in names for weight in weights[name]])
-    gradients = torch.autograd.grad((output * routed.outer).sum(), leaves)
-    stacks = [
-        torch.stack(gradients[start : start + NUM_EXPERTS])
-        for start in range(2, len(gradients), NUM_EXPERTS)
-    ]
-    for actual, expected in zip([*gradients[:2], *stacks], expected_gradients, strict=True):
-        assert torch.allclose(actual, expected, atol=1e-10, rtol=0)
+    ours = gradients_of(output, routed, *weights["gate_up_proj"], *weights["down_proj"])
+    assert_near((output, *ours[:2], *stacks(ours[2:])), (expected, *theirs))
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
-def test_experts_equal_those_of_gpt_oss_within_and_beyond_the_clamp_limits(scale: float) -> None:
+def test_experts_equal_those_of_gpt_oss_within_and_beyond_the_clamp_limits(scale):
     module = build_experts("clamped_swiglu", linear_bias=True)
     routed = route("random", 9, SIZE, NUM_EXPERTS)
     sizes = GptOssConfig(hidden_size=SIZE, intermediate_size=INNER, num_local_experts=NUM_EXPERTS)
     sizes._experts_implementation = "eager"
     reference: Any = GptOssExperts(sizes).double()
-    names = ("gate_up", "down")
+
+    def alternate(tensor: Tensor) -> Tensor:
+        """Alternate gate and up, as GPT-OSS does."""
+        return torch.stack(tensor.chunk(2, dim=1), 2).flatten(1, 2)
+
     with torch.no_grad():
         for weight in module.weights("gate_up"):
             weight.mul_(scale)
-        for name in names:
-            # GPT-OSS stores the input dimension first, and alternates gate and up.
+        for name in ("gate_up", "down"):
             stack, bias = torch.stack(module.weights(name)), torch.stack(module.biases(name))
             if name == "gate_up":
-                stack, bias = (
-                    torch.stack(tensor.chunk(2, dim=1), 2).flatten(1, 2) for tensor in (stack, bias)
-                )
+                stack, bias = alternate(stack), alternate(bias)
+            # GPT-OSS stores the input dimension first.
             getattr(reference, f"{name}_proj").copy_(stack.transpose(1, 2))
             getattr(reference, f"{name}_proj_bias").copy_(bias)
-    expected_output = reference(routed.hidden, routed.experts, routed.probabilities)
-    inputs = (routed.hidden, routed.probabilities)
-    leaves = (*inputs, *(getattr(reference, f"{name}_proj_bias") for name in names))
-    expected_gradients = torch.autograd.grad(
-        (expected_output * routed.outer).sum(), (*leaves, reference.down_proj)
-    )
+    expected = reference(routed.hidden, routed.experts, routed.probabilities)
+    leaves = (reference.gate_up_proj_bias, reference.down_proj_bias, reference.down_proj)
+    theirs = gradients_of(expected, routed, *leaves)
     output = run_mixture(routed, module)
-    assert torch.allclose(output, expected_output, atol=1e-10, rtol=0)
-    gradients = torch.autograd.grad(
-        (output * routed.outer).sum(),
-        (*inputs, *module.biases("gate_up"), *module.biases("down"), *module.weights("down")),
-    )
-    first, second, down = (
-        torch.stack(gradients[start : start + NUM_EXPERTS])
-        for start in range(2, len(gradients), NUM_EXPERTS)
-    )
-    first = torch.stack(first.chunk(2, dim=1), 2).flatten(1)
-    for actual, expected in zip(
-        (*gradients[:2], first, second, down.transpose(1, 2)), expected_gradients, strict=True
-    ):
-        assert torch.allclose(actual, expected, atol=1e-9, rtol=0)
+    biases = (*module.biases("gate_up"), *module.biases("down"))
+    ours = gradients_of(output, routed, *biases, *module.weights("down"))
+    first, second, down = stacks(ours[2:])
+    results = (output, *ours[:2], alternate(first), second, down.transpose(1, 2))
+    assert_near(results, (expected, *theirs), 1e-9)
 
 
-def test_autocast_outputs_are_bfloat16_and_gradients_have_the_dtype_of_operands() -> None:
+def test_autocast_outputs_are_bfloat16_and_gradients_have_the_dtype_of_operands():
     module, routed = build_experts().float(), route("random", 9, SIZE, NUM_EXPERTS)
     hidden, probabilities = (
         tensor.detach().float().requires_grad_() for tensor in (routed.hidden, routed.probabilities)
@@ -268,13 +252,10 @@ def test_autocast_outputs_are_bfloat16_and_gradients_have_the_dtype_of_operands(
         assert leaf.grad.dtype == torch.float32
 
 
-def test_permute_and_unpermute_read_nothing_from_the_device() -> None:
+def test_permute_and_unpermute_read_nothing_from_the_device():
     # A fake tensor has no values: a read of a value, or of a size that depends on values, raises.
     with FakeTensorMode():
-        hidden, probabilities = (
-            torch.empty(9, SIZE, requires_grad=True),
-            torch.empty(9, 2, requires_grad=True),
-        )
+        hidden, probabilities = (torch.empty(9, n, requires_grad=True) for n in (SIZE, 2))
         row_map = map_rows(torch.zeros(9, 2, dtype=torch.int64), 0, NUM_EXPERTS)
         rows = permute(hidden, row_map) * permute_probabilities(probabilities, row_map).unsqueeze(1)
         unpermute(rows, row_map).sum().backward()
@@ -282,50 +263,31 @@ def test_permute_and_unpermute_read_nothing_from_the_device() -> None:
 
 
 ENDS = torch.tensor([3, 3, 9, 11], dtype=torch.int32)
-ROWS_IN_GROUPS, OUT, WIDTH = 11, 24, 16
-
-
-def draw_operands(requires_grad: bool = True) -> tuple[Tensor, list[Tensor]]:
-    rows, stack = (
-        draw("rows", shape=(ROWS_IN_GROUPS, WIDTH)),
-        draw("weights", shape=(4, OUT, WIDTH)),
-    )
-    weights = [weight.clone().requires_grad_(requires_grad) for weight in stack]
-    return rows.clone().requires_grad_(requires_grad), weights
+DRAWN_ROWS = draw("rows", shape=(11, WIDTH))
 
 
 @pytest.mark.parametrize("backend", ["loop", None])
-def test_the_operators_pass_opcheck_of_torch(backend: str | None) -> None:
+def test_the_operators_pass_opcheck_of_torch(backend):
     torch.compiler.reset()
-    rows, weights = draw_operands()
-    ops, grad = torch.ops.lightning_megatron, draw("grad", shape=(ROWS_IN_GROUPS, OUT))
-    torch.library.opcheck(ops.grouped_linear.default, (rows, weights, ENDS, backend))
+    rows, grad = DRAWN_ROWS.clone().requires_grad_(), draw("grad", shape=(11, OUT))
+    weights = [draw(number, shape=(OUT, WIDTH)).requires_grad_() for number in range(4)]
+    ops, check = torch.ops.lightning_megatron, torch.library.opcheck
+    check(ops.grouped_linear.default, (rows, weights, ENDS, backend))
     weights = [weight.detach() for weight in weights]
-    torch.library.opcheck(ops.grouped_linear_input_gradient.default, (grad, weights, ENDS, backend))
-    torch.library.opcheck(
-        ops.grouped_linear_weight_gradients.default, (grad, rows.detach(), ENDS, backend)
-    )
+    check(ops.grouped_linear_input_gradient.default, (grad, weights, ENDS, backend))
+    check(ops.grouped_linear_weight_gradients.default, (grad, rows.detach(), ENDS, backend))
 
 
-def test_experts_compile_into_one_graph() -> None:
+def test_experts_compile_into_one_graph():
     torch.compiler.reset()
     config = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8)
     wrapped = nn.ModuleDict({"experts": GroupedMLP(WIDTH, config, ParallelMesh.single()).double()})
     initialize_(wrapped, "cpu", 0)
-    module = wrapped["experts"]
-    rows, probabilities = (
-        draw("rows", shape=(ROWS_IN_GROUPS, WIDTH)),
-        draw("probabilities", shape=(ROWS_IN_GROUPS,)),
-    )
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    expected_output = module(rows, probabilities, ENDS)
-    expected_gradients = torch.autograd.grad(
-        expected_output.square().sum(), list(module.parameters())
-    )
-    output = compiled(rows, probabilities, ENDS)
-    gradients = torch.autograd.grad(output.square().sum(), list(module.parameters()))
-    assert torch.allclose(output, expected_output, atol=1e-12, rtol=0)
-    assert all(
-        torch.allclose(actual, expected, atol=1e-12, rtol=0)
-        for actual, expected in zip(gradients, expected_gradients, strict=True)
-    )
+    module, probabilities = wrapped["experts"], draw("probabilities", shape=(11,))
+    results = []
+    for run in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+        output = run(DRAWN_ROWS, probabilities, ENDS)
+        gradients = torch.autograd.grad(output.square().sum(), list(module.parameters()))
+        results.append((output, *gradients))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.allclose(compiled, eager, atol=1e-12, rtol=0)

@@ -49,7 +49,7 @@ from tests.oracles import assert_equal, sequence_part
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_router_equals_a_loop_over_tokens(name: str) -> None:
+def test_the_router_equals_a_loop_over_tokens(name):
     router = router_of(config_of(**SETTINGS[name]))
     hidden = draw(S, B, D, seed=4).requires_grad_()
     routing, reference = router(hidden), route_by_hand(hidden, router)
@@ -60,53 +60,40 @@ def test_the_router_equals_a_loop_over_tokens(name: str) -> None:
     ]
     assert (0 if routing.dropped is None else int(routing.dropped)) == reference.dropped
     assert routing.probabilities.dtype == torch.float64
-    for field in ("probabilities", "balance_loss", "z_loss"):
-        assert_equal(getattr(routing, field), getattr(reference, field), field)
     assert_equal(routing.entropy_sum, reference.entropy * S * B, "entropy_sum")
-    for loss_name, actual, expected in (
-        ("probabilities", main_loss(routing.probabilities), main_loss(reference.probabilities)),
-        ("balance_loss", routing.balance_loss, reference.balance_loss),
-        ("z_loss", routing.z_loss, reference.z_loss),
-    ):
-        pairs = zip(
-            gradients_of(actual, hidden, router),
-            gradients_of(expected, hidden, router),
-            strict=True,
-        )
-        for actual_gradient, expected_gradient in pairs:
-            assert_equal(actual_gradient, expected_gradient, f"gradient of {loss_name}")
+    for field in ("probabilities", "balance_loss", "z_loss"):
+        actual, expected = getattr(routing, field), getattr(reference, field)
+        assert_equal(actual, expected, field)
+        weigh = main_loss if field == "probabilities" else torch.sum
+        assert_same_gradients(weigh(actual), weigh(expected), hidden, *router.parameters())
 
 
-def gradients_of(loss: Tensor, hidden: Tensor, router: Router) -> list[Tensor]:
-    leaves = (hidden, *router.parameters())
-    return list(torch.autograd.grad(loss, leaves, retain_graph=True))
+def assert_same_gradients(actual: Tensor, expected: Tensor, *leaves: Tensor) -> None:
+    pairs = zip(
+        *(torch.autograd.grad(loss, leaves, retain_graph=True) for loss in (actual, expected)),
+        strict=True,
+    )
+    for number, pair in enumerate(pairs):
+        assert_equal(*pair, f"gradient {number}")
 
 
 def make_hugging_face_routers() -> dict[str, tuple[torch.nn.Module, ExpertsConfig]]:
     counts = {"hidden_size": D, "num_experts_per_tok": K}
-    their_groups = {
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-    }
-    our_groups = {"num_groups": 4, "top_k_groups": 2, "score_scale": 2.5, "expert_bias": True}
+    deepseek = DeepseekV3Config(
+        n_routed_experts=E, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True, **counts
+    )  # fmt: skip
+    groups = {"num_groups": 4, "top_k_groups": 2, "score_scale": 2.5, "expert_bias": True}
+    qwen = Qwen3MoeConfig(num_experts=E, norm_topk_prob=False, **counts)
     return {
         "Mixtral": (MixtralTopKRouter(MixtralConfig(num_local_experts=E, **counts)), config_of()),
-        "Qwen3-MoE": (
-            Qwen3MoeTopKRouter(Qwen3MoeConfig(num_experts=E, norm_topk_prob=False, **counts)),
-            config_of(normalize_top_k=False),
-        ),
-        "DeepSeek-V3": (
-            DeepseekV3TopkRouter(DeepseekV3Config(n_routed_experts=E, **counts, **their_groups)),
-            config_of(scoring="sigmoid", **our_groups),
-        ),
+        "Qwen3-MoE": (Qwen3MoeTopKRouter(qwen), config_of(normalize_top_k=False)),
+        "DeepSeek-V3": (DeepseekV3TopkRouter(deepseek), config_of(scoring="sigmoid", **groups)),
     }
 
 
 @pytest.mark.usefixtures("float32_is_float64")
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
-def test_the_router_equals_routers_of_hugging_face(name: str) -> None:
+def test_the_router_equals_routers_of_hugging_face(name):
     reference, config = make_hugging_face_routers()[name]
     router = router_of(config)
     with torch.no_grad():
@@ -122,27 +109,20 @@ def test_the_router_equals_routers_of_hugging_face(name: str) -> None:
     expected = weights.gather(-1, experts.argsort(-1))
     assert expected.dtype == torch.float64
     assert_equal(actual, expected, "probabilities")
-    actual_gradients = gradients(main_loss(actual), hidden, router.weight)
-    for actual_gradient, expected_gradient in zip(
-        actual_gradients, gradients(main_loss(expected), hidden, reference.weight), strict=True
-    ):
-        assert_equal(actual_gradient, expected_gradient, "gradient")
+    ours = torch.autograd.grad(main_loss(actual), (hidden, router.weight))
+    theirs = torch.autograd.grad(main_loss(expected), (hidden, reference.weight))
+    for pair in zip(ours, theirs, strict=True):
+        assert_equal(*pair, "gradient")
     if config.scoring == "softmax":
         # For equal experts, the loss of Hugging Face is top_k, and ours is 1.
-        expected_loss = (
-            load_balancing_loss_func((reference(hidden)[0],), E, K) * config.aux_loss / K
-        )
+        theirs = load_balancing_loss_func((reference(hidden)[0],), E, K) * config.aux_loss / K
         balance_loss = router(hidden).balance_loss
-        assert_equal(balance_loss, expected_loss, "auxiliary loss")
-        assert_equal(
-            gradients(balance_loss, hidden)[0],
-            gradients(expected_loss, hidden)[0],
-            "gradient of the auxiliary loss",
-        )
+        assert_equal(balance_loss, theirs, "auxiliary loss")
+        assert_same_gradients(balance_loss, theirs, hidden)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_routing_reads_nothing_from_the_device(name: str) -> None:
+def test_routing_reads_nothing_from_the_device(name):
     """A meta tensor has no values, so any read raises."""
     mesh = ParallelMesh.single("meta")
     with torch.device("meta"):
@@ -155,7 +135,7 @@ def test_routing_reads_nothing_from_the_device(name: str) -> None:
     round_robin_experts(S * B, 0, router.config, mesh.device)
 
 
-def test_scores_are_computed_in_float32_under_autocast_and_in_bfloat16() -> None:
+def test_scores_are_computed_in_float32_under_autocast_and_in_bfloat16():
     wide = router_of(config_of()).float()
     half = router_of(config_of()).bfloat16()
     with torch.no_grad():
@@ -179,7 +159,7 @@ def test_scores_are_computed_in_float32_under_autocast_and_in_bfloat16() -> None
     assert_equal(slot.gradient, expected_gradient, "gradient in the slot", 1e-5)
 
 
-def test_evaluation_has_no_losses_and_no_jitter() -> None:
+def test_evaluation_has_no_losses_and_no_jitter():
     router = router_of(config_of(jitter=0.5)).eval()
     hidden = draw(S, B, D)
     routing = router(hidden)
@@ -189,7 +169,7 @@ def test_evaluation_has_no_losses_and_no_jitter() -> None:
     assert router_of(config_of(aux_loss=0.0, z_loss=0.0))(hidden).balance_loss is None
 
 
-def test_jitter_is_within_its_bounds_and_repeats_with_the_position() -> None:
+def test_jitter_is_within_its_bounds_and_repeats_with_the_position():
     mesh = ParallelMesh.single(seed=7)
     router = router_of(config_of(jitter=0.25), mesh)
     hidden, default_state = torch.ones(64, B, D, dtype=torch.float64), torch.get_rng_state()
@@ -202,11 +182,10 @@ def test_jitter_is_within_its_bounds_and_repeats_with_the_position() -> None:
     assert torch.equal(router._jittered(hidden), first)
 
 
-def test_biases_of_a_router_built_on_meta_exist_and_stay_float32() -> None:
+def test_biases_of_a_router_built_on_meta_exist_and_stay_float32():
+    config = config_of(expert_bias=True, aux_loss_scope="global")
     with torch.device("meta"):
-        router = Router(
-            config_of(expert_bias=True, aux_loss_scope="global"), D, ParallelMesh.single()
-        )
+        router = Router(config, D, ParallelMesh.single())
     assert router.weight.is_meta
     initialize_(router, "cpu", seed=0)
     router.update_(torch.arange(E))
@@ -217,36 +196,26 @@ def test_biases_of_a_router_built_on_meta_exist_and_stay_float32() -> None:
     assert torch.equal(router.step_shares, shares)
 
 
-def test_an_attached_loss_has_its_gradient_for_any_scale() -> None:
+def test_an_attached_loss_has_its_gradient_for_any_scale():
     router = router_of(config_of())
     hidden = [draw(S, B, D, seed=seed).requires_grad_() for seed in (4, 5)]
     # Two microbatches and a loss scale of 1024.
     scale = 1024.0 / 2
-    total = sum(
-        (
-            main_loss(routing_result.probabilities) + losses_of(routing_result)
-            for routing_result in map(router, hidden)
-        ),
-        start=torch.zeros(()),
-    )
-    expected = gradients(total * scale, *hidden, router.weight)
-    for scale_form in (scale, torch.tensor(scale)):
-        router.weight.grad = None
+    losses = [main_loss(result.probabilities) + losses_of(result) for result in map(router, hidden)]
+    expected = gradients(torch.stack(losses).sum() * scale, *hidden, router.weight)
+    for attached_scale in (scale, torch.tensor(scale)):
+        router.zero_grad()
         for microbatch in hidden:
             microbatch.grad = None
             routing = router(microbatch)
-            attached = attach_loss(routing.probabilities, losses_of(routing), scale_form)
+            attached = attach_loss(routing.probabilities, losses_of(routing), attached_scale)
             assert torch.equal(attached, routing.probabilities)
             (main_loss(attached) * scale).backward()
         for leaf, expected_gradient in zip((*hidden, router.weight), expected, strict=True):
-            assert_equal(
-                leaf.grad,
-                expected_gradient,
-                f"gradient with a scale of type {type(scale_form).__name__}",
-            )
+            assert_equal(leaf.grad, expected_gradient, f"gradient with a scale {attached_scale!r}")
 
 
-def test_a_loss_attached_in_recomputed_code_counts_once() -> None:
+def test_a_loss_attached_in_recomputed_code_counts_once():
     mesh = ParallelMesh.single(seed=5)
     router = router_of(config_of(jitter=0.2), mesh)
 
@@ -263,15 +232,12 @@ def test_a_loss_attached_in_recomputed_code_counts_once() -> None:
         mesh.random.begin_microbatch(1, 3)
         return gradients(main_loss(output), hidden, router.weight)
 
-    expected_gradients, actual_gradients = (
-        run(weigh),
-        run(lambda hidden: replayed(weigh, mesh.random, 3, hidden)),
-    )
-    for expected, actual in zip(expected_gradients, actual_gradients, strict=True):
+    recomputed = run(lambda hidden: replayed(weigh, mesh.random, 3, hidden))
+    for actual, expected in zip(recomputed, run(weigh), strict=True):
         assert_equal(actual, expected, "gradient")
 
 
-def test_biases_move_towards_the_mean_load_and_shares_equal_the_load() -> None:
+def test_biases_move_towards_the_mean_load_and_shares_equal_the_load():
     router = router_of(config_of(expert_bias=True, expert_bias_rate=0.125, aux_loss_scope="global"))
     bias = router.expert_bias.clone()
     router.update_(torch.tensor([4, 0, 4, 9, 3, 5, 4, 3]))
@@ -283,10 +249,9 @@ def test_biases_move_towards_the_mean_load_and_shares_equal_the_load() -> None:
     assert zeros.tolist() == [-1.0, 1.0]
 
 
-def test_biases_balance_experts_without_a_loss() -> None:
-    router = router_of(
-        config_of(scoring="sigmoid", expert_bias=True, expert_bias_rate=0.02, aux_loss=0.0)
-    )
+def test_biases_balance_experts_without_a_loss():
+    settings = {"scoring": "sigmoid", "expert_bias": True, "expert_bias_rate": 0.02}
+    router = router_of(config_of(**settings, aux_loss=0.0))
     hidden = draw(40, B, D, seed=9)
     before = router(hidden).load
     for _ in range(60):
@@ -296,13 +261,13 @@ def test_biases_balance_experts_without_a_loss() -> None:
     assert int(after.max()) <= 1.1 * 40 * B * K / E
 
 
-def test_the_capacity_is_rounded_up_from_the_exact_decimal_factor() -> None:
+def test_the_capacity_is_rounded_up_from_the_exact_decimal_factor():
     config = config_of(num_experts=1, top_k=1, capacity_factor=1.1)
     assert expert_capacity(10, config) == 11
     assert expert_capacity(11, config) == 13
 
 
-def test_experts_of_a_token_do_not_depend_on_later_tokens() -> None:
+def test_experts_of_a_token_do_not_depend_on_later_tokens():
     router = router_of(config_of(capacity_factor=0.7))
     hidden = draw(S, B, D, seed=4)
     changed = hidden.clone()
@@ -337,32 +302,22 @@ def count_step(
     return layers, step_statistics(layers, mesh)
 
 
-def test_statistics_of_a_step_equal_a_loop_over_its_tokens() -> None:
-    for name, settings in SETTINGS.items():
-        layers, statistics = count_step(settings, ParallelMesh.single())
-        router = router_of(config_of(**settings))
-        assert tuple(statistics) == LAYERS
-        for layer, step in statistics.items():
-            references = [
-                route_by_hand(draw_microbatch(layer, number), router)
-                for number in range(MICROBATCHES)
-            ]
-            assert step.load.tolist() == [
-                sum(loads)
-                for loads in zip(*(reference.load for reference in references), strict=True)
-            ]
-            assert int(step.dropped) == sum(reference.dropped for reference in references), name
-            assert_equal(
-                step.entropy,
-                sum(reference.entropy for reference in references) / MICROBATCHES,
-                f"{name}: entropy",
-            )
-            balance = (
-                sum(reference.balance_loss for reference in references)
-                / MICROBATCHES
-                / LOSSES["aux_loss"]
-            )
-            assert_equal(step.balance_loss, balance, f"{name}: balance_loss")
-            z = sum(reference.z_loss for reference in references) / MICROBATCHES / LOSSES["z_loss"]
-            assert_equal(step.z_loss, z, f"{name}: z_loss")
-            assert torch.equal(step.load, layers[layer].load), name
+@pytest.mark.parametrize("name", SETTINGS)
+def test_statistics_of_a_step_equal_a_loop_over_its_tokens(name):
+    layers, statistics = count_step(SETTINGS[name], ParallelMesh.single())
+    router = router_of(config_of(**SETTINGS[name]))
+    assert tuple(statistics) == LAYERS
+    for layer, step in statistics.items():
+        by_hand = [
+            route_by_hand(draw_microbatch(layer, number), router) for number in range(MICROBATCHES)
+        ]
+
+        def mean(field: str, references: Any = by_hand) -> Tensor:
+            return sum(getattr(one, field) for one in references) / MICROBATCHES
+
+        loads = zip(*(one.load for one in by_hand), strict=True)
+        assert step.load.tolist() == list(map(sum, loads)) == layers[layer].load.tolist()
+        assert int(step.dropped) == sum(one.dropped for one in by_hand)
+        assert_equal(step.entropy, mean("entropy"), "entropy")
+        assert_equal(step.balance_loss, mean("balance_loss") / LOSSES["aux_loss"], "balance_loss")
+        assert_equal(step.z_loss, mean("z_loss") / LOSSES["z_loss"], "z_loss")

@@ -30,7 +30,7 @@ from lightning_megatron.plan.shards import ShardRange
 from tests.plan.clone_draws import DrawnSelections, drawn_counts, drawn_selections
 
 
-def test_the_choice_of_a_dispatcher_has_its_reason() -> None:
+def test_the_choice_of_a_dispatcher_has_its_reason():
     single = ParallelMesh.single()
     assert "this rank has all experts" in choose_transport(4, 2, single).reason
     mesh = replace(single, ep=MeshAxis("ep", (0, 1)))
@@ -54,7 +54,7 @@ def make_gpu_mesh(monkeypatch: pytest.MonkeyPatch, reason_unavailable: str | Non
     return replace(single, ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
 
 
-def test_auto_chooses_puts_on_gpus_that_support_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_puts_on_gpus_that_support_them(monkeypatch):
     for unavailable, top_k, has_shared, kind, reason in (
         (None, 2, False, "one_sided", "these GPUs write into each other's memory"),
         (None, 1, False, "all_to_all", "top_k (1) is below ep (2)"),
@@ -72,9 +72,7 @@ def test_auto_chooses_puts_on_gpus_that_support_them(monkeypatch: pytest.MonkeyP
         assert choice.transport == "one_sided", "clones need puts"
 
 
-def test_puts_that_are_asked_for_or_needed_are_refused_with_the_reason_against_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_puts_that_are_asked_for_or_needed_are_refused_with_the_reason_against_them(monkeypatch):
     mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
     monkeypatch.setattr(peer_transfer, "reason_against_puts", lambda *_, **__: "they are apart")
     with pytest.raises(UnsupportedError, match="each other's memory: they are apart") as raised:
@@ -85,7 +83,7 @@ def test_puts_that_are_asked_for_or_needed_are_refused_with_the_reason_against_t
         choose_transport(4, 2, mesh, clones=CloneSettings(1))
 
 
-def test_illegal_settings_of_clones_are_refused() -> None:
+def test_illegal_settings_of_clones_are_refused():
     with pytest.raises(ParallelPlanError, match=r"places \(1\) must be at most 0"):
         choose_transport(8, 2, ParallelMesh.single(), clones=CloneSettings(1))
     with pytest.raises(ParallelPlanError, match=r"places \(3\) must be at most 2"):
@@ -106,7 +104,7 @@ def as_plan(clones: PlacedClones) -> ClonePlan:
     )
 
 
-def test_plans_of_torch_operators_equal_plans_in_python_numbers() -> None:
+def test_plans_of_torch_operators_equal_plans_in_python_numbers():
     for number, drawn in enumerate(drawn_counts(200)):
         dtype = torch.int32 if number % 2 else torch.int64
         counts = torch.tensor(drawn.counts, dtype=dtype)
@@ -121,7 +119,7 @@ def physical_of(drawn: DrawnSelections, clones: PlacedClones, rank: int) -> Tens
     return to_physical(experts, sort_by_expert(experts, 0, drawn.experts), clones, rank)
 
 
-def test_selections_go_to_the_places_of_the_plan() -> None:
+def test_selections_go_to_the_places_of_the_plan():
     num_moved = 0
     for drawn in drawn_selections(40):
         plan = plan_clones(drawn.counts, drawn.places)
@@ -135,7 +133,7 @@ def test_selections_go_to_the_places_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_planning_reads_nothing_from_the_device(device: str) -> None:
+def test_planning_reads_nothing_from_the_device(device):
     # Fake and meta tensors raise if a number is read or devices are mixed.
     mode = FakeTensorMode() if device == "cpu" else nullcontext()
     with mode:
@@ -185,7 +183,7 @@ def output_and_gradients(experts: torch.Tensor, limit: LayerRows | None) -> list
     return [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-def test_selections_beyond_the_limit_are_dropped() -> None:
+def test_selections_beyond_the_limit_are_dropped():
     experts = draw_selections()
     needed = int(((experts >= LOCAL_EXPERTS.start) & (experts < LOCAL_EXPERTS.stop)).sum())
     limit = LayerRows(RowLimit(1.0, ParallelMesh.single()), 5, num_ranks=3)
@@ -217,9 +215,7 @@ def test_selections_beyond_the_limit_are_dropped() -> None:
         ([], False),
     ],
 )
-def test_the_limit_of_a_run_is_too_small_if_one_pass_needs_more_rows(
-    numbers: list[tuple[int, int, int]], is_too_small: bool
-) -> None:
+def test_the_limit_of_a_run_is_too_small_if_one_pass_needs_more_rows(numbers, is_too_small):
     limit = RowLimit(1.0, ParallelMesh.single())
     for _ in range(2):
         with limit.limit_rows():

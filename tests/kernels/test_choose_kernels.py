@@ -20,11 +20,7 @@ def test_cpu_tensors_get_no_fused_kernels():
     ],
 )
 def test_the_reason_against_fused_kernels_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capability: tuple[int, int],
-    module: str,
-    reason: str,
+    monkeypatch, caplog, capability, module, reason
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(choose_kernels, "_KERNELS", module)

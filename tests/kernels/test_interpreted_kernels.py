@@ -24,7 +24,7 @@ GROUPS = (
 
 
 @pytest.mark.parametrize("group", [*GROUPS, "clones"])
-def test_interpreted_kernels_equal_torch(group: str) -> None:
+def test_interpreted_kernels_equal_torch(group):
     if group == "clones":
         results = interpreted("tests.experts.interpreted_clones")
     else:

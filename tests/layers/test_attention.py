@@ -130,7 +130,7 @@ def output_and_gradients(output: Tensor, inputs: tuple[Tensor, ...]) -> list[Ten
 
 
 @pytest.mark.parametrize("kind", list(SPANS))
-def test_every_implementation_of_attention_equals_loops_over_queries(kind: str) -> None:
+def test_every_implementation_of_attention_equals_loops_over_queries(kind):
     inputs, span = draw_inputs(), SPANS[kind]
     if span.sinks is not None:
         span = replace(span, sinks=span.sinks.clone().requires_grad_())
@@ -150,7 +150,7 @@ def test_every_implementation_of_attention_equals_loops_over_queries(kind: str) 
             assert_equal(*pair, f"{name} {number}")
 
 
-def test_alibi_slopes_equal_those_of_hugging_face() -> None:
+def test_alibi_slopes_equal_those_of_hugging_face():
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
     for num_heads in (1, 12, 16, 71):
@@ -170,7 +170,7 @@ def numbers(tensor: Tensor | None) -> list[Any]:
     return tensor.tolist()
 
 
-def test_rows_have_padded_lengths_and_are_cut_at_their_end() -> None:
+def test_rows_have_padded_lengths_and_are_cut_at_their_end():
     span = AttentionSpan.packed([[3, 2], [4]], 8, num_documents=3)
     assert (numbers(span.lengths), span.longest) == ([[3, 2, 0], [4, 0, 0]], 4)
     rest = AttentionSpan.packed([[1], [2]], 8)
@@ -246,7 +246,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return capability
 
 
-def test_cores_are_chosen_by_span_dtype_head_size_and_dropout(capability: list[int]) -> None:
+def test_cores_are_chosen_by_span_dtype_head_size_and_dropout(capability):
     spans = {**SPANS, "sinks alone": AttentionSpan(sinks=torch.ones(4))}
     for kind, dtype, options, expected in CORES:
         choice = choose_core(CUDA, dtype, spans[kind], **options)
@@ -259,7 +259,7 @@ def test_cores_are_chosen_by_span_dtype_head_size_and_dropout(capability: list[i
     assert choose_core(CUDA, HALF, **LARGE).pads_values
 
 
-def test_slow_cores_have_a_reason_and_a_remedy(capability: list[int]) -> None:
+def test_slow_cores_have_a_reason_and_a_remedy(capability):
     reasons: list[tuple[str, dict[str, Any], str]] = [
         ("documents", {"dropout": 0.1}, "drop no weights"),
         ("window", {"head_dim": 320}, "at most 256"),
@@ -279,7 +279,7 @@ def test_slow_cores_have_a_reason_and_a_remedy(capability: list[int]) -> None:
     assert choose_part(CPU, WIDE, SPANS["slopes"]).remedy is None
 
 
-def test_contradictory_spans_are_refused() -> None:
+def test_contradictory_spans_are_refused():
     check_refusals(
         AttentionSpan.packed,
         [
@@ -307,7 +307,7 @@ def test_contradictory_spans_are_refused() -> None:
     )
 
 
-def test_keys_that_end_elsewhere_than_queries_are_aligned_at_the_end() -> None:
+def test_keys_that_end_elsewhere_than_queries_are_aligned_at_the_end():
     # Two documents with 1 and 2 queries, of 2 and 3 keys.
     span = AttentionSpan(borders=torch.tensor([0, 1, 3], dtype=torch.int32))
     keys = KeyRows(5, torch.tensor([0, 2, 5], dtype=torch.int32))
@@ -317,7 +317,7 @@ def test_keys_that_end_elsewhere_than_queries_are_aligned_at_the_end() -> None:
     assert pairs[0, 0].int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
 
 
-def test_a_query_without_keys_adds_nothing_to_a_partial_sum() -> None:
+def test_a_query_without_keys_adds_nothing_to_a_partial_sum():
     query, key, value = (tensor.detach()[:, :1, :2] for tensor in draw_inputs(4))
     total, span = PartialSum(query), AttentionSpan(scale=0.5)
     hidden = forward_part(query, key, value, span, KeyRows(4, behind=-2))
@@ -336,9 +336,7 @@ def test_a_query_without_keys_adds_nothing_to_a_partial_sum() -> None:
     st.integers(1, 3),
     st.lists(st.lists(st.integers(0, 24), max_size=6), min_size=1, max_size=3),
 )
-def test_one_rank_holds_each_token_of_packed_documents(
-    size: int, inner: int, lengths: list[list[int]]
-) -> None:
+def test_one_rank_holds_each_token_of_packed_documents(size, inner, lengths):
     ranks = size * inner
     longest = max(map(sum, lengths))
     seq_length = -(-max(longest, 1) // (2 * ranks)) * 2 * ranks
@@ -382,7 +380,7 @@ def first_elements(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "kind", ["causal", "documents, window", "slopes, keys hidden", "sinks, cap, window"]
 )
-def test_attention_with_short_values_equals_the_first_elements_with_long_values(kind: str) -> None:
+def test_attention_with_short_values_equals_the_first_elements_with_long_values(kind):
     query, key, value = inputs = draw_inputs()
     core = partial(attend, span=SPANS[kind])
     full = first_elements(core(query, key, value))
@@ -398,7 +396,7 @@ def test_attention_with_short_values_equals_the_first_elements_with_long_values(
 SIZES: dict[str, Any] = {"key_value_rank": 8, "plain_dim": 6, "rotary_dim": 4, "value_dim": 8}
 
 
-def test_contradictory_settings_of_latent_attention_are_refused() -> None:
+def test_contradictory_settings_of_latent_attention_are_refused():
     check_refusals(
         lambda **changes: LatentAttentionConfig(**{**SIZES, **changes}),
         [

@@ -65,7 +65,7 @@ def lists_of(blocks: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", list(BLOCK_SPANS))
-def test_visible_blocks_equal_those_of_create_block_mask(kind: str) -> None:
+def test_visible_blocks_equal_those_of_create_block_mask(kind):
     for length in (300, 384, 1000):
         span = BLOCK_SPANS[kind].laid_out(2, length, CPU)
         blocks = visible_blocks(span, 2, length, CPU)
@@ -103,7 +103,7 @@ SPANS_OF_OTHER_KEYS = {
 
 
 @pytest.mark.parametrize("kind", list(SPANS_OF_OTHER_KEYS))
-def test_visible_blocks_of_other_keys_agree_with_the_dense_mask(kind: str) -> None:
+def test_visible_blocks_of_other_keys_agree_with_the_dense_mask(kind):
     span, keys = SPANS_OF_OTHER_KEYS[kind]
     length = 300
     blocks = visible_blocks(span, 2, length, CPU, keys)
@@ -139,7 +139,7 @@ FLEX = {
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
-def test_flex_attention_equals_attention_by_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_equals_attention_by_operators(monkeypatch):
     # The compiled kernel has no backward pass on CPUs, and its compilation takes long.
     by_kinds = attention_flex._by_kinds(flex_attention)
     monkeypatch.setattr(attention_flex, "_compiled", lambda: by_kinds)
@@ -201,9 +201,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_of_packages_equal_torch_for_every_span(
-    name: str, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_packages_equal_torch_for_every_span(name, case, monkeypatch):
     span, keys = CASES[case]
     query, grad = (draw(S, B, H, D, seed=seed) for seed in (1, 4))
     key, value = (draw(S, B, K, D, seed=seed) for seed in (2, 3))
@@ -226,9 +224,7 @@ def test_kernels_of_packages_equal_torch_for_every_span(
 
 
 @pytest.mark.parametrize("case", ["documents", "other documents", "padded"])
-def test_the_kernel_with_dropout_gets_the_arguments_of_a_span(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_with_dropout_gets_the_arguments_of_a_span(case, monkeypatch):
     span = replace(PACKED, causal=False) if case == "other documents" else CASES[case][0]
     inputs = [draw(S, B, heads, D, seed=heads).requires_grad_() for heads in (H, K, K)]
     dropouts = []
@@ -255,9 +251,7 @@ BOTH = {
 }
 
 
-def test_the_fastest_installed_package_is_chosen(
-    packages: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_installed_package_is_chosen(packages, monkeypatch):
     packages((9, 0), **BOTH)
     assert choose_flash(CUDA, 128).kernel.name == "flash attention 3"
     packages((9, 0), flash_attn=BOTH["flash_attn"])
@@ -277,7 +271,7 @@ def test_the_fastest_installed_package_is_chosen(
     assert choose_flash(CUDA, 128, True).kernel.name == "flash"
 
 
-def test_plain_rows_use_the_kernel_of_cudnn(packages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_rows_use_the_kernel_of_cudnn(packages, monkeypatch):
     packages((8, 0))
     assert choose_flash(CUDA, 128, True).kernel.name == "flash"
     packages((9, 0))
@@ -291,7 +285,7 @@ def test_plain_rows_use_the_kernel_of_cudnn(packages: Any, monkeypatch: pytest.M
     assert choose_flash(CUDA, 128, True).kernel.name == "flash", "whose bits repeat"
 
 
-def test_a_package_with_another_interface_is_not_chosen(packages: Any) -> None:
+def test_a_package_with_another_interface_is_not_chosen(packages):
     module = flash_packages.make_flash_attention_3()
     module._flash_attn_forward = lambda q, k, v, cu_seqlens_q=None: None  # type: ignore[attr-defined]
     packages((9, 0), flash_attn_interface=module)
@@ -299,7 +293,7 @@ def test_a_package_with_another_interface_is_not_chosen(packages: Any) -> None:
     assert "another interface (_flash_attn_forward without max_seqlen_k)" in reason
 
 
-def test_soft_caps_use_an_installed_package_instead_of_flex_attention(packages: Any) -> None:
+def test_soft_caps_use_an_installed_package_instead_of_flex_attention(packages):
     bounded = AttentionSpan(soft_cap=50.0, window=4)
     packages((9, 0))
     assert choose_core(CUDA, torch.bfloat16, bounded).core == "flex"

@@ -112,9 +112,7 @@ SIZES: dict[str, Any] = {"vocab_size": 40, "max_seq_length": 8, "num_layers": 2,
 DROPPING = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
 
 
-def test_only_training_with_dropout_draws_and_every_call_draws_new_masks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_training_with_dropout_draws_and_every_call_draws_new_masks(monkeypatch):
     tokens, mesh = torch.zeros(1, 4, dtype=torch.long), ParallelMesh.single()
     model = GPT(GPTConfig.gpt2(**SIZES, num_heads=4, **DROPPING), mesh, seed=1)
     assert not torch.equal(model(tokens), model(tokens))
@@ -124,7 +122,7 @@ def test_only_training_with_dropout_draws_and_every_call_draws_new_masks(
     GPT(GPTConfig.gpt2(**SIZES, num_heads=4), mesh, seed=1).train()(tokens)
 
 
-def test_recomputation_restores_the_position_of_the_streams() -> None:
+def test_recomputation_restores_the_position_of_the_streams():
     mesh = ParallelMesh.single()
     mesh.random.begin_microbatch(1, 1)
     x = torch.ones(4, 1, 4, requires_grad=True)
@@ -135,7 +133,7 @@ def test_recomputation_restores_the_position_of_the_streams() -> None:
     assert mesh.random.position == position
 
 
-def test_norms_of_bfloat16_keep_the_dtype_and_use_float32_statistics() -> None:
+def test_norms_of_bfloat16_keep_the_dtype_and_use_float32_statistics():
     mesh = ParallelMesh.single()
     wide = 300 * torch.randn(4, 2, 64).bfloat16()
     for norm, reference in (
@@ -148,14 +146,14 @@ def test_norms_of_bfloat16_keep_the_dtype_and_use_float32_statistics() -> None:
         assert_equal(actual.float(), reference(wide.float()), type(norm).__name__, tolerance=5e-3)
 
 
-def test_gather_output_with_fused_ranges_is_refused() -> None:
+def test_gather_output_with_fused_ranges_is_refused():
     mesh = ParallelMesh.single()
     qkv = SelfAttention(8, 2, mesh).qkv
     with pytest.raises(ValueError, match="equal parts"):
         ColumnParallelLinear(8, 24, mesh, ranges=qkv.weight.shard_spec.ranges, gather_output=True)
 
 
-def test_positions_past_the_table_are_refused() -> None:
+def test_positions_past_the_table_are_refused():
     with pytest.raises(
         ParallelPlanError, match=r"seq_length \(9\) must not exceed max_seq_length \(8\)"
     ):

@@ -250,7 +250,7 @@ def test_steps_of_a_layer_equal_those_of_the_simulation(layer, form, is_recomput
     assert num_clamped > 0, "some inputs are beyond the range"
 
 
-def test_old_and_non_finite_magnitudes_set_no_scale() -> None:
+def test_old_and_non_finite_magnitudes_set_no_scale():
     settings = FP8("delayed", history=2, emulate=True)
     scales = DelayedScales(settings, ["one", "two"], CPU)
     scaling = Scaling(settings, True, scales.layer(1))
@@ -272,7 +272,7 @@ def test_old_and_non_finite_magnitudes_set_no_scale() -> None:
     assert operand.numbers(torch.float64)[0, 0] == pytest.approx(1e38, rel=0.1)
 
 
-def test_saved_histories_of_other_lengths_are_cut_or_padded() -> None:
+def test_saved_histories_of_other_lengths_are_cut_or_padded():
     scales = DelayedScales(FP8("delayed", history=3, emulate=True), ["one", "two"], CPU)
     saved = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[float(n)] * 3 for n in range(1, 6)])]
     scales.start_with(saved, is_complete=True)

@@ -36,7 +36,7 @@ def make_layer(kind: Any = ColumnParallelLinear, dtype: torch.dtype = torch.floa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_frozen_parameters_and_inputs_get_no_gradient(kind: Any) -> None:
+def test_frozen_parameters_and_inputs_get_no_gradient(kind):
     grad = draw(S, B, F_OUT, seed=2)
     for frozen in ({"weight"}, {"bias"}, {"weight", "bias"}, {"input"}, {"input", "bias"}):
         layer = make_layer(kind)
@@ -55,7 +55,7 @@ def test_frozen_parameters_and_inputs_get_no_gradient(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_tensors_that_the_backward_pass_needs_are_saved(kind: Any) -> None:
+def test_only_tensors_that_the_backward_pass_needs_are_saved(kind):
     layer = make_layer(kind)
     attach_slots(layer)
 
@@ -90,7 +90,7 @@ class RecordAllocations(TorchDispatchMode):
         return result
 
 
-def test_the_backward_pass_allocates_no_tensor_of_the_size_of_the_weight() -> None:
+def test_the_backward_pass_allocates_no_tensor_of_the_size_of_the_weight():
     for name, layer, x in make_cases(ParallelMesh.single()):
         if name not in ("column", "row", "head", "embedding"):
             continue
@@ -103,7 +103,7 @@ def test_the_backward_pass_allocates_no_tensor_of_the_size_of_the_weight() -> No
         assert not gradients["weight"].isnan().any()
 
 
-def test_bfloat16_layers_sum_gradients_of_microbatches_in_a_float32_slot() -> None:
+def test_bfloat16_layers_sum_gradients_of_microbatches_in_a_float32_slot():
     layer = make_layer(dtype=torch.bfloat16)
     gradients, calls = attach_slots(layer, torch.float32)
     expected = torch.zeros(F_OUT, D)
@@ -115,7 +115,7 @@ def test_bfloat16_layers_sum_gradients_of_microbatches_in_a_float32_slot() -> No
     assert_equal(gradients["weight"], expected, "sum over microbatches", tolerance=2e-2)
 
 
-def test_all_add_methods_of_a_slot_multiply_by_its_scale() -> None:
+def test_all_add_methods_of_a_slot_multiply_by_its_scale():
     left, right, index = draw(6, V), draw(6, D), torch.tensor([2, 0, 5, 7, 1, 3])
     parts, product = draw(5, V, D), left.t() @ right
     rows = torch.zeros(V, D, dtype=torch.float64).index_add(0, index, right)
@@ -141,7 +141,7 @@ def test_all_add_methods_of_a_slot_multiply_by_its_scale() -> None:
         assert len(calls) == 3, name
 
 
-def test_layers_leave_out_the_bias_and_slots_leave_other_parameters_to_autograd() -> None:
+def test_layers_leave_out_the_bias_and_slots_leave_other_parameters_to_autograd():
     x = draw(S, B, D)
     for kind in KINDS:
         layer = make_layer(kind)
@@ -155,7 +155,7 @@ def test_layers_leave_out_the_bias_and_slots_leave_other_parameters_to_autograd(
         assert_equal(gradient, x.sum((0, 1)).expand(F_OUT, D), "weight")
 
 
-def test_slots_of_a_stack_get_the_gradient_of_autograd_now_or_in_the_weight_half() -> None:
+def test_slots_of_a_stack_get_the_gradient_of_autograd_now_or_in_the_weight_half():
     queue, memory = WeightGradientQueue(), draw(5, D)
     parts = [nn.Parameter(memory[:2]), nn.Parameter(memory[2:])]
     sums = torch.full_like(memory, torch.nan)
@@ -172,7 +172,7 @@ def test_slots_of_a_stack_get_the_gradient_of_autograd_now_or_in_the_weight_half
     assert_equal(sums, expected + torch.arange(5.0)[:, None], "sum")
 
 
-def test_fill_empty_writes_zeros_into_empty_slots_only_and_states_are_restored() -> None:
+def test_fill_empty_writes_zeros_into_empty_slots_only_and_states_are_restored():
     notices: list[int] = []
     slots = [
         GradientSlot(torch.full((2,), torch.nan), lambda index=index: notices.append(index))
@@ -194,7 +194,7 @@ def test_fill_empty_writes_zeros_into_empty_slots_only_and_states_are_restored()
     assert [slot.gradient.tolist() for slot in slots] == [[7.0, 7.0], [4.0, 4.0]]
 
 
-def test_weight_gradients_of_experts_are_deferred_to_the_weight_half() -> None:
+def test_weight_gradients_of_experts_are_deferred_to_the_weight_half():
     queue, rows, grad = WeightGradientQueue(), draw(10, 6).requires_grad_(), draw(10, 4, seed=1)
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
     weights = [nn.Parameter(draw(4, 6, seed=2 + number)) for number in range(3)]
@@ -212,7 +212,7 @@ def test_weight_gradients_of_experts_are_deferred_to_the_weight_half() -> None:
         assert_equal(total, grad[group].t() @ rows[group], "weight gradient")
 
 
-def test_the_queue_keeps_the_factors_of_deferred_products_until_they_have_run() -> None:
+def test_the_queue_keeps_the_factors_of_deferred_products_until_they_have_run():
     queue, layer = WeightGradientQueue(), make_layer()
     gradients, _ = attach_slots(layer, queue=queue)
     x, memory = draw(S, B, D).requires_grad_(), LiveMemory()
@@ -229,7 +229,7 @@ def test_the_queue_keeps_the_factors_of_deferred_products_until_they_have_run() 
         assert memory.now == 0
 
 
-def test_a_failed_input_half_leaves_no_deferred_products() -> None:
+def test_a_failed_input_half_leaves_no_deferred_products():
     queue, layer = WeightGradientQueue(), make_layer()
     _, calls = attach_slots(layer, queue=queue)
 
@@ -250,7 +250,7 @@ def test_a_failed_input_half_leaves_no_deferred_products() -> None:
     assert calls == {"weight": 0, "bias": 2}
 
 
-def test_mixed_input_halves_are_refused() -> None:
+def test_mixed_input_halves_are_refused():
     queue = WeightGradientQueue()
     with queue.open(1):
         with pytest.raises(ValueError, match="its own weight half.*got 2, while.*is open"):

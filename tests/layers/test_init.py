@@ -39,7 +39,7 @@ def num_bytes(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())
 
 
-def test_no_rank_ever_holds_more_than_its_shard_and_one_full_tensor() -> None:
+def test_no_rank_ever_holds_more_than_its_shard_and_one_full_tensor():
     full_model = GPT(CONFIG, seed=1)
     largest = max(math.prod(shard_spec_of(p).full_shape) for p in full_model.parameters()) * 4
     for sizes in ({"tp": 2, "pp": 4}, {"tp": 2, "pp": 2, "vpp": 2}):
@@ -52,7 +52,7 @@ def test_no_rank_ever_holds_more_than_its_shard_and_one_full_tensor() -> None:
             assert memory.peak < num_bytes(full_model)
 
 
-def test_weights_have_the_documented_distribution() -> None:
+def test_weights_have_the_documented_distribution():
     config = GPTConfig.gpt2(**SIZES, vocab_size=500, hidden_size=128, num_heads=4)
     model = GPT(config, seed=3)
     for name, parameter in model.named_parameters():
@@ -68,7 +68,7 @@ def test_weights_have_the_documented_distribution() -> None:
             assert float(values.mean()) == pytest.approx(0.0, abs=expected * 0.05), name
 
 
-def test_weights_depend_on_seed_and_name_and_not_on_default_generators() -> None:
+def test_weights_depend_on_seed_and_name_and_not_on_default_generators():
     before = torch.get_rng_state()
     first, second, other_seed = GPT(CONFIG, seed=1), GPT(CONFIG, seed=1), GPT(CONFIG, seed=2)
     assert torch.equal(torch.get_rng_state(), before)
@@ -80,7 +80,7 @@ def test_weights_depend_on_seed_and_name_and_not_on_default_generators() -> None
     assert not torch.equal(first.layers["0"].mlp.down.weight, first.layers["1"].mlp.down.weight)
 
 
-def test_shared_parameters_stay_shared_and_keep_their_shard_spec() -> None:
+def test_shared_parameters_stay_shared_and_keep_their_shard_spec():
     with torch.device("meta"):
         first, second = nn.Module(), nn.Module()
         normal = Initializer.normal()
@@ -93,6 +93,6 @@ def test_shared_parameters_stay_shared_and_keep_their_shard_spec() -> None:
     assert bool((first.weight[6:] == 0).all())
 
 
-def test_a_parameter_without_initializer_is_refused_by_name() -> None:
+def test_a_parameter_without_initializer_is_refused_by_name():
     with pytest.raises(ValueError, match=r"must have an initializer: '0\.weight' has none"):
         initialize_(nn.Sequential(nn.Linear(2, 2)), "cpu", seed=0)

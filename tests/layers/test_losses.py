@@ -29,7 +29,7 @@ NOT_STORED = ("chunked", "summed")
 
 
 @kinds
-def test_losses_of_half_precision_are_float32_with_gradients_of_half_precision(kind: str) -> None:
+def test_losses_of_half_precision_are_float32_with_gradients_of_half_precision(kind):
     for dtype in (torch.bfloat16, torch.float16):
         hidden = torch.randn(S, B, D).to(dtype).requires_grad_()
         weight = torch.randn(40, D).to(dtype).requires_grad_()
@@ -47,7 +47,7 @@ def test_losses_of_half_precision_are_float32_with_gradients_of_half_precision(k
 
 
 @pytest.mark.parametrize("kind", NOT_STORED)
-def test_autocast_gradients_equal_those_of_stored_logits(kind: str) -> None:
+def test_autocast_gradients_equal_those_of_stored_logits(kind):
     hidden, weight = torch.randn(S, B, D).requires_grad_(), torch.randn(40, D).requires_grad_()
     labels, results = torch.randint(0, 40, (S, B)), []
     for function in (FUNCTIONS["stored"], FUNCTIONS[kind]):
@@ -60,7 +60,7 @@ def test_autocast_gradients_equal_those_of_stored_logits(kind: str) -> None:
 
 
 @kinds
-def test_frozen_operands_get_no_gradient(kind: str) -> None:
+def test_frozen_operands_get_no_gradient(kind):
     hidden, weight = draw(S, B, D).requires_grad_(), draw(40, D, seed=1)
     labels = torch.zeros(S, B, dtype=torch.long)
     FUNCTIONS[kind](hidden, weight, labels, size=40).sum().backward()
@@ -71,7 +71,7 @@ def test_frozen_operands_get_no_gradient(kind: str) -> None:
 
 
 @kinds
-def test_extreme_logits_give_finite_losses_and_unknown_labels_are_refused(kind: str) -> None:
+def test_extreme_logits_give_finite_losses_and_unknown_labels_are_refused(kind):
     hidden, weight = torch.ones(1, 1, 1), torch.zeros(8, 1)
     weight[0] = -torch.inf
     losses = FUNCTIONS[kind](hidden, weight, torch.tensor([[3]]), size=8)
@@ -84,7 +84,7 @@ def test_extreme_logits_give_finite_losses_and_unknown_labels_are_refused(kind: 
 
 
 @pytest.mark.parametrize("kind", NOT_STORED)
-def test_memory_holds_the_logits_of_one_chunk_and_after_a_sum_only_gradients(kind: str) -> None:
+def test_memory_holds_the_logits_of_one_chunk_and_after_a_sum_only_gradients(kind):
     num_tokens, vocab_size, chunk = 64, 512, 16
     hidden = torch.randn(num_tokens, 1, D).requires_grad_()
     weight = torch.randn(vocab_size, D).requires_grad_()
@@ -112,7 +112,7 @@ def test_memory_holds_the_logits_of_one_chunk_and_after_a_sum_only_gradients(kin
     assert without_gradients.peak < 2.5 * logits, "no memory is reserved for gradients"
 
 
-def test_auto_chunks_only_large_logits_and_forward_chunks_all_logits() -> None:
+def test_auto_chunks_only_large_logits_and_forward_chunks_all_logits():
     assert tokens_of_chunk(None, 10**6, 10**6, 2) is None
     assert tokens_of_chunk(100, 10, 10, 2) == 100
     vocab_size = 128_256
@@ -124,7 +124,7 @@ def test_auto_chunks_only_large_logits_and_forward_chunks_all_logits() -> None:
     assert tokens_of_chunk("forward", 1, vocab_size, 2) == 2048
 
 
-def test_the_mean_loss_and_repeated_gradients_equal_torch() -> None:
+def test_the_mean_loss_and_repeated_gradients_equal_torch():
     leaves = hidden, weight = draw(S, B, D).requires_grad_(), draw(40, D, seed=1).requires_grad_()
     labels = torch.randint(0, 40, (S, B), generator=torch.Generator().manual_seed(1))
     labels[::3] = -100
@@ -141,7 +141,7 @@ def test_the_mean_loss_and_repeated_gradients_equal_torch() -> None:
             assert_equal(*pair, "gradient", tolerance=1e-12)
 
 
-def test_small_gradients_of_float16_survive_with_a_loss_scale() -> None:
+def test_small_gradients_of_float16_survive_with_a_loss_scale():
     hidden = torch.zeros(1, 1, D, dtype=torch.float16).requires_grad_()
     # Without the loss scale the gradient of the input is 2e-8, which is not representable in float16.
     weight = torch.full((8, D), 1e-6, dtype=torch.float16)

@@ -66,7 +66,7 @@ def train_microbatches(model: GPT, order: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_gradients_with_offload_have_the_same_bits(order: tuple[int, ...]) -> None:
+def test_gradients_with_offload_have_the_same_bits(order):
     expected = train_microbatches(build_model(settings="full"), order)
     for layers in (None, 1, 4):
         settings = Recomputation(("full",), layers=layers, at="last", offload=True)
@@ -75,7 +75,7 @@ def test_gradients_with_offload_have_the_same_bits(order: tuple[int, ...]) -> No
         assert len(actual) == len(expected)
 
 
-def test_the_input_of_a_layer_is_fetched_while_a_later_layer_runs_backward() -> None:
+def test_the_input_of_a_layer_is_fetched_while_a_later_layer_runs_backward():
     copies = RecordedCopies()
     model = build_model(copies)
     tokens = torch.zeros(1, 16, dtype=torch.long)
@@ -88,7 +88,7 @@ def test_the_input_of_a_layer_is_fetched_while_a_later_layer_runs_backward() -> 
     assert copies.events == ["wait", "wait", *["arrive", "wait"] * 4]
 
 
-def test_forward_passes_keep_two_inputs_on_the_device() -> None:
+def test_forward_passes_keep_two_inputs_on_the_device():
     memory_after_forward = {}
     for name, settings in (("device", "full"), ("host", OFFLOAD)):
         model = build_model(settings=settings)
@@ -107,7 +107,7 @@ def test_forward_passes_keep_two_inputs_on_the_device() -> None:
     assert extra == IN_FLIGHT * 2 * 16 * 32 * 4
 
 
-def test_offload_of_norms_and_of_compiled_layers_is_refused() -> None:
+def test_offload_of_norms_and_of_compiled_layers_is_refused():
     with pytest.raises(ParallelPlanError, match="offload needs parts of full or full_except_core"):
         Recomputation(("norms",), offload=True)
     model = GPT(CONFIG, seed=1)

@@ -50,9 +50,7 @@ def their_config(ours: RotaryScaling, their_settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("ours", "their_settings"), SCALINGS)
-def test_tables_of_rows_and_positions_have_the_bits_of_hugging_face(
-    ours: dict[str, Any], their_settings: dict[str, Any]
-) -> None:
+def test_tables_of_rows_and_positions_have_the_bits_of_hugging_face(ours, their_settings):
     scaling = RotaryScaling(**ours)
     module = modeling_phi3.Phi3RotaryEmbedding(their_config(scaling, their_settings))
     for length, dtype in itertools.product(
@@ -67,7 +65,7 @@ def test_tables_of_rows_and_positions_have_the_bits_of_hugging_face(
             assert torch.equal(position_table[:, :, 0].transpose(0, 1), their_table)
 
 
-def test_tables_of_rows_are_cached_and_tables_of_positions_are_not() -> None:
+def test_tables_of_rows_are_cached_and_tables_of_positions_are_not():
     tables, hidden, positions = RotaryTables(8, 100.0), torch.empty(0), torch.tensor([[3, 1, 2]])
     cached = tables(3, hidden)
     at_positions = position_tables(positions, 8, base=100.0)

@@ -39,7 +39,7 @@ def names_of(pieces: list[SegmentList]) -> list[str]:
     return [text.upper() if piece.is_static else text for piece, text in names]
 
 
-def test_missing_values_and_unknown_names_are_refused() -> None:
+def test_missing_values_and_unknown_names_are_refused():
     first = Segment("first", abs, ("y",), ("z",))
     with pytest.raises(ValueError, match=r"'first' reads \['y'\], but available are \['x'\]"):
         SegmentList([first], ("x",), ("z",))
@@ -57,7 +57,7 @@ def test_missing_values_and_unknown_names_are_refused() -> None:
         split(make_list_with_transfer(), cuts=["z", "a"])
 
 
-def test_expand_replaces_a_segment_by_its_parts_and_calls_begin() -> None:
+def test_expand_replaces_a_segment_by_its_parts_and_calls_begin():
     events: list[str] = []
     segments = [
         Segment("one", add_one, ("hidden",), ("between",), scopes=("router",)),
@@ -75,7 +75,7 @@ def test_expand_replaces_a_segment_by_its_parts_and_calls_begin() -> None:
     assert events == ["begin", "begin"]
 
 
-def test_a_segment_with_a_compiled_module_is_not_expanded() -> None:
+def test_a_segment_with_a_compiled_module_is_not_expanded():
     module = nn.Linear(2, 2)
     static = make_segment("p", "x", "q", scopes=("router",))
     parts = SegmentList([static, make_segment("r", "q", "y", is_static=False)], ("x",), ("y",))
@@ -104,7 +104,7 @@ SPLITS: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
-def test_split_separates_static_and_eager_pieces() -> None:
+def test_split_separates_static_and_eager_pieces():
     for eager, options, names in SPLITS:
         segments = make_list_with_transfer(eager)
         pieces = split(segments, **options)

@@ -111,7 +111,7 @@ def test_results_with_shared_casts_equal_those_with_separate_casts(recipe):
         assert torch.equal(shared.scales.history, separate.scales.history)
 
 
-def test_no_casts_are_kept_outside_of_the_block() -> None:
+def test_no_casts_are_kept_outside_of_the_block():
     layer = Layer(ColumnParallelLinear)
     with counting_casts() as casts:
         layer.step(0)
@@ -182,7 +182,7 @@ class Doubled(nn.Module):
         return weight * self.factor
 
 
-def test_parametrized_weights_are_cast_for_each_product() -> None:
+def test_parametrized_weights_are_cast_for_each_product():
     layer = Layer(RowParallelLinear)
     doubled = Doubled()
     parametrize.register_parametrization(layer.linear, "weight", doubled)
@@ -195,7 +195,7 @@ def test_parametrized_weights_are_cast_for_each_product() -> None:
     torch.testing.assert_close(second - bias, 2 * (first - bias))
 
 
-def test_casts_are_shared_by_several_microbatches_unless_graphs_forbid_it() -> None:
+def test_casts_are_shared_by_several_microbatches_unless_graphs_forbid_it():
     assert FP8().shares_casts(2)
     assert FP8().shares_casts(2, "full")
     assert FP8(cast_weights="batch").shares_casts(1)
