@@ -108,9 +108,8 @@ def check_rounded(
     """
     assert actual is not None, f"{what}: nothing"
     assert expected is not None, f"{what}: nothing to compare with"
-    assert actual.shape == expected.shape, (
-        f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
-    )
+    shapes = tuple(actual.shape), tuple(expected.shape)
+    assert shapes[0] == shapes[1], f"{what}: shapes {shapes}"
     actual, expected = actual.detach(), expected.detach()
     assert torch.isfinite(actual).all(), f"{what}: not finite"
     allowed = (
@@ -123,33 +122,19 @@ def check_rounded(
 
 
 def check_rotary(draw: Draw, sizes: Sizes) -> None:
-    """Compare queries, keys and values, and the gradient of the projection for output gradients
-    of several memory layouts.
-    """
-    for seq_length, batch, heads, kv_heads, head_dim in sizes.heads:
-        what = f"rotary {seq_length, batch, heads, kv_heads, head_dim}"
-        widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-        qkv = draw(seq_length, batch, sum(widths))
+    """Compare rotated queries, keys and values."""
+    for shape in sizes.heads:
+        seq_length, _, heads, kv_heads, head_dim = shape
         tables = rotary_tables(seq_length, head_dim, dtype=draw.dtype, device=draw.device)
-        fast, slow = leaf(qkv), wide(qkv)
+        fast, parts, slow = drawn_projection(draw, *shape)
         results = kernels.rotate_qkv(fast * 1, tables, heads, kv_heads)
-        query, key, value = (part.unflatten(-1, (-1, head_dim)) for part in slow.split(widths, -1))
-        wide_tables = (tables[0].double(), tables[1].double())
-        expected = (apply_rotary(query, wide_tables), apply_rotary(key, wide_tables), value)
-        grads = [draw(*result.shape) for result in results]
-        # Attention kernels choose the memory layout of the gradients that they return.
-        grads[1] = grads[1].permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
-        grads[2] = torch.cat((grads[2], grads[2]), -1)[..., :head_dim]
-        torch.autograd.backward(results, grads)
-        torch.autograd.backward(expected, [grad.double() for grad in grads])
-        for name, result, twin in zip("qkv", results, expected, strict=True):
-            check_rounded(result, twin, f"{what}: {name}")
-        check_rounded(fast.grad, slow.grad, f"{what}: gradient")
+        compare_rotated(draw, results, parts, tables, (fast, slow), f"rotary {shape}")
 
 
 def check_normed_rotary(draw: Draw, sizes: Sizes) -> None:
     """Compare norms of heads, partial rotation, interleaved pairs, and rows with own positions."""
-    for seq_length, batch, heads, kv_heads, head_dim in sizes.heads:
+    for shape in sizes.heads:
+        seq_length, batch, heads, kv_heads, head_dim = shape
         for has_norm, interleaved, has_row_positions in (
             (True, False, False),
             (True, True, True),
@@ -157,18 +142,13 @@ def check_normed_rotary(draw: Draw, sizes: Sizes) -> None:
             (False, False, True),
         ):
             rotated = head_dim if has_norm != interleaved else max(head_dim // 4 * 2, 2)
-            shape = seq_length, batch, heads, kv_heads, head_dim, rotated
-            what = f"normed rotary {shape}, {has_norm, interleaved, has_row_positions}"
-            widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-            qkv = draw(seq_length, batch, sum(widths))
-            positions = torch.arange(seq_length, device=draw.device).expand(batch, -1)
+            what = f"normed rotary {shape, rotated}, {has_norm, interleaved, has_row_positions}"
+            fast, parts, slow = drawn_projection(draw, *shape)
+            positions = torch.arange(seq_length, device=draw.device)[None]
             if has_row_positions:
                 positions = positions + torch.arange(batch, device=draw.device)[:, None]
-            else:
-                positions = positions[:1]
             tables = position_tables(positions, rotated, dtype=draw.dtype)
             scales = tuple(draw(head_dim) for _ in range(2)) if has_norm else ()
-            fast, slow = leaf(qkv), wide(qkv)
             factors, twins = [leaf(scale) for scale in scales], [wide(scale) for scale in scales]
             results = kernels.norm_and_rotate_qkv(
                 fast * 1,
@@ -178,23 +158,48 @@ def check_normed_rotary(draw: Draw, sizes: Sizes) -> None:
                 1e-3,
                 interleaved,
             )
-            parts = [part.unflatten(-1, (-1, head_dim)) for part in slow.split(widths, -1)]
             for number, twin in enumerate(twins):
                 parts[number] = F.rms_norm(parts[number], (head_dim,), twin, 1e-3)
-            wide_tables = (tables[0].double(), tables[1].double())
-            rotated_parts = [apply_rotary(part, wide_tables, interleaved) for part in parts[:2]]
-            expected = (*rotated_parts, parts[2])
-            grads = [draw(*result.shape) for result in results]
-            # Attention kernels choose the memory layout of the gradients that they return.
-            grads[1] = grads[1].permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
-            grads[2] = torch.cat((grads[2], grads[2]), -1)[..., :head_dim]
-            torch.autograd.backward(results, grads)
-            torch.autograd.backward(expected, [grad.double() for grad in grads])
-            for name, result, twin in zip("qkv", results, expected, strict=True):
-                check_rounded(result, twin, f"{what}: {name}")
-            check_rounded(fast.grad, slow.grad, f"{what}: gradient")
+            compare_rotated(draw, results, parts, tables, (fast, slow), what, interleaved)
             for factor, twin in zip(factors, twins, strict=True):
                 check_rounded(factor.grad, twin.grad, f"{what}: gradient of a weight", 2e-5)
+
+
+def drawn_projection(
+    draw: Draw, seq_length: int, batch: int, heads: int, kv_heads: int, head_dim: int
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Draw a projection, and return it with its queries, keys and values in float64 and the leaf of
+    these.
+    """
+    widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    fast = leaf(draw(seq_length, batch, sum(widths)))
+    slow = wide(fast)
+    return fast, [part.unflatten(-1, (-1, head_dim)) for part in slow.split(widths, -1)], slow
+
+
+def compare_rotated(
+    draw: Draw,
+    results: tuple[Tensor, ...],
+    parts: list[Tensor],
+    tables: tuple[Tensor, Tensor],
+    leaves: tuple[Tensor, Tensor],
+    what: str,
+    interleaved: bool = False,
+) -> None:
+    """Compare queries, keys and values, and the gradient of the projection for output gradients of
+    several memory layouts.
+    """
+    wide_tables = (tables[0].double(), tables[1].double())
+    expected = [*(apply_rotary(part, wide_tables, interleaved) for part in parts[:2]), parts[2]]
+    grads = [draw(*result.shape) for result in results]
+    # Attention kernels choose the memory layout of the gradients that they return.
+    grads[1] = grads[1].permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
+    grads[2] = torch.cat((grads[2], grads[2]), -1)[..., : grads[2].shape[-1]]
+    torch.autograd.backward(results, grads)
+    torch.autograd.backward(expected, [grad.double() for grad in grads])
+    for name, result, twin in zip("qkv", results, expected, strict=True):
+        check_rounded(result, twin, f"{what}: {name}")
+    check_rounded(leaves[0].grad, leaves[1].grad, f"{what}: gradient")
 
 
 def check_swiglu(draw: Draw, sizes: Sizes) -> None:
@@ -219,15 +224,11 @@ def check_gelu(draw: Draw, sizes: Sizes) -> None:
     for shape in sizes.elements:
         for kind in ("tanh", "none"):
             hidden = draw(*shape, scale=4.0)
-            large = torch.tensor([0.0, 6e4, -6e4, 90.0, -90.0, 1e-3], device=draw.device)[
-                : hidden.numel()
-            ]
-            hidden.view(-1)[: large.numel()] = large.to(hidden.dtype)
+            large = torch.tensor([0.0, 6e4, -6e4, 90.0, -90.0, 1e-3], device=draw.device)
+            hidden.view(-1)[:6] = large[: hidden.numel()].to(hidden.dtype)
             fast, slow = leaf(hidden), wide(hidden)
-            result, expected = (
-                kernels.apply_gelu(fast, kind == "tanh"),
-                F.gelu(slow, approximate=kind),
-            )
+            result = kernels.apply_gelu(fast, kind == "tanh")
+            expected = F.gelu(slow, approximate=kind)
             grad = draw(*shape)
             result.backward(grad)
             expected.backward(grad.double())
@@ -246,10 +247,7 @@ def check_cross_entropy(draw: Draw, sizes: Sizes) -> None:
     mesh = ParallelMesh.single()
     for tokens, vocab_size, padded in sizes.vocabularies:
         for smoothing, overwrite in ((0.0, True), (0.1, False), (0.1, True)):
-            what = (
-                f"cross entropy {tokens, vocab_size, padded}, smoothing {smoothing}, overwrite "
-                f"{overwrite}"
-            )
+            what = f"cross entropy {tokens, vocab_size, padded}, {smoothing, overwrite}"
             logits = draw(tokens, 1, padded, scale=5.0)
             logits[..., vocab_size:] = float("nan") if overwrite else 1e4
             labels = draw.integers(vocab_size, tokens, 1)
@@ -263,20 +261,14 @@ def check_cross_entropy(draw: Draw, sizes: Sizes) -> None:
             losses = vocab_parallel_cross_entropy(
                 fast * 1, labels, mesh, vocab_size, smoothing, -7, overwrite
             )
-            expected = F.cross_entropy(
-                slow[:, 0],
-                labels[:, 0],
-                reduction="none",
-                label_smoothing=smoothing,
-                ignore_index=-7,
-            ).unsqueeze(1)
+            options = {"label_smoothing": smoothing, "ignore_index": -7, "reduction": "none"}
+            expected = F.cross_entropy(slow[:, 0], labels[:, 0], **options).unsqueeze(1)
             (losses * weight).sum().backward()
             (expected * weight.double()).sum().backward()
             assert slow.grad is not None
             check_rounded(losses, expected, what)
-            check_rounded(
-                fast.grad, F.pad(slow.grad, (0, padded - vocab_size)), f"{what}: gradient"
-            )
+            gradient = F.pad(slow.grad, (0, padded - vocab_size))
+            check_rounded(fast.grad, gradient, f"{what}: gradient")
 
 
 def check_norms(draw: Draw, sizes: Sizes) -> None:
@@ -286,14 +278,9 @@ def check_norms(draw: Draw, sizes: Sizes) -> None:
             (True, True, True), (True, False, True), (True, False, False),
             (False, True, True), (False, True, False), (False, False, True),
         ):  # fmt: skip
-            what = (
-                f"norm {seq_length, batch, width}, rms {is_rms}, update {has_update}, stream "
-                f"{uses_stream}"
-            )
-            hidden, update = (
-                leaf(draw(seq_length, batch, width) + 1),
-                leaf(draw(seq_length, batch, width)),
-            )
+            what = f"norm {seq_length, batch, width}, {is_rms, has_update, uses_stream}"
+            hidden = leaf(draw(seq_length, batch, width) + 1)
+            update = leaf(draw(seq_length, batch, width))
             weight, bias = leaf(draw(width)), None if is_rms else leaf(draw(width))
             stream, result = kernels.add_norm(
                 hidden, update if has_update else None, weight, bias, 1e-5, is_rms
@@ -302,11 +289,10 @@ def check_norms(draw: Draw, sizes: Sizes) -> None:
             check_rounded(stream, total, f"{what}: stream")
             slow, slow_weight = wide(stream), wide(weight)
             slow_bias = None if bias is None else wide(bias)
-            expected = (
-                F.rms_norm(slow, (width,), slow_weight, 1e-5)
-                if is_rms
-                else F.layer_norm(slow, (width,), slow_weight, slow_bias, 1e-5)
-            )
+            if is_rms:
+                expected = F.rms_norm(slow, (width,), slow_weight, 1e-5)
+            else:
+                expected = F.layer_norm(slow, (width,), slow_weight, slow_bias, 1e-5)
             check_rounded(result, expected, what, noise=2e-5)
             grads = [draw(seq_length, batch, width) for _ in range(2)]
             pairs = [(result, grads[0]), (stream, grads[1])][: 2 if uses_stream else 1]
@@ -345,12 +331,8 @@ def check_taken_gradients(
     differentiate(*(parts.append for parts in taken))
     for parameter, (parts,), expected in zip(leaves, taken, rounded, strict=True):
         assert parameter.grad is None, f"{what}: autograd got the gradient as well"
-        assert parts.dtype == torch.float32, (
-            f"{what}: a gradient was rounded before it was handed over"
-        )
-        assert torch.equal(parts.sum(0).to(parameter.dtype), expected), (
-            f"{what}: the gradient that was handed over"
-        )
+        assert parts.dtype == torch.float32, f"{what}: rounded before it was handed over"
+        assert torch.equal(parts.sum(0).to(parameter.dtype), expected), f"{what}: handed over"
 
 
 def serve(tensor: Tensor) -> bool:

@@ -140,10 +140,7 @@ def row_maps(draw: Draw, sizes: ExpertSizes) -> list[tuple[str, RowMap, int]]:
         for routing in sizes.ways:
             experts = draw_choices(draw, tokens, num_experts, top_k, routing)
             for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
-                name = (
-                    f"{tokens, num_experts, top_k, width}, {routing}, experts {first} to "
-                    f"{first + here}"
-                )
+                name = f"{tokens, num_experts, top_k, width}, {routing}, {here} from {first}"
                 named_maps.append((name, sort_by_expert(experts, first, here), width))
     return named_maps
 
@@ -156,15 +153,11 @@ def check_sort(draw: Draw, sizes: ExpertSizes) -> None:
             for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
                 expected = sort_by_expert(experts, first, here)
                 pairs, rows, ends = kernels.sort_selections(experts, first, here)
-                what = (
-                    f"sort {tokens, num_experts, top_k}, {routing}, experts {first} to "
-                    f"{first + here}"
-                )
+                what = f"sort {tokens, num_experts, top_k}, {routing}, {here} from {first}"
+                pairs = pairs[: expected.pairs.shape[0]]
                 assert torch.equal(ends, expected.ends), f"{what}: ends"
                 assert torch.equal(rows, expected.rows), f"{what}: rows"
-                assert torch.equal(pairs[: expected.pairs.shape[0]], expected.pairs), (
-                    f"{what}: pairs"
-                )
+                assert torch.equal(pairs, expected.pairs), f"{what}: pairs"
                 assert ends.dtype == torch.int32, f"{what}: ends are {ends.dtype}"
 
 
@@ -181,36 +174,30 @@ def is_row(row_map: RowMap, num_rows: int) -> Tensor:
 def check_permute(draw: Draw, sizes: ExpertSizes) -> None:
     """Compare rows, scales and both gradients, with NaN in the rows past the last end."""
     for name, row_map, width in row_maps(draw, sizes):
+        what = f"permute {name}"
         tokens, top_k = row_map.rows.shape
         hidden, probabilities = leaf(draw(tokens, width)), leaf(draw(tokens, top_k).float())
         num_rows = row_map.pairs.shape[0]
-        rows, scales = kernels.permute_tokens(
-            hidden, probabilities, row_map.rows, row_map.ends, num_rows
-        )
+        where = row_map.rows, row_map.ends, num_rows
+        rows, scales = kernels.permute_tokens(hidden, probabilities, *where)
         is_here = is_row(row_map, num_rows)
         pairs = row_map.pairs[is_here]
-        assert torch.equal(rows[is_here], hidden[pairs // top_k]), f"permute {name}"
-        assert torch.equal(scales[is_here], probabilities.flatten()[pairs]), (
-            f"permute {name}: scales"
-        )
-        grads = (
-            with_nan_tail(row_map, draw(num_rows, width)),
-            with_nan_tail(row_map, draw(num_rows).float()),
-        )
-        torch.autograd.backward((rows, scales), grads)
+        assert torch.equal(rows[is_here], hidden[pairs // top_k]), what
+        assert torch.equal(scales[is_here], probabilities.flatten()[pairs]), f"{what}: scales"
+        row_grads = with_nan_tail(row_map, draw(num_rows, width))
+        scale_grads = with_nan_tail(row_map, draw(num_rows).float())
+        torch.autograd.backward((rows, scales), (row_grads, scale_grads))
         expected = torch.zeros(tokens * top_k, width, dtype=torch.float64, device=draw.device)
-        expected[pairs] = grads[0][is_here].double()
-        check_grad(
-            hidden.grad, expected.view(tokens, top_k, width).sum(1), f"permute {name}: gradient"
-        )
+        expected[pairs] = row_grads[is_here].double()
+        expected = expected.view(tokens, top_k, width).sum(1)
+        check_grad(hidden.grad, expected, f"{what}: gradient")
         expected = torch.zeros(tokens * top_k, device=draw.device)
-        expected[pairs] = grads[1][is_here]
-        assert torch.equal(probabilities.grad, expected.view(tokens, top_k)), (
-            f"permute {name}: gradient of scales"
-        )
-        alone, nothing = kernels.permute_tokens(hidden, None, row_map.rows, row_map.ends, num_rows)
-        assert nothing is None, f"permute {name}: scales of nothing"
-        assert torch.equal(alone[is_here], rows[is_here]), f"permute {name}: without scales"
+        expected[pairs] = scale_grads[is_here]
+        expected = expected.view(tokens, top_k)
+        assert torch.equal(probabilities.grad, expected), f"{what}: gradient of scales"
+        alone, nothing = kernels.permute_tokens(hidden, None, *where)
+        assert nothing is None, f"{what}: scales of nothing"
+        assert torch.equal(alone[is_here], rows[is_here]), f"{what}: without scales"
 
 
 def check_grad(actual: Tensor | None, expected: Tensor, what: str, noise: float = 4e-6) -> None:
@@ -238,31 +225,22 @@ def check_unpermute(draw: Draw, sizes: ExpertSizes) -> None:
             outer = draw(tokens, width)
             result.backward(outer)
             slow = wide(rows.detach()[is_here])
-            chosen = (
-                slow.new_zeros(tokens * top_k, width)
-                .index_put((pairs,), slow)
-                .view(tokens, top_k, width)
-            )
+            chosen = slow.new_zeros(tokens * top_k, width).index_put((pairs,), slow)
             weights = wide(torch.ones(tokens, top_k) if probabilities is None else probabilities)
-            expected = (chosen * weights.to(chosen.device).unsqueeze(-1)).sum(1)
+            scales = weights.to(chosen.device).unsqueeze(-1)
+            expected = (chosen.view(tokens, top_k, width) * scales).sum(1)
             expected.backward(outer.double())
             check_grad(result, expected, what)
             assert rows.grad is not None, f"{what}: no gradient"
             check_grad(rows.grad[is_here], slow.grad, f"{what}: gradient")
             if probabilities is not None:
-                check_grad(
-                    probabilities.grad,
-                    weights.grad,
-                    f"{what}: gradient of probabilities",
-                    noise=2e-5,
-                )
+                check_grad(probabilities.grad, weights.grad, f"{what}: of probabilities", 2e-5)
 
 
 def check_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
     """Compare the rows before the last end; the last group is empty, and later rows are NaN."""
-    check_weighted_activation(
-        draw, sizes, kernels.apply_weighted_swiglu, lambda gate, up: F.silu(gate) * up
-    )
+    run = kernels.apply_weighted_swiglu
+    check_weighted_activation(draw, sizes, run, lambda gate, up: F.silu(gate) * up)
 
 
 def check_clamped_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
@@ -285,9 +263,7 @@ def check_weighted_activation(
 ) -> None:
     for num_rows, features, tail in sizes.inner:
         what = f"weighted swiglu {num_rows, features, tail}"
-        ends = torch.tensor(
-            [num_rows // 3, num_rows, num_rows], dtype=torch.int32, device=draw.device
-        )
+        ends = torch.tensor([num_rows // 3, num_rows, num_rows], device=draw.device).int()
         past = torch.full((tail, 2 * features), torch.nan, device=draw.device, dtype=draw.dtype)
         gate_up = leaf(torch.cat([draw(num_rows, 2 * features, scale=4.0), past]))
         probabilities = leaf(torch.cat([draw(num_rows).float(), past[:, 0].float()]))
@@ -302,12 +278,8 @@ def check_weighted_activation(
         assert probabilities.grad is not None, f"{what}: no gradient of probabilities"
         check_grad(result[:num_rows], expected, what)
         check_grad(gate_up.grad[:num_rows], slow.grad, f"{what}: gradient")
-        check_grad(
-            probabilities.grad[:num_rows],
-            slow_probabilities.grad,
-            f"{what}: of probabilities",
-            noise=2e-5,
-        )
+        gradient = probabilities.grad[:num_rows]
+        check_grad(gradient, slow_probabilities.grad, f"{what}: of probabilities", 2e-5)
 
 
 def logits_of(draw: Draw, tokens: int, num_experts: int, kind: str) -> Tensor:
@@ -325,17 +297,12 @@ def check_router(draw: Draw, sizes: ExpertSizes) -> None:
         for kind in sizes.logits:
             # Round-robin choices depend only on the number of experts.
             for round_robin_start in (None, 5) if config.num_experts < 32 else (None,):
-                what = (
-                    f"router {num_sequences, length}, {settings}, {kind}, turn {round_robin_start}"
-                )
+                what = f"router {num_sequences, length}, {settings}, {kind}, {round_robin_start}"
                 logits = leaf(logits_of(draw, num_sequences * length, config.num_experts, kind))
                 bias = None
                 if config.expert_bias:
                     # Multiples of a power of two, so that ties of scores stay ties.
-                    bias = torch.randint(
-                        -4, 5, (config.num_experts,), generator=draw.generator, device=draw.device
-                    )
-                    bias = bias * 2.0**-5
+                    bias = (draw.integers(9, config.num_experts) - 4) * 2.0**-5
                 check_routed(draw, logits, bias, config, num_sequences, round_robin_start, what)
 
 
@@ -364,13 +331,9 @@ def check_routed(
     torch.autograd.backward(twins, [grad.double() for grad in outer], retain_graph=True)
     check_grad(logits.grad, slow.grad, f"{what}: gradient", noise=2e-5)
     # The gradient of the probabilities alone, as in evaluation or without losses.
-    alone = torch.autograd.grad(results[0], logits, outer[0])[0]
-    check_grad(
-        alone,
-        torch.autograd.grad(twins[0], slow, outer[0].double())[0],
-        f"{what}: part",
-        noise=2e-5,
-    )
+    (alone,) = torch.autograd.grad(results[0], logits, outer[0])
+    (expected_alone,) = torch.autograd.grad(twins[0], slow, outer[0].double())
+    check_grad(alone, expected_alone, f"{what}: part", noise=2e-5)
 
 
 def check_choices(
@@ -420,9 +383,7 @@ def check_losses(draw: Draw, sizes: ExpertSizes) -> None:
     float64.
     """
     for classes, num_experts in ((1, 8), (3, 5), (2, 130), (1, 1)):
-        counts = torch.randint(
-            0, 99, (classes, num_experts), generator=draw.generator, device=draw.device
-        ).int()
+        counts = draw.integers(99, classes, num_experts).int()
         shares = torch.rand(num_experts, generator=draw.generator, device=draw.device)
         for load_factors in (counts, None) if classes > 1 else (counts, shares, None):
             for square_coefficient in (0.0, 0.2):
@@ -433,13 +394,8 @@ def check_losses(draw: Draw, sizes: ExpertSizes) -> None:
 
 
 def check_attached(
-    draw: Draw,
-    counts: Tensor,
-    load_factors: Tensor | None,
-    square_coefficient: float,
-    is_late: bool,
-    what: str,
-) -> None:
+    draw: Draw, counts: Tensor, load_factors: Tensor | None, square_coefficient: float, is_late: bool, what: str
+) -> None:  # fmt: skip
     """Attach losses to a tensor and count a microbatch twice, by the kernels and by torch."""
     classes, num_experts = counts.shape
     # As in the router's kernel, rows have two more numbers behind the shares.

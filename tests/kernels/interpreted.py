@@ -22,7 +22,6 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.kernels.triton import (
     adamw,
-    cast_by_one_scale,
     clone_plan,
     expert_sort,
     norm,
@@ -36,7 +35,6 @@ from lightning_megatron.kernels.triton import (
     weight_slices,
     weighted_swiglu,
 )
-from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.kernels import expert_checks
 from tests.kernels.adam import (
@@ -51,6 +49,7 @@ from tests.kernels.models import KINDS, compare_model
 from tests.kernels.one_shot_checks import check_one_shot
 from tests.kernels.pass_checks import check_fused_pass
 from tests.kernels.program import report_checks
+from tests.kernels.slice_checks import check_slices, check_transposes
 from tests.kernels.token_checks import WIDTH, check_token_sums
 from tests.layers.noted_casts import CONFIGS, GIVEN, compare_hand_over, given
 from tests.oracles import assert_equal
@@ -176,13 +175,7 @@ def check_shards(rank: int, size: int) -> None:
 
 
 def shared_regions(folder: Path, num_ranks: int, num_bytes: int) -> list[Tensor]:
-    """Return the regions of all ranks, as files in memory.
-
-    Args:
-        folder: Folder of the files.
-        num_ranks: Number of ranks.
-        num_bytes: Size of a region (bytes).
-    """
+    """Return the regions of all ranks, as files in memory."""
     folder.mkdir(exist_ok=True)
     options = {"shared": True, "size": num_bytes // 8, "dtype": torch.int64}
     return [torch.from_file(str(folder / str(peer)), **options) for peer in range(num_ranks)]
@@ -212,55 +205,11 @@ def check_shared_files(check: Callable[..., None]) -> None:
         run_world(check, 3, folder)
 
 
-FORMAT = torch.float8_e4m3fn
-
-
 #: Start in the numbers, start in the bytes, size (elements), and weight of each slice.
 SLICES = [(64, 0, 2000, 1), (2064, 3000, 900, 0), (3000, 2048, 5, 1), (3100, 5000, 800, 3)]
-
-
 #: Slices at multiples of 16, of which the kernels read and write several elements at once.
 ALIGNED = [(64, 0, 2000, 1), (2064, 3008, 912, 0), (3008, 2048, 16, 1), (3104, 5008, 800, 3)]
-
-
-def check_slices(
-    slices: list[tuple[int, int, int, int]], dtype: torch.dtype, strange: float
-) -> None:
-    """Compare bytes with the kernel for full matrices, and magnitudes with those of torch."""
-    generator = torch.Generator().manual_seed(3)
-    main = torch.randn(4000, generator=generator).to(dtype)
-    main[100] = strange
-    target = torch.full((6000,), 7, dtype=torch.uint8)
-    magnitudes = torch.full((4,), 7, dtype=torch.int32)
-    expected = torch.full((4,), 7, dtype=torch.int32)
-    casts = weight_slices.SliceCastKernel(main, target, slices)
-    casts.find(magnitudes)
-    casts.cast(magnitudes, FORMAT)
-    torch_casts.SliceCasts(main, target.clone(), slices).find(expected)
-    assert torch.equal(magnitudes, expected), (magnitudes, expected)
-    written = torch.zeros(6000, dtype=torch.bool)
-    for start, place, size, weight in slices:
-        matrix = main[start : start + size].view(1, size)
-        parts = magnitudes[weight : weight + 1]
-        expected_rows, _ = cast_by_one_scale(
-            matrix, parts, FORMAT, rows=True, columns=False, multiple=16
-        )
-        assert expected_rows is not None
-        actual = target[place : place + size]
-        assert torch.equal(expected_rows[0].view(torch.uint8)[0], actual), f"slice at {start}"
-        written[place : place + size] = True
-    assert bool((target[~written] == 7).all()), "bytes outside of the slices were written"
-
-
-def check_transposes() -> None:
-    """Compare padded transposes with those of torch."""
-    generator = torch.Generator().manual_seed(5)
-    for sizes in ((100, 130), (129, 128), (1, 16), (256, 48)):
-        matrix = torch.randint(0, 256, sizes, generator=generator, dtype=torch.uint8)
-        for multiple in (16, 128):
-            actual = weight_slices.padded_transpose(matrix, multiple)
-            expected = torch_casts.padded_transpose(matrix, multiple)
-            assert torch.equal(actual, expected), (sizes, multiple)
+TRANSPOSED = ((100, 130), (129, 128), (1, 16), (256, 48))
 
 
 Checks = dict[str, Callable[[], object]]
@@ -279,11 +228,11 @@ def expert_checks_of_all_types() -> Checks:
     """Return the checks of the kernels of experts."""
     checks: Checks = {}
     for name, check in expert_checks.CHECKS.items():
-        for dtype in (torch.float32, torch.bfloat16)[
-            : 1 if name in expert_checks.ONLY_FLOAT32 else 2
-        ]:
-            checks[f"{name}, {dtype}"] = lambda check=check, dtype=dtype: check(
-                Draw(torch.device("cpu"), dtype), expert_checks.FEW
+        is_single = name in expert_checks.ONLY_FLOAT32
+        for dtype in (torch.float32,) if is_single else (torch.float32, torch.bfloat16):
+            draw = partial(Draw, torch.device("cpu"), dtype)
+            checks[f"{name}, {dtype}"] = lambda check=check, draw=draw: check(
+                draw(), expert_checks.FEW
             )
     return checks
 
@@ -306,11 +255,11 @@ def adam_checks() -> Checks:
 def slice_checks() -> Checks:
     """Return the checks of casts of weight slices."""
     return {
-        f"{slices[1]}, {dtype}, {strange}": partial(check_slices, slices, dtype, strange)
-        for slices in (SLICES, ALIGNED)
+        f"{slices[:2]}, {dtype}, {strange}": partial(check_slices, slices, dtype, strange)
+        for slices in (SLICES, ALIGNED, [])
         for dtype in (torch.float32, torch.bfloat16)
         for strange in (1.0, float("inf"), float("nan"))
-    } | {"transposes": check_transposes}
+    } | {"transposes": partial(check_transposes, TRANSPOSED)}
 
 
 def model_checks(name: str) -> Checks:
