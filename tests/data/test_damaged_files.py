@@ -157,16 +157,6 @@ def test_every_field_of_an_index_without_checksums_is_checked(sources, tmp_path)
     assert accepted == [(17, 3), (250 + 8, 2)]
 
 
-def test_files_of_different_corpora_are_refused(sources, tmp_path):
-    for number, source in enumerate(sources):
-        for foreign in (sources[number - 1], sources[number - 2]):
-            for suffix in SUFFIXES:
-                prefix = copy(source, tmp_path)
-                shutil.copyfile(f"{foreign}.{suffix}", f"{prefix}.{suffix}")
-                with pytest.raises(CorruptDataError):
-                    TokenFile(prefix)
-
-
 REPLACEMENTS: list[Callable[[Path], Any]] = [
     *(Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")),
     *(lambda path: path.symlink_to(path.name), lambda path: path.symlink_to("/dev/zero")),

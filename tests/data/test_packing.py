@@ -6,7 +6,6 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,24 +117,6 @@ def test_gaps_have_no_tokens_no_labels_and_separate_lengths(tmp_path):
         ],
         "lengths": [[6, 1], [4, 3], [4, 3]],
     }
-
-
-def test_rows_have_the_lengths_and_labels_of_their_documents(tmp_path):
-    lengths = [3, 4, 2, 5, 2, 6]
-    write_documents(tmp_path / "c", lengths)
-    data = TokenDataModule(val=str(tmp_path / "c"), seq_length=7, batch_size=2, documents="whole")
-    predicted = []
-    for batch in data.val_dataloader():
-        for tokens, labels, sizes in zip(*batch.values(), strict=True):
-            ends = sizes.cumsum(0)[sizes > 0]
-            has_label = labels != -100
-            assert torch.equal(tokens[has_label] + 1, labels[has_label])
-            # The last token of each document has no label, except in the last document of a row.
-            assert not has_label[ends[:-1] - 1].any()
-            assert int(has_label.sum()) == int(sizes.sum()) - max(len(ends) - 1, 0)
-            predicted += labels[has_label].tolist()
-    firsts = set(np.cumsum([0, *lengths[:-1]]).tolist())
-    assert sorted(predicted) == sorted(set(range(sum(lengths))) - firsts)
 
 
 def test_blends_of_whole_documents_have_every_token_once(tmp_path):

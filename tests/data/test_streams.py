@@ -199,17 +199,6 @@ def test_each_pass_has_every_row_once(tmp_path, model, kind, buffer):
         samples.close()
 
 
-@pytest.mark.extras
-@pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet"])
-def test_rows_have_the_order_of_streaming_datasets(tmp_path, model, kind):
-    datasets = pytest.importorskip("datasets")
-    paths = write_shards(tmp_path, conversations(22))[kind]
-    reader = "parquet" if kind == "parquet" else "json"
-    rows = datasets.load_dataset(reader, data_files=paths, split="train", streaming=True)
-    data = data_of("chat", paths, model, packing=False, streaming=Streaming(6, shuffle=False))
-    assert pieces_of(data.training_samples(None)) == expected_pieces("chat", model, list(rows))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_restores_any_state_and_gives_samples_in_any_order(tmp_path, model, num_workers):
     for kind, paths in write_shards(tmp_path, conversations(22)).items():

@@ -17,11 +17,7 @@ from lightning_megatron.data import speeches
 from lightning_megatron.data.sentences import split_sentences
 from lightning_megatron.data.speeches import load_speeches, prepare_speeches
 from lightning_megatron.data.token_file import TokenFile
-from lightning_megatron.data.tokenizer import (
-    ByteTokenizer,
-    Tokenizer,
-    load_tokenizer,
-)
+from lightning_megatron.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from tests.corpora import GPT2_BPE, MINILM, SPEECHES, need
 

@@ -97,22 +97,13 @@ def write_table(path: Path, columns: list[str], rows: list[list[str]]) -> Path:
 def write_mnli(folder: Path, num_train: int = 40, num_val: int = 11) -> Path:
     draw = random.Random(1)
     columns = ["index", "genre", "sentence1", "sentence2", "label1", "gold_label"]
-    names, labels = (
-        ("train", "dev_matched", "dev_mismatched"),
-        ["contradiction", "entailment", "neutral"],
-    )
-    for name, size in zip(names, (num_train, num_val, num_val - 2), strict=True):
-        rows = [
-            [
-                str(at),
-                "fiction",
-                sentence(draw),
-                f'"{sentence(draw)}',
-                "neutral",
-                draw.choice(labels),
-            ]
-            for at in range(size)
-        ]
+    sizes = {"train": num_train, "dev_matched": num_val, "dev_mismatched": num_val - 2}
+    for name, size in sizes.items():
+        rows = []
+        for at in range(size):
+            texts = [sentence(draw), f'"{sentence(draw)}']
+            label = draw.choice(["contradiction", "entailment", "neutral"])
+            rows.append([str(at), "fiction", *texts, "neutral", label])
         write_table(folder / f"{name}.tsv", columns, rows)
     return folder
 
@@ -136,13 +127,11 @@ def write_race(folder: Path) -> Path:
         for group in ("middle", "high"):
             (folder / part / group).mkdir(parents=True, exist_ok=True)
             for number in range(size):
+                article = f"{sentence(draw)}. {sentence(draw)}."
+                cloze = f"{sentence(draw, 1, 3)} _ {sentence(draw, 1, 2)}."
                 content = {
-                    "article": f"{sentence(draw)}. {sentence(draw)}.",
-                    "questions": [
-                        f"{sentence(draw, 1, 3)} _ {sentence(draw, 1, 2)}.",
-                        "why?",
-                        "who?",
-                    ],
+                    "article": article,
+                    "questions": [cloze, "why?", "who?"],
                     "options": [[sentence(draw, 1, 2) for _ in "ABCD"] for _ in range(3)],
                     "answers": [draw.choice("ABCD") for _ in range(3)],
                     "id": f"{group}{number}.txt",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_megatron import BERTClassifier, BERTQuestionAnswering, GlueDataModule
-from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
 from tests.finetuning.folders import save_encoder, write_mnli
 from tests.fits import Job, run_job, trainer_of
@@ -19,20 +17,14 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:Rows of ")
 
 
-@pytest.mark.parametrize("strategy", [{}, None])
-def test_spans_start_from_either_kind_of_checkpoint(tmp_path, strategy):
+def test_spans_start_from_a_checkpoint_of_plain_lightning(tmp_path):
     path = str(tmp_path / "pretrained.ckpt")
-    run_job(Job(pretraining, strategy, steps=1, data=Segments, batch=4, save=path))
+    run_job(Job(pretraining, steps=1, data=Segments, batch=4, save=path))
     module = BERTQuestionAnswering(path, dropout=0.0)
     assert module.config.norm_position == "pre"
     assert module.config.hidden_dropout == module.config.attention_dropout == 0.0
     module.configure_model()
-    if Path(path).is_file():
-        source = torch.load(path, weights_only=False)["state_dict"]
-    else:
-        saved = OpenCheckpoint.open(path)
-        names = [name for name in saved.tensors if name.startswith("state_dict.model.")]
-        source = {name.removeprefix("state_dict."): t for name, t in saved.read_full(names).items()}
+    source = torch.load(path, weights_only=False)["state_dict"]
     parameters = dict(module.model.named_parameters())
     heads = {name for name in parameters if name.startswith("head.")}
     assert heads == {"head.output.weight", "head.output.bias"}

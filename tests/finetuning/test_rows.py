@@ -173,14 +173,6 @@ def test_scores_equal_torchmetrics_in_any_order_of_rows():
     assert actual == pytest.approx(expected, abs=1e-7)
 
 
-def test_an_ensemble_has_the_mean_probabilities_of_its_models():
-    one_is_sure, two_are_not = [[0.0, 10.0]], [[3.0, 0.0]]
-    combined = ClassScores.combined(torch.tensor([one_is_sure, two_are_not, two_are_not]))
-    # The mean of the scores would choose class 1.
-    assert combined.argmax(1).tolist() == [0]
-    torch.testing.assert_close(combined.sum(1), torch.ones(1))
-
-
 PAIRS = (["the cat sees", "a dog"], ["who runs", "the old house near the river"])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_megatron import MegatronStrategy, WeightDecaySchedule, WSDSchedule
+from lightning_megatron import WeightDecaySchedule, WSDSchedule
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.causal_lm import CausalLM
 from lightning_megatron.models.config import GPTConfig
@@ -58,18 +57,6 @@ def test_a_causal_lm_learns_logs_and_predicts(tmp_path):
     assert losses is not None
     assert losses[0].shape == (4, 8)
     assert float(torch.cat(losses).mean()) == pytest.approx(test_metrics["test_loss"], rel=1e-5)
-
-
-def test_dropout_is_that_of_plain_lightning_under_the_strategy(tmp_path):
-    config = replace(CONFIG, attention_dropout=0.2)
-    losses = []
-    for strategy in ("auto", MegatronStrategy(microbatch_size=2)):
-        L.seed_everything(1)
-        options = {"precision": "64-true", "enable_checkpointing": False, "max_steps": 4}
-        trainer = make_trainer(tmp_path, strategy=strategy, **options)
-        trainer.fit(CausalLM(config, max_steps=4), Counting())
-        losses.append(float(trainer.callback_metrics["train_loss"]))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
 def test_matrices_decay_and_vectors_do_not():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from typing import Any
 
-import pytest
-
-from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
+from tests.refusals import check_refusals
 
 SIZES: dict[str, Any] = {"vocab_size": 100, "max_seq_length": 32, "num_layers": 4}
 SIZES |= {"hidden_size": 36, "num_heads": 9}
@@ -20,7 +17,7 @@ LONGROPE |= {"short_factors": [1.0] * 3, "long_factors": [2.0] * 3}
 ROTARY = {"position": "rotary"}
 
 
-def test_layouts_that_do_not_divide_the_model_raise():
+def test_layouts_and_lengths_that_do_not_fit_the_model_raise():
     cases: list[tuple[dict[str, Any], dict[str, int], str]] = [
         ({}, {"tp": 2}, "num_attention_heads (9) must be a multiple of tp (2), because each rank holds whole heads"),
         ({"ffn_hidden_size": 40}, {"tp": 3}, "ffn_hidden_size (40) must be a multiple of tp (3)"),
@@ -29,24 +26,20 @@ def test_layouts_that_do_not_divide_the_model_raise():
         ({}, {"ep": 2}, "ep (2) needs a model with experts"),
     ]  # fmt: skip
     for sizes, layout, message in cases:
-        with pytest.raises(ParallelPlanError, match=re.escape(message)):
-            GPTConfig.gpt2(**(SIZES | sizes)).check_layout(ParallelLayout(6, **layout))
-
-
-def test_lengths_of_sequences_must_fit_the_model_and_the_layout():
+        config = GPTConfig.gpt2(**(SIZES | sizes))
+        check_refusals(config.check_layout, [((ParallelLayout(6, **layout),), message)])
     config = GPTConfig.gpt2(**SIZES)
     config.check_layout(ParallelLayout(4, cp=4), seq_length=16)
     config.check_layout(ParallelLayout(3, tp=3), sequence_parallel=False, seq_length=31)
-    cases: list[tuple[dict[str, int], bool, int, str]] = [
-        ({"cp": 4}, False, 12, r"seq_length \(12\) must be a multiple of 2 cp \(8\).*Use 8 or 16"),
-        ({"tp": 3}, True, 31, r"seq_length \(31\) must be a multiple of tp \(3\).*Use 30, or"),
-        ({"tp": 3}, False, 33, r"seq_length \(33\) must not exceed max_seq_length \(32\)"),
+    lengths: list[tuple[dict[str, int], bool, int, str]] = [
+        ({"cp": 4}, False, 12, "seq_length (12) must be a multiple of 2 cp (8)"),
+        ({"tp": 3}, True, 31, "seq_length (31) must be a multiple of tp (3)"),
+        ({"tp": 3}, False, 33, "seq_length (33) must not exceed max_seq_length (32)"),
         ({"tp": 3, "cp": 2}, True, 36, "rows of a multiple of 12 tokens. Use at most 24 tokens"),
     ]
-    for sizes, shares, length, message in cases:
-        layout = ParallelLayout(12, **sizes)
-        with pytest.raises(ParallelPlanError, match=message):
-            config.check_layout(layout, sequence_parallel=shares, seq_length=length)
+    for sizes, shares, length, message in lengths:
+        given = {"layout": ParallelLayout(12, **sizes), "sequence_parallel": shares}
+        check_refusals(config.check_layout, [({**given, "seq_length": length}, message)])
 
 
 INCONSISTENT: list[tuple[dict[str, Any], str]] = [
@@ -71,12 +64,8 @@ SCALINGS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_inconsistent_sizes_and_rotary_scalings_raise():
-    for sizes, message in INCONSISTENT:
-        with pytest.raises(ParallelPlanError, match=re.escape(message)):
-            GPTConfig.gpt2(**(SIZES | sizes))
-    for numbers, message in SCALINGS:
-        with pytest.raises(ParallelPlanError, match=re.escape(message)):
-            RotaryScaling(**numbers)
+    check_refusals(GPTConfig.gpt2, [(SIZES | sizes, message) for sizes, message in INCONSISTENT])
+    check_refusals(RotaryScaling, SCALINGS)
 
 
 def test_layers_are_divided_among_stages_by_work():

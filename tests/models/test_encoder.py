@@ -157,6 +157,3 @@ def test_recomputation_and_attention_dropout_need_no_mask(recompute):
             model.eval()(rows_with_lengths())
             assert len(calls) == 4
             assert 0.3 not in calls
-
-
-# ---- chunks

@@ -15,11 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_megatron import HuggingFaceCausalLM
-from lightning_megatron.errors import (
-    CheckpointMismatchError,
-    CorruptDataError,
-    UnsupportedError,
-)
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from tests.fits import Job, trainer_of
 

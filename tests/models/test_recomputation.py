@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import Recomputation
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers import attention_parts
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
+from tests.refusals import check_refusals
 
 S, LAYERS = 32, 3
 SIZES: dict[str, Any] = {"vocab_size": 256, "max_seq_length": S, "num_layers": LAYERS}
@@ -125,7 +125,7 @@ def test_recomputed_layers_are_counted_from_the_start_or_end_of_each_chunk():
 
 
 def test_settings_that_cannot_be_followed_are_refused():
-    for value, message in (
+    values: list[tuple[Any, str]] = [
         (
             "some",
             "must be none, selective, norms, activations, experts, expert_inputs, full_except",
@@ -134,19 +134,20 @@ def test_settings_that_cannot_be_followed_are_refused():
         ({"parts": ["norms", "norms"]}, "it is norms, norms"),
         ({"parts": ["full", "norms"]}, "must be full alone, or parts without it"),
         ({"layers": 0}, "recompute.layers must be a whole number of at least 1"),
-    ):
-        with pytest.raises(ParallelPlanError, match=message):
-            Recomputation.of(value)
-    core, norms = "full_except_core", "recompute of norms needs norms before the"
-    for settings, parts, message in (
-        ({"norm_position": "post"}, "norms", norms),
-        ({"parallel_residual": True}, "norms", norms),
-        ({"attention_dropout": 0.1}, core, r"layer 1 drops 0\.1 of its weights\. Use"),
-    ):
+    ]
+    check_refusals(Recomputation.of, [((value,), phrase) for value, phrase in values])
+
+    def build(parts: str, compiled: bool = False, **settings: Any) -> None:
         model = GPT(GPTConfig.gpt2(**SIZES, **settings), seed=1)
-        with pytest.raises(UnsupportedError, match=message):
-            model.recompute = parts
-    model = GPT(CONFIGS["gpt2"], seed=1)
-    model.layers["1"].compile()
-    with pytest.raises(UnsupportedError, match="layer 2 is compiled. Use full"):
-        model.recompute = core
+        if compiled:
+            model.layers["1"].compile()
+        model.recompute = parts
+
+    norms, core = {"parts": "norms"}, {"parts": "full_except_core"}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({**norms, "norm_position": "post"}, "recompute of norms needs norms before the"),
+        ({**norms, "parallel_residual": True}, "recompute of norms needs norms before the"),
+        ({**core, "attention_dropout": 0.1}, "layer 1 drops 0.1 of its weights. Use"),
+        ({**core, "compiled": True}, "layer 2 is compiled. Use full"),
+    ]
+    check_refusals(build, cases)

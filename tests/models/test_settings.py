@@ -22,6 +22,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from tests.models.stages import join_tied_gradients, run_pipeline
 from tests.oracles import assert_equal, assert_same_gradients, load_full_
+from tests.refusals import check_refusals
 
 B, S, V, D, LAYERS = 2, 8, 77, 16, 2
 SIZES: dict[str, Any] = {"vocab_size": V, "max_seq_length": 12, "num_layers": LAYERS}
@@ -55,12 +56,8 @@ LONG = {"kind": "longrope", **SCALED, "short_factors": (1.0, 1.5), "long_factors
 FIRST: dict[str, Any] = {"sliding_window": 4, "window_layers": (True, False)}
 ALIBI: dict[str, Any] = {"position": "alibi"}
 SCALED_LOGITS = llama(
-    norm_position="sandwich",
-    norm_offset=1.0,
-    residual_scale=0.3,
-    logit_scale=0.5,
-    logit_soft_cap=0.9,
-)
+    norm_position="sandwich", norm_offset=1.0, residual_scale=0.3, logit_scale=0.5, logit_soft_cap=0.9
+)  # fmt: skip
 CASES = {
     "biases of qkv alone": Case(llama(qkv_bias=True)),
     "biases of the MLP alone": Case(llama(mlp_bias=True, activation="geglu")),
@@ -203,30 +200,21 @@ def test_losses_of_chunks_and_their_sums_have_the_gradients_of_stored_losses(los
 
 
 def test_invalid_batches_raise():
-    model, (tokens, _, embeddings) = GPT(gpt2(), seed=1), draw_batch()
-    for given, options, message in (
-        (tokens, {"embeddings": embeddings.float()}, "tokens or embeddings, .*: both were given"),
-        (
-            tokens,
-            {"span": AttentionSpan(positions=FAR[:, 1:])},
-            r"span.positions must .* is \(2, 7\)",
-        ),
-        (
-            tokens,
-            {"span": AttentionSpan(PACKED[:1])},
-            r"span.lengths must have a row for each of the 2",
-        ),
-        (
-            tokens,
-            {"span": AttentionSpan(mask=KEYS[..., 1:])},
-            r"span.mask must have the shape \(2 or 1",
-        ),
-        (tokens, {"span": AttentionSpan(positions=FAR + 1)}, r"\[0, 12\): an id is 12"),
-        (tokens.new_zeros(1, 13), {}, r"seq_length \(13\) must not exceed max_seq_length \(12\)"),
-        (tokens.new_full((1, 4), V), {}, r"\[0, 77\): an id is 77"),
-    ):
-        with pytest.raises((UnsupportedError, ParallelPlanError, IndexError), match=message):
-            model(given, **options)
+    tokens, _, embeddings = draw_batch()
+    spans = (
+        (AttentionSpan(positions=FAR[:, 1:]), "is (2, 7)"),
+        (AttentionSpan(PACKED[:1]), "span.lengths must have a row for each of the 2"),
+        (AttentionSpan(mask=KEYS[..., 1:]), "span.mask must have the shape (2 or 1"),
+        (AttentionSpan(positions=FAR + 1), "[0, 12): an id is 12"),
+    )
+    cases: list[tuple[Any, str]] = [
+        *(({"tokens": tokens, "span": span}, phrase) for span, phrase in spans),
+        ({"tokens": tokens, "embeddings": embeddings.float()}, "both were given"),
+        ((tokens.new_zeros(1, 13),), "seq_length (13) must not exceed max_seq_length (12)"),
+        ((tokens.new_full((1, 4), V),), "[0, 77): an id is 77"),
+    ]
+    errors = (UnsupportedError, ParallelPlanError, IndexError)
+    check_refusals(GPT(gpt2(), seed=1), cases, errors)
 
 
 def test_bfloat16_losses_of_long_padded_rows_are_finite():

@@ -208,10 +208,7 @@ def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 DAMAGES: list[tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], Any, str]] = [
     (dict, None, ""),
-    (
-        lambda tensors: {name.replace("layers.", "blocks."): t for name, t in tensors.items()},
-        CheckpointMismatchError, r"has '.*blocks\.0.* and lacks '.*layers\.0",
-    ),
+    (lambda tensors: {name.replace("layers.", "blocks."): t for name, t in tensors.items()}, CheckpointMismatchError, r"has '.*blocks\.0.* and lacks '.*layers\.0"),
     (lambda tensors: dict(list(tensors.items())[1:]), CheckpointMismatchError, r"and lacks '.*down_proj\.lora_A"),
     (spoil, CorruptDataError, r"must have finite values: .*layers\.0\.mlp\.down_proj\.lora_A"),
 ]  # fmt: skip
@@ -257,7 +254,5 @@ def test_adapters_that_replaced_models_cannot_compute_are_refused_by_name():
     with pytest.raises(UnsupportedError, match="is a Linear"):
         swapped(loha, MESH)
     wrapped = swapped(adapted(twin_of("llama")), MESH)
-    with pytest.raises(
-        UnsupportedError, match="merge_and_unload needs the layers of peft.*convert"
-    ):
+    with pytest.raises(UnsupportedError, match="merge_and_unload needs the layers of peft"):
         wrapped.merge_and_unload()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,31 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import build_on_meta, parallelize
-from lightning_megatron.swap.decide.model_plan import (
-    suggest_tensor_plan,
-    supported_plan,
-)
+from lightning_megatron.swap.decide.model_plan import suggest_tensor_plan, supported_plan
 from tests.swap.cases import CLASSIFIER_PLAN, MLP_PLAN, AttentionOnly, Classifier, TiedDecoder, mlp
 from tests.swap.families import config_of, transformers
+from tests.swap.parts import mesh_of
 
 GPT2 = GPTConfig.gpt2(vocab_size=16, max_seq_length=8, num_layers=1, hidden_size=8, num_heads=2)
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_load_state_dict_pre_hooks"),
 )
-
-
-def mesh_of(tp: int = 2, pp: int = 1, cp: int = 1) -> ParallelMesh:
-    """Return a mesh with sizes but without processes, for code that does not communicate."""
-    sizes = {"tp": tp, "pp": pp, "cp": cp}
-    axes = {name: MeshAxis(name, tuple(range(size))) for name, size in sizes.items()}
-    return replace(ParallelMesh.single(), layout=ParallelLayout(tp * pp * cp, **sizes), **axes)
 
 
 def state_of(root: nn.Module) -> dict[str, Any]:
@@ -63,31 +52,8 @@ def refuse(root: nn.Module, mesh: ParallelMesh, plan: Any, match: str, **options
     assert state_of(root) == before
 
 
-def kinds_of(module: nn.Module, plan: dict[str, str] | None, **sizes: int) -> dict[str, str]:
-    return {record.name: record.kind for record in parallelize(module, mesh_of(**sizes), plan)}
-
-
-def hooked() -> nn.Module:
-    module: Any = mlp()
-    module[0].register_forward_hook(lambda *_: None)
-    return module
-
-
-def extended_gpt() -> nn.Module:
-    module: Any = nn.Sequential(GPT(GPT2))
-    module[0].adapter = nn.Linear(2, 2)
-    return module
-
-
-def weight_across_a_border() -> nn.Module:
-    module: Any = nn.Sequential(GPT(GPT2), nn.Linear(8, 8))
-    module[1].weight = module[0].embedding.position.weight
-    return module
-
-
-def repeated() -> nn.Module:
-    linear = nn.Linear(4, 4)
-    return nn.Sequential(linear, linear)
+def kinds_of(module: nn.Module, plan: dict[str, str] | None, tp: int = 2) -> dict[str, str]:
+    return {record.name: record.kind for record in parallelize(module, mesh_of(tp), plan)}
 
 
 class Residual(nn.TransformerEncoderLayer):
@@ -96,6 +62,11 @@ class Residual(nn.TransformerEncoderLayer):
 
 def inside(module: nn.Module) -> nn.Module:
     return nn.Sequential(module)
+
+
+def changed(module: nn.Module, change: Callable[[Any], object]) -> nn.Module:
+    change(module)
+    return module
 
 
 def layer(**options: Any) -> nn.Module:
@@ -114,25 +85,31 @@ REFUSED: list[tuple[nn.Module, dict[str, str] | None, str]] = [
     (inside(Residual(16, 4, 24)), {"0": "auto"}, "type Residual"),
     (TiedDecoder(), {"embedding": "vocab"}, "'embedding.weight' is 'vocab', 'decoder.weight' is 'replicate'"),
     (TiedDecoder(num_tokens=24), {"embedding": "vocab", "decoder": "column_gather"}, "cut it alike"),
-    (repeated(), {"0": "column_gather"}, "'0' has the kind 'column_gather', '1' has 'replicate'"),
-    (hooked(), {"0": "column"}, "'0' has hooks"),
+    (nn.Sequential(*[nn.Linear(4, 4)] * 2), {"0": "column_gather"}, "'0' has the kind 'column_gather', '1' has 'replicate'"),
+    (changed(mlp(), lambda m: m[0].register_forward_hook(print)), {"0": "column"}, "'0' has hooks"),
     (inside(nn.Embedding(8, 4, max_norm=1.0)), {"0": "vocab"}, "max_norm"),
     (inside(nn.MultiheadAttention(8, 2, kdim=4)), None, "kdim"),
     (inside(nn.MultiheadAttention(8, 2, add_zero_attn=True)), None, "add_zero_attn"),
     (layer(activation=nn.PReLU(8)), None, "activation"),
     (nn.TransformerEncoderLayer(8, 2, 8), None, "nothing holds it"),
     (GPT(GPT2), None, "nothing holds it"),
-    (extended_gpt(), None, "its parameters differ from those of its config.*'adapter.bias'"),
-    (weight_across_a_border(), None, "share one weight across the border of a model"),
+    (
+        changed(inside(GPT(GPT2)), lambda m: setattr(m[0], "adapter", nn.Linear(2, 2))),
+        None, "its parameters differ from those of its config.*'adapter.bias'",
+    ),
+    (
+        changed(nn.Sequential(GPT(GPT2), nn.Linear(8, 8)), lambda m: setattr(m[1], "weight", m[0].embedding.position.weight)),
+        None, "share one weight across the border of a model",
+    ),
 ]  # fmt: skip
 
 
 def test_plans_that_cannot_be_honoured_are_refused_and_change_nothing():
     for module, plan, reason in REFUSED:
-        refuse(module, mesh_of(), plan, reason)
-    refuse(mlp(), mesh_of(pp=2), MLP_PLAN, "pipeline stages")
+        refuse(module, mesh_of(2), plan, reason)
+    refuse(mlp(), mesh_of(2, 2), MLP_PLAN, "pipeline stages")
     # One tensor rank swaps nothing but still checks the plan.
-    refuse(Classifier(), mesh_of(tp=1), {"embeding": "vocab"}, "'embeding'")
+    refuse(Classifier(), mesh_of(), {"embeding": "vocab"}, "'embeding'")
     assert kinds_of(Classifier(), CLASSIFIER_PLAN, tp=1) == {}
 
 
@@ -162,7 +139,7 @@ def test_a_refusal_leaves_hugging_face_models_unchanged(on_meta):
     adapted = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapter)
     models = {"replaced": build_model(), "adapted": adapted, "kept": build_model()}
     root = nn.ModuleDict({**models, "odd": nn.Linear(8, 7)})
-    refuse(root, mesh_of(), {"kept": "replicate", "odd": "column"}, "must be a multiple of tp")
+    refuse(root, mesh_of(2), {"kept": "replicate", "odd": "column"}, "must be a multiple of tp")
 
 
 # ---- what a plan matches
@@ -186,7 +163,7 @@ def test_without_a_plan_encoder_layers_and_attention_of_torch_are_swapped():
 
 def test_unsupported_calls_of_a_cut_block_are_refused():
     module = layer(batch_first=True)
-    parallelize(module, mesh_of())
+    parallelize(module, mesh_of(2))
     with pytest.raises(UnsupportedError, match="is_causal=True needs attn_mask"):
         module[0](torch.randn(2, 3, 8), is_causal=True)
 

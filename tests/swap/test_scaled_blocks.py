@@ -68,9 +68,7 @@ def test_packed_experts_are_decoded_like_in_transformers(tmp_path):
     for name, tensor in expected.items():
         assert folder.shape(name) == tuple(tensor.shape)
         assert folder.dtype_of(name) == torch.bfloat16
-        assert torch.equal(
-            folder.read(name, tuple(slice(0, size) for size in tensor.shape)), tensor
-        ), name
+        assert torch.equal(folder.read(name), tensor), name
     name = "model.layers.1.mlp.experts.gate_up_proj"
     for part in (
         (slice(1, 3), slice(0, 64), slice(0, 64, 2)),
@@ -90,11 +88,8 @@ def test_fp8_blocks_are_multiplied_by_their_scales(tmp_path):
     spread = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
     expected = (numbers.double() * spread.double()).to(torch.bfloat16)
     assert torch.equal(folder.read("w"), expected)
-    part = (slice(100, 150), slice(250, 300))
-    assert torch.equal(folder.read("w", part), expected[part])
-    assert torch.equal(
-        folder.read("w", (slice(127, 129), slice(1, 7, 2))), expected[127:129, 1:7:2]
-    )
+    for part in ((slice(100, 150), slice(250, 300)), (slice(127, 129), slice(1, 7, 2))):
+        assert torch.equal(folder.read("w", part), expected[part])
 
 
 @torch.no_grad()

@@ -86,11 +86,7 @@ def test_plans_that_do_not_fit_are_refused_with_the_legal_values():
         ({"model.block": "blocks"}, {"pp": 1}, "matches no module"),
         ({"model.blocks": "middle"}, {}, "Use 'blocks', 'first' or 'last'"),
         ({"model.head": "blocks"}, {}, "'model.head' (Linear) has this kind"),
-        (
-            {**BLOCKS, "model.blocks.1": "last"},
-            {},
-            "Use 'model.words', 'model.norm' or 'model.head'",
-        ),
+        ({**BLOCKS, "model.blocks.1": "last"}, {}, "Use 'model.words', 'model.norm' or"),
         (BLOCKS, {"pp": 8}, "must be at least pp x vpp"),
         (BLOCKS, {"stage_layers": (4, 1)}, "are 5 layers, and the model has 4"),
         (norm_last, {"stage_layers": (4, 0)}, "the stage of 'model.norm' must have a block"),
