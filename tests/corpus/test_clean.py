@@ -58,22 +58,17 @@ def test_broken_short_test_and_duplicate_documents_are_removed(tmp_path):
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "test.jsonl").write_text(json.dumps({"text": test}) + "\n")
-    lines_written, report = clean_to(
-        tmp_path, "--skip-broken", "--workers", "1", "--test", str(tmp_path / "test.jsonl")
-    )
+    options = ("--skip-broken", "--workers", "1", "--test", str(tmp_path / "test.jsonl"))
+    lines_written, report = clean_to(tmp_path, *options)
     repaired = json.dumps("schön " + text_of(3), ensure_ascii=False)
-    assert lines_written == [
-        lines[0],
-        f'{{"big": 1E400, "text":  {repaired} , "n": 1.10}}',
-        lines[6],
-    ]
+    repaired = f'{{"big": 1E400, "text":  {repaired} , "n": 1.10}}'
+    assert lines_written == [lines[0], repaired, lines[6]]
     assert [report[name] for name in ("read", "kept", "fixed")] == [7, 3, 1]
     assert report["removed"] == {"broken": 1, "short": 1, "test": 1, "duplicate": 1}
     path = str(tmp_path / "in.jsonl")
     assert report["clusters"] == [{"kept": f"{path}:1", "removed": [f"{path}:4"]}]
-    assert report["test_matches"] == [
-        {"document": f"{path}:6", "test": f"{tmp_path / 'test.jsonl'}:1"}
-    ]
+    match = {"document": f"{path}:6", "test": f"{tmp_path / 'test.jsonl'}:1"}
+    assert report["test_matches"] == [match]
     assert f"{path}:3 is not valid JSON" in report["broken_lines"][0]
 
 
@@ -82,16 +77,12 @@ def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeyp
     texts = [changed(text_of(n % 20), n, n % 3) for n in range(60)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     (tmp_path / "test.txt").write_text(text_of(3)[:500])
-    outputs = [
-        clean_to(
-            tmp_path,
-            *("--workers", str(workers), "--test", str(tmp_path / "test.txt")),
-            output=f"{workers}.jsonl",
-        )
-        for workers in (1, 3)
-    ]
-    assert outputs[0] == outputs[1]
-    assert outputs[0][1]["removed"]["duplicate"] > 20
+    test = ("--test", str(tmp_path / "test.txt"))
+    one, three = (
+        clean_to(tmp_path, "--workers", number, *test, output=f"{number}.jsonl") for number in "13"
+    )
+    assert one == three
+    assert one[1]["removed"]["duplicate"] > 20
 
 
 def test_overlap_equals_a_search_for_every_8_gram(tmp_path):
@@ -106,10 +97,8 @@ def test_overlap_equals_a_search_for_every_8_gram(tmp_path):
     overlap = report["overlap"][0]
     assert 0 < len(overlapping) < len(grams)
     assert (overlap["eight_grams"], overlap["num_found"]) == (len(grams), len(overlapping))
-    assert (overlap["distinct"], overlap["distinct_found"]) == (
-        len(set(grams)),
-        len(set(overlapping)),
-    )
+    distinct = len(set(grams)), len(set(overlapping))
+    assert (overlap["distinct"], overlap["distinct_found"]) == distinct
 
 
 @given(st.text(max_size=300))

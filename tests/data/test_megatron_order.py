@@ -8,9 +8,8 @@ convert_split_vector_to_split_matrix.
 from __future__ import annotations
 
 import math
-import random
 import zlib
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.data.blend import blend, blend_exhaustively, integer_weights, occurrences
-from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.datamodule import TokenDataModule
 from lightning_megatron.data.megatron_order import (
     blend_as_megatron,
@@ -28,8 +26,7 @@ from lightning_megatron.data.megatron_order import (
     normalize,
     split_as_megatron,
 )
-from lightning_megatron.data.samples import SampleOptions
-from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
+from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.windows import (
     index_as_megatron,
     index_once,
@@ -40,7 +37,7 @@ from lightning_megatron.data.windows import (
 )
 from tests.refusals import check_refusals
 
-# Documents as lengths of their sequences; tokens rise from 0 and from 1000.
+# Documents as lengths of their sequences, which are shuffled; tokens rise from 0 and from 1000.
 DOCUMENTS = {
     "a": (0, [[3, 4], [5], [2, 2, 7], [9], [1, 6], [4, 4, 4]] * 3),
     "b": (1000, [[6], [1, 1, 8], [], [5, 3], [10]] * 3),
@@ -94,52 +91,6 @@ def test_training_windows_match_megatron_core(tmp_path, case):
     assert windows() == first, "the second call reads the index from the cache"
 
 
-def windows_by_the_rule_of_megatron(
-    sequences: list[list[int]], seq_length: int, size: int, seed: int
-) -> list[list[int]]:
-    """Return windows of one corpus: epochs of shuffled sequences are joined, cut and shuffled."""
-    tokens = sum(map(len, sequences))
-    epochs = 1
-    while epochs * tokens < size * seq_length + 1:
-        epochs += 1
-    before = ((epochs - 1) * tokens - 1) // seq_length
-    is_last_epoch_apart = epochs > 1 and size - before < int(0.8 * ((tokens - 1) // seq_length))
-    numbers = np.random.RandomState(seed)
-    order: list[int] = []
-    for group in [epochs - 1, 1] if is_last_epoch_apart else [epochs]:
-        part = np.tile(np.arange(len(sequences), dtype=np.int32), group)
-        numbers.shuffle(part)
-        order += part.tolist()
-    row = [token for number in order for token in sequences[number]]
-    count = (epochs * tokens - 1) // seq_length
-    positions: list[int] = []
-    for start, stop in [(0, before), (before, count)] if is_last_epoch_apart else [(0, count)]:
-        part = np.arange(start, stop, dtype=np.uint32)
-        numbers.shuffle(part)
-        positions += part.tolist()
-    return [
-        row[position * seq_length : (position + 1) * seq_length + 1]
-        for position in positions[:size]
-    ]
-
-
-def test_documents_of_several_sequences_are_shuffled_by_sequence(tmp_path):
-    draw = random.Random(14)
-    for case in range(25):
-        documents = [
-            [draw.randint(1, 12) for _ in range(draw.randint(1, 4))]
-            for _ in range(draw.randint(2, 20))
-        ]
-        ends = [0, *accumulate(length for lengths in documents for length in lengths)]
-        sequences = [list(range(*pair)) for pair in pairwise(ends)]
-        corpus = TokenFile(write(tmp_path, str(case), 0, documents))
-        seq_length, size, seed = draw.randint(2, 9), draw.randint(1, 120), draw.randrange(10**6)
-        options = SampleOptions(seq_length, seed=seed, order="megatron")
-        samples = blend_samples([(corpus, None)], None, options, size)
-        actual = [samples[i].tolist() for i in range(len(samples))]
-        assert actual == windows_by_the_rule_of_megatron(sequences, seq_length, size, seed)
-
-
 def test_splits_round_like_double_precision_or_are_exact():
     for split, count, weights, bounds in (
         (split_as_megatron, 30, "90,5,5", [0, 27, 29, 30]),
@@ -165,19 +116,6 @@ def test_splits_cover_all_documents(count, weights):
         assert abs(len(part) * total - count * weight) <= total
 
 
-def choices_by_the_rule_of_megatron(
-    weights: list[float], size: int, limits: list[int] | None = None
-) -> list[int]:
-    counts, chosen = [0] * len(weights), []
-    for step in range(size):
-        lags = [w * max(float(step), 1.0) - float(n) for w, n in zip(weights, counts, strict=True)]
-        for dataset, limit in enumerate(limits or ()):
-            lags[dataset] = -math.inf if counts[dataset] == limit else lags[dataset]
-        chosen.append(lags.index(max(lags)))
-        counts[chosen[-1]] += 1
-    return chosen
-
-
 def test_blends_choose_datasets_with_the_rounding_of_doubles():
     # If both datasets lag equally, exact integers choose the first; doubles of 0.7 and 0.3
     # sometimes choose the second.
@@ -192,20 +130,11 @@ def test_blends_choose_datasets_with_the_rounding_of_doubles():
         "000200020010020002000"
     )
     assert "".join(map(str, blend_exhaustively_as_megatron([90, 10, 25]).tolist())) == golden
-    draw, num_different = random.Random(15), 0
-    for _ in range(40):
-        weights = [
-            draw.choice([draw.randint(1, 9) / 10, draw.random()]) for _ in range(draw.randint(1, 5))
-        ]
-        shares = (np.array(weights) / np.sum(np.array(weights))).tolist()
-        expected = choices_by_the_rule_of_megatron(shares, 200)
-        assert blend_as_megatron(weights, 200).tolist() == expected
-        sizes = [draw.randint(1, 60) for _ in weights]
-        shares = [size / sum(sizes) for size in sizes]
-        actual = blend_exhaustively_as_megatron(sizes).tolist()
-        assert actual == choices_by_the_rule_of_megatron(shares, sum(sizes), sizes)
-        num_different += actual != blend_exhaustively(sizes).tolist()
-    assert num_different
+    assert blend_as_megatron([1, 3], 4).tolist() == [1, 0, 1, 1], "the second lags at the start"
+    # A dataset that is used up does not come again.
+    sizes = [7, 45, 10, 1]
+    counts = np.bincount(blend_exhaustively_as_megatron(sizes)).tolist()
+    assert counts == np.bincount(blend_exhaustively(sizes)).tolist() == sizes
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=5).filter(any), st.integers(1, 200))

@@ -77,12 +77,10 @@ def test_token_scores_of_a_gpt_match_its_logits():
 def test_a_perplexity_is_normalised_by_words():
     losses = torch.tensor([[1.0, 2.0, 50.0], [3.0, 50.0, 4.0]])
     labels = torch.tensor([[5, 6, -100], [7, -100, 8]])
-    words, tokens = WordPerplexity(5), WordPerplexity()
-    for metric in (words, tokens):
+    for metric, count in ((WordPerplexity(5), 5), (WordPerplexity(), 4)):
         metric.update(losses[:1], labels[:1])
         metric.update(losses[1:], labels[1:])
-    assert float(words.compute()) == math.exp(10 / 5)
-    assert float(tokens.compute()) == math.exp(10 / 4)
+        assert float(metric.compute()) == math.exp(10 / count)
     with pytest.raises(ParallelPlanError, match="num_words"):
         WordPerplexity(0)
     # Many losses are added without rounding them.
@@ -93,18 +91,15 @@ def test_a_perplexity_is_normalised_by_words():
 
 
 def test_a_word_is_right_if_all_its_tokens_are_right():
-    metric = ClozeAccuracy()
-    labels = torch.tensor([[-100, 4, 5], [-100, -100, 6], [7, 8, -100], [-100, -100, -100]])
-    hits = torch.tensor([[False, True, True], [True, True, False], [True, False, True], [True] * 3])
+    labels = torch.tensor([[-100, 4, 5], [7, 8, -100], [-100, -100, -100]])
+    hits = torch.tensor([[False, True, True], [True, False, True], [True, True, True]])
+    metric, empty, perplexity = ClozeAccuracy(), ClozeAccuracy(), WordPerplexity(3)
     metric.update(hits, labels)
-    assert float(metric.compute()) == 1 / 3
     metric.update(hits[:1], labels[:1])
-    assert float(metric.compute()) == 2 / 4
-    empty = ClozeAccuracy()
-    empty.update(hits[3:], labels[3:])
+    assert float(metric.compute()) == 2 / 3
+    empty.update(hits[2:], labels[2:])
+    perplexity.update(torch.ones(1, 3), labels[2:])
     assert math.isnan(float(empty.compute()))
-    perplexity = WordPerplexity(3)
-    perplexity.update(torch.ones(1, 3), labels[3:])
     assert math.isnan(float(perplexity.compute()))
 
 

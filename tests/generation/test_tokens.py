@@ -20,8 +20,6 @@ from lightning_megatron import (
     GPT,
     GenerationSettings,
     GPTConfig,
-    ParallelPlanError,
-    UnsupportedError,
 )
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.generation.decoding import generate, generated_tokens
@@ -29,6 +27,7 @@ from lightning_megatron.generation.sampling import Sampler, argmax, sampling_log
 from lightning_megatron.generation.stop_text import StopStrings, TextStream, before_stop
 from tests.generation.models import NEW_TOKENS, PROMPTS, padded, replaced, twin_of
 from tests.oracles import float32_as_float64
+from tests.refusals import check_refusals
 from tests.sweeps import chosen
 
 CASES = ("llama", "qwen3", "mistral", "gpt2", "gemma2", "gemma3", "bloom", "phi3", "mixtral")
@@ -120,15 +119,15 @@ def test_caches_of_transformers_and_assisted_generation_raise():
     # Transformers 5.24 renames the argument.
     arguments = signature(model.prepare_inputs_for_generation).parameters
     name = "cache" if "cache" in arguments else "past_key_values"
-    with pytest.raises(UnsupportedError, match=f"takes no {name}: DynamicCache"):
-        model.generate(tokens, **{name: DynamicCache()}, max_new_tokens=2)
-    with pytest.raises(UnsupportedError, match="'quantized', whose tokens may differ"):
-        model.generate(tokens, cache_implementation="quantized", max_new_tokens=2)
-    with pytest.raises(UnsupportedError, match="assisted generation was asked for"):
-        model.generate(tokens, prompt_lookup_num_tokens=2, max_new_tokens=2)
+    given = {"inputs": tokens, "max_new_tokens": 2}
+    options: tuple[tuple[dict[str, Any], str], ...] = (
+        ({name: DynamicCache()}, f"takes no {name}: DynamicCache"),
+        ({"cache_implementation": "quantized"}, "'quantized', whose tokens may differ"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted generation was asked for"),
+    )
+    check_refusals(model.generate, [({**given, **option}, phrase) for option, phrase in options])
     for name in ("past_key_values", "cache"):
-        with pytest.raises(UnsupportedError, match=name):
-            model(tokens, **{name: DynamicCache()})
+        check_refusals(model, [({"input_ids": tokens, name: DynamicCache()}, name)])
 
 
 def test_generation_continues_input_embeddings():
@@ -167,21 +166,18 @@ def test_rows_and_beams_end_with_a_stop_token_or_at_a_stop_function():
 
 def test_invalid_prompts_lengths_and_settings_raise():
     model = GPT(GPTConfig.gpt2(**SIZES))
-    for prompts, message in (
-        ([], "at least one prompt"),
-        ([[1], []], "prompt 1 is empty"),
-        ([[1, 53]], "prompt 0 has 53"),
-    ):
-        with pytest.raises(UnsupportedError, match=message):
-            generate(model, prompts)
-    with pytest.raises(ParallelPlanError, match="at most 29 new tokens"):
-        generate(model, [[1, 2, 3]], GenerationSettings(30))
+    cases: list[tuple[Any, str]] = [
+        ((model, []), "at least one prompt"),
+        ((model, [[1], []]), "prompt 1 is empty"),
+        ((model, [[1, 53]]), "prompt 0 has 53"),
+        ((model, [[1, 2, 3]], GenerationSettings(30)), "at most 29 new tokens"),
+    ]
+    check_refusals(generate, cases)
     assert len(generate(model, [[1, 2, 3]], GenerationSettings(29))[0]) == 29
-    with pytest.raises(ParallelPlanError, match="beams is 2 and sample is true"):
-        GenerationSettings(beams=2, sample=True)
-    for name, value in (("max_new_tokens", 0), ("temperature", 0.0), ("top_p", 1.5), ("seed", -1)):
-        with pytest.raises(ParallelPlanError, match=name):
-            GenerationSettings(**{name: value})
+    wrong = {"max_new_tokens": 0, "temperature": 0.0, "top_p": 1.5, "seed": -1}
+    settings = [({name: value}, name) for name, value in wrong.items()]
+    settings.append(({"beams": 2, "sample": True}, "beams is 2 and sample is true"))
+    check_refusals(GenerationSettings, settings)
 
 
 processors = pytest.importorskip("transformers.generation.logits_process")

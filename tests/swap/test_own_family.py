@@ -34,34 +34,25 @@ STABLELM = Family(
     config=ConfigTable(
         "StableLM",
         (
-            *(Field("vocab_size", 50304, "vocab_size"), Field("hidden_size", 2560, "hidden_size")),
-            *(
-                Field("num_hidden_layers", 32, "num_layers"),
-                Field("num_attention_heads", 32, "num_heads"),
-            ),
+            Field("vocab_size", 50304, "vocab_size"),
+            Field("hidden_size", 2560, "hidden_size"),
+            Field("num_hidden_layers", 32, "num_layers"),
+            Field("num_attention_heads", 32, "num_heads"),
             Field("intermediate_size", 6912, "ffn_hidden_size"),
             Field("num_key_value_heads", 32, "num_kv_heads"),
             Field("max_position_embeddings", 4096, "max_seq_length"),
             Field("hidden_act", "silu", translate_values("hidden_act", "activation", _ACTIVATIONS)),
-            *(
-                Field("layer_norm_eps", 1e-5, "norm_eps"),
-                Field("initializer_range", 0.02, "init_std"),
-            ),
+            Field("layer_norm_eps", 1e-5, "norm_eps"),
+            Field("initializer_range", 0.02, "init_std"),
             Field("tie_word_embeddings", False, "tie_embeddings"),
             Field("attention_dropout", 0.0, "attention_dropout"),
             Field("use_qkv_bias", False, "qkv_bias"),
-            Field("qk_layernorm", False, allowed=(False,), reason="queries have no LayerNorm"),
             Field("use_parallel_residual", False, allowed=(False,), reason="blocks have two norms"),
             Field("hidden_dropout", 0.0, allowed=(0.0,), reason="it would also apply to vectors"),
             *rotary_fields(share_field="partial_rotary_factor", default_share=0.25),
         ),
-        fixed={
-            "norm": "layernorm",
-            "position": "rotary",
-            "bias": True,
-            "output_bias": False,
-            "mlp_bias": False,
-        },
+        fixed={"norm": "layernorm", "position": "rotary"}
+        | {"bias": True, "output_bias": False, "mlp_bias": False},
     ),
     tensors=DecoderNames(
         embedding="model.embed_tokens",
