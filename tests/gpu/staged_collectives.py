@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,20 +23,14 @@ _USERS = ("lightning_megatron", "benchmarks", "tests")
 
 
 class StagedWork:
-    """Handle of a collective on the host; waiting for it copies the results to the GPU.
-
-    Args:
-        work: Handle of the collective on the host.
-        arrive: Function that copies the results to the GPU; None if there are none.
-        keep: Host tensors to keep alive until the results are copied.
+    """Handle of a collective on the host; waiting for it copies the results to the GPU, if there are
+    any. Host tensors are kept alive until then.
     """
 
     def __init__(
         self, work: Any, arrive: Callable[[], None] | None, keep: Sequence[Tensor]
     ) -> None:
-        self._work = work
-        self._arrive = arrive
-        self._keep = tuple(keep)
+        self._work, self._arrive, self._keep = work, arrive, tuple(keep)
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait on the host, and copy the results on the current stream."""
@@ -245,8 +240,8 @@ class StagedCollectives:
             (work,) = run(
                 [dist.P2POp(transfer.op, host, transfer.peer, transfer.group, transfer.tag)]
             )
-            arrive = None if transfer.op is dist.isend else _copy_to(host, transfer.tensor)
-            works.append(StagedWork(work, arrive, [host]))
+            arrive = partial(_to_device, host, transfer.tensor)
+            works.append(StagedWork(work, None if transfer.op is dist.isend else arrive, [host]))
         return works
 
 
@@ -270,10 +265,6 @@ def _to_device(host: Tensor, out: Tensor) -> None:
     """Copy a result without autograd noticing, as with the writes of NCCL."""
     with torch.inference_mode(out.is_inference()):
         out.data.copy_(host)
-
-
-def _copy_to(host: Tensor, out: Tensor) -> Callable[[], None]:
-    return lambda: _to_device(host, out)
 
 
 def _start_or_wait(

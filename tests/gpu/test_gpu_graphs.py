@@ -1,7 +1,10 @@
-"""Tests that CUDA graphs replay the bits of eager steps, and that captures may fail."""
+"""Tests that CUDA graphs replay the bits of eager steps, that captures may fail, and that the host
+reads how far a replay is.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -13,7 +16,9 @@ from torch.nn import functional as F
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.backend import collection_paused
 from lightning_megatron.graphs.cuda import CudaBackend
+from lightning_megatron.groups.device_counter import DeviceCounter, DeviceProgress
 from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from tests.graphs.steps import SIZES, Step
@@ -171,3 +176,31 @@ def test_a_capture_on_the_default_stream_is_refused():
         pytest.raises(UnsupportedError, match="another stream than the default one"),
     ):
         backend.capture(lambda: None, backend.make_pool())
+
+
+def test_the_host_reads_which_part_of_a_graph_the_device_runs():
+    journal, backend = Journal(), CudaBackend()
+    device = torch.device("cuda", torch.cuda.current_device())
+    counter = journal.device = DeviceCounter(device)
+
+    def step() -> None:
+        journal.begin_part("first")
+        journal.begin_part("second")
+        torch.cuda._sleep(10**9)  # about half a second
+        journal.begin_part("third")
+
+    with journal.recording("a step"):
+        graph, _ = backend.capture(step, backend.make_pool())
+    assert counter.progress is None
+    torch.cuda.synchronize()
+    for number in (1, 2):
+        journal.repeat([], "a step", journal.parts)
+        graph.replay()
+        inside = DeviceProgress(3 * number - 1, 3 * number, "second")
+        limit = time.monotonic() + 5
+        while counter.progress != inside and time.monotonic() < limit:
+            pass
+        assert counter.progress == inside
+        torch.cuda.synchronize()
+        assert counter.progress == DeviceProgress(3 * number, 3 * number, "third")
+    graph.release()

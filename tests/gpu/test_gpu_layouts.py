@@ -15,6 +15,7 @@ from tests.gpu.ranks import (
     on_two_and_four_gpus,
     run_ranks,
 )
+from tests.worlds.test_experts import KINDS
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"dp1": {}},
@@ -61,8 +62,35 @@ OVERLAPPED = {
         "tp2+sp dp2 overlapped": {"tp": 2, "overlap_tensor_parallel": True},
     },
 }
+#: Layouts of mixtures of experts.
+EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {"one": {}, "experts again": {"recompute": "experts"}},
+    2: {
+        "ep2": {"ep": 2},
+        "ep2, all-to-all": {"ep": 2, "expert_transport": "all_to_all"},
+        "ep2, one-sided": {"ep": 2, "expert_transport": "one_sided"},
+        "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
+        "tp2, etp2": {"tp": 2, "sequence_parallel": False},
+        "pp2": {"pp": 2},
+        "pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
+    },
+    4: {
+        "ep4": {"ep": 4},
+        "ep4, all-to-all": {"ep": 4, "expert_transport": "all_to_all"},
+        "ep4, one-sided": {"ep": 4, "expert_transport": "one_sided"},
+        "ep2 edp2": {"ep": 2},
+        "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
+        "tp2, etp2 ep2": {"tp": 2, "ep": 2, "sequence_parallel": False},
+        "tp2 pp2 +sp, ep2": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+    },
+}
 on_gpu = partial(gpu_job, steps=4)
 TWINS = {"gpt2": on_gpu(GPT2), "llama": on_gpu(LLAMA)}
+#: Only the strategy updates the router's bias and the shares of the last step.
+EXPERTS = {
+    "experts": on_gpu(KINDS["plain"]),
+    "experts, whole step": on_gpu(KINDS["whole step"], {}),
+}
 # Half precision rounds at 2^-8 and 2^-11; the losses are near 5.7.
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 3e-2, "16-mixed": 1e-2}
 
@@ -90,6 +118,11 @@ def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]
 @on_one_to_four_gpus
 def test_every_layout_matches_ordinary_lightning(size):
     compare(size, TWINS, LAYOUTS[size])
+
+
+@on_one_to_four_gpus
+def test_experts_in_all_layouts_match_one_gpu(size):
+    compare(size, EXPERTS, EXPERT_LAYOUTS[size])
 
 
 @on_two_and_four_gpus
