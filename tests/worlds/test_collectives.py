@@ -30,10 +30,7 @@ from lightning_megatron.groups.collectives import (
 from lightning_megatron.groups.journal import Call, RecordedCall
 from lightning_megatron.groups.mesh import GROUP_NAMES, ParallelMesh
 from lightning_megatron.groups.p2p import start_transfers
-from lightning_megatron.groups.pending import (
-    start_all_gather,
-    start_all_reduce,
-)
+from lightning_megatron.groups.pending import start_all_gather, start_all_reduce
 from lightning_megatron.groups.sources import package_hash
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.process import ranks
@@ -151,11 +148,8 @@ def check_journal(mesh: ParallelMesh) -> None:
 def check_cpu_axes(mesh: ParallelMesh) -> None:
     for name in GROUP_NAMES:
         axis, cpu_axis = getattr(mesh, name), mesh.on_cpu(name)
-        assert (cpu_axis.name, cpu_axis.ranks, cpu_axis.rank) == (
-            f"{name}_cpu",
-            axis.ranks,
-            axis.rank,
-        )
+        assert cpu_axis.name == f"{name}_cpu"
+        assert (cpu_axis.ranks, cpu_axis.rank) == (axis.ranks, axis.rank)
         assert all_gather_objects(mesh.rank, cpu_axis) == list(axis.ranks)
     with pytest.raises(ParallelPlanError, match="'tensor' is not. Use world, tp, cp, dp"):
         mesh.on_cpu("tensor")
@@ -171,12 +165,7 @@ def check_groups(rank: int) -> None:
     assert mesh.embedding.ranks == mesh.pp.ranks
     assert mesh.dp.ranks == mesh.data.ranks == (rank,)
     assert mesh.model.ranks == mesh.world_cpu.ranks == (0, 1, 2, 3)
-    for check in (
-        check_pairs,
-        check_reductions,
-        check_transfers,
-        check_journal,
-    ):
+    for check in (check_pairs, check_reductions, check_transfers, check_journal):
         check(mesh)
     mesh.destroy()
     for sizes in ({"tp": 4}, {"tp": 2, "ep": 2}):

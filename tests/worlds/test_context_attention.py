@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from lightning_megatron.layers.context_parallel.ring import gathered_attention, 
 from lightning_megatron.layers.context_parallel.sequence_order import own_part
 from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.oracles import assert_equal
 from tests.sweeps import all_run
 from tests.world import run_world
 
@@ -104,10 +105,8 @@ def transports(mesh: ParallelMesh) -> dict[str, Callable[..., Tensor]]:
     def cut(span: AttentionSpan, inner: int = 1) -> AttentionSpan:
         if span.borders is None:
             return span
-        documents = DocumentCut.of(
-            span.borders, B, S, size, rank, longest=span.longest, inner=inner
-        )
-        return replace(span, cut=documents)
+        options = {"longest": span.longest, "inner": inner}
+        return replace(span, cut=DocumentCut.of(span.borders, B, S, size, rank, **options))
 
     def by_heads(query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan) -> Tensor:
         head_span = of_own_heads(span, query.shape[2], mesh.cp)
@@ -145,71 +144,48 @@ def flex_on_a_cpu() -> Iterator[None]:
         yield
 
 
-def check_cases(
-    mesh: ParallelMesh, attention_of: Mapping[str, Callable[..., Tensor]], cases: Sequence[Case]
-) -> list[tuple[str, float]]:
-    differences = []
-    size, rank = mesh.cp.size, mesh.cp.rank
-    for name, attention in attention_of.items():
-        for number, case in enumerate(cases):
-            span = case.full_span()
-            cut = None
-            if span.borders is not None:
-                cut = DocumentCut.of(span.borders, B, S, size, rank)
-            part = partial(own_part, axis=mesh.cp, cut=cut)
-            full = [
-                draw(S, B, count, D, seed=at).requires_grad_()
-                for at, count in enumerate((case.heads, case.kv_heads, case.kv_heads))
-            ]
-            sinks = [None if span.sinks is None else span.sinks.clone() for _ in range(2)]
-            spans = [replace(span, sinks=_require_grad(values)) for values in sinks]
-            expected = attend(*full, spans[0])
-            grad = draw(*expected.shape, seed=9)
-            expected.backward(grad)
-            local = [part(tensor.detach()).requires_grad_() for tensor in full]
-            actual = attention(*local, spans[1])
-            actual.backward(part(grad))
-            # The ring of Megatron-LM had gradients of queries, keys and values that differ from
-            # those of one GPU (its issue 1464).
-            pairs = [(actual, part(expected))]
-            for local_input, full_input in zip(local, full, strict=True):
-                assert local_input.grad is not None
-                assert full_input.grad is not None
-                pairs.append((local_input.grad, part(full_input.grad)))
-            if sinks[0] is not None:
-                # Each rank has the share of its own queries, or of its own heads.
-                assert sinks[1] is not None
-                sink_gradient = sinks[1].grad
-                assert sink_gradient is not None
-                all_reduce_(sink_gradient, mesh.cp)
-                pairs.append((sink_gradient, sinks[0].grad))
-            difference = max(
-                float((result - reference).detach().abs().max()) for result, reference in pairs
-            )
-            differences.append((f"{name} {number} {case}", difference))
-    return differences
+def check_case(mesh: ParallelMesh, attention: Callable[..., Tensor], case: Case, name: str) -> None:
+    """Compare outputs and gradients of this rank's part with those of one process."""
+    span, cut = case.full_span(), None
+    if span.borders is not None:
+        cut = DocumentCut.of(span.borders, B, S, mesh.cp.size, mesh.cp.rank)
+    part = partial(own_part, axis=mesh.cp, cut=cut)
+    heads = (case.heads, case.kv_heads, case.kv_heads)
+    full: Any = [draw(S, B, count, D, seed=at).requires_grad_() for at, count in enumerate(heads)]
+    spans: Any = (span, span)
+    if span.sinks is not None:
+        spans = [replace(span, sinks=span.sinks.clone().requires_grad_()) for _ in range(2)]
+    expected = attend(*full, spans[0])
+    grad = draw(*expected.shape, seed=9)
+    expected.backward(grad)
+    local = [part(tensor.detach()).requires_grad_() for tensor in full]
+    actual = attention(*local, spans[1])
+    actual.backward(part(grad))
+    # The ring of Megatron-LM had gradients of queries, keys and values that differ from those of one
+    # GPU (its issue 1464).
+    pairs = [(actual, part(expected))]
+    pairs += [(ours.grad, part(theirs.grad)) for ours, theirs in zip(local, full, strict=True)]
+    if span.sinks is not None:
+        # Each rank has the share of its own queries, or of its own heads.
+        pairs.append((all_reduce_(spans[1].sinks.grad, mesh.cp), spans[0].sinks.grad))
+    for number, pair in enumerate(pairs):
+        assert_equal(*pair, f"{name}, {case}: result {number}", 1e-12)
 
 
-def _require_grad(sinks: Tensor | None) -> Tensor | None:
-    return None if sinks is None else sinks.requires_grad_()
-
-
-def check_transports(rank: int, size: int) -> list[tuple[str, float]]:
-    """Return the largest difference of outputs and gradients of each transport and case."""
-    differences = []
+def check_transports(rank: int, size: int) -> None:
     for cp in (2, 4):
         mesh = ParallelMesh.create(ParallelLayout(size, cp=cp))
         attention_of = transports(mesh)
         assert len(attention_of) == (4 if cp == 4 else 3)
-        differences += check_cases(mesh, attention_of, CASES)
+        for name, attention in attention_of.items():
+            for case in CASES:
+                check_case(mesh, attention, case, name)
         if cp == 2:
             with flex_on_a_cpu():
-                by_ring = {"ring": attention_of["ring"]}
-                differences += check_cases(mesh, by_ring, CASES_BY_FLEX)
+                for case in CASES_BY_FLEX:
+                    check_case(mesh, attention_of["ring"], case, "ring by FlexAttention")
         mesh.destroy()
-    return differences
 
 
 def test_attention_by_each_transport_equals_one_process() -> None:
-    for differences in run_world(check_transports, 4):
-        assert [entry for entry in differences if not entry[1] < 1e-12] == []
+    run_world(check_transports, 4)

@@ -216,11 +216,7 @@ REFUSED: list[tuple[Callable[[], Module], bool, str]] = [
         "cannot be called with pp above 1.*Only the first stage has the embedding",
     ),
     (partial(ByLayers, "gpt2"), True, "must have equally many parameter groups"),
-    (
-        partial(Layered, "by parameter"),
-        True,
-        r"'initial_lr' of group 0 .* is \[0.0125, 0.05\]",
-    ),
+    (partial(Layered, "by parameter"), True, r"'initial_lr' of group 0 .* is \[0.0125, 0.05\]"),
 ]
 
 
@@ -231,9 +227,7 @@ def tokens() -> Dataset:
 
 def job_of(make: Any, folder: str, size: int, **trainer: Any) -> Job:
     """Return a job of two epochs."""
-    layout = {"pp": 2, "microbatch_size": 4}
-    if make.func is Layered:
-        layout = {"pp": 2, "microbatch_size": 2, "pipeline_plan": {"blocks": "blocks"}}
+    layout = BLOCKS if make.func is Layered else {"pp": 2, "microbatch_size": 4}
     return Job(
         make, layout if size > 1 else None, steps=2 * STEPS_OF_EPOCH, data=tokens, batch=BATCH,
         trainer={"default_root_dir": folder, "gradient_clip_val": None, **trainer}, norms=False,
