@@ -32,7 +32,7 @@ from typing import Any
 import yaml
 
 from tests.forked_script import run_python, run_script
-from tests.import_graph import ROOT
+from tests.import_graph import PACKAGE, ROOT
 from tests.promises.test_rules import LEAVES, ROOMS, SUB_ROOMS
 
 README = ROOT / "README.md"
@@ -67,7 +67,7 @@ class Block:
         code = self.code
         for old, new in self.replacements:
             assert old in code, (
-                f"{self.page}, block {self.name}: it lacks {old!r}, which its comment replaces"
+                f"{self.page}, {self.name} lacks {old!r}, which its comment replaces"
             )
             code = code.replace(old, new)
         if self.language == "bash":
@@ -77,9 +77,8 @@ class Block:
 
 
 def command_of(block: Block) -> list[str] | None:
-    """Return the arguments of a block that is one command of this package and needs no shell.
-
-    Blocks of the README return None, because they run as they stand.
+    """Return the arguments of a block that is one command of this package and needs no shell, but
+    of no block of the README: those run as they stand.
     """
     text = block.program.replace("\\\n", " ").strip()
     words = shlex.split(text) if block.language == "bash" else []
@@ -89,10 +88,8 @@ def command_of(block: Block) -> list[str] | None:
 
 def run_block(block: Block, folder: Path) -> str:
     """Run a block in a folder and return what it prints; it must end without an error."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
-    environment["PATH"] = os.pathsep.join(
-        [str(Path(sys.executable).parent), environment.get("PATH", "")]
-    )
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PATH=path)
     command = command_of(block)
     if command is not None:
         run = run_python(["-m", "lightning_megatron", *command], folder, environment, timeout=280)
@@ -101,14 +98,9 @@ def run_block(block: Block, folder: Path) -> str:
         script.write_text(block.program)
         run = run_script(script, folder, environment, timeout=280)
     else:
+        shell = ["bash", "-euo", "pipefail", "-c", block.program]
         run = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.program],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
+            shell, cwd=folder, env=environment, capture_output=True, text=True, timeout=280
         )
     assert run.returncode == 0, f"{block.program}\n{run.stdout[-4000:]}\n{run.stderr[-8000:]}"
     return run.stdout
@@ -117,10 +109,9 @@ def run_block(block: Block, folder: Path) -> str:
 def _paths_in(navigation: Any) -> Iterator[str]:
     if isinstance(navigation, str):
         yield navigation
-        return
-    entries = navigation.values() if isinstance(navigation, dict) else navigation
-    for entry in entries:
-        yield from _paths_in(entry)
+    else:
+        for entry in navigation.values() if isinstance(navigation, dict) else navigation:
+            yield from _paths_in(entry)
 
 
 def pages() -> list[Path]:
@@ -130,16 +121,12 @@ def pages() -> list[Path]:
 
 
 def read_blocks() -> list[Block]:
-    """Return the blocks of all pages that are programs, in order; a block that stands on several
-    pages comes once.
-    """
+    """Return the programs of all pages in order, each once."""
     blocks: dict[str, Block] = {}
-    for page in pages():
-        for block in _blocks_of(page):
-            first = blocks.setdefault(block.name, block)
-            assert replace(block, page=first.page) == first, (
-                f"{first.page} and {block.page}: {block.name} differs"
-            )
+    for block in (block for page in pages() for block in _blocks_of(page)):
+        first = blocks.setdefault(block.name, block)
+        same = replace(block, page=first.page) == first
+        assert same, f"{first.page} and {block.page}: {block.name} differs"
     return list(blocks.values())
 
 
@@ -167,34 +154,29 @@ def _blocks_of(page: Path) -> Iterator[Block]:
 
 def printed_text() -> dict[str, str]:
     """Return the texts that the pages give as the output of blocks, by name of the block."""
-    return {
-        match["name"]: match["text"]
-        for page in pages()
-        for match in PRINTS.finditer(page.read_text())
-    }
+    found = (match for page in pages() for match in PRINTS.finditer(page.read_text()))
+    return {match["name"]: match["text"] for match in found}
 
 
 def rooms() -> list[str]:
     """Return the rooms that exist, in the order of the map."""
-    existing = {path.parent.name for path in (ROOT / "lightning_megatron").glob("*/__init__.py")}
+    existing = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     # Those behind the ordered ones have rules of their own.
     known = [*ROOMS, *LEAVES, "cli"]
-    forgotten = existing - set(known)
-    assert not forgotten, f"tests/promises/test_rules.py lacks the rooms {sorted(forgotten)}"
+    assert existing <= set(known), f"tests/promises/test_rules.py lacks {existing - set(known)}"
     return [room for room in known if room in existing]
 
 
 def room_map() -> str:
     """Return one line for each room: its folder and the first sentence of its docstring."""
     width = max(map(len, rooms())) + 3
-    lines = ["lightning_megatron/\n"]
-    lines += [f"  {room + '/':<{width}}{_description_of(room)}\n" for room in rooms()]
-    return "".join(lines)
+    lines = [f"  {room + '/':<{width}}{_description_of(room)}\n" for room in rooms()]
+    return "".join(["lightning_megatron/\n", *lines])
 
 
 def _description_of(room: str) -> str:
     """Return the first paragraph of the docstring of a room or sub-room, as one line."""
-    tree = ast.parse((ROOT / "lightning_megatron" / room / "__init__.py").read_text())
+    tree = ast.parse((PACKAGE / room / "__init__.py").read_text())
     return (ast.get_docstring(tree) or "").split("\n\n")[0].replace("\n", " ")
 
 
@@ -202,9 +184,7 @@ def sub_rooms() -> list[str]:
     """Return the sub-rooms of all rooms, such as "swap/decide", in the order of their imports."""
     names: list[str] = []
     for room in rooms():
-        folders = {
-            path.parent.name for path in (ROOT / "lightning_megatron" / room).glob("*/__init__.py")
-        }
+        folders = {path.parent.name for path in (PACKAGE / room).glob("*/__init__.py")}
         order = SUB_ROOMS.get(room, tuple(sorted(folders)))
         names += [f"{room}/{name}" for name in order if name in folders]
     return names

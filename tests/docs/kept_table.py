@@ -17,20 +17,12 @@ PAGE = DOCS / "experts.md"
 TABLE = re.compile(r"(?<=<!-- kept bytes -->\n)(?:\|.*\n)+")
 #: Part, its name in the table, and the step that needs it.
 PARTS = (
-    (
-        "inputs",
-        "tokens sorted by expert",
-        "weight gradients of the first product; received tokens are overwritten by the next layer",
-    ),
-    (
-        "products",
-        "gate and up values",
-        "backward pass of the activation, and recomputation of the input of the second product",
-    ),
+    ("inputs", "tokens sorted by expert", "weight gradients of the first product; received tokens are overwritten by the next layer"),
+    ("products", "gate and up values", "backward pass of the activation, and recomputation of the input of the second product"),
     ("probabilities", "probability of each row", "backward pass of the activation"),
     ("maps", "maps between choices and rows", "return of gradients to tokens"),
     ("router", "logits and choices of the router", "gradients of the router"),
-)
+)  # fmt: skip
 
 
 def kept_activations(expert_rows: float | None, sends_again: bool = False) -> MixtureActivations:

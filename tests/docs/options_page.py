@@ -23,6 +23,9 @@ _TYPES = {
     float: "a number",
     timedelta: "a `timedelta`",
     type(None): "`None`",
+    dict: "a mapping",
+    list: "a list",
+    Callable: "a function",
 }
 _MOST = 10**8
 _INTRODUCTION = """\
@@ -40,19 +43,14 @@ def _legal(kind: Any) -> list[str]:
     """Return the legal values of an annotation, in words."""
     origin = get_origin(kind)
     if origin in {Union, types.UnionType}:
-        words = [word for part in get_args(kind) for word in _legal(part)]
-        return list(dict.fromkeys(words))
+        return list(dict.fromkeys(word for part in get_args(kind) for word in _legal(part)))
     if origin is Literal:
         return [f"`{value!r}`" for value in get_args(kind)]
     if origin is Annotated:
         base, *bounds = get_args(kind)
         return [f"{word}{_bounds(bounds[0])}" for word in _legal(base)]
-    if origin is dict:
-        return ["a mapping"]
-    if origin is list:
-        return ["a list"]
-    if origin is Callable:
-        return ["a function"]
+    if origin in _TYPES:
+        return [_TYPES[origin]]
     if is_dataclass(kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         return [f"a mapping, or {article} `{kind.__name__}`"]
@@ -60,15 +58,10 @@ def _legal(kind: Any) -> list[str]:
 
 
 def _bounds(limits: Any) -> str:
-    words = []
-    if limits.minimum is not None:
-        words.append(f"of at least {limits.minimum}")
-    if limits.above is not None:
-        words.append(f"above {limits.above}")
-    if limits.below is not None:
-        words.append(f"below {limits.below}")
-    if limits.maximum is not None and limits.maximum < _MOST:
-        words.append(f"of at most {limits.maximum}")
+    maximum = None if limits.maximum is None or limits.maximum >= _MOST else limits.maximum
+    given = {"of at least": limits.minimum, "above": limits.above, "below": limits.below}
+    given["of at most"] = maximum
+    words = [f"{name} {limit}" for name, limit in given.items() if limit is not None]
     return " " + " and ".join(words) if words else ""
 
 
@@ -77,9 +70,8 @@ def _explanations() -> dict[str, str]:
     text = inspect.getdoc(MegatronStrategy) or ""
     section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", text, re.MULTILINE)
     assert section is not None, "the docstring of MegatronStrategy has no section Args"
-    entries = re.findall(
-        r"^    (\w+): ((?:.*\n?)(?:        .*\n?)*)", section.group(1), re.MULTILINE
-    )
+    entry = r"^    (\w+): ((?:.*\n?)(?:        .*\n?)*)"
+    entries = re.findall(entry, section.group(1), re.MULTILINE)
     return {name: re.sub(r"\s+", " ", words).replace("``", "`").strip() for name, words in entries}
 
 
@@ -97,10 +89,8 @@ def options_page() -> str:
         words = _legal(kinds[name])
         if "a string" in words:  # the signature may list the strings
             words = _legal(declared[name])
-        legal = ", ".join(words)
-        rows.append(f"| [`{name}`](#{name}) | `{parameter.default!r}` | {legal} |\n")
+        legal, default = ", ".join(words), f"`{parameter.default!r}`"
+        rows.append(f"| [`{name}`](#{name}) | {default} | {legal} |\n")
         text = textwrap.fill(explanations[name], 98, break_long_words=False, break_on_hyphens=False)
-        sections.append(
-            f"\n## `{name}`\n\nDefault: `{parameter.default!r}`. Legal: {legal}.\n\n{text}\n"
-        )
+        sections.append(f"\n## `{name}`\n\nDefault: {default}. Legal: {legal}.\n\n{text}\n")
     return _INTRODUCTION + "".join(rows) + "".join(sections)

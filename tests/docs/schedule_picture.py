@@ -43,14 +43,6 @@ def write_picture() -> None:
         reduced.save(PICTURE, optimize=True, pnginfo=texts)
 
 
-def picture_text() -> str:
-    """Return the text inside the picture: the output of the command."""
-    from PIL import Image
-
-    drawn: Any = Image.open(PICTURE)
-    return drawn.text["Description"]
-
-
 def write_trained_schedules() -> None:
     """Write the sentences about trained schedules into the page again."""
     PAGE.write_text(TRAINED.sub(lambda _: trained_schedules(), PAGE.read_text()))
