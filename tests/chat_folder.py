@@ -22,12 +22,10 @@ def save_chat_llama(folder: Path, template: str = MARKED) -> str:
     """Write a small Llama whose tokenizer has a template; a message ends with a single token."""
     from tests.tiny_llama import save_tiny_llama
 
-    save_tiny_llama(folder)
+    # Conversations are longer than the sequences of other tests.
+    save_tiny_llama(folder, max_position_embeddings=512)
     from transformers import PreTrainedTokenizerFast
 
-    # Conversations are longer than the sequences of other tests.
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 512}))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, eos_token="<|endoftext|>")
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)

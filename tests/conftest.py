@@ -58,9 +58,7 @@ ENVIRONMENT = dict(os.environ)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that runs all cases of sweeps."""
     parser.addoption("--sweeps", action="store_true", help="run all cases of sweeps, not a few")
-    parser.addoption(
-        "--cpu-log", metavar="FILE", help="append the CPU seconds of each test to FILE"
-    )
+    parser.addoption("--cpu-log", metavar="FILE", help="append the CPU seconds of each test")
     parser.addini("cpu_budgets", "CPU seconds that a folder of tests may take", type="linelist")
 
 
@@ -98,13 +96,10 @@ def clean_process() -> Iterator[None]:
 
 
 def reset_rank_zero_only() -> None:
-    """Forget the rank that a strategy told to Lightning's `rank_zero_only`, if Lightning was
-    imported at all.
-    """
+    """Forget the rank that a strategy told to Lightning's `rank_zero_only`."""
     for module in ("lightning_utilities.core.rank_zero", "lightning.fabric.utilities.rank_zero"):
         if module in sys.modules:
-            rank_zero_only = sys.modules[module].rank_zero_only
-            rank_zero_only.rank = 0
+            sys.modules[module].rank_zero_only.rank = 0
 
 
 @pytest.hookimpl(tryfirst=True)

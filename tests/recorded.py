@@ -15,22 +15,15 @@ def record_starts(
     patch: pytest.MonkeyPatch, module: ModuleType, names: tuple[str, ...], events: list[str]
 ) -> None:
     """Let the functions ``start_NAME`` of a module add "NAME starts" and "NAME ends" to events."""
+
+    def recorded(name: str, start: Callable[..., Pending]) -> Callable[..., Pending]:
+        def start_and_record(*args: Any) -> Pending:
+            events.append(f"{name} starts")
+            pending = start(*args)
+            return Pending(None, lambda: (pending.wait(), events.append(f"{name} ends")))
+
+        return start_and_record
+
     for name in names:
-        start = getattr(module, f"start_{name}")
-        patch.setattr(module, f"start_{name}", _recorded(name, start, events))
-
-
-def _recorded(
-    name: str, start: Callable[..., Pending], events: list[str]
-) -> Callable[..., Pending]:
-    def start_and_record(*args: Any) -> Pending:
-        events.append(f"{name} starts")
-        pending = start(*args)
-
-        def end() -> None:
-            pending.wait()
-            events.append(f"{name} ends")
-
-        return Pending(None, end)
-
-    return start_and_record
+        start = f"start_{name}"
+        patch.setattr(module, start, recorded(name, getattr(module, start)))

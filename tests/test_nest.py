@@ -31,7 +31,7 @@ def doubled(node: Any) -> Any:
 NEST = {"a": [1, (2, None)], 3: Pair(4, {"x": Sample(5, [6])}), "text": "abc"}
 
 
-def test_leaves_come_in_order_with_their_paths() -> None:
+def test_leaves_come_in_order_with_their_paths():
     assert list(leaves(NEST, "batch")) == [
         ("batch['a'][0]", 1),
         ("batch['a'][1][0]", 2),
@@ -44,7 +44,7 @@ def test_leaves_come_in_order_with_their_paths() -> None:
     ]
 
 
-def test_other_objects_are_leaves_and_empty_containers_have_none() -> None:
+def test_other_objects_are_leaves_and_empty_containers_have_none():
     for leaf in (None, 3, "abc", b"ab", {1, 2}, range(2), Sample, object()):
         assert children(leaf) is None
         assert list(leaves(leaf, "x")) == [("x", leaf)]
@@ -55,7 +55,7 @@ def test_other_objects_are_leaves_and_empty_containers_have_none() -> None:
         assert rebuild(empty, doubled) == empty
 
 
-def test_a_nest_is_rebuilt_with_the_types_of_its_containers() -> None:
+def test_a_nest_is_rebuilt_with_the_types_of_its_containers():
     rebuilt = doubled(NEST)
     pair = Pair(8, {"x": Sample(10, [12])})
     assert rebuilt == {"a": [2, (4, None)], 3: pair, "text": "abc"}

@@ -43,7 +43,7 @@ OF_ANY_PARAMETER = {
 needs_checks = pytest.mark.skipif(not are_on(), reason="JAXTYPING_DISABLE is set")
 
 
-def test_functions_with_tensors_name_their_dimensions() -> None:
+def test_functions_with_tensors_name_their_dimensions():
     wrong = []
     for path in FILES:
         file = path.relative_to(PACKAGE).as_posix()
@@ -93,7 +93,7 @@ def has_bare_tensor(annotation: ast.expr) -> bool:
     )
 
 
-def test_the_legend_lists_every_name_of_a_dimension() -> None:
+def test_the_legend_lists_every_name_of_a_dimension():
     legend = lightning_megatron.layers.__doc__ or ""
     head = legend.partition("A number is the size itself")[0]
     listed = {
@@ -114,7 +114,7 @@ def test_the_legend_lists_every_name_of_a_dimension() -> None:
 
 
 @needs_checks
-def test_a_tensor_of_a_wrong_shape_is_refused() -> None:
+def test_a_tensor_of_a_wrong_shape_is_refused():
     query = torch.zeros(5, 2, 4, 8)
     assert attend(query, query, query, AttentionSpan()).shape == (5, 2, 32)
     with pytest.raises(TypeError, match="value of attend must be"):
@@ -137,11 +137,11 @@ def is_refused(rank: int, size: int) -> bool:
 
 
 @needs_checks
-def test_processes_of_a_world_check_shapes_too() -> None:
+def test_processes_of_a_world_check_shapes_too():
     assert run_world(is_refused, 1) == [True]
 
 
-def test_disabled_annotations_need_no_jaxtyping_and_check_nothing() -> None:
+def test_disabled_annotations_need_no_jaxtyping_and_check_nothing():
     program = (
         "import sys, torch; from lightning_megatron.layers.mlp import activate\n"
         "activate(torch.zeros(2, 3, dtype=torch.float64), 'relu')\n"

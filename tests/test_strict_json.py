@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ FAULTS = [
 ]
 
 
-def test_faults_are_named_with_file_and_remedy() -> None:
+def test_faults_are_named_with_file_and_remedy():
     for content, reason in FAULTS:
         with pytest.raises(CorruptDataError) as caught:
             parse_json(content, "x.json", "Write it again.")
@@ -40,14 +39,14 @@ def test_faults_are_named_with_file_and_remedy() -> None:
     assert parse_object(b'{"a": 1}', "x.json", "") == {"a": 1}
 
 
-def test_nesting_is_accepted_up_to_the_largest_depth() -> None:
+def test_nesting_is_accepted_up_to_the_largest_depth():
     deepest = b'{"a":' * MAX_DEPTH + b"1" + b"}" * MAX_DEPTH
     assert parse_json(deepest, "x.json", "") == json.loads(deepest)
     with pytest.raises(CorruptDataError, match="nested too deeply"):
         parse_json(b"[" + deepest + b"]", "x.json", "")
 
 
-def test_irregular_and_large_files_are_refused_without_waiting(tmp_path: Path) -> None:
+def test_irregular_and_large_files_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_text(" " * 101)
     (tmp_path / "loop").symlink_to("loop")
@@ -61,7 +60,7 @@ def test_irregular_and_large_files_are_refused_without_waiting(tmp_path: Path) -
             read_json(tmp_path / name, "Write it again.", max_bytes=100)
 
 
-def test_damaged_json_gives_a_value_or_a_corrupt_data_error() -> None:
+def test_damaged_json_gives_a_value_or_a_corrupt_data_error():
     document = json.dumps({"a": [1, 2.5, {"b": "text"}], "c": None, "d": -3}).encode()
     chance = random.Random(15)
     for _ in range(2000):

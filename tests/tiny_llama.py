@@ -16,9 +16,9 @@ _SIZES |= {"num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embed
 _TOKENS = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
 
 
-def save_tiny_llama(folder: Path) -> None:
+def save_tiny_llama(folder: Path, **sizes: int) -> None:
     """Write config.json, model.safetensors and tokenizer.json of a Llama."""
-    _save(LlamaConfig(**_SIZES, **_TOKENS), folder)
+    _save(LlamaConfig(**{**_SIZES, **_TOKENS, **sizes}), folder)
 
 
 def save_tiny_mixtral(folder: Path) -> None:

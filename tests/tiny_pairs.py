@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+
+from tests.tiny_llama import save_tiny_llama
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
@@ -17,20 +17,8 @@ TEMPLATE = (
 
 def save_chat_model(folder: Path) -> None:
     """Write a Llama with random weights and a tokenizer of bytes."""
-    config = LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024,
-        bos_token_id=None, eos_token_id=256, pad_token_id=256,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+    save_tiny_llama(folder, max_position_embeddings=1024)
+    fast = PreTrainedTokenizerFast.from_pretrained(folder, eos_token="<|endoftext|>")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
 

@@ -40,12 +40,9 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "glo
     results: Any = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
+        given = fn, store, backend, results, dict(os.environ), args
         processes = [
-            context.Process(
-                target=_enter,
-                args=(fn, rank, size, store, backend, results, dict(os.environ), args),
-            )
-            for rank in range(size)
+            context.Process(target=_enter, args=(rank, size, *given)) for rank in range(size)
         ]
         for process in processes:
             process.start()
@@ -77,25 +74,12 @@ def _collect(results: Any, processes: list[Any], size: int) -> list[Any]:
     return [values[rank] for rank in range(size)]
 
 
-def _enter(
-    fn: Callable[..., Any],
-    rank: int,
-    size: int,
-    store: str,
-    backend: str,
-    results: Any,
-    variables: dict[str, str],
-    args: tuple[Any, ...],
-) -> None:
+def _enter(rank: int, size: int, *given: Any) -> None:
+    fn, store, backend, results, variables, args = given
+    launcher = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(size)}
+    launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.clear()
-    os.environ.update(
-        variables,
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
+    os.environ.update(variables | launcher)
     torch.set_num_threads(1)
     device = gpu_of(rank) if backend == "nccl" else None
     try:
@@ -103,14 +87,8 @@ def _enter(
             share(size)
         if device is not None:
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=size,
-            timeout=_TIMEOUT,
-            device_id=device,
-        )
+        place: dict[str, Any] = {"rank": rank, "world_size": size, "device_id": device}
+        dist.init_process_group(backend, init_method=f"file://{store}", timeout=_TIMEOUT, **place)
         value = fn(rank, size, *args)
         # By value: a tensor's shared memory would be gone with this process.
         results.put((rank, None, pickle.dumps(value)))

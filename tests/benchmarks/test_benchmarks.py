@@ -5,7 +5,6 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,9 +32,7 @@ PROGRAMS = [
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-def test_every_program_starts_and_explains_its_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_program_starts_and_explains_its_options(monkeypatch, capsys):
     assert len(PROGRAMS) > 25
     for name in PROGRAMS:
         monkeypatch.setattr(sys, "argv", [name, "--help"])
@@ -54,7 +51,7 @@ _LATENT = {"key_value_rank": 12, "plain_dim": 10, "rotary_dim": 6, "value_dim": 
 @pytest.mark.parametrize(
     "options", [{"num_kv_heads": 2}, {"latent_attention": {**_LATENT, "query_rank": 20}}]
 )
-def test_flops_per_token_equal_the_counted_flops(options: dict[str, Any]) -> None:
+def test_flops_per_token_equal_the_counted_flops(options):
     config = GPTConfig.llama(
         **{**SIZES, "num_layers": 2, "ffn_hidden_size": 40, "max_seq_length": 16}, **options
     )
@@ -75,7 +72,7 @@ ADAM = "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"
 SDPA = "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"
 
 
-def test_time_is_divided_among_work_communication_and_idle_time() -> None:
+def test_time_is_divided_among_work_communication_and_idle_time():
     spans = [(GEMM, 1, 5), (SDPA, 5, 6), (NCCL, 4, 8), (ADAM, 9, 9.5), (GEMM, 11, 12)]
     kernels = [Kernel(name, 1e3 * start, 1e3 * stop, 7) for name, start, stop in spans]
     analysis = analyse(kernels, [(0, 10_000), (10_000, 20_000)])
@@ -92,7 +89,7 @@ def test_time_is_divided_among_work_communication_and_idle_time() -> None:
     assert find_steps(row) == [(10.0, 60.0), (60.0, 90.0)]
 
 
-def test_a_digest_distinguishes_single_bits_that_a_sum_does_not() -> None:
+def test_a_digest_distinguishes_single_bits_that_a_sum_does_not():
     for dtype, bits in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):
         tensor = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
         changed = tensor.clone()
@@ -103,7 +100,7 @@ def test_a_digest_distinguishes_single_bits_that_a_sum_does_not() -> None:
         assert not torch.equal(digest(tensor), digest(changed))
 
 
-def test_timed_variants_compute_the_same_values() -> None:
+def test_timed_variants_compute_the_same_values():
     torch.manual_seed(0)
     problem = draw(4, 32, 48, [5, 20, 0, 7], "cpu")
     for which in PASSES:
@@ -119,7 +116,7 @@ def test_timed_variants_compute_the_same_values() -> None:
             torch.testing.assert_close(results, outcomes["torch"])
 
 
-def test_the_strategy_accepts_every_case_of_the_table_of_memory() -> None:
+def test_the_strategy_accepts_every_case_of_the_table_of_memory():
     for case in CASES.values():
         options = MegatronStrategy(microbatch_size=case.microbatch, **case.options).options
         layout = ParallelLayout(case.devices, **options.sizes())

@@ -63,9 +63,7 @@ def tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], Cut, Cut]:
 
 
 @given(st.lists(tensors(), min_size=1, max_size=3))
-def test_a_tensor_saved_in_one_cut_loads_into_any_other_cut(
-    drawn: list[tuple[tuple[int, ...], Cut, Cut]],
-) -> None:
+def test_a_tensor_saved_in_one_cut_loads_into_any_other_cut(drawn):
     fulls, pieces = {}, []
     for number, (shape, saved_cut, _) in enumerate(drawn):
         fulls[str(number)] = full = torch.randn(shape)

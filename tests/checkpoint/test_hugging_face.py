@@ -13,7 +13,7 @@ from tests.fits import Job, run_job
 from tests.swap.families import twin_of
 
 
-def test_conversion_copies_the_files_of_the_tokenizer(tmp_path: Path) -> None:
+def test_conversion_copies_the_files_of_the_tokenizer(tmp_path):
     folder, out = tmp_path / "given", tmp_path / "out"
     twin_of("llama").save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "notes.txt"):
@@ -25,9 +25,7 @@ def test_conversion_copies_the_files_of_the_tokenizer(tmp_path: Path) -> None:
     assert copied == {"tokenizer.json", "tokenizer_config.json", "merges.txt"}
 
 
-def test_invalid_paths_options_and_checkpoints_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_paths_options_and_checkpoints_are_refused(tmp_path, capsys):
     folder, out, checkpoint = (str(tmp_path / name) for name in ("given", "out", "checkpoint"))
     twin_of("llama").save_pretrained(folder)
     import_model(folder, checkpoint)

@@ -23,6 +23,7 @@ from lightning_megatron.checkpoint import (
     verify_checkpoint,
 )
 from lightning_megatron.checkpoint.directory import RemoteCheckpointPath
+from lightning_megatron.checkpoint.header import HEADER
 from lightning_megatron.checkpoint.storage import RemoteFolder
 from lightning_megatron.errors import CheckpointSaveError, CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -44,9 +45,7 @@ def file_names(fs: Any) -> list[str]:
     return sorted(path.rsplit("/", 1)[-1] for path in fs.find("/"))
 
 
-def test_a_remote_checkpoint_changes_only_when_its_header_is_written(
-    memory: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remote_checkpoint_changes_only_when_its_header_is_written(memory, monkeypatch):
     values_before = []
     publish = RemoteCheckpointPath.publish
 
@@ -65,9 +64,7 @@ def test_a_remote_checkpoint_changes_only_when_its_header_is_written(
 
 
 @pytest.mark.parametrize("name", [".distcp", "checkpoint.json.new"])
-def test_a_failed_remote_save_leaves_only_the_old_checkpoint(
-    memory: Any, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_failed_remote_save_leaves_only_the_old_checkpoint(memory, monkeypatch, name):
     create = RemoteFolder.create
 
     @contextmanager
@@ -87,7 +84,7 @@ def test_a_failed_remote_save_leaves_only_the_old_checkpoint(
     assert not is_sharded_checkpoint(f"{ROOT}/b")
 
 
-def test_cleaning_removes_only_files_of_interrupted_remote_saves(memory: Any) -> None:
+def test_cleaning_removes_only_files_of_interrupted_remote_saves(memory):
     save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
     unfinished = "save-0123456789abcdef"
     for path in (f"a/{unfinished}/x", f"b/{unfinished}/y", "b/save-me/z", "c/other", "save-0/w"):
@@ -101,31 +98,25 @@ def test_cleaning_removes_only_files_of_interrupted_remote_saves(memory: Any) ->
     assert not memory.exists("/run/checkpoints/a/save-0123456789abcdef")
 
 
-def test_cleaning_keeps_the_files_of_a_checkpoint_with_a_damaged_header(memory: Any) -> None:
-    save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
-    header = memory.cat_file("/run/checkpoints/a/checkpoint.json")
-    memory.pipe_file("/run/checkpoints/a/checkpoint.json", header[:-9])
-    clean_unfinished(ROOT)
-    assert len(file_names(memory)) == 4
-    with pytest.raises(CorruptDataError, match="memory://run/checkpoints/a/checkpoint.json"):
-        verify_checkpoint(f"{ROOT}/a")
-    save_checkpoint(f"{ROOT}/a", entries(2.0), {}, {}, MESH)
-    assert value_in(f"{ROOT}/a") == 2.0
-    assert len(file_names(memory)) == 4
-
-
-def test_damage_is_found_and_the_newest_undamaged_checkpoint_is_taken(memory: Any) -> None:
+def test_damage_is_named_and_skipped_and_cleaning_keeps_the_damaged_files(memory):
     for step in (1, 2):
         save_checkpoint(f"{ROOT}/step={step}", entries(), {"global_step": step}, {}, MESH)
     assert find_newest(ROOT) == f"{ROOT}/step=2"
-    path = next(path for path in memory.find("/run/checkpoints/step=2") if path.endswith("meta.pt"))
-    memory.pipe_file(path, memory.cat_file(path)[:-1] + b"x")
-    with pytest.raises(CorruptDataError, match=r"step=2/save-[0-9a-f]+/meta\.pt"):
-        verify_checkpoint(f"{ROOT}/step=2")
-    assert find_newest(ROOT) == f"{ROOT}/step=1"
+    files = memory.find("/run/checkpoints/step=2")
+    for name, damaged in (("meta.pt", r"save-[0-9a-f]+/meta\.pt"), (HEADER, HEADER)):
+        path = next(path for path in files if path.endswith(name))
+        memory.pipe_file(path, memory.cat_file(path)[:-9])
+        with pytest.raises(CorruptDataError, match=rf"step=2/{damaged}"):
+            verify_checkpoint(f"{ROOT}/step=2")
+        assert find_newest(ROOT) == f"{ROOT}/step=1"
+    clean_unfinished(ROOT)
+    assert memory.find("/run/checkpoints/step=2") == files
+    save_checkpoint(f"{ROOT}/step=2", entries(2.0), {}, {}, MESH)
+    assert value_in(f"{ROOT}/step=2") == 2.0
+    assert len(memory.find("/run/checkpoints/step=2")) == 4
 
 
-def test_a_writer_saves_in_the_background_and_removes_remote_checkpoints(memory: Any) -> None:
+def test_a_writer_saves_in_the_background_and_removes_remote_checkpoints(memory):
     writer = CheckpointWriter(MESH)
     tensors = entries(1.0)
     writer.save(f"{ROOT}/a", tensors, {}, {}, background=True)

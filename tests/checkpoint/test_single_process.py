@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def run_of(
     return single(dict(module.named_parameters()), dtype, make=build)
 
 
-def test_main_parameters_are_saved_in_float32_and_load_into_both_precisions(tmp_path: Path) -> None:
+def test_main_parameters_are_saved_in_float32_and_load_into_both_precisions(tmp_path):
     torch.manual_seed(0)
     half, full, half_loaded = WithBuffers().bfloat16(), WithBuffers(), WithBuffers().bfloat16()
     half_main = run_of(half, torch.float32).main
@@ -87,9 +86,7 @@ OPTIMIZERS: tuple[Callable[..., Any], ...] = (
 
 
 @pytest.mark.parametrize("build", OPTIMIZERS)
-def test_a_fresh_optimizer_loads_the_state_and_takes_the_same_steps(
-    tmp_path: Path, build: Callable[..., Any]
-) -> None:
+def test_a_fresh_optimizer_loads_the_state_and_takes_the_same_steps(tmp_path, build):
     def start() -> tuple[nn.Module, Run]:
         torch.manual_seed(0)
         module = nn.Linear(3, 2).bfloat16()
@@ -115,7 +112,7 @@ def test_a_fresh_optimizer_loads_the_state_and_takes_the_same_steps(
         assert torch.equal(fresh.main.main(name), trained.main.main(name))
 
 
-def test_plain_values_in_an_optimizer_state_come_back(tmp_path: Path) -> None:
+def test_plain_values_in_an_optimizer_state_come_back(tmp_path):
     run, fresh = (single({"weight": nn.Parameter(torch.ones(2))}) for _ in range(2))
     run.optimizer.state[run.main.main("weight")]["calls"] = 3
     fresh.optimizer.param_groups[0]["lr"] = 0.5
@@ -126,7 +123,7 @@ def test_plain_values_in_an_optimizer_state_come_back(tmp_path: Path) -> None:
     assert fresh.optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_hyperparameters_of_other_types_are_refused(tmp_path: Path) -> None:
+def test_hyperparameters_of_other_types_are_refused(tmp_path):
     run = single({"weight": nn.Parameter(torch.ones(2))})
     metadata = optimizer_metadata(run.optimizer, run.main, MESH)
     save_checkpoint(tmp_path / "c", optimizer_tensors(0, run.optimizer, run.main), {}, {}, MESH)
@@ -147,7 +144,7 @@ def test_hyperparameters_of_other_types_are_refused(tmp_path: Path) -> None:
         assert run.optimizer.param_groups[0].items() >= valid.items()
 
 
-def test_state_of_another_shape_than_its_sharded_parameter_is_refused() -> None:
+def test_state_of_another_shape_than_its_sharded_parameter_is_refused():
     weight = set_shard_spec(nn.Parameter(torch.ones(2, 4)), ShardSpec((4, 4), (ShardRange(0, 2),)))
     run = single({"weight": weight})
     run.optimizer.state[run.main.main("weight")]["row"] = torch.ones(2, 1)
@@ -155,14 +152,14 @@ def test_state_of_another_shape_than_its_sharded_parameter_is_refused() -> None:
         optimizer_tensors(0, run.optimizer, run.main)
 
 
-def test_names_that_do_not_fit_are_listed(tmp_path: Path) -> None:
+def test_names_that_do_not_fit_are_listed(tmp_path):
     save_checkpoint(tmp_path / "c", entries(), {}, {}, MESH)
     many = {f"layer.{index:02}": entry_of(torch.ones(1)) for index in range(25)}
     with pytest.raises(CheckpointMismatchError, match=r"layer\.09 and 15 more"):
         load_tensors(tmp_path / "c", many, MESH)
 
 
-def test_another_format_and_a_damaged_header_are_refused(tmp_path: Path) -> None:
+def test_another_format_and_a_damaged_header_are_refused(tmp_path):
     save_checkpoint(tmp_path / "c", entries(), {}, {}, MESH)
     header = json.loads((tmp_path / "c" / HEADER).read_text())
     for number, remedy in ((99, "Upgrade"), (1, "version that saved it")):
@@ -175,7 +172,7 @@ def test_another_format_and_a_damaged_header_are_refused(tmp_path: Path) -> None
             load_rank_state(tmp_path / "c", MESH)
 
 
-def test_consolidation_does_not_replace_a_directory_by_a_file(tmp_path: Path) -> None:
+def test_consolidation_does_not_replace_a_directory_by_a_file(tmp_path):
     path = tmp_path / "sharded"
     nothing: dict[str, Any] = {"order": [], "aliases": {}, "padded_rows": {}, "numbering": []}
     save_checkpoint(path, {}, {ONE_PROCESS: nothing}, {}, MESH)

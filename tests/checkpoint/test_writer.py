@@ -8,7 +8,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,9 +56,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
-def test_a_background_save_writes_the_values_of_its_start(
-    tmp_path: Path, writer: CheckpointWriter, gate: threading.Event
-) -> None:
+def test_a_background_save_writes_the_values_of_its_start(tmp_path, writer, gate):
     tensors = entries(1.0, size=1000) | {"other": entry_of(torch.arange(12.0).view(3, 4).t())}
     metadata, state = {"global_step": 1, "list": [1]}, {"seen": torch.zeros(2)}
     writer.save(tmp_path / "a", tensors, metadata, state, background=True)
@@ -75,9 +72,7 @@ def test_a_background_save_writes_the_values_of_its_start(
     assert load_rank_state(tmp_path / "a", MESH).values["seen"].tolist() == [0, 0]
 
 
-def test_a_second_save_waits_for_the_first_and_reuses_its_memory(
-    tmp_path: Path, writer: CheckpointWriter
-) -> None:
+def test_a_second_save_waits_for_the_first_and_reuses_its_memory(tmp_path, writer):
     tensors = entries(1.0)
     for step in range(4):
         tensors[WEIGHT].tensor.fill_(step)
@@ -87,9 +82,7 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_memory(
     assert len(writer._copies._buffers) == 1
 
 
-def test_a_background_failure_is_raised_once_in_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_background_failure_is_raised_once_in_training(tmp_path, monkeypatch):
     writer = CheckpointWriter(MESH)
     save_another = partial(writer.save, tmp_path / "b", entries(), {}, {})
     for call in (writer.poll, writer.wait, save_another, writer.close):
@@ -106,9 +99,7 @@ def test_a_background_failure_is_raised_once_in_training(
         assert names_in(tmp_path) == ["c"]
 
 
-def test_a_value_that_cannot_be_pickled_fails_its_save_and_not_the_next(
-    tmp_path: Path, writer: CheckpointWriter
-) -> None:
+def test_a_value_that_cannot_be_pickled_fails_its_save_and_not_the_next(tmp_path, writer):
     for background in (False, True):
         with pytest.raises(CheckpointSaveError, match="lambda"):  # noqa: PT012
             writer.save(tmp_path / "a", entries(), {"f": lambda: None}, {}, background=background)
@@ -119,9 +110,7 @@ def test_a_value_that_cannot_be_pickled_fails_its_save_and_not_the_next(
     assert names_in(tmp_path) == ["a"]
 
 
-def test_removal_waits_for_the_pending_save(
-    tmp_path: Path, writer: CheckpointWriter, gate: threading.Event
-) -> None:
+def test_removal_waits_for_the_pending_save(tmp_path, writer, gate):
     gate.set()
     writer.save(tmp_path / "old", entries(), {}, {})
     gate.clear()
@@ -134,12 +123,8 @@ def test_removal_waits_for_the_pending_save(
 
 
 def test_a_checkpoint_stays_when_the_save_of_its_replacement_fails(
-    tmp_path: Path,
-    writer: CheckpointWriter,
-    gate: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tmp_path, writer, gate, monkeypatch, caplog
+):
     gate.set()
     writer.save(tmp_path / "old", entries(), {}, {})
     gate.clear()
@@ -159,8 +144,8 @@ def test_a_checkpoint_stays_when_the_save_of_its_replacement_fails(
 
 
 def test_values_that_loading_would_refuse_are_logged_once_when_they_are_saved(
-    tmp_path: Path, writer: CheckpointWriter, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, writer, caplog
+):
     metadata = {"fine": 1, "callbacks": {"Mine": {"best": Unknown(), "count": 2}}}
     with caplog.at_level(logging.WARNING):
         for name in ("a", "b"):
@@ -171,7 +156,7 @@ def test_values_that_loading_would_refuse_are_logged_once_when_they_are_saved(
     assert "fine" not in caplog.text
 
 
-def test_host_copies_share_one_buffer_and_have_storages_of_their_own_size(tmp_path: Path) -> None:
+def test_host_copies_share_one_buffer_and_have_storages_of_their_own_size(tmp_path):
     copies = HostCopies(torch.device("cpu"))
     tensors = [torch.arange(5, dtype=torch.int8), torch.ones(3, 3).t()[1:], torch.empty(0)]
     named = {str(number): entry_of(tensor) for number, tensor in enumerate(tensors)}
@@ -185,7 +170,7 @@ def test_host_copies_share_one_buffer_and_have_storages_of_their_own_size(tmp_pa
             assert copy.view.untyped_storage().size() == copy.view.nbytes
 
 
-def test_a_save_uses_the_reserved_memory(tmp_path: Path, writer: CheckpointWriter) -> None:
+def test_a_save_uses_the_reserved_memory(tmp_path, writer):
     tensors = {str(n): entry_of(torch.full((1000 * n,), float(n))) for n in range(1, 5)}
     writer.reserve(tensors)
     (buffer,) = writer._copies._buffers
@@ -196,18 +181,15 @@ def test_a_save_uses_the_reserved_memory(tmp_path: Path, writer: CheckpointWrite
     assert read_full(tmp_path / "a")["4"].tolist() == [4.0] * 4000
 
 
-def test_data_parallel_ranks_divide_the_writing() -> None:
-    large, small = 10 * 65536, 100
-    writers = assign_writers([large, small, large, large, small, large], 2)
-    assert writers[1] == writers[4] == 0
-    assert sorted(writers[index] for index in (0, 2, 3, 5)) == [0, 0, 1, 1]
+def test_data_parallel_ranks_divide_the_writing():
+    assert assign_writers([10 * 65536, 100, 10 * 65536, 200], 2) == [1, 0, 0, 0]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("room", [0, 100 << 20, 10 << 30])
 def test_a_gpu_copies_while_it_computes_and_updates_wait_for_the_copies(
-    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    room, tmp_path, monkeypatch
+):
     monkeypatch.setattr(staging, "spare_memory", lambda device: room)
     device = torch.device("cuda", 0)
     writer = CheckpointWriter(ParallelMesh.single(device), defer_copies=True)

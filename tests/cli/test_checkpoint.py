@@ -21,7 +21,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_show_prints_layout_step_tensors_optimizers_and_files(saved: Path, printed: Any) -> None:
+def test_show_prints_layout_step_tensors_optimizers_and_files(saved, printed):
     out = printed("checkpoint show", saved)
     assert "step 2, epoch 1, saved 20" in out
     assert "saved by 1 rank = tp 1 x cp 1 x dp 1 x pp 1" in out
@@ -32,9 +32,7 @@ def test_show_prints_layout_step_tensors_optimizers_and_files(saved: Path, print
     assert "model.layers.3.mlp.up.weight.exp_avg_sq" in printed("checkpoint show --all", saved)
 
 
-def test_verify_names_the_damaged_file_and_ends_with_1(
-    saved: Path, printed: Any, refused: Any
-) -> None:
+def test_verify_names_the_damaged_file_and_ends_with_1(saved, printed, refused):
     assert "as written" in printed("checkpoint verify", saved)
     file = saved / "__0_0.distcp"
     content = file.read_bytes()
@@ -45,9 +43,7 @@ def test_verify_names_the_damaged_file_and_ends_with_1(
     file.write_bytes(content)
 
 
-def test_a_consolidated_file_is_verified_shown_and_loaded(
-    saved: Path, tmp_path: Path, printed: Any, refused: Any
-) -> None:
+def test_a_consolidated_file_is_verified_shown_and_loaded(saved, tmp_path, printed, refused):
     out = tmp_path / "plain.ckpt"
     assert "to continue from" in printed("checkpoint consolidate", saved, out)
     printed("checkpoint verify", out)
@@ -62,8 +58,8 @@ def test_a_consolidated_file_is_verified_shown_and_loaded(
 
 
 def test_a_resharded_checkpoint_has_the_same_tensors_or_only_weights_in_another_dtype(
-    saved: Path, tmp_path: Path, printed: Any, refused: Any
-) -> None:
+    saved, tmp_path, printed, refused
+):
     out, weights = tmp_path / "three", tmp_path / "weights"
     printed("checkpoint reshard --files 3", saved, out)
     verify_checkpoint(out)
@@ -86,9 +82,7 @@ class Place(pl.Callback):
         return {"where": Path("somewhere")}
 
 
-def test_python_objects_are_refused_without_the_unsafe_option(
-    tmp_path: Path, printed: Any, refused: Any
-) -> None:
+def test_python_objects_are_refused_without_the_unsafe_option(tmp_path, printed, refused):
     saved, out = tmp_path / "objects", tmp_path / "out.ckpt"
     run_job(Job(strategy={}, steps=1, callbacks=lambda: [Place()], save=str(saved)))
     assert "the option is --unsafe" in refused("checkpoint consolidate", saved, out)
@@ -96,7 +90,7 @@ def test_python_objects_are_refused_without_the_unsafe_option(
     assert out.is_file()
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path, refused: Any) -> None:
+def test_what_is_no_checkpoint_is_refused(tmp_path, refused):
     assert "a sharded checkpoint must be a directory" in refused("checkpoint show", tmp_path)
     notes, plain = tmp_path / "notes.ckpt", tmp_path / "plain.ckpt"
     notes.write_text("no checkpoint")

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_megatron.cli.kernels import main
-from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.kernels.cuda import library
 from lightning_megatron.kernels.cuda.load import reason_not_runnable
 from tests.kernels.cuda.fake import FakeKit
@@ -24,70 +22,53 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKit:
     return kit
 
 
-def test_build_prints_the_path_of_the_library_and_show_finds_it(
-    kit: FakeKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_build_prints_the_path_of_the_library_and_show_finds_it(kit, monkeypatch, printed, refused):
     monkeypatch.setenv("CUDA_HOME", str(kit.home))
-    options = ["--cutlass", str(kit.folder / "cutlass"), "--cache", str(kit.folder / "cache")]
-    main(["build", *options, "--jobs", "2"])
-    printed = capsys.readouterr().out
-    (built,) = (kit.folder / "cache").glob("*/*.so")
-    assert printed.splitlines()[-1].startswith(f"{built}: 0.0 MB, built in ")
-    main(["show", *options])
-    shown = capsys.readouterr().out
+    cache = kit.folder / "cache"
+    options = f"--cutlass {kit.folder / 'cutlass'} --cache {cache}"
+    lines = printed(f"kernels build {options} --jobs 2").splitlines()
+    (built,) = cache.glob("*/*.so")
+    assert lines[-1].startswith(f"{built}: 0.0 MB, built in ")
+    shown = printed(f"kernels show {options}")
     assert f"library    {built} (nvcc 13.0.88, CUTLASS 4.2.0), from the cache" in shown
-    with pytest.raises(UnsupportedError, match="the library must be loadable"):
-        main(["check", "--cache", str(kit.folder / "cache")])
+    assert "the library must be loadable" in refused(f"kernels check --cache {cache}")
 
 
-def test_wheel_builds_once_and_prints_the_install_command(
-    kit: FakeKit, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compilers = ["--cuda-home", str(kit.home), "--cutlass", str(kit.folder / "cutlass")]
-    options = ["--cache", str(kit.folder / "cache"), "--out", str(kit.folder / "dist")]
-    main(["wheel", *options, *compilers])
+def test_wheel_builds_once_and_prints_the_install_command(kit, printed):
+    options = f"--cache {kit.folder / 'cache'} --out {kit.folder / 'dist'}"
+    compilers = f"--cuda-home {kit.home} --cutlass {kit.folder / 'cutlass'}"
+    text = printed(f"kernels wheel {options} {compilers}")
     (wheel,) = (kit.folder / "dist").iterdir()
-    printed = capsys.readouterr().out
-    assert printed.endswith(f"pip install --no-deps {wheel}\n")
+    assert text.endswith(f"pip install --no-deps {wheel}\n")
     num_commands = len(kit.journal)
-    main(["wheel", *options, "--cuda-home", "/nowhere"])
+    printed(f"kernels wheel {options} --cuda-home /nowhere")
     assert len(kit.journal) == num_commands
 
 
-def test_kernels_that_were_never_run_are_built_only_with_the_arch_option(
-    kit: FakeKit, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--cuda-home", str(kit.home), "--cutlass", str(kit.folder / "cutlass")]
-    options += ["--cache", str(kit.folder / "c")]
-    main(["build", *options, "--arch", "sm_100a"])
-    built = capsys.readouterr().out
+def test_kernels_that_were_never_run_are_built_only_with_the_arch_option(kit, printed):
+    options = (
+        f"--cuda-home {kit.home} --cutlass {kit.folder / 'cutlass'} --cache {kit.folder / 'c'}"
+    )
+    built = printed(f"kernels build {options} --arch sm_100a")
     assert "were compiled and have never been run, so no choice takes them" in built
-    main(["show", *options])
-    shown = capsys.readouterr().out
-    assert "sm100a" not in shown
+    assert "sm100a" not in printed(f"kernels show {options}")
 
 
-def test_show_prints_the_kernels_chosen_for_a_shape_and_the_reasons(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    main(["show", "--rows", "32768", "--groups", "32", "--n", "1536", "--k", "2048"])
-    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+def test_show_prints_the_kernels_chosen_for_a_shape_and_the_reasons(printed, refused):
+    text = printed("kernels show --rows 32768 --groups 32 --n 1536 --k 2048")
+    shown = [" ".join(line.split()) for line in text.splitlines()]
     assert shown[0] == "32768 rows in 32 groups (1024 each), n 1536, k 2048"
     assert "forward_pingpong_128x192_1x2 along M: 1536 columns fill multiples of 384" in shown
-    with pytest.raises(UnsupportedError, match="--n and --k describe one shape: some"):
-        main(["show", "--rows", "5"])
+    assert "--n and --k describe one shape: some" in refused("kernels show --rows 5")
 
 
-def test_build_without_nvcc_and_check_without_library_are_refused(kit: FakeKit) -> None:
-    with pytest.raises(MissingExtraError, match="nvcc is not in /nowhere/bin"):
-        main(["build", "--cuda-home", "/nowhere"])
-    with pytest.raises(UnsupportedError, match="Build one: lightning-megatron kernels build"):
-        main(["check", "--cache", str(kit.folder / "cache")])
+def test_build_without_nvcc_and_check_without_library_are_refused(kit, refused):
+    assert "nvcc is not in /nowhere/bin" in refused("kernels build --cuda-home /nowhere")
+    message = refused(f"kernels check --cache {kit.folder / 'cache'}")
+    assert "Build one: lightning-megatron kernels build" in message
 
 
-def test_an_unsupported_gpu_is_reported_with_its_compute_capability(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unsupported_gpu_is_reported_with_its_compute_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert reason_not_runnable() == "torch sees no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -68,7 +68,7 @@ for command in sys.argv[1:]:
 """
 
 
-def test_commands_load_neither_lightning_nor_torch_before_they_need_them(tmp_path: Path) -> None:
+def test_commands_load_neither_lightning_nor_torch_before_they_need_them(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     commands = ["--help", "recipes", f"checkpoint show {tmp_path / 'x.ckpt'}"]
     run = subprocess.run(
@@ -83,7 +83,7 @@ def test_commands_load_neither_lightning_nor_torch_before_they_need_them(tmp_pat
     assert re.findall("loaded:(.*)", run.stdout) == ["", "", " torch"]
 
 
-def test_errors_are_one_message_without_traceback(refused: Any, base: Path) -> None:
+def test_errors_are_one_message_without_traceback(refused, base):
     for command, message in {
         "train": "'fit'",
         "preprocess --input /no/file.txt --output x": "lightning-megatron preprocess: error: ",
@@ -97,9 +97,7 @@ def test_errors_are_one_message_without_traceback(refused: Any, base: Path) -> N
         recipe_path("../pyproject")
 
 
-def test_interpolation_takes_the_values_of_all_files_and_options(
-    base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interpolation_takes_the_values_of_all_files_and_options(base, capsys):
     second = base.with_name("second.yaml")
     width = "{init_args: {width: '${model.init_args.width}'}}"
     second.write_text(f"trainer: {{devices: 2}}\ndata: {width}\n")
@@ -112,7 +110,7 @@ def test_interpolation_takes_the_values_of_all_files_and_options(
         assert (data["context"], data["batch_size"], data["width"]) == expected, options
 
 
-def test_a_fit_saves_its_resolved_configuration_and_runs_from_it_again(base: Path) -> None:
+def test_a_fit_saves_its_resolved_configuration_and_runs_from_it_again(base):
     options = [f"--trainer.default_root_dir={base.parent}"]
     MegatronCLI(args=["fit", "-c", str(base), *options])
     saved = base.parent / "config.yaml"
@@ -120,16 +118,14 @@ def test_a_fit_saves_its_resolved_configuration_and_runs_from_it_again(base: Pat
     assert MegatronCLI(args=["fit", "-c", str(saved), *options]).trainer.global_step == 3
 
 
-def test_model_and_data_default_to_classes_of_the_package(
-    base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_and_data_default_to_classes_of_the_package(base, capsys):
     config = config_of(capsys, "--model.config.num_layers 3 --data.seq_length 12")
     assert config["model"]["class_path"] == "lightning_megatron.CausalLM"
     assert config["model"]["init_args"]["config"]["num_layers"] == 3
     assert config["data"]["init_args"]["seq_length"] == 12
 
 
-def test_schedule_option_takes_a_file_and_refuses_the_name_of_a_function(base: Path) -> None:
+def test_schedule_option_takes_a_file_and_refuses_the_name_of_a_function(base):
     (base.parent / "mine.csv").write_text("0F0,0I0,0W0\n")
     schedule = [STRATEGY, f"--trainer.strategy.schedule={base.parent / 'mine.csv'}"]
     assert MegatronCLI(args=["fit", "-c", str(base), *schedule]).trainer.global_step == 3
@@ -139,29 +135,24 @@ def test_schedule_option_takes_a_file_and_refuses_the_name_of_a_function(base: P
         MegatronCLI(args=["fit", "-c", str(base), *schedule])
 
 
-GRAPHS, CLONES = "cuda_graphs .full. needs GPUs", r"expert_clones \(\d\) needs ep"
 #: Options, their values, the settings that they give, and why these do not fit here.
 SETTINGS: list[tuple[str, str, dict[str, Any], str]] = [
-    ("cuda_graphs.mode", "full", {"mode": "full"}, GRAPHS),
-    ("init_args.cuda_graphs", "{mode: full, warmup_steps: 4}", {"warmup_steps": 4}, GRAPHS),
-    ("expert_clones", "{places: 2, min_rows: 9}", {"places": 2, "min_rows": 9}, CLONES),
-    ("expert_clones.places", "3", {"places": 3, "min_rows": None}, CLONES),
+    ("cuda_graphs.mode", "full", {"mode": "full"}, "cuda_graphs .full. needs GPUs"),
+    ("expert_clones", "{places: 2, min_rows: 9}", {"places": 2, "min_rows": 9}, r"\(2\) needs ep"),
 ]
 
 
-def test_options_of_the_strategy_take_a_mapping_or_its_parts(base: Path, capsys: Any) -> None:
+def test_options_of_the_strategy_take_a_mapping_or_its_parts(base, capsys):
     for option, value, expected, refusal in SETTINGS:
         options = [f"--trainer.strategy.{option}", value]
         config = config_of(capsys, f"-c {base} {STRATEGY}", *options)
-        name = option.removeprefix("init_args.").partition(".")[0]
-        assert expected.items() <= config["trainer"]["strategy"]["init_args"][name].items()
+        given = config["trainer"]["strategy"]["init_args"][option.partition(".")[0]]
+        assert expected.items() <= given.items()
         with pytest.raises(ValueError, match=refusal):
             MegatronCLI(args=["fit", "-c", str(base), STRATEGY, *options])
 
 
-def test_a_recipe_is_read_by_name_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_is_read_by_name_from_any_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     expected = config_of(capsys, f"-c {RECIPES / 'gpt_speeches_cpu.yaml'}")
     assert expected["trainer"]["strategy"]["init_args"]["pp"] == 2
@@ -192,7 +183,7 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-def test_damaged_recipes_end_with_one_error(tmp_path: Path, refused: Any) -> None:
+def test_damaged_recipes_end_with_one_error(tmp_path, refused):
     for name, (content, message) in DAMAGED.items():
         (tmp_path / "x.yaml").write_bytes(content)
         refusal = refused(f"fit --config={tmp_path / 'x.yaml'}")

@@ -95,7 +95,7 @@ def perplexity(model: torch.nn.Module, ids: list[int]) -> float:
     return math.exp(total / (len(ids) - 1))
 
 
-def test_a_folder_is_evaluated_with_its_tokenizer(folder: Path, printed: Any) -> None:
+def test_a_folder_is_evaluated_with_its_tokenizer(folder, printed):
     model, tokenizer = oracle.load(folder)
     ids = tokenizer(detokenize(oracle.TEXT), add_special_tokens=False)["input_ids"]
     expected = oracle.perplexities(model, ids, count_words(oracle.TEXT))
@@ -106,9 +106,7 @@ def test_a_folder_is_evaluated_with_its_tokenizer(folder: Path, printed: Any) ->
     assert float(rows["token_perplexity"]) == pytest.approx(actual["token_perplexity"], rel=1e-5)
 
 
-def test_checkpoints_are_evaluated_with_their_trained_weights(
-    folder: Path, own: Any, tuned: Any, printed: Any
-) -> None:
+def test_checkpoints_are_evaluated_with_their_trained_weights(folder, own, tuned, printed):
     text = detokenize(oracle.TEXT)
     for (path, module), options, ids in (
         (own, "--tokenizer bytes", list(text.encode())),
@@ -120,8 +118,8 @@ def test_checkpoints_are_evaluated_with_their_trained_weights(
 
 
 def test_unsupported_models_and_options_of_an_evaluation_are_refused(
-    folder: Path, own: Any, tmp_path: Path, refused: Any
-) -> None:
+    folder, own, tmp_path, refused
+):
     other, bad = tmp_path / "other.ckpt", tmp_path / "bad.jsonl"
     run_job(Job(strategy={}, steps=1, save=str(other)))
     bad.write_text('{"text": "one two"}\n{"text": "one"}\n')
@@ -147,20 +145,16 @@ def tokens_by_transformers(folder: Path, prompt: str, **options: Any) -> list[in
     return generated[0, tokens.shape[1] :].tolist()
 
 
-def test_tokens_and_texts_match_transformers(folder: Path, printed: Any) -> None:
-    actual = rows_of(printed, generation_of(folder, "--batch-size 2"))
-    expected = [tokens_by_transformers(folder, prompt) for prompt in PROMPTS]
-    assert [row["tokens"] for row in actual] == expected
+def test_tokens_and_texts_match_transformers(folder, printed):
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert [row["text"] for row in actual] == [tokenizer.decode(row) for row in expected]
-    beams = rows_of(printed, generation_of(folder, "--beams 3"))
-    expected = [tokens_by_transformers(folder, prompt, num_beams=3) for prompt in PROMPTS]
-    assert [row["tokens"] for row in beams] == expected
+    for command, options in (("--batch-size 2", {}), ("--beams 3", {"num_beams": 3})):
+        actual = rows_of(printed, generation_of(folder, command))
+        expected = [tokens_by_transformers(folder, prompt, **options) for prompt in PROMPTS]
+        assert [row["tokens"] for row in actual] == expected
+        assert [row["text"] for row in actual] == [tokenizer.decode(row) for row in expected]
 
 
-def test_text_ends_before_a_stop_string_and_is_written_token_by_token(
-    folder: Path, printed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_ends_before_a_stop_string_and_is_written_token_by_token(folder, printed, monkeypatch):
     # Some tokens of its continuation are halves of characters.
     prompt = "Hello"
     tokens = tokens_by_transformers(folder, prompt)
@@ -179,9 +173,7 @@ def test_text_ends_before_a_stop_string_and_is_written_token_by_token(
     assert "".join(written) == prompt + tokenizer.decode(tokens) + "\n"
 
 
-def test_checkpoints_generate_the_tokens_of_their_modules(
-    folder: Path, own: Any, tuned: Any, printed: Any
-) -> None:
+def test_checkpoints_generate_the_tokens_of_their_modules(folder, own, tuned, printed):
     for (path, module), options, encode in (
         (own, "--tokenizer bytes", lambda text: list(text.encode())),
         (tuned, "", load_tokenizer(folder).encode),
@@ -193,8 +185,8 @@ def test_checkpoints_generate_the_tokens_of_their_modules(
 
 
 def test_unsupported_prompts_and_options_of_a_generation_are_refused(
-    folder: Path, own: Any, tmp_path: Path, refused: Any
-) -> None:
+    folder, own, tmp_path, refused
+):
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt": "one"}\n{"text": "two"}\n')
     file = f"generate --ckpt {folder} --prompts".split()

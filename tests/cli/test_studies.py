@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from tests.forked_script import run_python
 TINY = "scaling-study --size tiny --steps 2 --warmup 1"
 
 
-def test_reason_of_a_failure_comes_from_output_or_exit_code() -> None:
+def test_reason_of_a_failure_comes_from_output_or_exit_code():
     for text, code, reason in (
         ("a\ntorch.OutOfMemoryError: CUDA out of memory. Tried\nb", 1, "out of memory"),
         ("", -9, "ended by SIGKILL, perhaps for lack of host memory"),
@@ -42,7 +43,7 @@ def test_reason_of_a_failure_comes_from_output_or_exit_code() -> None:
         assert reason_in(text, code) == reason
 
 
-def test_jobs_end_with_their_reason_or_after_the_timeout(tmp_path: Path) -> None:
+def test_jobs_end_with_their_reason_or_after_the_timeout(tmp_path):
     for program, reason in {
         "print(1)": None,
         "raise ValueError('tp must')": "exit code 1: ValueError: tp must",
@@ -69,7 +70,7 @@ def quick_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("lightning_megatron.cli.tune.subprocess", SimpleNamespace(run=start))
 
 
-def test_models_match_table_1_of_the_paper() -> None:
+def test_models_match_table_1_of_the_paper():
     cases = cases_of("model+data", "paper", 64, 8)
     sizes = [(case.hidden_size, case.num_heads, case.num_layers, case.tp) for case in cases[1:]]
     assert sizes == [(1536, 16, 40, 1), (1920, 20, 54, 2), (2304, 24, 64, 4), (3072, 32, 72, 8)]
@@ -79,37 +80,34 @@ def test_models_match_table_1_of_the_paper() -> None:
     assert published == ["1.0 x", "1.64 x", "2.34 x", "2.98 x"]
 
 
-def test_layouts_divide_heads_and_widths_and_parameters_are_counted() -> None:
-    for case in (
-        case for size in SIZES for study in STUDIES for case in cases_of(study, size, 2, 8)
-    ):
-        assert case.num_heads % case.tp == case.vocab_size % case.tp == 0
-        assert case.hidden_size % case.num_heads == case.batch_size % case.dp == 0
+def test_layouts_divide_heads_and_widths_and_parameters_are_counted():
+    for size, study in product(SIZES, STUDIES):
+        for case in cases_of(study, size, 2, 8):
+            assert case.num_heads % case.tp == case.vocab_size % case.tp == 0
+            assert case.hidden_size % case.num_heads == case.batch_size % case.dp == 0
     case = cases_of("model", "tiny", 2, 8)[1]
     assert case.parameters == sum(parameter.numel() for parameter in GPT(case.config).parameters())
 
 
-def test_efficiency_and_speedup_compare_with_the_first_row() -> None:
+def test_efficiency_and_speedup_compare_with_the_first_row():
     first, second, third, _ = cases_of("model", "tiny", 2, 8)
-    rows = [
-        ScalingRow("model", first, 0.5, None, 6.0, ""),
-        ScalingRow("model", second, 1.0, 2.5, 6.0, ""),
-        ScalingRow("model", third, None, None, None, "out of memory"),
-    ]
-    records = records_of(rows)
-    tokens = 8 * 64
-    rates = [
-        tokens / 0.5 * flops_per_token(first.config, 64) / 1e12,
-        tokens * flops_per_token(second.config, 64) / 2 / 1e12,
-    ]
-    assert [record["tflops_per_device"] for record in records] == [*map(pytest.approx, rates), None]
-    assert records[1]["efficiency"] == pytest.approx(rates[1] / rates[0])
+    records = records_of(
+        [
+            ScalingRow("model", first, 0.5, None, 6.0, ""),
+            ScalingRow("model", second, 1.0, 2.5, 6.0, ""),
+            ScalingRow("model", third, None, None, None, "out of memory"),
+        ]
+    )
+    per_step = [8 * 64 * flops_per_token(case.config, 64) / 1e12 for case in (first, second)]
+    rates = [pytest.approx(per_step[0] / 0.5), pytest.approx(per_step[1] / 2), None]
+    assert [record["tflops_per_device"] for record in records] == rates
+    assert records[1]["efficiency"] == pytest.approx(per_step[1] / 2 / (per_step[0] / 0.5))
     assert records[1]["speedup"] == 0.5
     assert "24 heads, tp 4, dp 1: out of memory" in table_of(records)
 
 
 @pytest.mark.usefixtures("quick_jobs")
-def test_a_study_runs_its_jobs_and_writes_their_rows(tmp_path: Path, printed: Any) -> None:
+def test_a_study_runs_its_jobs_and_writes_their_rows(tmp_path, printed):
     settings = '{"zero":0,"sequence_parallel":true}'
     command = f"{TINY} --devices 2 --studies strong --output {tmp_path}"
     text = printed(command, "--strategy", settings)
@@ -118,9 +116,7 @@ def test_a_study_runs_its_jobs_and_writes_their_rows(tmp_path: Path, printed: An
     # One device has no tokens to divide: the strategy refuses sequence parallelism there.
     rows = study["rows"]
     assert "sequence_parallel" in rows[0]["failure"]
-    assert [row["failure"] for row in rows[1:]] == [
-        "", "needs 4 devices: there are 2", "needs 8 devices: there are 2",
-    ]  # fmt: skip
+    assert [row["failure"] for row in rows[1:3]] == ["", "needs 4 devices: there are 2"]
     with (tmp_path / "study.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
     assert float(read[1]["seconds_per_step"]) == rows[1]["seconds_per_step"]
@@ -128,9 +124,7 @@ def test_a_study_runs_its_jobs_and_writes_their_rows(tmp_path: Path, printed: An
     assert (tmp_path / "study.png").is_file() or "No picture" in text
 
 
-def test_invalid_options_of_a_study_and_of_its_strategy_are_refused(
-    tmp_path: Path, refused: Any
-) -> None:
+def test_invalid_options_of_a_study_and_of_its_strategy_are_refused(tmp_path, refused):
     for options, message in (
         (["--replicas", "1"], "--replicas must be at least 2"),
         (["--strategy", '{"tp": 2}'], "got ['tp']"),
@@ -138,11 +132,9 @@ def test_invalid_options_of_a_study_and_of_its_strategy_are_refused(
         assert message in refused(TINY, *options, "--output", tmp_path)
 
 
-STRATEGY: dict[str, Any] = {
-    **{"tp": 1, "pp": 1, "zero": 1, "sequence_parallel": None, "bucket_size": 40_000_000},
-    **{"overlap_parameters": None, "overlap_tensor_parallel": False, "cuda_graphs": None},
-    "nccl_options": None,
-}
+STRATEGY: dict[str, Any] = {"tp": 1, "pp": 1, "zero": 1, "bucket_size": 40_000_000}
+STRATEGY |= {"overlap_parameters": None, "overlap_tensor_parallel": False, "cuda_graphs": None}
+STRATEGY |= {"sequence_parallel": None, "nccl_options": None}
 
 
 def tried_values(machine: Machine, **changes: Any) -> dict[str, Sequence[Any]]:
@@ -150,7 +142,7 @@ def tried_values(machine: Machine, **changes: Any) -> dict[str, Sequence[Any]]:
     return {candidate.option: candidate.values for candidate in candidates}
 
 
-def test_options_are_tried_only_where_they_have_an_effect() -> None:
+def test_options_are_tried_only_where_they_have_an_effect():
     buckets = [10_000_000, 20_000_000, 80_000_000, 160_000_000]
     assert tried_values(Machine(False, 1)) == {}
     assert tried_values(Machine(True, 1)) == {"cuda_graphs": ["segments"]}
@@ -159,12 +151,9 @@ def test_options_are_tried_only_where_they_have_an_effect() -> None:
     assert tried_values(Machine(False, 4), tp=2, pp=2) == {"overlap_tensor_parallel": [True]}
     assert tried_values(Machine(False, 4), tp=4, sequence_parallel=False) == {}
     settings = {"tp": {"max_ctas": 2}, "data": {"high_priority": True, "max_ctas": 8}}
+    tried = [{"high_priority": True, "max_ctas": number} for number in (4, 16)]
     actual = tried_values(Machine(True, 2), nccl_options=settings)["nccl_options"]
-    assert [options["data"] for options in actual] == [
-        {"high_priority": True, "max_ctas": 4},
-        {"high_priority": True, "max_ctas": 16},
-    ]
-    assert all(options["tp"] == {"max_ctas": 2} for options in actual), "other settings stay"
+    assert actual == [{**settings, "data": options} for options in tried], "other settings stay"
 
 
 def tuning(
@@ -186,9 +175,7 @@ def tuning(
     return Tuning([], folder, steps=2, warmup=1, timeout=60, gain=0.01)
 
 
-def test_the_search_keeps_the_best_values_so_far(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_keeps_the_best_values_so_far(tmp_path, monkeypatch):
     def seconds(settings: dict[str, Any]) -> float | str:
         bucket = settings.get("bucket_size", 40_000_000)
         if bucket == 160_000_000:
@@ -205,15 +192,12 @@ def test_the_search_keeps_the_best_values_so_far(
     assert "| the recipe's | 1000.0 | 1.000 |  |" in table
     assert "| `bucket_size=80000000` | 900.0 | 0.900 |  |" in table
     advice = yaml.safe_load(advice_of(best).removeprefix("Set in the recipe:\n\n"))
-    assert advice == {"trainer": {"strategy": {"init_args": {"bucket_size": 80_000_000}}}}
-    fastest = advice_of(TunedRun({}, 1.0, 2.0, "", 1))
-    assert fastest == "No setting is faster than the recipe's own."
+    assert advice == {"trainer": {"strategy": {"init_args": best.settings}}}
+    assert advice_of(TunedRun({}, 1.0, 2.0, "", 1)).startswith("No setting is faster")
 
 
 @pytest.mark.usefixtures("quick_jobs")
-def test_recipes_that_fail_or_have_another_strategy_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
-) -> None:
+def test_recipes_that_fail_or_have_another_strategy_are_refused(tmp_path, monkeypatch, refused):
     search = tuning(tmp_path, monkeypatch, lambda settings: "out of memory")
     with pytest.raises(UnsupportedError, match="recipe must run .* out of memory"):
         search.search(STRATEGY)
@@ -236,7 +220,7 @@ data: {class_path: tests.cli_modules.Counting}
 
 
 @pytest.mark.usefixtures("quick_jobs")
-def test_a_recipe_is_tuned_with_real_runs(tmp_path: Path, printed: Any) -> None:
+def test_a_recipe_is_tuned_with_real_runs(tmp_path, printed):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     text = printed(f"tune --steps=2 --warmup=1 --output {tmp_path / 'tune'} -c", path)

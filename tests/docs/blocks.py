@@ -27,9 +27,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from tests.forked_script import run_python, run_script
 from tests.import_graph import PACKAGE, ROOT
@@ -106,18 +103,10 @@ def run_block(block: Block, folder: Path) -> str:
     return run.stdout
 
 
-def _paths_in(navigation: Any) -> Iterator[str]:
-    if isinstance(navigation, str):
-        yield navigation
-    else:
-        for entry in navigation.values() if isinstance(navigation, dict) else navigation:
-            yield from _paths_in(entry)
-
-
 def pages() -> list[Path]:
     """Return the README and the pages of the site, in the order in which their blocks run."""
-    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    return [README, *(DOCS / path for path in _paths_in(navigation))]
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    return [README, *(DOCS / path for path in re.findall(r"- ([\w/]+\.md)$", navigation, re.M))]
 
 
 def read_blocks() -> list[Block]:

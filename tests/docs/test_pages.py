@@ -11,7 +11,7 @@ import pytest
 
 from lightning_megatron.swap.families.known import FAMILIES
 from tests.docs import clone_picture
-from tests.docs.blocks import DOCS, README, ROOT, Block, printed_text, read_blocks, run_block
+from tests.docs.blocks import DOCS, README, ROOT, printed_text, read_blocks, run_block
 
 BLOCKS = read_blocks()
 PRINTED = printed_text()
@@ -42,24 +42,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "block", [block for block in BLOCKS if block.runs], ids=lambda block: block.name
 )
-def test_a_block_runs_and_prints_its_documented_output(block: Block, folder: Path) -> None:
+def test_a_block_runs_and_prints_its_documented_output(block, folder):
     # Those of the README make files that the others read.
     printed = run_block(block, folder)
     assert printed == PRINTED.get(block.name, printed)
 
 
-def test_only_listed_blocks_are_not_run() -> None:
+def test_only_listed_blocks_are_not_run():
     assert {block.name for block in BLOCKS if not block.runs} == set(NOT_RUN)
     assert {block.name for block in BLOCKS if block.runs} >= PRINTED.keys()
     assert any(block.page == README.name for block in BLOCKS)
 
 
-def test_family_in_the_docs_is_the_tested_family() -> None:
+def test_family_in_the_docs_is_the_tested_family():
     (block,) = [block for block in BLOCKS if block.name == "family"]
     assert any(block.code in path.read_text() for path in (ROOT / "tests").rglob("*.py"))
 
 
-def test_the_docs_list_all_decoders() -> None:
+def test_the_docs_list_all_decoders():
     text = (DOCS / "hugging_face.md").read_text()
     rows = re.search(r"^\| family \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
     assert rows is not None
@@ -69,7 +69,7 @@ def test_the_docs_list_all_decoders() -> None:
     assert decoders <= listed <= {family.model_type for family in FAMILIES}
 
 
-def test_table_of_planned_clones_is_current() -> None:
+def test_table_of_planned_clones_is_current():
     table = clone_picture.TABLE.search(clone_picture.PAGE.read_text())
     assert table is not None
     # Generators of random numbers may differ between processors.

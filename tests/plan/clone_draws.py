@@ -6,16 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-KINDS = (
-    "skewed",
-    "even",
-    "empty experts",
-    "unequal ranks",
-    "one expert",
-    "nowhere",
-    "large",
-    "few",
-)
+KINDS = ("skewed", "even", "empty experts", "unequal ranks")
+KINDS += ("one expert", "nowhere", "large", "few")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import Any
@@ -105,23 +106,13 @@ def drawn_rows(number: int) -> DrawnRows:
     return DrawnRows(placement, microbatches, rows, needs)
 
 
-def transfers_of(program: Program, rank: int) -> list[tuple[str, Any]]:
-    """Return the transfers of a stage, each as `send` or `receive`."""
-    batches = [step for step in program.instructions(rank) if isinstance(step, TransferBatch)]
-    return [
-        (name[:-1], transfer)
-        for batch in batches
-        for name in ("sends", "receives")
-        for transfer in getattr(batch, name)
-    ]
-
-
 class Rank:
     """Stage that runs its instructions in order; an exchange blocks until its peers reach it."""
 
-    def __init__(self, program: Program, rank: int) -> None:
+    def __init__(self, program: Program, rank: int, singly: bool) -> None:
         self.schedule, self.rank = program.schedule, rank
-        self.instructions, self.next, self.last_number = program.instructions(rank), 0, -1
+        self.instructions = list(steps_of(program, rank, singly))
+        self.next, self.last_number = 0, -1
         self.made: set[tuple[str, int, int]] = set()
         self.held: set[tuple[str, int, int]] = set()
 
@@ -156,11 +147,22 @@ class Rank:
 
     def complete(self, exchange: TransferBatch) -> None:
         """Send and receive what an exchange has."""
-        assert exchange.number > self.last_number
+        assert exchange.number >= self.last_number
         self.last_number = exchange.number
         assert {(s.kind, s.chunk, s.microbatch) for s in exchange.sends} <= self.made
         self.held |= {(r.kind, r.chunk, r.microbatch) for r in exchange.receives}
         self.next += 1
+
+
+def steps_of(program: Program, rank: int, singly: bool) -> Iterator[Any]:
+    """Yield the instructions of a stage, with transfers that block one by one if they are single."""
+    for step in program.instructions(rank):
+        if singly and isinstance(step, TransferBatch):
+            for single in one_by_one(program.schedule, rank, step):
+                sides = ((single.transfer,), ())
+                yield TransferBatch(step.number, *(sides if single.sends else sides[::-1]))
+        else:
+            yield step
 
 
 def peers_of(exchange: TransferBatch) -> set[int]:
@@ -168,28 +170,40 @@ def peers_of(exchange: TransferBatch) -> set[int]:
     return {transfer.peer for transfer in (*exchange.sends, *exchange.receives)}
 
 
-def lists_match(ranks: list[Rank], rank: int, schedule: Schedule) -> bool:
-    """Return whether all peers have reached an exchange; what they send must be received."""
-    exchange = ranks[rank].exchange
-    for peer in peers_of(exchange):
-        other = ranks[peer].exchange
-        if other is None or other.number != exchange.number:
-            return False
-        sends = [send for send in exchange.sends if send.peer == peer]
-        receives = [receive for receive in other.receives if receive.peer == rank]
-        for send, receive in zip(sends, receives, strict=True):
-            assert (send.kind, send.microbatch) == (receive.kind, receive.microbatch)
-            produced = schedule.virtual_stage(rank, send.chunk)
-            consumed = schedule.virtual_stage(peer, receive.chunk)
-            assert consumed == produced + (1 if send.kind == "F" else -1)
-    return True
+def sent_to(peer: int, rank: Rank) -> list[tuple[str, int, int]]:
+    """Return what a stage sends to a peer in its exchange: the kind, who made it, microbatch."""
+    made_by = rank.schedule.virtual_stage
+    sends = (send for send in rank.exchange.sends if send.peer == peer)
+    return [(send.kind, made_by(rank.rank, send.chunk), send.microbatch) for send in sends]
 
 
-def execute(program: Program) -> list[Rank]:
+def received_from(peer: int, rank: Rank) -> list[tuple[str, int, int]]:
+    """Return what a stage receives from a peer in its exchange, in the same form."""
+    used_by, back = rank.schedule.virtual_stage, {"F": 1, "B": -1}
+    receives = (one for one in rank.exchange.receives if one.peer == peer)
+    return [
+        (one.kind, used_by(rank.rank, one.chunk) - back[one.kind], one.microbatch)
+        for one in receives
+    ]
+
+
+def is_matched(us: Rank, ranks: list[Rank]) -> bool:
+    """Return whether all peers of a stage have reached its exchange with the same tensors."""
+    peers = [ranks[peer] for peer in peers_of(us.exchange)]
+    return all(
+        them.exchange is not None
+        and them.exchange.number == us.exchange.number
+        and sent_to(them.rank, us) == received_from(us.rank, them)
+        and received_from(them.rank, us) == sent_to(us.rank, them)
+        for them in peers
+    )
+
+
+def execute(program: Program, singly: bool = False) -> list[Rank]:
     """Run all stages until they are done or stuck. An exchange completes only when every stage that
     is connected through it has arrived, the strictest reading of a group call.
     """
-    ranks = [Rank(program, rank) for rank in range(program.schedule.num_stages)]
+    ranks = [Rank(program, rank, singly) for rank in range(program.schedule.num_stages)]
     moved = True
     while moved:
         moved = sum(rank.compute() for rank in ranks) > 0
@@ -200,7 +214,7 @@ def execute(program: Program) -> list[Rank]:
                 if rank not in together and ranks[rank].exchange is not None:
                     together.add(rank)
                     pending += peers_of(ranks[rank].exchange)
-            if together and all(lists_match(ranks, rank, program.schedule) for rank in together):
+            if together and all(is_matched(ranks[rank], ranks) for rank in together):
                 for rank in together:
                     ranks[rank].complete(ranks[rank].exchange)
                 moved = True
@@ -211,51 +225,8 @@ def check_runs(program: Program) -> None:
     """Check that a program runs all actions in their order, with exchanges or with transfers that
     block one by one.
     """
-    for rank in execute(program):
+    for rank in (*execute(program), *execute(program, singly=True)):
         assert rank.next == len(rank.instructions), f"stage {rank.rank} is stuck at {rank.next}"
         assert not rank.held, f"stage {rank.rank} received what it never used"
         computed = [step.action for step in rank.instructions if isinstance(step, Compute)]
         assert computed == list(program.schedule.actions(rank.rank))
-    assert run_one_by_one(program), "stuck with transfers one by one"
-
-
-def run_one_by_one(program: Program) -> bool:
-    """Run all stages with transfers that block one by one; return whether all come to the end."""
-    rows: list[list[Any]] = [
-        [
-            single
-            for step in program.instructions(rank)
-            for single in (
-                one_by_one(program.schedule, rank, step)
-                if isinstance(step, TransferBatch)
-                else [step]
-            )
-        ]
-        for rank in range(program.schedule.num_stages)
-    ]
-    at, moved = [0] * len(rows), True
-    while moved:
-        moved = False
-        for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                step = row[at[rank]]
-                if not isinstance(step, Compute):
-                    peer = step.transfer.peer
-                    if not meet(step, rows[peer][at[peer] : at[peer] + 1], rank):
-                        break
-                    at[peer] += 1
-                at[rank] += 1
-                moved = True
-    return all(number == len(row) for number, row in zip(at, rows, strict=True))
-
-
-def meet(step: Any, peer_steps: list[Any], rank: int) -> bool:
-    """Return whether the peer's step is the other end of a transfer."""
-    if not peer_steps or isinstance(peer_steps[0], Compute):
-        return False
-    mine, theirs = step.transfer, peer_steps[0].transfer
-    return (
-        step.sends != peer_steps[0].sends
-        and theirs.peer == rank
-        and (mine.kind, mine.microbatch) == (theirs.kind, theirs.microbatch)
-    )

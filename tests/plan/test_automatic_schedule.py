@@ -19,7 +19,7 @@ from lightning_megatron.plan import (
 from lightning_megatron.plan.automatic_schedule import _rules, in_halves, search_schedule
 from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRule
 from lightning_megatron.plan.live_microbatches import WEIGHT_HALF_SHARE, check_peak, stage_peaks
-from tests.plan.pipelines import NUMBERS, drawn_costs, run_one_by_one
+from tests.plan.pipelines import NUMBERS, check_runs, drawn_costs
 from tests.refusals import check_refusals
 
 RULE = GreedyRule(
@@ -32,7 +32,7 @@ def equal_costs(count: int, transfer: int = 0) -> StageCosts:
 
 
 @given(NUMBERS)
-def test_the_best_of_all_named_and_constructed_schedules_that_fit_is_chosen(number: int) -> None:
+def test_the_best_of_all_named_and_constructed_schedules_that_fit_is_chosen(number):
     draw = random.Random(number)
     stages, microbatches, chunks = draw.randint(1, 5), draw.randint(1, 9), draw.randint(1, 3)
     costs = drawn_costs(number, Placement("loop", stages, chunks))
@@ -48,7 +48,7 @@ def test_the_best_of_all_named_and_constructed_schedules_that_fit_is_chosen(numb
         for rank in range(stages)
     ]
     check_peak(schedule, limit, sizes)
-    assert run_one_by_one(plan_transfers(schedule, costs))
+    check_runs(plan_transfers(schedule, costs))
     fitting = [candidate for candidate in search.named if candidate.fits]
     found = [(candidate.length, candidate.peak, candidate.schedule.rows) for candidate in fitting]
     for shape in ("loop", "v") if chunks > 1 else ("loop",):
@@ -73,7 +73,7 @@ def test_the_best_of_all_named_and_constructed_schedules_that_fit_is_chosen(numb
 
 
 @given(NUMBERS)
-def test_greedy_construction_finishes_within_the_memory_of_one_microbatch(number: int) -> None:
+def test_greedy_construction_finishes_within_the_memory_of_one_microbatch(number):
     draw = random.Random(number)
     stages, chunks = draw.randint(1, 16), draw.randint(1, 4)
     placement = Placement(draw.choice(["loop", "v"]), stages, chunks)
@@ -89,7 +89,7 @@ def test_greedy_construction_finishes_within_the_memory_of_one_microbatch(number
     assert all(live_microbatches(schedule, rank).total <= chunks for rank in range(stages))
 
 
-def test_unequal_stages_get_a_faster_schedule_than_any_named_schedule() -> None:
+def test_unequal_stages_get_a_faster_schedule_than_any_named_schedule():
     costs = StageCosts((13, *(10,) * 6, 14), (*(12,) * 7, 18), (*(8,) * 7, 11), transfer=1)
     search = search_schedule(4, 16, costs, [1.0] * 8, 8.0)
     fits = {candidate.schedule.name: candidate.fits for candidate in search.named}
@@ -99,7 +99,7 @@ def test_unequal_stages_get_a_faster_schedule_than_any_named_schedule() -> None:
     assert search.timeline.length == search.chosen.length
 
 
-def test_too_little_memory_is_refused_with_the_smallest_limit_that_works() -> None:
+def test_too_little_memory_is_refused_with_the_smallest_limit_that_works():
     kept = [1.0, 2.0, 3.0, 5.0]
     too_little = (2, 4, equal_costs(4), kept, 5.5)
     check_refusals(search_schedule, [(too_little, "fullest stage keeps 6. Raise the limit")])
@@ -108,7 +108,7 @@ def test_too_little_memory_is_refused_with_the_smallest_limit_that_works() -> No
     check_refusals(search_schedule, [(wrong, "costs name 3, kept names 3, pp is 2.")])
 
 
-def test_split_backwards_keep_the_order_and_are_no_longer_than_full_backwards() -> None:
+def test_split_backwards_keep_the_order_and_are_no_longer_than_full_backwards():
     for name, chunks in (("1f1b", 1), ("dualpipe-v", 2)):
         schedule = build_schedule(name, 4, 8, chunks)
         halves = in_halves(schedule).validate()

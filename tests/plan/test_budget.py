@@ -39,7 +39,7 @@ def costs_of(table: Any = fused_activations, num_tokens: int = 4096, **options: 
     return activation_costs(LLAMA, table(LLAMA), shape, **more)
 
 
-def test_parameter_counts_match_published_models() -> None:
+def test_parameter_counts_match_published_models():
     for model, number in (
         (GPT2, 124_439_808 + (50304 - 50257) * 768),  # GPT-2 small, and the padded vocabulary
         (replace(LLAMA, num_layers=32, vocab_size=128256), 8_030_261_248),  # Llama 3 8B
@@ -49,7 +49,7 @@ def test_parameter_counts_match_published_models() -> None:
         assert estimate.num_parameters == number
 
 
-def test_a_tied_head_is_a_copy_unless_the_first_stage_of_a_v_has_both() -> None:
+def test_a_tied_head_is_a_copy_unless_the_first_stage_of_a_v_has_both():
     (single,) = estimate_memory(GPT2, layout(), STEP)
     stages = estimate_memory(GPT2, layout(pp=2), STEP)
     assert sum(stage.num_parameters for stage in stages) == single.num_parameters + 50304 * 768
@@ -66,7 +66,7 @@ def test_a_tied_head_is_a_copy_unless_the_first_stage_of_a_v_has_both() -> None:
     assert [stage.loss > 0 for stage in untied] == [True, False, False, False]
 
 
-def test_deferred_weight_halves_need_memory() -> None:
+def test_deferred_weight_halves_need_memory():
     def activations(name: str, **changes: Any) -> list[int]:
         step = replace(STEP, num_microbatches=32, schedule=name, **changes)
         return [stage.activations for stage in estimate_memory(LLAMA, layout(pp=8), step)]
@@ -84,7 +84,7 @@ def test_deferred_weight_halves_need_memory() -> None:
 
 
 @given(st.integers(1, 10**9), st.integers(1, 64))
-def test_mixed_adamw_takes_6_and_12_over_dp_bytes_a_parameter(count: int, dp: int) -> None:
+def test_mixed_adamw_takes_6_and_12_over_dp_bytes_a_parameter(count, dp):
     total = sum(static_bytes(count, dp, STEP).values())
     assert 0 <= total - (6 * count + 12 * count / dp) < 12
     assert sum(static_bytes(count, dp, replace(STEP, zero=0)).values()) == 18 * count
@@ -92,7 +92,7 @@ def test_mixed_adamw_takes_6_and_12_over_dp_bytes_a_parameter(count: int, dp: in
     assert sum(static_bytes(count, dp, single).values()) == 16 * count
 
 
-def test_a_block_keeps_the_activations_of_its_layers() -> None:
+def test_a_block_keeps_the_activations_of_its_layers():
     tokens, costs = 4096, costs_of()
     per_token = 2 * (4 * HIDDEN + (QUERY + 2 * KEY) + QUERY + 3 * INNER) + 4 * 32 + 2 * 8
     assert costs.kept == costs.layer == tokens * per_token
@@ -104,13 +104,13 @@ def test_a_block_keeps_the_activations_of_its_layers() -> None:
     assert divided * 4 == costs.kept
 
 
-def test_full_recomputation_keeps_only_the_inputs_of_blocks() -> None:
+def test_full_recomputation_keeps_only_the_inputs_of_blocks():
     full, selective, none = (costs_of(recompute=(m,)) for m in ("full", "selective", "none"))
     assert full.kept == full.boundary == 4096 * 4096 * 2
     assert none.kept - selective.kept == 4096 * 4 * 32
 
 
-def test_the_first_stages_hold_more_microbatches() -> None:
+def test_the_first_stages_hold_more_microbatches():
     even = layout(pp=4, stage_layers=[4] * 4)
     stages = estimate_memory(LLAMA, even, STEP)
     assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
@@ -123,7 +123,7 @@ def test_the_first_stages_hold_more_microbatches() -> None:
     assert [stage.in_flight for stage in interleaved] == [11, 9, 7, 5]
 
 
-def test_stages_without_layers_hold_only_the_embedding_or_the_head() -> None:
+def test_stages_without_layers_hold_only_the_embedding_or_the_head():
     stages = estimate_memory(LLAMA, layout(pp=4, stage_layers="E|(t*8|)*2L"), STEP)
     table, layers = LLAMA.vocab_rows(1) * LLAMA.hidden_size, 8 * LLAMA.layer_parameters(1)
     numbers = [stage.num_parameters for stage in stages]
@@ -132,7 +132,7 @@ def test_stages_without_layers_hold_only_the_embedding_or_the_head() -> None:
     assert stages[3].activations == costs_of(eager_activations, 1024).head
 
 
-def test_the_parts_of_an_estimate_add_up_to_the_peak() -> None:
+def test_the_parts_of_an_estimate_add_up_to_the_peak():
     step = replace(STEP, library_bytes=2**26)
     for estimate in estimate_memory(LLAMA, layout(pp=2, dp=2), step):
         assert estimate.static == estimate.num_parameters * (2 + 4 + 6)
@@ -161,8 +161,8 @@ POWERS = st.sampled_from([1, 2, 4])
 
 @given(TRAININGS, POWERS, POWERS, st.integers(1, 4), st.booleans())
 def test_more_work_never_takes_less_memory_and_more_ranks_never_take_more(
-    training: TrainingShape, tp: int, pp: int, dp: int, fused: bool
-) -> None:
+    training, tp, pp, dp, fused
+):
     model = GPT2 if tp == 1 else LLAMA
     table = (fused_activations if fused else eager_activations)(model)
 
@@ -181,7 +181,7 @@ def test_more_work_never_takes_less_memory_and_more_ranks_never_take_more(
     assert peak(sequence_parallel=True) <= peak(sequence_parallel=False)
 
 
-def test_experts_are_divided_over_ep_and_etp_and_their_state_over_replicas() -> None:
+def test_experts_are_divided_over_ep_and_etp_and_their_state_over_replicas():
     (single,) = estimate_memory(QWEN3_30B_A3B, layout(), STEP)
     matrices = 48 * 128 * 3 * 2048 * 768
     dense = single.num_parameters - matrices
@@ -197,7 +197,7 @@ def test_experts_are_divided_over_ep_and_etp_and_their_state_over_replicas() -> 
     assert divided.main_parameters == folded.main_parameters
 
 
-def test_only_stages_with_expert_layers_hold_experts() -> None:
+def test_only_stages_with_expert_layers_hold_experts():
     layers = tuple(layer >= 36 for layer in range(48))
     experts = replace(QWEN3_30B_A3B.experts, layers=layers)
     model = replace(QWEN3_30B_A3B, experts=experts, tied=False)
@@ -207,7 +207,7 @@ def test_only_stages_with_expert_layers_hold_experts() -> None:
     assert first == second < 12 * per_layer < third
 
 
-def test_an_all_gather_has_room_for_all_tokens_and_an_all_to_all_for_a_balanced_share() -> None:
+def test_an_all_gather_has_room_for_all_tokens_and_an_all_to_all_for_a_balanced_share():
     def activations(parallel_layout: ParallelLayout, **changes: Any) -> int:
         step = replace(STEP, **changes)
         return estimate_memory(QWEN3_30B_A3B, parallel_layout, step)[0].activations
@@ -223,7 +223,7 @@ def test_an_all_gather_has_room_for_all_tokens_and_an_all_to_all_for_a_balanced_
     assert single - recomputed == 48 * 4 * 2 * 1024 * 8 * 768
 
 
-def test_invalid_training_shapes_are_refused() -> None:
+def test_invalid_training_shapes_are_refused():
     odd = replace(STEP, seq_length=1001, sequence_parallel=True)
     check_refusals(
         estimate_memory,

@@ -31,7 +31,7 @@ COUNTS = [
 ]
 
 
-def test_worked_examples_of_the_steps_of_a_plan() -> None:
+def test_worked_examples_of_the_steps_of_a_plan():
     assert excess_of_rank([50, 100, 150, 200], 250) == [0, 0, 50, 200], "light experts stay"
     assert excess_of_rank([7, 7, 7], 10) == [0, 4, 7], "of equals the first stays"
     assert overlaps([100, 150], [80, 120]) == [[80, 20], [0, 100]]
@@ -39,7 +39,7 @@ def test_worked_examples_of_the_steps_of_a_plan() -> None:
     assert divide_over_ranks([[30], [50], [20]], [0], [83]) == ((26,), (41,), (16,))
 
 
-def test_both_assignments_send_the_largest_surplus_to_the_largest_room() -> None:
+def test_both_assignments_send_the_largest_surplus_to_the_largest_room():
     surplus, room = [0, 80, 0, 0, 50, 100, 0, 30], [0, 120, 60, 0]
     two_places = ExpertPlaces(num_ranks=4, num_experts=8, places=2)
     for assign, second in ((assign_one_shot, (1, 20)), (assign_largest_first, (4, 20))):
@@ -50,7 +50,7 @@ def test_both_assignments_send_the_largest_surplus_to_the_largest_room() -> None
         assert moved == [(5, 100), second, (1, 60)]
 
 
-def test_clones_balance_four_ranks_and_none_is_below_min_rows() -> None:
+def test_clones_balance_four_ranks_and_none_is_below_min_rows():
     plan = plan_clones(COUNTS, 1)
     assert (plan.owners, plan.amounts) == ((-1, 1, 7, -1), (0, 150, 50, 0))
     assert plan.off == ((0, 49, 15, 0), (0, 45, 12, 0), (0, 38, 12, 0), (0, 18, 11, 0))
@@ -97,7 +97,7 @@ def check_plan(drawn: DrawnCounts, plan: ClonePlan) -> None:
     assert max(plan.rows) <= max(before)
 
 
-def test_plans_of_any_counts_keep_their_invariants_and_enough_places_balance_all_ranks() -> None:
+def test_plans_of_any_counts_keep_their_invariants_and_enough_places_balance_all_ranks():
     num_moved = 0
     for drawn in drawn_counts(MANY):
         plan = plan_clones(drawn.counts, drawn.places, drawn.min_rows)
@@ -110,7 +110,7 @@ def test_plans_of_any_counts_keep_their_invariants_and_enough_places_balance_all
     assert num_moved > 0.4 * MANY, "hardly any plan moves anything"
 
 
-def test_physical_experts_map_back_and_have_the_rows_of_the_plan() -> None:
+def test_physical_experts_map_back_and_have_the_rows_of_the_plan():
     for drawn in drawn_selections(60):
         plan = plan_clones(drawn.counts, drawn.places)
         rows = Counter[int]()
@@ -124,7 +124,7 @@ def test_physical_experts_map_back_and_have_the_rows_of_the_plan() -> None:
         assert tuple(rows[rank] for rank in range(plan.layout.num_ranks)) == plan.rows
 
 
-def test_invalid_sizes_and_speeds_are_refused() -> None:
+def test_invalid_sizes_and_speeds_are_refused():
     check_refusals(
         ExpertPlaces,
         [
@@ -137,7 +137,7 @@ def test_invalid_sizes_and_speeds_are_refused() -> None:
         check_refusals(CloneCost, [(speeds, "must be a positive speed")])
 
 
-def test_the_fewest_rows_of_a_clone_follow_from_speeds() -> None:
+def test_the_fewest_rows_of_a_clone_follow_from_speeds():
     for gradient, sends_again, rows in ((2, False, 1200), (4, False, 1800), (4, True, 2400)):
         options = {"gradient": gradient, "sends_again": sends_again}
         assert CloneCost(products=450e12, bandwidth=250e9, **options).min_rows == rows

@@ -26,7 +26,7 @@ CPS = st.sampled_from([2, 4, 8])
 
 
 @given(CUTS)
-def test_every_token_is_held_once_and_causal_work_is_equal(cut: ContextCut) -> None:
+def test_every_token_is_held_once_and_causal_work_is_equal(cut):
     ranks = range(cut.size)
     held = [cut.positions(rank) for rank in ranks]
     joined = sum(held, [])
@@ -41,9 +41,7 @@ def test_every_token_is_held_once_and_causal_work_is_equal(cut: ContextCut) -> N
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-def test_neighbouring_ranks_join_to_a_rank_of_a_coarser_cut(
-    inner: int, outer: int, piece: int
-) -> None:
+def test_neighbouring_ranks_join_to_a_rank_of_a_coarser_cut(inner, outer, piece):
     fine = ContextCut(inner * outer, 2 * inner * outer * piece)
     coarse = ContextCut(outer, fine.seq_length)
     for host in range(outer):
@@ -70,9 +68,7 @@ def visible_pairs(block: AttentionBlock, queries: list[int], keys: list[int]) ->
 
 
 @given(CUTS, st.booleans(), st.none() | st.integers(1, 40), st.data())
-def test_blocks_cover_each_visible_pair_once(
-    cut: ContextCut, causal: bool, window: int | None, data: st.DataObject
-) -> None:
+def test_blocks_cover_each_visible_pair_once(cut, causal, window, data):
     window = window if causal else None
     rank = data.draw(st.integers(0, cut.size - 1))
     queries, every = cut.positions(rank), list(range(cut.seq_length))
@@ -100,7 +96,7 @@ def test_blocks_cover_each_visible_pair_once(
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 6))
-def test_query_heads_are_divided_with_their_kv_heads(group: int, kv_heads: int, ranks: int) -> None:
+def test_query_heads_are_divided_with_their_kv_heads(group, kv_heads, ranks):
     heads = group * kv_heads
     parts = split_heads_over(heads, ranks)
     assert [head for part in parts for head in part] == list(range(heads))
@@ -116,7 +112,7 @@ def test_query_heads_are_divided_with_their_kv_heads(group: int, kv_heads: int, 
 
 
 @given(CPS, st.integers(1, 4), st.data())
-def test_documents_stay_in_the_smallest_groups(cp: int, piece: int, data: st.DataObject) -> None:
+def test_documents_stay_in_the_smallest_groups(cp, piece, data):
     length = 2 * cp * piece
     inner = data.draw(st.lists(st.integers(0, 2 * length), max_size=12))
     borders = sorted([0, length, 2 * length, *inner])
@@ -136,7 +132,7 @@ def test_documents_stay_in_the_smallest_groups(cp: int, piece: int, data: st.Dat
 
 
 @given(CPS, st.integers(1, 4), st.data())
-def test_groups_hold_every_position_once(cp: int, piece: int, data: st.DataObject) -> None:
+def test_groups_hold_every_position_once(cp, piece, data):
     length = 2 * cp * piece
     groups = ContextGroups(cp, data.draw(st.sampled_from(context_group_sizes(cp))), length)
     held = [groups.positions(rank) for rank in range(cp)]
@@ -150,7 +146,7 @@ def test_groups_hold_every_position_once(cp: int, piece: int, data: st.DataObjec
         assert whole == ContextCut(cp, length).positions(rank), "one group is the cut of rows"
 
 
-def test_sizes_and_rows_that_do_not_divide_are_refused_with_legal_ones() -> None:
+def test_sizes_and_rows_that_do_not_divide_are_refused_with_legal_ones():
     check_refusals(
         check_context_length, [((30, 4, 1), "Use 24 or 32."), ((36, 4, 4), "Use 32 or 48.")]
     )
@@ -165,7 +161,7 @@ def test_sizes_and_rows_that_do_not_divide_are_refused_with_legal_ones() -> None
     )
 
 
-def test_context_links_follow_the_hosts() -> None:
+def test_context_links_follow_the_hosts():
     cases: list[tuple[int, dict[str, Any], int, tuple[int, bool]]] = [
         (4, {"cp": 4}, 4, (1, True)),
         (4, {"cp": 4}, 2, (2, False)),
@@ -186,7 +182,7 @@ def test_context_links_follow_the_hosts() -> None:
     )
 
 
-def test_the_transport_follows_links_heads_and_dropout() -> None:
+def test_the_transport_follows_links_heads_and_dropout():
     hosts = ContextLinks(inner=2, is_one_host=False)
     for links, heads, kv_heads, dropout, transport in (
         (ContextLinks(), 8, 4, 0.0, "all_to_all"),

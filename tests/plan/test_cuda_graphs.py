@@ -30,7 +30,7 @@ SEGMENTS, FULL = CudaGraphs("segments"), CudaGraphs("full")
 UPDATES = CudaGraphs("segments", optimizer=True)
 
 
-def test_a_mode_a_mapping_and_a_settings_object_are_equivalent() -> None:
+def test_a_mode_a_mapping_and_a_settings_object_are_equivalent():
     assert CudaGraphs.of("segments") == CudaGraphs.of({"mode": "segments"}) == SEGMENTS
     assert CudaGraphs.of(SEGMENTS) is SEGMENTS
     actual = CudaGraphs.of({"mode": "segments", "scopes": ["attention", "mlp"], "warmup_steps": 5})
@@ -41,7 +41,7 @@ def test_a_mode_a_mapping_and_a_settings_object_are_equivalent() -> None:
     assert [scope for scope in scopes if selected.captures(scope)] == ["router", "preprocess"]
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_settings_that_contradict_each_other_are_refused():
     segments: dict[str, Any] = {"mode": "segments"}
     check_refusals(
         CudaGraphs.of,
@@ -65,7 +65,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     )
 
 
-def test_runs_that_cannot_be_captured_are_refused() -> None:
+def test_runs_that_cannot_be_captured_are_refused():
     experts = CudaGraphs("segments", ("router", "experts"))
     growing = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     both = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"}
@@ -80,11 +80,9 @@ def test_runs_that_cannot_be_captured_are_refused() -> None:
         (SEGMENTS, {"offloads": True}, "cannot be used with recompute.offload"),
         (SEGMENTS, {"keeps_core": True}, "cannot be used with recompute of full_except_core"),
         (FULL, {"compile_modes": ("default", "reduce-overhead")}, "mode='reduce-overhead'"),
-        (SEGMENTS, {"compile_modes": ("max-autotune",)}, "mode='max-autotune'"),
         (SEGMENTS, {"environment": growing}, "Set NCCL_GRAPH_REGISTER=0"),
         (FULL, {"environment": {**both, "NCCL_GRAPH_REGISTER": "1"}}, "NCCL_GRAPH_REGISTER is '1'"),
         (UPDATES, {"precision": "16-mixed"}, "it is '16-mixed', with which the host reads"),
-        (UPDATES, {"precision": "64-true"}, "it is '64-true', with which the fused kernel"),
         (UPDATES, halves, "Use gradient_dtype='float32', or optimizer=False."),
         (UPDATES, reader, "cannot be used with Norms.on_after_backward"),
     ]
@@ -133,7 +131,7 @@ def memory(
     )
 
 
-def test_every_slot_of_a_stage_has_a_pool_and_inputs() -> None:
+def test_every_slot_of_a_stage_has_a_pool_and_inputs():
     # Activations of two blocks, the head and the loss stay until the end of the backward pass. Two
     # sets of graphs have ids and labels; all share the gradients of losses.
     activations = 2 * 100 + 12 + 50
@@ -154,7 +152,7 @@ def test_every_slot_of_a_stage_has_a_pool_and_inputs() -> None:
     assert memory(FULL, two).pools == 2 * 200 + 30 + 20
 
 
-def test_scopes_select_the_counted_memory() -> None:
+def test_scopes_select_the_counted_memory():
     expected = {
         # Each block's attention reads hidden states that eager code writes.
         ("attention",): (2 * 60 + 50 - 20, 2 * 20 + 10),
@@ -178,7 +176,7 @@ def test_scopes_select_the_counted_memory() -> None:
     assert (static.pools - eager.pools, eager.inputs - static.inputs) == (30, 2 * 7)
 
 
-def test_the_estimate_of_a_stage_has_a_part_for_graphs() -> None:
+def test_the_estimate_of_a_stage_has_a_part_for_graphs():
     model = GPTConfig.gpt2(num_layers=4, hidden_size=64, num_heads=4, vocab_size=128).memory_shape()
     layout = ParallelLayout(2, pp=2)
     step = TrainingShape(seq_length=64, num_microbatches=8)

@@ -26,7 +26,7 @@ MEASURED = {
 PASSES = (Pass.FORWARD, Pass.DATA_GRAD, Pass.WEIGHT_GRAD_BF16, Pass.WEIGHT_GRAD_ADD)
 
 
-def test_measured_shapes_get_their_fastest_variants() -> None:
+def test_measured_shapes_get_their_fastest_variants():
     for shape, (sizes, tiles) in MEASURED.items():
         chosen = [choose_variant(which, *sizes).variant for which in PASSES]
         expected = [f"{which}_{tile}" for which, tile in zip(PASSES, tiles, strict=True)]
@@ -42,13 +42,13 @@ def test_measured_shapes_get_their_fastest_variants() -> None:
         assert variant == f"forward_swiglu_{tile}", sizes
 
 
-def test_swiglu_is_not_fused_where_a_separate_product_has_a_faster_variant() -> None:
+def test_swiglu_is_not_fused_where_a_separate_product_has_a_faster_variant():
     assert reason_against_fusion(1536, 2048) is None
     assert "the reduction over 7168 is at least 6144" in str(reason_against_fusion(4096, 7168))
     assert "520 rows of a weight are not a multiple of 16" in str(reason_against_fusion(520, 2048))
 
 
-def test_every_variant_belongs_to_a_pass_and_is_chosen_for_some_sizes() -> None:
+def test_every_variant_belongs_to_a_pass_and_is_chosen_for_some_sizes():
     assert {pass_of(variant) for variant in VARIANTS} == set(Pass)
     sizes = (384, 1024, 2048, 4096, 7168)
     chosen = {
@@ -61,7 +61,7 @@ def test_every_variant_belongs_to_a_pass_and_is_chosen_for_some_sizes() -> None:
     assert chosen == set(VARIANTS)
 
 
-def test_walks_through_tiles_follow_the_sizes() -> None:
+def test_walks_through_tiles_follow_the_sizes():
     tall, wide = (16384, 8, 28672, 4096), (16384, 8, 4096, 14336)
     assert choose_variant(Pass.WEIGHT_GRAD_BF16, *tall).along_n, "along the longer side"
     assert not choose_variant(Pass.WEIGHT_GRAD_BF16, *wide).along_n
@@ -72,7 +72,7 @@ def test_walks_through_tiles_follow_the_sizes() -> None:
         assert choose_variant(which, 32768, 32, 1536, 2048).band == 0
 
 
-def test_sizes_and_variants_that_the_kernels_do_not_support_are_refused() -> None:
+def test_sizes_and_variants_that_the_kernels_do_not_support_are_refused():
     check_refusals(
         choose_variant,
         [

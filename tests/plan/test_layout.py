@@ -29,23 +29,16 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
 
 
 @given(layouts())
-def test_groups_divide_the_ranks_and_a_group_of_an_axis_varies_only_that_axis(
-    layout: ParallelLayout,
-) -> None:
+def test_a_group_of_an_axis_has_the_ranks_whose_coordinates_differ_in_it(layout):
     ranks = list(range(layout.rank_offset, layout.rank_offset + layout.world_size))
-    grids = (
-        (layout.groups, layout.coordinates, ("dp-cp", "tp-pp", "tp-cp-dp-pp")),
-        (layout.expert_groups, layout.expert_coordinates, ("etp-ep", "ep-edp")),
-    )
-    for groups_of, coordinates, joined in grids:
-        axes = tuple(coordinates(ranks[0]))
-        for name in (*axes, *joined):
-            groups = groups_of(name)
+    for groups_of, coordinates in (
+        (layout.groups, layout.coordinates),
+        (layout.expert_groups, layout.expert_coordinates),
+    ):
+        for axis in coordinates(ranks[0]):
+            groups = groups_of(axis)
             assert sorted(rank for group in groups for rank in group) == ranks
-            assert all(group == sorted(group) for group in groups)
-            assert len({len(group) for group in groups}) == 1
-        for axis in axes:
-            for group in groups_of(axis):
+            for group in groups:
                 positions = [coordinates(rank) for rank in group]
                 assert [position.pop(axis) for position in positions] == list(range(len(group)))
                 assert all(position == positions[0] for position in positions)
@@ -53,7 +46,12 @@ def test_groups_divide_the_ranks_and_a_group_of_an_axis_varies_only_that_axis(
     assert layout.groups("pp") == layout.expert_groups("pp"), "both grids agree on the stages"
 
 
-def test_invalid_layouts_are_refused_with_the_rule_and_valid_sizes() -> None:
+def test_a_first_stage_that_computes_the_loss_has_the_tied_embedding_alone():
+    layout = ParallelLayout(4, tp=2, pp=2, vpp=2, shape="v")
+    assert layout.embedding_groups() == [[0], [1]]
+
+
+def test_invalid_layouts_are_refused_with_the_rule_and_valid_sizes():
     expert_first = {"tp": 2, "pp": 2, "ep": 2, "etp": 2, "order": "tp-cp-ep-pp-dp"}
     check_refusals(
         ParallelLayout,
@@ -74,7 +72,7 @@ def test_invalid_layouts_are_refused_with_the_rule_and_valid_sizes() -> None:
     check_refusals(layout.expert_groups, [(("tp-etp",), "has etp 2 times")])
 
 
-def test_padded_vocabulary_equals_megatron_core() -> None:
+def test_padded_vocabulary_equals_megatron_core():
     for vocab_size, tp, padded in (
         (50257, 1, 50304),
         (50257, 8, 51200),
@@ -86,8 +84,8 @@ def test_padded_vocabulary_equals_megatron_core() -> None:
 
 @given(st.sampled_from([1, 2, 4, 6]), st.integers(1, 4), st.sampled_from([1, 8]), st.data())
 def test_each_rank_holds_its_query_heads_and_the_key_value_heads_they_read(
-    kv: int, queries: int, head_dim: int, data: st.DataObject
-) -> None:
+    kv, queries, head_dim, data
+):
     heads = kv * queries
     legal = [d for d in range(1, heads + 1) if heads % d == 0 and (kv % d == 0 or d % kv == 0)]
     tp = data.draw(st.sampled_from(legal))
@@ -108,15 +106,13 @@ def test_each_rank_holds_its_query_heads_and_the_key_value_heads_they_read(
 
 
 @given(st.integers(1, 2000), st.integers(1, 8), st.sampled_from([1, 16, 128]))
-def test_vocabulary_ranges_cover_the_true_vocabulary_once(
-    vocab: int, tp: int, multiple: int
-) -> None:
+def test_vocabulary_ranges_cover_the_true_vocabulary_once(vocab, tp, multiple):
     ranges = [vocab_range(vocab, tp, index, multiple) for index in range(tp)]
     assert [row for part in ranges for row in range(part.start, part.stop)] == list(range(vocab))
     assert all(part.size <= padded_vocab_size(vocab, tp, multiple) // tp for part in ranges)
 
 
-def test_sizes_that_do_not_divide_are_refused_with_legal_ones() -> None:
+def test_sizes_that_do_not_divide_are_refused_with_legal_ones():
     check_refusals(
         attention_ranges,
         [

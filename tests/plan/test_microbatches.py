@@ -20,14 +20,14 @@ def rule(
     return MicrobatchRule(size, "interleaved" if vpp > 1 else "1f1b", pp, vpp, group)
 
 
-def test_without_stages_or_by_request_a_batch_is_one_microbatch() -> None:
+def test_without_stages_or_by_request_a_batch_is_one_microbatch():
     for single in (rule(), rule("batch"), rule("batch", pp=4)):
         assert single.is_whole
         assert (single.size_for(7), single.count_for(7)) == (7, 1)
     assert (rule(3).size_for(8), rule(3).count_for(8)) == (3, 3)
 
 
-def test_stages_are_idle_for_at_most_a_fifth_of_a_step_with_the_fewest_microbatches() -> None:
+def test_stages_are_idle_for_at_most_a_fifth_of_a_step_with_the_fewest_microbatches():
     for pp, vpp, num_samples, count in ((2, 1, 6, 6), (4, 1, 64, 16), (4, 2, 60, 12), (4, 1, 1, 1)):
         assert rule(pp=pp, vpp=vpp).count_for(num_samples) == count
     for pp, vpp in ((2, 1), (4, 1), (2, 2), (4, 3)):
@@ -42,7 +42,7 @@ def test_stages_are_idle_for_at_most_a_fifth_of_a_step_with_the_fewest_microbatc
                 automatic.check(num_samples)
 
 
-def test_schedules_set_the_number_of_microbatches() -> None:
+def test_schedules_set_the_number_of_microbatches():
     for name, vpp, count in (("zb-h1", 1, 4), ("zb-v", 2, 4), ("dualpipe-v", 2, 8)):
         automatic = MicrobatchRule(None, name, 4, vpp, None)
         assert automatic.count_for(48) == count < rule(pp=4).count_for(48) == 12
@@ -63,7 +63,7 @@ def size_at(batch: GlobalBatch, consumed: int) -> int:
 
 
 @given(st.integers(0, 2**32))
-def test_sizes_counts_and_positions_of_global_batches_equal_a_loop(number: int) -> None:
+def test_sizes_counts_and_positions_of_global_batches_equal_a_loop(number):
     draw = random.Random(number)
     for _ in range(20):
         ramp = RampUp(draw.randint(1, 9), draw.randint(1, 9), draw.randint(1, 200))
@@ -81,7 +81,7 @@ def test_sizes_counts_and_positions_of_global_batches_equal_a_loop(number: int) 
     assert GlobalBatch(12, RampUp(4, 2, 100)).sizes == (4, 6, 8, 10, 12)
 
 
-def test_global_batches_that_do_not_divide_or_contradict_are_refused() -> None:
+def test_global_batches_that_do_not_divide_or_contradict_are_refused():
     GlobalBatch(12).check(3, 2)
     check_refusals(GlobalBatch(12).check, [((4, 2), "12 is not one of 4 x 2 = 8")])
     check_refusals(
@@ -102,7 +102,7 @@ def test_global_batches_that_do_not_divide_or_contradict_are_refused() -> None:
     check_refusals(accumulation, [((True,), "accumulate_grad_batches above 1")])
 
 
-def test_limits_on_rows_are_multiples_of_a_tile_and_suggested_factors_suffice() -> None:
+def test_limits_on_rows_are_multiples_of_a_tile_and_suggested_factors_suffice():
     for factor, share, rows in ((1.0, 128, 128), (1.0, 129, 256), (1.01, 128, 256), (1.0, 0, 0)):
         assert limited_rows(factor, share) == rows
     draw = random.Random(1)

@@ -116,7 +116,7 @@ def check_taken_or_refused(record: str, name: str, value: Any) -> None:
     assert any(word in hint for word in words.get(kind, (kind,))), f"{what} is taken as {kind}"
 
 
-def test_every_odd_value_becomes_its_setting_type_or_an_error_that_names_the_setting() -> None:
+def test_every_odd_value_becomes_its_setting_type_or_an_error_that_names_the_setting():
     for record, name in FIELDS:
         for value in ODD:
             check_taken_or_refused(record, name, value)
@@ -124,18 +124,18 @@ def test_every_odd_value_becomes_its_setting_type_or_an_error_that_names_the_set
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(ANY)
-def test_any_value_becomes_its_setting_type_or_an_error_that_names_the_setting(value: Any) -> None:
+def test_any_value_becomes_its_setting_type_or_an_error_that_names_the_setting(value):
     for record, name in FIELDS:
         check_taken_or_refused(record, name, value)
 
 
-def test_numpy_numbers_and_integers_become_python_numbers() -> None:
+def test_numpy_numbers_and_integers_become_python_numbers():
     config = build("gpt", num_layers=np.int32(3), hidden_dropout=np.float32(0.5), rotary_base=10000)
     values = [config.num_layers, config.hidden_dropout, config.rotary_base]
     assert repr(values) == "[3, 0.5, 10000.0]"
 
 
-def test_errors_name_the_setting_the_legal_values_and_the_value() -> None:
+def test_errors_name_the_setting_the_legal_values_and_the_value():
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("strategy", {"tp": "2"}, "tp must be a whole number of at least 1: it is '2', of type"),
         ("strategy", {"timeout": math.nan}, "at most 1000000000, timedelta or None: it is nan."),
@@ -151,7 +151,7 @@ def test_errors_name_the_setting_the_legal_values_and_the_value() -> None:
         check_refusals(build, [({"record": record, **values}, phrase)])
 
 
-def test_arguments_of_a_function_are_checked_by_its_annotations() -> None:
+def test_arguments_of_a_function_are_checked_by_its_annotations():
     def function(
         size: Count, pair: tuple[float, float] = (0.9, 0.9), names: list[str] | None = None
     ) -> None: ...
@@ -168,7 +168,7 @@ def test_arguments_of_a_function_are_checked_by_its_annotations() -> None:
     )
 
 
-def test_invalid_or_contradictory_settings_of_experts_are_refused() -> None:
+def test_invalid_or_contradictory_settings_of_experts_are_refused():
     cases: list[tuple[dict[str, Any], str]] = [
         ({"top_k": 13}, "top_k (13) of experts must be at most num_experts (12)"),
         ({"shared_gate": True}, "shared_ffn_hidden_size is None"),
@@ -184,7 +184,7 @@ def test_invalid_or_contradictory_settings_of_experts_are_refused() -> None:
 MODEL: dict[str, Any] = {**SIZES, "max_seq_length": 16}
 
 
-def test_experts_that_do_not_fit_the_model_or_the_layout_are_refused() -> None:
+def test_experts_that_do_not_fit_the_model_or_the_layout_are_refused():
     check_refusals(
         lambda bias=False, **settings: GPTConfig(
             **MODEL, bias=bias, experts={**EXPERTS, **settings}
@@ -205,7 +205,7 @@ def test_experts_that_do_not_fit_the_model_or_the_layout_are_refused() -> None:
     )
 
 
-def test_every_nth_layer_or_the_layers_of_a_list_have_experts() -> None:
+def test_every_nth_layer_or_the_layers_of_a_list_have_experts():
     alternate = ExpertsConfig(**EXPERTS, layers=2)
     assert [alternate.is_in(layer) for layer in range(5)] == [False, True, False, True, False]
     # A settings file has lists and mappings.

@@ -36,9 +36,7 @@ def config_of(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, An
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_values_of_a_recipe_fit_each_other(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_of_a_recipe_fit_each_other(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
     files = [f"--config=recipe:{file}" for file in [*OVERLAYS.get(name, []), name]]
     config = config_of(capsys, *files)

