@@ -20,35 +20,26 @@ import torch
 from lightning_megatron.checkpoint import list_checkpoints, load_metadata
 from lightning_megatron.checkpoint.load import read_full
 from tests.faults.train import Job
+from tests.worlds.user_script import ROOT, environment
 
-ROOT = Path(__file__).parents[2]
 #: Time that a process may take for work of a few seconds on an idle machine (seconds).
 PATIENCE = 240.0
 
 
 @dataclass
 class Attempt:
-    """The log of one rank between its start and its end.
-
-    Args:
-        pid: Process of the rank.
-        resumed: Step from which the rank resumed; None if it ended before.
-        num_ranks: Number of ranks that resumed.
-        losses: Exact loss of each step.
-        samples: Checksums of the samples that this rank read in each step.
-        begun: Steps whose saves began.
-        saved: Steps after whose saves training continued.
-        error: Type and text of the exception that ended the attempt; empty without one.
-    """
+    """The log of one rank between its start and its end."""
 
     pid: int
+    #: Step from which the rank resumed, and the number of ranks that did; None if it ended before.
     resumed: int | None = None
     num_ranks: int = 0
+    #: Exact loss of each step, and checksums of the samples that this rank read in it.
     losses: dict[int, str] = field(default_factory=dict)
     samples: dict[int, list[str]] = field(default_factory=dict)
+    #: Steps whose saves began, and steps after whose saves training continued.
     begun: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
-    error: str = ""
 
     @property
     def last_step(self) -> int:
@@ -68,8 +59,6 @@ def attempts(job: Job, rank: int = 0) -> list[Attempt]:
             records[-1].resumed, records[-1].num_ranks = int(number), int(values[0])
         elif kind == "step":
             records[-1].losses[int(number)], *records[-1].samples[int(number)] = values
-        elif kind == "error":
-            records[-1].error = " ".join(values)
         else:
             (records[-1].begun if kind == "save" else records[-1].saved).append(int(number))
     return records
@@ -88,21 +77,6 @@ def wait_until(
         time.sleep(0.001)
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """Return the variables of a process that no launcher has started."""
-    launched = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "PL_GLOBAL_SEED",
-    )
-    inherited = {name: value for name, value in os.environ.items() if name not in launched}
-    return {**inherited, "OMP_NUM_THREADS": "1", "TORCH_SHOW_CPP_STACKTRACES": "0", **changes}
-
-
 @contextmanager
 def started(
     job: Job,
@@ -111,14 +85,8 @@ def started(
     variables: Mapping[str, str] | None = None,
     name: str = "out",
 ) -> Iterator[subprocess.Popen]:
-    """Run a job for the duration of the block, under torchrun if there are arguments for it.
-
-    Args:
-        job: The training.
-        torchrun: Arguments of torchrun.
-        before: Words of a command that runs the process.
-        variables: Environment variables to set.
-        name: Beginning of the name of the file in the job's folder that gets the output.
+    """Run a job for the duration of the block, under torchrun if there are arguments for it, and by
+    the command ``before``; the output goes to a file of the name in the job's folder.
     """
     number = len(list(job.root.glob(f"{name}_*.txt")))
     launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
@@ -126,19 +94,14 @@ def started(
     # folder of the test.
     temporary = job.root / "tmp"
     temporary.mkdir(exist_ok=True)
-    command = [
-        *before,
-        sys.executable,
-        *launcher,
-        "-m",
-        "tests.faults.train",
-        json.dumps(asdict(job)),
-    ]
+    own = {"TMPDIR": str(temporary), **(variables or {})}
+    program = [*launcher, "-m", "tests.faults.train", json.dumps(asdict(job))]
+    command = [*before, sys.executable, *program]
     with (job.root / f"{name}_{number}.txt").open("w") as output:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(**{"TMPDIR": str(temporary), **(variables or {})}),
+            env=environment(TORCH_SHOW_CPP_STACKTRACES="0", **own),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -153,11 +116,8 @@ def started(
                     process.wait(20)
             process.kill()
             process.wait()
-            for pid in {
-                attempt.pid
-                for rank in range(job.devices * job.num_nodes)
-                for attempt in attempts(job, rank)
-            }:
+            ranks = range(job.devices * job.num_nodes)
+            for pid in {attempt.pid for rank in ranks for attempt in attempts(job, rank)}:
                 with suppress(OSError):
                     if "tests.faults.train" in Path("/proc", str(pid), "cmdline").read_text():
                         os.kill(pid, signal.SIGKILL)
@@ -178,12 +138,8 @@ def outputs(job: Job) -> str:
 
 def standalone(max_restarts: int = 0, ranks: int = 2) -> tuple[str, ...]:
     """Return torchrun's arguments for one machine."""
-    return (
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        f"--max-restarts={max_restarts}",
-        "--monitor-interval=0.1",
-    )
+    options = ("--standalone", f"--nproc-per-node={ranks}", "--monitor-interval=0.1")
+    return (*options, f"--max-restarts={max_restarts}")
 
 
 def newest_step(job: Job) -> int:
@@ -192,24 +148,17 @@ def newest_step(job: Job) -> int:
         return 0
     while True:
         try:
-            return max(
-                (load_metadata(path)["global_step"] for path in list_checkpoints(job.checkpoints)),
-                default=0,
-            )
+            paths = list_checkpoints(job.checkpoints)
+            return max((load_metadata(path)["global_step"] for path in paths), default=0)
         except (OSError, ValueError):
             continue  # a checkpoint was removed after it was listed
 
 
 @dataclass
 class Kill:
-    """Record which rank was killed, and when.
-
-    Args:
-        rank: Rank that was killed.
-        moment: ``start``, ``step`` or ``save``.
-        attempt: Number of the following attempt of rank 0.
-        complete: Step of the newest complete checkpoint just before.
-        last_step: Last step that rank 0 finished before the restart.
+    """Which rank was killed and when: at the ``start``, in a ``step`` or in a ``save``; the number of
+    the following attempt of rank 0, the step of the newest complete checkpoint just before, and the
+    last step that rank 0 finished before the restart.
     """
 
     rank: int
@@ -220,14 +169,7 @@ class Kill:
 
 
 def kill_one(job: Job, process: subprocess.Popen, target: int, draw: random.Random) -> Kill:
-    """Kill a random rank at a random moment after a step, and wait for the restart.
-
-    Args:
-        job: The training.
-        process: torchrun of the training.
-        target: Number of the step.
-        draw: Random generator.
-    """
+    """Kill a random rank at a random moment after a step, and wait for the restart."""
     ranks = range(job.devices)
     before = [len(attempts(job, rank)) for rank in ranks]
     moment = draw.choices(["start", "step", "save"], [1, 4, 5])[0]
@@ -243,22 +185,14 @@ def kill_one(job: Job, process: subprocess.Popen, target: int, draw: random.Rand
     kill = Kill(rank, moment, before[0], newest_step(job))
     os.kill(attempts(job, rank)[-1].pid, signal.SIGKILL)
     wait_until(
-        lambda: all(
-            len(attempts(job, rank)) > count for rank, count in zip(ranks, before, strict=True)
-        ),
+        lambda: all(len(attempts(job, rank)) > before[rank] for rank in ranks),
         f"the restart after {kill}",
         process,
     )
-    # The last step is known only now, because training continues while the checkpoints are
-    # listed. An attempt that did not resume is skipped.
-    kill.last_step = next(
-        (
-            attempt.last_step
-            for attempt in reversed(attempts(job)[: kill.attempt])
-            if attempt.last_step
-        ),
-        0,
-    )
+    # The last step is known only now, because training continues while the checkpoints are listed.
+    # An attempt that did not resume is skipped.
+    steps = [attempt.last_step for attempt in attempts(job)[: kill.attempt] if attempt.last_step]
+    kill.last_step = steps[-1] if steps else 0
     return kill
 
 

@@ -13,19 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.holder import namespace
-
 TOOLS = ("ip", "unshare", "nsenter")
 
 
 @dataclass(frozen=True)
 class Host:
-    """Namespaces that act as one host and end with the last process in them.
-
-    Args:
-        name: Host name.
-        address: Address on the cable.
-        pid: Process that keeps the namespaces open.
+    """Namespaces that act as one host and end with the last process in them: its name, its address
+    on the cable, and the process that keeps the namespaces open.
     """
 
     name: str
@@ -69,11 +63,7 @@ class Host:
 
 
 def run(*command: str) -> None:
-    """Run a short command.
-
-    Raises:
-        RuntimeError: If the command fails, with its message.
-    """
+    """Run a short command; raise RuntimeError with its message if it fails."""
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise RuntimeError(f"{' '.join(command)}: {result.stderr.strip()}")
@@ -82,12 +72,28 @@ def run(*command: str) -> None:
 @contextmanager
 def host(name: str, address: str) -> Iterator[Host]:
     """Start a host without a network for the duration of the block."""
-    with namespace("--net", "--uts", script='hostname "$0"', arguments=(name,)) as process:
+    # The holder waits for the end of its input, which also comes if this process is killed.
+    script = f"hostname {name} && echo ready && exec cat"
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process: subprocess.Popen[str] = subprocess.Popen(
+        ["unshare", "--net", "--uts", "sh", "-c", script],
+        **pipes,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None, "there is a pipe"
+    assert process.stderr is not None, "there is a pipe"
+    try:
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError(process.stderr.read().strip())
         new_host = Host(name, address, process.pid)
         try:
             yield new_host
         finally:
             new_host.kill()
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @contextmanager

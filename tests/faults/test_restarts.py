@@ -86,9 +86,7 @@ def test_killed_ranks_cost_only_the_steps_since_the_last_complete_save(
 
 
 @pytest.mark.parametrize("launcher", chosen(["torchrun", "own"], "own"))
-def test_a_terminated_job_saves_its_step_and_continues_there(
-    launcher: str, undisturbed: Job, tmp_path: Path
-) -> None:
+def test_a_terminated_job_saves_its_step_and_continues_there(launcher, undisturbed, tmp_path):
     job = repeated_in(undisturbed, tmp_path, seconds=0.3)
     arguments = standalone() if launcher == "torchrun" else ()
     with started(job, *arguments) as process:

@@ -52,17 +52,16 @@ def undisturbed(hosts: tuple[Host, Host], tmp_path: Path) -> Job:
 
 def torchrun(host: Host, first: Host) -> tuple[str, ...]:
     """Return the arguments of torchrun on a host. The timeouts concern the loss, not the start."""
-    settings = {"is_host": int(host is first), "last_call_timeout": 3, "keep_alive_interval": 2}
+    settings = f"is_host={int(host is first)},last_call_timeout=3,keep_alive_interval=2"
     return (
-        "--nnodes=1:2",
-        f"--nproc-per-node={RANKS}",
-        "--max-restarts=3",
-        "--monitor-interval=0.1",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={first.address}:29400",
-        "--rdzv-id=faults",
-        f"--rdzv-conf={','.join(f'{name}={value}' for name, value in settings.items())}",
-        f"--local-addr={host.address}",
+        *(
+            "--nnodes=1:2",
+            f"--nproc-per-node={RANKS}",
+            "--max-restarts=3",
+            "--monitor-interval=0.1",
+        ),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:29400", "--rdzv-id=faults"),
+        *(f"--rdzv-conf={settings}", f"--local-addr={host.address}"),
     )
 
 
@@ -113,24 +112,17 @@ def test_a_lost_host_costs_the_steps_since_the_last_save_and_no_sample(
         first, second = (
             stack.enter_context(
                 started(
-                    job,
-                    *torchrun(host, first_host),
-                    before=host.command,
-                    variables=variables(job, host),
-                    name=f"{host.name}_out",
+                    job, *torchrun(host, first_host), before=host.command,
+                    variables=variables(job, host), name=f"{host.name}_out",
                 )
             )
             for host in hosts
-        )
+        )  # fmt: skip
 
         def both_train() -> bool:
             last = attempts(job)[-1:]
-            return (
-                bool(last)
-                and last[0].num_ranks == 2 * RANKS
-                and len(last[0].saved) > 0
-                and last[0].last_step >= 7
-            )
+            has_both = bool(last) and last[0].num_ranks == 2 * RANKS
+            return has_both and len(last[0].saved) > 0 and last[0].last_step >= 7
 
         wait_until(both_train, "a save on both hosts", first)
         complete = newest_step(job)
@@ -166,20 +158,15 @@ def assert_same(job: Job, uninterrupted: Job) -> None:
     for attempt in attempts(job):
         for step, loss in attempt.losses.items():
             expected = float.fromhex(reference.losses[step])
-            assert float.fromhex(loss) == pytest.approx(expected, rel=1e-9), (
-                step,
-                attempt.num_ranks,
-            )
+            assert float.fromhex(loss) == pytest.approx(expected, rel=1e-9), step
     taken = samples_of(job)
     assert taken == samples_of(uninterrupted)
     counts = Counter(sample for samples in taken.values() for sample in samples)
     assert len(counts) == job.steps * job.global_batch
     assert set(counts.values()) == {1}
-    states = [
-        load_metadata(training.root / "final")["TokenDataModule"]
-        for training in (job, uninterrupted)
-    ]
-    assert states[0]["consumed"] == states[1]["consumed"] == job.steps * job.global_batch
+    for training in (job, uninterrupted):
+        state = load_metadata(training.root / "final")["TokenDataModule"]
+        assert state["consumed"] == job.steps * job.global_batch
     actual, expected_tensors = tensors_of(job), tensors_of(uninterrupted)
     assert actual.keys() == expected_tensors.keys()
     for name, tensor in expected_tensors.items():

@@ -21,16 +21,11 @@ class Job:
         steps: Number of optimizer steps of the training.
         save_every: Steps between two checkpoints.
         async_save: Whether checkpoints are written in the background.
-        pp: Pipeline stages.
         devices: Ranks on each node.
-        num_nodes: Number of nodes. With ``elastic``, the largest number.
-        elastic: Whether nodes may join and leave. torchrun tells their number.
-        global_batch: Samples of a step.
+        num_nodes: Number of nodes; with ``elastic``, the largest number.
+        elastic: Whether nodes may join and leave; torchrun tells their number.
         seconds: Least duration of a step, so that there is time to interrupt it (seconds).
-        check_every: Batches between two agreements on signals.
-        num_workers: Processes that read data.
         timeout: Time that a collective may wait for a rank (seconds).
-        precision: Precision of the Trainer.
         dropout: Share of dropped activations. The choice depends on the number of data ranks.
     """
 
@@ -38,14 +33,11 @@ class Job:
     steps: int
     save_every: int = 5
     async_save: bool = False
-    pp: int = 1
     devices: int = 2
     num_nodes: int = 1
     elastic: bool = False
     global_batch: int = 4
     seconds: float = 0.0
-    check_every: int = 1
-    num_workers: int = 0
     timeout: float | None = None
     precision: str = "32-true"
     dropout: float = 0.1

@@ -5,11 +5,9 @@ refused with the line that does it.
 from __future__ import annotations
 
 import itertools
-import logging
-import warnings
 from collections import Counter, defaultdict
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +19,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import (
-    MulticlassAccuracy,
-    MulticlassConfusionMatrix,
-    MulticlassF1Score,
-)
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_megatron import UnsupportedError
 from lightning_megatron.strategy.modules.buffers import check_synchronised_norms
@@ -35,6 +29,7 @@ from tests.fits import (
     Job,
     Language,
     Module,
+    Regress,
     Report,
     Tokens,
     Vectors,
@@ -42,11 +37,13 @@ from tests.fits import (
     joined,
     run_job,
     run_jobs,
+    run_jobs_on,
 )
 from tests.world import run_world
 
 PP: dict[str, Any] = {"pp": 2, "pipeline_plan": {"blocks": "blocks"}, "check_microbatches": True}
 WHOLE_BATCH = {"microbatch_size": "batch"}
+STAGES = ("train", "val")
 
 
 class Block(nn.Module):
@@ -85,25 +82,10 @@ class Net(Module):
         return F.mse_loss(self(batch[0]), batch[1])
 
 
-# ---- what hooks and steps change
-
-
 class KeepsWeights(Net):
-    """Validate with other weights; count the samples between two validations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-        self.outcomes: dict[str, list[int]] = {"counts": []}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.seen.extend(batch[1][:, 0].tolist())
-        return loss
+    """Validate with other weights."""
 
     def on_validation_epoch_start(self) -> None:
-        self.outcomes["counts"].append(len(self.seen))
-        self.seen.clear()
         self.kept = [parameter.data.clone() for parameter in self.parameters()]
         for parameter in self.parameters():
             parameter.data.mul_(0.5)
@@ -141,20 +123,6 @@ class ChangesBatch(Net):
         super().validation_step(batch, batch_idx)
 
 
-class GroupsBlocks(Net):
-    """Build a parameter group for each block, and groups of parameters inside of the blocks."""
-
-    def configure_optimizers(self) -> Any:
-        groups: list[dict[str, Any]] = [{"params": list(self.first.parameters()), "lr": 0.01}]
-        for number, block in enumerate(self.blocks):
-            groups.append({"params": [block.inner[0].weight], "lr": 0.1 * 0.5**number})
-        named = [pair for block in self.blocks for pair in block.named_parameters()]
-        groups.append({"params": [p for name, p in named if name.endswith("bias")], "lr": 0.2})
-        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-        optimizer.add_param_group({"params": self.last.parameters()})
-        return optimizer
-
-
 class DrawsInValidation(Net):
     """Draw a frozen weight in each validation, that before the training included."""
 
@@ -175,20 +143,8 @@ class SumsBefore(Net):
         return super().training_step([batch[0] / total, batch[1]], batch_idx)
 
 
-class SumsAfter(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        dist.all_reduce(loss.detach().clone())
-        return loss
-
-
 class TakesItems(Net):
-    """Take further data from an iterator of the module, made in the first step if not earlier."""
-
-    def __init__(self, is_made: bool = True) -> None:
-        super().__init__()
-        if is_made:
-            self.more = itertools.cycle([1.0, 2.0, 3.0])
+    """Take further data from an iterator of the module, made in the first step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if not hasattr(self, "more"):
@@ -208,27 +164,16 @@ class SetsLate(Net):
         return loss
 
 
-# ---- complex tensors
+class Waves(Regress):
+    """Learn a filter in the frequency domain."""
 
-
-class Waves(Module):
-    """A filter in the frequency domain, learnt or fixed."""
-
-    def __init__(self, is_learnt: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        values = torch.randn(8, dtype=torch.complex64)
-        self.filter: Tensor = nn.Parameter(values) if is_learnt else nn.Buffer(values)
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+        self.filter = nn.Parameter(torch.randn(8, dtype=torch.complex64))
 
     def loss(self, batch: Any) -> Tensor:
-        hidden = self.first(batch[0].to(self.first.weight.dtype)).double()
-        hidden = torch.fft.ifft(torch.fft.fft(hidden) * self.filter).real
-        assert self.filter.is_complex()
-        return F.mse_loss(self.last(hidden.to(self.last.weight.dtype)).double(), batch[1].double())
-
-
-# ---- random numbers
+        hidden = torch.fft.fft(self.net[0](batch[0])) * self.filter
+        return F.mse_loss(self.net[1](torch.fft.ifft(hidden).real), batch[1])
 
 
 def drop_half(x: Tensor) -> Tensor:
@@ -253,13 +198,11 @@ class RandomNet(nn.Module):
         heads = hidden.unflatten(-1, (-1, 3)).transpose(1, 2)
         self.on_parts = {
             "module": self.drop(torch.ones_like(hidden)),
-            "function": F.dropout(torch.ones_like(hidden), 0.5),
-            "method of a module": drop_half(hidden),
+            "function": drop_half(hidden),
             "attention": F.scaled_dot_product_attention(
                 heads * 0, heads * 0, torch.ones_like(heads), dropout_p=0.5
             ),
             "shape": torch.rand(hidden.shape, dtype=x.dtype),
-            "like": torch.rand_like(hidden),
             "in place": torch.empty_like(hidden).bernoulli_(0.5),
             "one draw for a head": torch.rand(heads.shape[:2], dtype=x.dtype),
         }
@@ -276,48 +219,34 @@ class RandomNet(nn.Module):
 
     def dropped_again(self, hidden: Tensor) -> Tensor:
         mask = F.dropout(torch.ones_like(hidden), 0.5)
-        self.repeated.append(mask.detach())
+        self.repeated.append(mask)
         return hidden * mask
 
 
-class Draws(Module):
+class Draws(Regress):
     """Keep what each step has drawn."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = RandomNet().double()
-        self.outcomes: dict[str, list[Any]] = {"draws": []}
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.mse_loss(self.net(batch[0]), batch[1])
+        super().__init__(RandomNet)
+        self.outcomes["draws"] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
         net = self.net
         assert torch.equal(net.repeated[-1], net.repeated[-2]), "recomputation draws the same"
-        parts = {**net.on_parts, "recomputed": net.repeated[-1]}
         self.outcomes["draws"].append(
-            [{name: value.detach() for name, value in d.items()} for d in (parts, net.on_all)]
+            ({**net.on_parts, "recomputed": net.repeated[-1]}, net.on_all)
         )
 
 
-# ---- buffers
-
-
-class Normalized(Module):
+class Normalized(Regress):
     """Have a batch norm, and buffers that are written in place, replaced, and never changed."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+        super().__init__(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
         self.register_buffer("level", torch.zeros(1))
         self.register_buffer("late", torch.zeros(2), persistent=False)
         self.register_buffer("table", torch.arange(4.0))
         self.kept: list[dict[str, Tensor]] = []
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.mse_loss(self.net(batch[0]), batch[1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.level.mul_(0.9).add_(batch[0].mean().detach(), alpha=0.1)
@@ -328,20 +257,15 @@ class Normalized(Module):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch) + self.level.sum() + self.late.sum())
 
-    def buffers_now(self) -> dict[str, Tensor]:
-        return {name: buffer.clone() for name, buffer in self.named_buffers()}
+    def keep(self, *_: Any) -> None:
+        self.kept.append({name: buffer.clone() for name, buffer in self.named_buffers()})
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.kept.append(self.buffers_now())
-
-    def on_validation_epoch_end(self) -> None:
-        self.kept.append(self.buffers_now())
+    on_train_batch_end: Any = keep
+    on_validation_epoch_end: Any = keep
 
     def on_fit_end(self) -> None:
-        self.outcomes = {"kept": self.kept, "after": self.buffers_now()}
-
-
-# ---- communication in steps
+        self.keep()
+        self.outcomes = {"kept": self.kept, "after": self.kept.pop()}
 
 
 class Contrast(Net):
@@ -349,102 +273,62 @@ class Contrast(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.outcomes: dict[str, list[Any]] = {"records": []}
+        self.outcomes: dict[str, list[Any]] = defaultdict(list)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         strategy = self.trainer.strategy
         strategy.barrier("before the model")
         early = self.all_gather(batch[0][:, 0])
         features, views = F.normalize(self(torch.stack(batch, 1)), dim=-1).unbind(1)
-        gathered = self.all_gather(
-            {"features": [features, views], "also": [features.detach(), 2]}, sync_grads=True
-        )
+        gathered = self.all_gather({"features": [features, views], "also": 2}, sync_grads=True)
         strategy.barrier("after the model")
         all_features, all_views = (part.flatten(0, -2) for part in gathered["features"])
         loss = F.cross_entropy(all_features @ all_views.t() / 0.3, torch.arange(len(all_views)))
-        record = {
-            "early": sorted(early.flatten().tolist()),
-            "total": float(strategy.reduce(features.detach().sum(), reduce_op="sum")),
-            "received": strategy.broadcast({"from": float(batch[0][0, 0])})["from"],
-            "agreed": strategy.reduce_boolean_decision(bool(batch[0][0, 0] > 0.2), all=False),
-            "samples": gathered["also"][0].flatten(0, -2).shape[0],
-            "numbers": gathered["also"][1].flatten().tolist(),
-        }
-        self.outcomes["records"].append(record)
+        self.outcomes["early"].append(sorted(early.flatten().tolist()))
+        total = strategy.reduce(features.detach().sum(), reduce_op="sum")
+        self.outcomes["total"].append(float(total))
+        first = float(batch[0][0, 0])
+        self.outcomes["received"].append(strategy.broadcast({"from": first})["from"])
+        agreed = strategy.reduce_boolean_decision(first > 0.2, all=False)
+        self.outcomes["per rank"].append((gathered["also"].flatten().tolist(), agreed))
         self.log("loss", loss, sync_dist=True)
         return loss
 
 
-# ---- state that steps keep
-
-
-class Meter:
-    """Average values as in many training scripts."""
-
-    def __init__(self) -> None:
-        self.sum, self.count = 0.0, 0
-
-
 class KeepsState(Language):
-    """Keep values in every usual way in every kind of step, and log them when the epoch ends."""
+    """Keep values in the usual ways in every kind of step, and log them when the epoch ends."""
 
     def __init__(self) -> None:
         super().__init__()
-        for stage in ("train", "val"):
-            kept = {
-                "acc": MulticlassAccuracy(VOCABULARY, average="micro"),
-                "both": MetricCollection([MulticlassF1Score(VOCABULARY)]),
-                "confusion": MulticlassConfusionMatrix(VOCABULARY),
-                "outputs": [],
-                "array": np.zeros(VOCABULARY),
-            }
-            for name, value in kept.items():
-                setattr(self, f"{stage}_{name}", value)
-            self.forget(stage)
+        self.array, self.counter = np.zeros(VOCABULARY), Counter[str]()
+        accuracy = {"acc": MulticlassAccuracy(VOCABULARY, average="micro")}
+        self.metrics = nn.ModuleDict({f"of_{s}": MetricCollection(accuracy) for s in STAGES})
+        self.losses: dict[str, list[Tensor]] = {stage: [] for stage in STAGES}
         # In training, buffers are those of the first data rank, as under ddp.
         self.register_buffer("val_histogram", torch.zeros(VOCABULARY))
         self.train_histogram = torch.zeros(VOCABULARY)
-        self.by_class: defaultdict[str, list[float]] = defaultdict(list)
-        self.counter: Counter[str] = Counter()
-        self.logged_acc = MulticlassAccuracy(VOCABULARY, average="micro")
-        self.logged_train = MeanMetric().set_dtype(torch.float64)
-        self.outcomes: dict[str, Any] = {"within": []}
-
-    def kept(self, stage: str, name: str) -> Any:
-        return getattr(self, f"{stage}_{name}")
-
-    def forget(self, stage: str) -> None:
-        for name in ("acc", "both", "confusion"):
-            self.kept(stage, name).reset()
-        self.kept(stage, "outputs").clear()
-        self.kept(stage, "array")[:] = 0
-        for name, value in (("total", 0.0), ("begun", 0), ("meter", Meter())):
-            setattr(self, f"{stage}_{name}", value)
+        self.train_meter, self.val_meter = (SimpleNamespace(sum=0.0) for _ in STAGES)
+        self.train_total, self.val_total = 0.0, 0.0
+        self.train_begun, self.val_begun = 0, 0
+        self.outcomes["within"] = []
 
     def step(self, batch: dict[str, Tensor], stage: str) -> dict[str, Tensor]:
         assert self.model is not None, "configure_model ran"
-        setattr(self, f"{stage}_begun", self.kept(stage, "begun") + len(batch["tokens"]))
+        setattr(self, f"{stage}_begun", getattr(self, f"{stage}_begun") + len(batch["tokens"]))
         losses = self.model(batch["tokens"], batch["labels"])
         labels, loss = batch["labels"].reshape(-1), losses.mean()
         # A token with a small loss counts as a correct prediction.
         is_right = losses.detach().reshape(-1) < 5.1
         classes = torch.where(is_right, labels, (labels + 1) % VOCABULARY)
-        for name in ("acc", "both", "confusion"):
-            self.kept(stage, name).update(classes, labels)
-        value, size, meter = float(loss.detach()), len(labels), self.kept(stage, "meter")
-        self.kept(stage, "outputs").append(losses.detach())
-        self.by_class[stage].append(value * size)
-        setattr(self, f"{stage}_total", self.kept(stage, "total") + value * size)
-        self.counter[stage] += size
-        meter.sum, meter.count = meter.sum + value * size, meter.count + size
-        self.kept(stage, "histogram").add_(torch.bincount(labels, minlength=VOCABULARY))
-        self.kept(stage, "array")[labels.numpy()] = 1
-        if stage == "val":
-            self.logged_acc(classes, labels)
-            self.log("logged_acc", self.logged_acc, on_step=True, on_epoch=True)
-        else:
-            self.logged_train(loss.detach())
-            self.log("logged_train", self.logged_train, on_step=False, on_epoch=True)
+        self.metrics[f"of_{stage}"].update(classes, labels)
+        self.losses[stage].append(losses.detach())
+        self.counter[stage] += len(labels)
+        total = float(loss.detach()) * len(labels)
+        getattr(self, f"{stage}_meter").sum += total
+        setattr(self, f"{stage}_total", getattr(self, f"{stage}_total") + total)
+        histogram = getattr(self, f"{stage}_histogram")
+        histogram.add_(torch.bincount(labels, minlength=VOCABULARY))
+        self.array[labels.numpy()] = 1
         return {"loss": loss, "classes": classes.reshape(-1, losses.shape[-1])}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
@@ -454,29 +338,25 @@ class KeepsState(Language):
         return self.step(batch, "val")
 
     def finish(self, stage: str) -> None:
-        count, meter = self.counter.pop(stage), self.kept(stage, "meter")
-        values = {
-            "acc": self.kept(stage, "acc").compute(),
-            "mean": torch.cat(self.kept(stage, "outputs")).mean(),
-            "by_class": sum(self.by_class.pop(stage)) / count,
-            "total": self.kept(stage, "total") / count,
-            "meter": meter.sum / meter.count,
-            "hits": self.kept(stage, "confusion").compute().diagonal().sum().double(),
-            **self.kept(stage, "both").compute(),
+        count, meter = self.counter.pop(stage), getattr(self, f"{stage}_meter")
+        means = {
+            "mean": torch.cat(self.losses[stage]).mean(),
+            "meter": torch.tensor(meter.sum / count, dtype=torch.float64),
+            "total": torch.tensor(getattr(self, f"{stage}_total") / count, dtype=torch.float64),
+            **self.metrics[f"of_{stage}"].compute(),
         }
-        doubles = {
-            f"{stage}_{name}": torch.as_tensor(value, dtype=torch.float64)
-            for name, value in values.items()
-        }
-        self.log_dict(doubles, sync_dist=True)
-        for name, number in (
-            ("histogram", self.kept(stage, "histogram")[: VOCABULARY // 2].sum() + 0.0),
-            ("begun", float(self.kept(stage, "begun"))),
-        ):
-            self.log(f"{stage}_{name}", number, sync_dist=True, reduce_fx="sum")
-        self.outcomes[stage] = self.kept(stage, "array").tolist()
-        self.outcomes[f"lists of {stage}"] = (count, len(self.kept(stage, "outputs")))
-        self.forget(stage)
+        for name, value in means.items():
+            self.log(f"{stage}_{name}", value.double(), sync_dist=True)
+        histogram = getattr(self, f"{stage}_histogram")[: VOCABULARY // 2].sum() + 0.0
+        sums = {"histogram": histogram, "begun": float(getattr(self, f"{stage}_begun"))}
+        for name, value in sums.items():
+            self.log(f"{stage}_{name}", value, sync_dist=True, reduce_fx="sum")
+        self.outcomes[stage] = (count, len(self.losses[stage]), self.array.tolist())
+        self.metrics[f"of_{stage}"].reset()
+        self.losses[stage].clear()
+        setattr(self, f"{stage}_meter", SimpleNamespace(sum=0.0))
+        setattr(self, f"{stage}_total", 0.0)
+        setattr(self, f"{stage}_begun", 0)
 
     def on_train_epoch_end(self) -> None:
         self.finish("train")
@@ -485,12 +365,7 @@ class KeepsState(Language):
         self.finish("val")
 
     def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.outcomes["within"].append(
-            (self.val_begun, len(self.val_outputs), outputs["classes"].tolist())
-        )
-
-
-# ---- worlds
+        self.outcomes["within"].append((len(self.losses["val"]), outputs["classes"].tolist()))
 
 
 def job(
@@ -508,47 +383,29 @@ EQUAL = {
     "keeps weights": job(KeepsWeights, PP),
     "sets attributes": job(SetsAttributes, PP),
     "changes the batch": job(ChangesBatch, PP),
-    "groups blocks": job(GroupsBlocks, PP),
     "draws in validation": job(DrawsInValidation, {**PP, "check_microbatches": False}),
-    "complex parameters": job(partial(Waves, True), {}, gradient_clip_val=0.01),
-    "complex buffers": job(partial(Waves, False), {}),
+    "complex parameters": job(Waves, {}, gradient_clip_val=0.01),
 }
 #: What the errors of modules name that cannot train in stages.
-REFUSED: dict[Any, str] = {
+REFUSED: dict[type[Net], str] = {
     SumsBefore: r"allreduce at .*: 'dist.all_reduce\(total\)'. Only the last stage",
-    SumsAfter: r"allreduce at .*: 'dist.all_reduce\(loss.detach\(\).clone\(\)\)'",
-    TakesItems: r"takes an item of self.more at .*next\(self.more\), batch\[1\]\]",
-    partial(TakesItems, False): r"takes an item of self.more in the step",
+    TakesItems: r"takes an item of self.more in the step",
     GivesModule: r"'blocks.0' gets a new module .* 'inner'.*self.blocks\[0\].inner = nn.Ident",
     SetsLate: r"'scale' after the block has run.*self.blocks\[0\].scale = 0.5",
 }
+CUT = {"net.up": "column", "net.down": "row", "net.chain.0": "column", "net.chain.2": "row"}
+DRAWN = {**WHOLE_BATCH, "tp": 2, "tensor_parallel_plan": CUT, "check_microbatches": True}
 #: Modules with buffers, and a draw on the parts of a divided module.
 OTHERS = {
-    "draws": job(
-        Draws,
-        {
-            **WHOLE_BATCH,
-            "tp": 2,
-            "check_microbatches": True,
-            "tensor_parallel_plan": {
-                **{"net.up": "column", "net.down": "row"},
-                **{"net.chain.0": "column", "net.chain.2": "row"},
-            },
-        },
-        (6, 8),
-        epochs=1,
-    ),
+    "draws": job(Draws, DRAWN, (6, 8), epochs=1),
     **{
-        f"buffers of {kind}{', accumulated' if batches > 1 else ''}": job(
-            Normalized, strategy, accumulate_grad_batches=batches
-        )
+        (kind, batches): job(Normalized, strategy, accumulate_grad_batches=batches)
         for kind, strategy in (("ddp", "ddp"), ("dp2", WHOLE_BATCH))
         for batches in (1, 3)
     },
 }
 STATES = {
     "tp2 pp2": {"tp": 2, "pp": 2, "microbatch_size": 8},
-    "pp2 vpp2 dp2": {"pp": 2, "vpp": 2, "microbatch_size": 1},
     "pp2 zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v", "microbatch_size": 1},
 }
 CONTRASTS = {
@@ -557,36 +414,22 @@ CONTRASTS = {
 }
 
 
-def stopping() -> list[Any]:
+def stops() -> list[EarlyStopping]:
     return [EarlyStopping("val_mean", patience=0, min_delta=0.15)]
 
 
 def state_job(strategy: Any) -> Job:
-    tokens = partial(Tokens, 16)
-    options = {"max_epochs": 4, "gradient_clip_val": None}
     return Job(
-        KeepsState, strategy, steps=-1, data=tokens, validation=tokens, trainer=options, callbacks=stopping
+        KeepsState, strategy, steps=-1, data=partial(Tokens, 16), validation=partial(Tokens, 16), callbacks=stops,
+        trainer={"max_epochs": 4, "gradient_clip_val": None},
     )  # fmt: skip
 
 
-def quiet() -> None:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-
 def two_ranks(rank: int, size: int) -> dict[Any, Report]:
-    quiet()
     for kind, message in REFUSED.items():
         with pytest.raises(UnsupportedError, match=message):
             run_job(job(kind, PP), size)
     return run_jobs(rank, size, {**EQUAL, **OTHERS})
-
-
-def four_ranks(rank: int, size: int) -> dict[Any, Report]:
-    quiet()
-    states = {name: state_job(layout) for name, layout in STATES.items()}
-    contrasts = {("contrast", name): job(Contrast, layout) for name, layout in CONTRASTS.items()}
-    return run_jobs(rank, size, {**states, **contrasts})
 
 
 @pytest.fixture(scope="module")
@@ -598,19 +441,13 @@ def of_two() -> dict[Any, list[Report]]:
 
 @pytest.fixture(scope="module")
 def of_four() -> dict[Any, list[Report]]:
-    ranks = run_world(four_ranks, 4)
-    return {name: [reports[name] for reports in ranks] for name in ranks[0]}
-
-
-@cache
-def state_twin() -> Report:
-    return run_job(state_job(None))
+    states = {name: state_job(layout) for name, layout in STATES.items()}
+    contrasts = {("contrast", name): job(Contrast, layout) for name, layout in CONTRASTS.items()}
+    return run_jobs_on(4, states | contrasts)
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_modules_train_on_two_ranks_as_in_one_process(
-    of_two: dict[Any, list[Report]], name: str
-) -> None:
+def test_modules_train_on_two_ranks_as_in_one_process(of_two, name):
     twin = run_job(EQUAL[name].twin())
     # A complex64 weight stays one in double precision.
     tolerance = 1e-7 if "complex" in name else 1e-10
@@ -622,24 +459,13 @@ def test_modules_train_on_two_ranks_as_in_one_process(
         assert report.outcomes == twin.outcomes
 
 
-def test_complex_tensors_train_in_other_precisions_or_are_refused() -> None:
-    def fit(is_learnt: bool, strategy: Any, precision: str) -> list[float]:
-        plain = job(partial(Waves, is_learnt), strategy)
-        return run_job(replace(plain, precision=precision)).losses
-
-    single = fit(True, None, "32-true")
-    assert fit(True, {}, "32-true") == pytest.approx(single, rel=1e-6)
-    fixed = fit(False, None, "32-true")
-    assert fit(False, {}, "bf16-mixed") == pytest.approx(fixed, rel=0.05)
-    with pytest.raises(
-        UnsupportedError, match="needs real parameters: 'filter' is torch.complex64"
-    ):
-        fit(True, {}, "bf16-mixed")
+def test_complex_parameters_are_refused_in_mixed_precision() -> None:
+    mixed = replace(job(Waves, {}), precision="bf16-mixed")
+    with pytest.raises(UnsupportedError, match="'filter' is torch.complex64"):
+        run_job(mixed)
 
 
-def test_ranks_of_tp_draw_different_numbers_for_their_features_and_equal_numbers_otherwise(
-    of_two: dict[Any, list[Report]],
-) -> None:
+def test_ranks_of_tp_draw_different_numbers_for_their_features_and_equal_numbers_otherwise(of_two):
     first, second = (report.outcomes["draws"] for report in of_two["draws"])
     for step, ((parts, of_all), (others, of_all_others)) in enumerate(
         zip(first, second, strict=True)
@@ -652,66 +478,53 @@ def test_ranks_of_tp_draw_different_numbers_for_their_features_and_equal_numbers
         assert not torch.equal(value, first[1][0][name]), f"{name} repeats in the next step"
 
 
-@pytest.mark.parametrize("suffix", ["", ", accumulated"])
-def test_buffers_are_those_of_the_first_rank_when_they_are_under_ddp(
-    of_two: dict[Any, list[Report]], suffix: str
-) -> None:
-    plain, ours = of_two[f"buffers of ddp{suffix}"], of_two[f"buffers of dp2{suffix}"]
-    for rank, (expected, actual) in enumerate(zip(plain, ours, strict=True)):
-        pairs = zip(expected.outcomes["kept"], actual.outcomes["kept"], strict=True)
-        for step, (of_ddp, buffers) in enumerate(pairs):
-            for name, buffer in buffers.items():
-                torch.testing.assert_close(
-                    buffer, of_ddp[name], msg=f"rank {rank}, step {step}: {name}"
-                )
+@pytest.mark.parametrize("batches", [1, 3])
+def test_buffers_are_those_of_the_first_rank_when_they_are_under_ddp(of_two, batches):
+    plain, ours = of_two["ddp", batches], of_two["dp2", batches]
+    for expected, actual in zip(plain, ours, strict=True):
+        torch.testing.assert_close(actual.outcomes["kept"], expected.outcomes["kept"])
         # Lightning keeps its sums over an epoch in float32.
         assert actual.metrics == pytest.approx(expected.metrics, rel=1e-6)
-        for name, buffer in actual.outcomes["after"].items():
-            torch.testing.assert_close(buffer, plain[0].outcomes["after"][name])
+        torch.testing.assert_close(actual.outcomes["after"], plain[0].outcomes["after"])
     first, second = (report.outcomes["kept"][1]["level"] for report in plain)
     assert first != second, "without a broadcast the ranks' own buffers differ"
     for name, weight in joined(ours).items():
         torch.testing.assert_close(weight, joined(plain)[name])
 
 
-@pytest.mark.parametrize("layout", STATES)
-def test_state_kept_by_steps_reaches_hooks_loggers_and_monitors_on_every_rank(
-    of_four: dict[Any, list[Report]], layout: str
-) -> None:
-    twin = state_twin()
+def test_state_kept_by_steps_reaches_hooks_loggers_and_monitors_on_every_rank(of_four):
+    twin = run_job(state_job(None))
     assert 0.01 < twin.metrics["val_acc"] < 0.99
     assert len(twin.losses) < 8, "early stopping looks at what steps have kept"
-    for report in of_four[layout]:
-        ours, expected = dict(report.metrics), dict(twin.metrics)
-        if "dp2" in layout:
-            # Before a batch, a buffer becomes that of the first data rank, as under ddp.
-            for name in ("train_histogram", "val_histogram"):
-                ours.pop(name)
-                expected.pop(name)
-            within = of_four[layout][-1].outcomes["within"]
-            assert [seen[:2] for seen in report.outcomes["within"]] == [seen[:2] for seen in within]
-        else:
-            assert report.outcomes == twin.outcomes
-        assert ours == pytest.approx(expected, rel=1e-9)
-        assert report.losses == pytest.approx(twin.losses, abs=1e-10)
+    for layout in STATES:
+        within = [seen[0] for seen in of_four[layout][-1].outcomes["within"]]
+        for report in of_four[layout]:
+            ours, expected = dict(report.metrics), dict(twin.metrics)
+            if "dp2" in layout:
+                # Before a batch, a buffer becomes that of the first data rank, as under ddp.
+                for name in ("train_histogram", "val_histogram"):
+                    ours.pop(name)
+                    expected.pop(name)
+                assert [seen[0] for seen in report.outcomes["within"]] == within
+            else:
+                assert report.outcomes == twin.outcomes
+            assert ours == pytest.approx(expected, rel=1e-9), layout
+            assert report.losses == pytest.approx(twin.losses, abs=1e-10), layout
 
 
 @pytest.mark.parametrize("layout", CONTRASTS)
-def test_steps_gather_reduce_and_broadcast_over_the_data_ranks(
-    of_four: dict[Any, list[Report]], layout: str
-) -> None:
+def test_steps_gather_reduce_and_broadcast_over_the_data_ranks(of_four, layout):
     reports = of_four["contrast", layout]
     twin = run_job(job(Contrast, None))
     check_equal(reports, twin)
-    kept = [report.outcomes["records"] for report in reports if report.outcomes["records"]]
+    kept = [report.outcomes for report in reports if report.outcomes]
     assert len(kept) >= 2
-    for records in kept:
-        for actual, expected in zip(records, twin.outcomes["records"], strict=True):
-            for name in ("early", "total", "received", "samples"):
-                assert actual[name] == pytest.approx(expected[name]), name
-            assert actual["numbers"] == [2, 2] != expected["numbers"]
-            first_two = [Vectors((8,))[index][0][0] > 0.2 for index in range(2)]
-            assert actual["agreed"] == any(first_two)
+    first_two = [Vectors((8,))[index][0][0] > 0.2 for index in range(2)]
+    for outcomes in kept:
+        for name in ("early", "total", "received"):
+            expected = twin.outcomes[name]
+            assert outcomes[name] == [pytest.approx(value) for value in expected], name
+        assert outcomes["per rank"] == [([2, 2], any(first_two))] * len(outcomes["early"])
 
 
 def test_sync_batch_norm_is_refused_if_ranks_hold_copies_of_the_data() -> None:
