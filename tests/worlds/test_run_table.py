@@ -9,11 +9,11 @@ from lightning_megatron.models.gpt import GPT
 from tests.worlds.user_script import MODELS, run_script
 
 
-def rows_of(kind: str, ranks: str = "rank 0") -> tuple[dict[str, tuple[str, str]], str]:
+def rows_of(kind: str) -> tuple[dict[str, tuple[str, str]], str]:
     """Return value and reason by subject, from the only table that a script prints, and its errors."""
     run = run_script(kind)
     assert run.returncode == 0, run.stderr
-    title = rf"^Choices of this fit \({ranks}\):\n"
+    title = r"^Choices of this fit \(rank 0\):\n"
     (table,) = re.findall(rf"{title}((?:  .*\n)+)", run.stdout + run.stderr, re.MULTILINE)
     rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
     by_subject = {subject: (value, reason) for subject, value, reason in rows}
@@ -51,12 +51,3 @@ def test_a_script_prints_the_choices_of_experts_once() -> None:
     assert "top_k (1) is below ep (2)" in rows["expert transport"][1]
     # A CPU has no faster choice.
     assert "SpeedWarning" not in errors
-
-
-def test_a_script_prints_the_choices_of_experts_of_a_later_stage() -> None:
-    rows, _ = rows_of("later experts", "pipeline of rank 0")
-    assert rows["layout"][0] == "tp 1, pp 2, dp 1"
-    assert rows["layers of stages"] == ("1, 1", "asked for (stage_layers)")
-    assert rows["attention"][0] == "torch's choice"
-    assert rows["products of experts"][0] == "loop"
-    assert "expert transport" in rows

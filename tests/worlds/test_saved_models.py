@@ -34,21 +34,20 @@ OPT |= {"ffn_dim": 16, "word_embed_proj_dim": 16}
 #: Class, settings and layout of models that keep their own code; a vocabulary of 53 is padded under
 #: tp, and OPT is not cut.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
-    "tied tp": ("Olmo2ForCausalLM", TIED, {"tp": 2}),
     "tied pp": ("Olmo2ForCausalLM", TIED, {"pp": 2}),
     "experts tp": ("OlmoeForCausalLM", MIXTURE, {"tp": 2}),
+    "tied tp": ("Olmo2ForCausalLM", TIED, {"tp": 2}),
     "own class tp": ("DerivedOlmo2", OWN_CODE, {"tp": 2}),
     "whole": ("OPTForCausalLM", OPT, {"tp": 2}),
 }
 #: Class, settings and layout of models with adapters; Llama models are replaced.
 ADAPTED: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "two adapters pp": ("Olmo2ForCausalLM", OWN_CODE, {"pp": 2}),
-    "head pp": ("Olmo2ForCausalLM", OWN_CODE, {"pp": 2}),
     "replaced tp": ("LlamaForCausalLM", SIZES, {"tp": 2}),
     "replaced, head pp": ("LlamaForCausalLM", SIZES, {"pp": 2}),
 }
 #: Replaced models.
-REPLACED = {"llama": {"tp": 2}, "gpt_neox": {"tp": 2}, "gpt2": {"pp": 2}, "phi3": {}}
+REPLACED = {"llama": {"tp": 2}, "gpt2": {"pp": 2}}
 
 
 class DerivedOlmo2(transformers.Olmo2ForCausalLM):
@@ -98,9 +97,6 @@ def save_all(rank: int, size: int, folder: Path) -> str:
         if is_cut or rank == 0:
             options = {"max_shard_size": "10KB", "is_main_process": rank == 0}
             model.save_pretrained(folder / case, **options)
-        if case == "tied tp":
-            with pytest.raises(UnsupportedError, match="takes no variant"):
-                model.save_pretrained(folder / "new", variant="fp16")
         mesh.destroy()
     for case, (name, _, sizes) in ADAPTED.items():
         model, mesh, is_cut = cut(adapted(case), size, sizes)
@@ -108,9 +104,7 @@ def save_all(rank: int, size: int, folder: Path) -> str:
         model.save_pretrained(folder / case, is_main_process=rank == 0)
         base = model.get_base_model()
         if name == "Olmo2ForCausalLM":
-            with pytest.raises(
-                UnsupportedError, match="Call save_pretrained of the PeftModel on all"
-            ):
+            with pytest.raises(UnsupportedError, match="Call save_pretrained of the PeftModel on"):
                 base.save_pretrained(folder / "base")
         else:
             with pytest.raises(UnsupportedError, match="cannot be written by itself: 'model'"):
@@ -154,9 +148,7 @@ def test_saving_after_a_run_on_one_rank_is_refused(saved: tuple[Path, str]) -> N
     assert not (saved[0] / "alone").exists()
 
 
-def test_peft_reads_the_full_adapter_that_all_ranks_saved(
-    saved: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_peft_reads_the_full_adapter_that_all_ranks_saved(saved, tmp_path):
     tokens = torch.arange(10).view(2, 5)
     for case in ADAPTED:
         expected, folder = adapted(case), saved[0] / case

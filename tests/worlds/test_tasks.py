@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchmetrics import Metric
 
 from lightning_megatron import (
     DPO,
@@ -33,14 +32,7 @@ from lightning_megatron import (
     Streaming,
 )
 from lightning_megatron.cli.main import main
-from lightning_megatron.evaluation import (
-    ClozeAccuracy,
-    EvaluatedLM,
-    LambadaData,
-    WikiTextData,
-    WordPerplexity,
-)
-from lightning_megatron.evaluation.datamodules import EvaluationData
+from lightning_megatron.evaluation import EvaluatedLM, LambadaData, WikiTextData
 from lightning_megatron.evaluation.wikitext import count_words, detokenize
 from lightning_megatron.swap.weights.load import full_tensors
 from tests.chat_folder import preferences, save_chat_llama, write_lines
@@ -58,35 +50,20 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:Rows of ")
 
 #: Batches of 4 rows up to row 5, of 6 up to row 11, and of 8 after it.
-RAMP, SIZES = RampUp(4, 2, 12), (4, 4, 6, 8)
-SAVED_AFTER = 2
+RAMP = RampUp(4, 2, 12)
 SP = {"tp": 2, "sequence_parallel": True}
 #: Kind of the task, family of the model, and layout of two ranks.
 TUNED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "classes tp2 sp": ("classes", "Bert", SP),
-    "classes dp2": ("classes", "Roberta", {}),
     "classes pp2 recomputed": ("classes", "Bert", {"pp": 2, "recompute": "full", "microbatch_size": 4}),
-    "options tp2": ("options", "Bert", {"tp": 2, "sequence_parallel": False}),
     "options pp2": ("options", "Roberta", {"pp": 2}),
     "spans tp2 sp": ("spans", "Roberta", SP),
-    "spans dp2": ("spans", "Bert", {}),
-    "spans pp2": ("spans", "Bert", {"pp": 2}),
 }  # fmt: skip
-#: Layout, and the fit whose checkpoint in the middle is continued; the first fit saves it.
-GROWN: dict[str, tuple[dict[str, Any] | None, str | None]] = {
-    "one process": (None, None),
-    "dp2": ({}, None),
-    "dp2 continues as pp2": ({"pp": 2}, "dp2"),
-    "one process continues as dp2": ({}, "one process"),
-}
 #: Layout, options of DPO, and the fit that is continued; names tell which pairs are streamed.
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "whole dp2": ({}, {}, None),
     "lora tp2": ({"tp": 2}, {"lora": {"r": 4}, "loss_type": "ipo", "learning_rate": 0.01}, None),
-    "lora pp2": ({"pp": 2}, {"lora": {"r": 4}, "loss_type": "ipo", "learning_rate": 0.01}, None),
-    "streamed tp2": ({"tp": 2}, {}, None),
     "streamed dp2": ({}, {}, None),
-    "streamed tp2 continues as dp2": ({}, {}, "streamed tp2"),
     "streamed dp2 continues as pp2": ({"pp": 2}, {}, "streamed dp2"),
 }
 #: Layouts of four ranks that evaluate.
@@ -98,21 +75,21 @@ EVALUATED: dict[str, dict[str, Any]] = {
 
 
 class Saver(pl.Callback):
-    """Callback that keeps the logged values of all steps, and may save in the middle."""
+    """Keep the logged values of all steps, and perhaps save after three of them."""
 
-    def __init__(self, path: str | None, step: int) -> None:
-        self.path, self.step = path, step
+    def __init__(self, path: str | None) -> None:
+        self.path = path
         self.outcomes: dict[str, Any] = {"logged": []}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.outcomes["logged"].append(values)
-        if self.path is not None and trainer.global_step == self.step:
+        if self.path is not None and trainer.global_step == 3:
             trainer.save_checkpoint(self.path)
 
 
-def saver(path: str | None, step: int) -> list[pl.Callback]:
-    return [Saver(path, step)]
+def saver(path: str | None) -> list[pl.Callback]:
+    return [Saver(path)]
 
 
 VALIDATED = {"val_check_interval": STEPS, "check_val_every_n_epoch": None}
@@ -124,20 +101,6 @@ def tuning(root: Path, name: str) -> Job:
     folder = str(root / family)
     model, data = partial(module_of, kind, folder), partial(data_of, kind, folder)
     return Job(model, layout, steps=STEPS, trainer=COMMON | VALIDATED, data=data)
-
-
-def growing(root: Path, name: str) -> Job:
-    layout, source = GROWN[name]
-    folder = str(root / "Bert")
-    return Job(
-        partial(module_of, "classes", folder),
-        {"microbatch_size": 1, **(layout or {})},
-        steps=STEPS,
-        trainer=COMMON | {"limit_val_batches": 0},
-        data=partial(data_of, "classes", folder, ramp_up=RAMP),
-        callbacks=partial(saver, None if source else str(root / f"grown {name}"), SAVED_AFTER),
-        resume=str(root / f"grown {source}") if source else None,
-    )
 
 
 def pairing(root: Path, name: str) -> Job:
@@ -158,7 +121,7 @@ def pairing(root: Path, name: str) -> Job:
         steps=5 if streamed else 3,
         trainer=COMMON if streamed else COMMON | VALIDATED | {"val_check_interval": 3},
         data=partial(PreferenceDataModule, tokenizer=model, seq_length=160, **data),
-        callbacks=partial(saver, None if source else str(root / name), 3),
+        callbacks=partial(saver, None if source else str(root / name)),
         resume=str(root / source) if source else None,
     )
 
@@ -202,7 +165,7 @@ def starting(root: Path) -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write models and files, and train what the first fits continue."""
+    """Write models and files."""
     root = tmp_path_factory.mktemp("tasks")
     for family in ("Bert", "Roberta"):
         write_tasks(root / family, family)
@@ -216,17 +179,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def grown(root: Path) -> Report:
-    """Train with growing batches in this process, and save in the middle."""
-    return run_job(growing(root, "one process"))
-
-
-@pytest.fixture(scope="module")
-def reports(root: Path, grown: Report) -> Mapping[str, list[Report]]:
+def reports(root: Path) -> Mapping[str, list[Report]]:
     jobs = {f"tuned {name}": tuning(root, name) for name in TUNED}
-    jobs |= {f"grown {name}": growing(root, name) for name in GROWN if GROWN[name][0] is not None}
-    jobs |= starting(root)
-    jobs |= {name: pairing(root, name) for name in PAIRS}
+    jobs |= starting(root) | {name: pairing(root, name) for name in PAIRS}
     return run_jobs_on(2, jobs)
 
 
@@ -259,21 +214,6 @@ def test_a_task_trains_like_transformers(name: str, root: Path, reports: Any) ->
             assert_equal(actual[key], value, key, 1e-10)
 
 
-def test_batches_grow_as_in_a_plain_loop_also_in_another_layout(
-    root: Path, grown: Report, reports: Any
-) -> None:
-    expected, _ = train_reference("classes", str(root / "Bert"), SIZES)
-    close = {"rel": 0, "abs": 1e-10}
-    assert grown.losses == pytest.approx(expected.losses, **close)
-    # A restart in the same layout changes no bit.
-    resumed = replace(growing(root, "one process"), resume=str(root / "grown one process"))
-    assert run_job(resumed).losses == grown.losses[SAVED_AFTER:]
-    for name, (layout, source) in GROWN.items():
-        for report in reports[f"grown {name}"] if layout is not None else ():
-            start = SAVED_AFTER if source else 0
-            assert report.losses == pytest.approx(expected.losses[start:], **close), name
-
-
 def test_layouts_start_from_the_tensors_of_a_checkpoint(reports: Any) -> None:
     source, tp2, pp2 = (joined(reports[f"{name}"]) for name in starting(Path()))
     expected = {
@@ -296,8 +236,8 @@ def test_layouts_start_from_the_tensors_of_a_checkpoint(reports: Any) -> None:
 def twins(root: Path) -> dict[str, Report]:
     """Train the kinds of preference pairs in one process."""
     twins = {}
-    for name in ("whole dp2", "lora tp2", "streamed tp2"):
-        job = replace(pairing(root, name), strategy={}, callbacks=partial(saver, None, 0))
+    for name in ("whole dp2", "lora tp2", "streamed dp2"):
+        job = replace(pairing(root, name), strategy={}, callbacks=partial(saver, None))
         twins[name.split()[0]] = run_job(job)
     return twins
 
@@ -313,9 +253,8 @@ def check_logged(actual: Report, expected: Report, tolerance: float = 1e-10) -> 
 def test_pairs_train_like_one_process(name: str, twins: Any, reports: Any) -> None:
     kind, source = name.split()[0], PAIRS[name][2]
     twin = twins[kind]
-    assert (
-        twin.outcomes["logged"][0]["train_loss"] > twin.outcomes["logged"][-1]["train_loss"] + 0.01
-    )
+    first, *_, last = (values["train_loss"] for values in twin.outcomes["logged"])
+    assert first > last + 0.01
     for report in reports[name]:
         assert len(report.losses) == (2 if source else len(twin.losses))
         check_logged(report, twin)
@@ -333,37 +272,7 @@ def test_plain_lightning_trains_pairs_like_the_strategy(root: Path, twins: Any) 
     check_logged(run_job(pairing(root, "lora tp2").twin()), twins["lora"], 1e-5)
 
 
-class Words(list):
-    """Rows of given tokens with a length that no layout divides."""
-
-    window: int
-
-
-class GivenWords(EvaluationData):
-    """Rows of tokens and labels that a test has drawn."""
-
-    needs_hits = True
-    batch_size = 2
-
-    def __init__(self, tokens: Tensor, labels: Tensor) -> None:
-        super().__init__("bytes")
-        rows = zip(tokens, labels, strict=True)
-        self.given = Words({"tokens": row, "labels": label} for row, label in rows)
-        self.given.window = tokens.shape[1]
-
-    def read(self) -> Words:
-        return self.given
-
-    def sizes(self) -> dict[str, int]:
-        return {}
-
-    def metrics(self) -> dict[str, Metric]:
-        return {"accuracy": ClozeAccuracy(), "perplexity": WordPerplexity(len(self.given))}
-
-
-def evaluate(
-    layout: Any, size: int, folder: Path, tokens: Tensor, labels: Tensor
-) -> list[dict[str, float]]:
+def evaluate(layout: Any, size: int, folder: Path) -> list[dict[str, float]]:
     """Return the results of all tasks."""
     job = Job(strategy=layout, trainer={"use_distributed_sampler": True})
     trainer, tokenizer = trainer_of(job, size), str(folder)
@@ -372,38 +281,19 @@ def evaluate(
     for data in (
         WikiTextData(wikitext, tokenizer, oracle.WINDOW, oracle.STRIDE, batch_size=3),
         LambadaData(lambada, tokenizer, batch_size=2),
-        GivenWords(tokens, labels),
     ):
         trainer.test(EvaluatedLM(HuggingFaceCausalLM(str(folder))), data, verbose=False)
         results.append({name: float(value) for name, value in trainer.callback_metrics.items()})
     return results
 
 
-def evaluate_all(rank: int, size: int, folder: Path, *drawn: Tensor) -> Any:
+def evaluate_all(rank: int, size: int, folder: Path) -> Any:
     """Evaluate under all layouts, and by the command."""
-    results = {name: evaluate(layout, size, folder, *drawn) for name, layout in EVALUATED.items()}
+    results = {name: evaluate(layout, size, folder) for name, layout in EVALUATED.items()}
     command = f"evaluate {folder} --task lambada --data {folder / 'lambada.jsonl'} --tp 2 --json"
     with redirect_stdout(StringIO()) as output:
         main([*command.split(), f"--devices={size}", "--precision=64-true", "--accelerator=cpu"])
     return results, output.getvalue(), argmax_of_part(rank, size)
-
-
-def draw_words(model: Any) -> tuple[list[tuple[list[int], list[int]]], Tensor, Tensor]:
-    """Draw five contexts with words of two tokens, of which the model would write three."""
-    drawn = []
-    for number, context in enumerate(torch.randint(256, (5, 9)).tolist()):
-        word: list[int] = []
-        for _ in range(2):
-            logits = model(torch.tensor([context + word])).logits[0, -1]
-            word.append(int(logits.argmax()))
-        # One word has only its first token right, and one word only its second token.
-        if number in (1, 4):
-            word[number // 4] = (word[number // 4] + 1) % 256
-        drawn.append((context, word))
-    sequences = torch.tensor([context + word for context, word in drawn])
-    labels = sequences[:, 1:].clone()
-    labels[:, :-2] = -100
-    return drawn, sequences[:, :-1], labels
 
 
 def test_evaluations_match_transformers_in_every_layout(tmp_path: Path) -> None:
@@ -416,22 +306,17 @@ def test_evaluations_match_transformers_in_every_layout(tmp_path: Path) -> None:
 
     passages = [text.replace("\n", " ").rpartition(" ") for text in oracle.PASSAGES]
     rows = [(encode(context), encode(f" {word}")) for context, _, word in passages]
-    drawn, *tensors = draw_words(model)
     expected = [
         oracle.perplexities(model, encode(detokenize(oracle.TEXT)), count_words(oracle.TEXT)),
         oracle.cloze(model, rows),
-        oracle.cloze(model, drawn),
     ]
-    assert expected[2]["accuracy"] == 3 / 5
-    plain = evaluate(None, 1, tmp_path, *tensors)
-    ranks = run_world(evaluate_all, 4, tmp_path, *tensors)
+    plain = evaluate(None, 1, tmp_path)
+    ranks = run_world(evaluate_all, 4, tmp_path)
     for results in [plain, *(results for rank in ranks for results in rank[0].values())]:
         for actual, values in zip(results, expected, strict=True):
             assert actual == pytest.approx(values, rel=1e-7)
     printed = json.loads(ranks[0][1])
     expected_print = expected[1] | {"passages": 3, "devices": 4, "tp": 2}
-    assert {name: printed[name] for name in expected_print} == pytest.approx(
-        expected_print, rel=1e-7
-    )
+    assert {n: printed[n] for n in expected_print} == pytest.approx(expected_print, rel=1e-7)
     assert not any(output for _, output, _ in ranks[1:])
     assert all(argmax == [LARGEST, LARGEST] for *_, argmax in ranks)

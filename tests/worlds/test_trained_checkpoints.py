@@ -4,33 +4,31 @@ reads, and back.
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.hugging_face import export_model, import_model
 from lightning_megatron.cli.main import main
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from tests.fits import Job, Module, run_job, run_jobs_on, trainer_of
 from tests.swap.families import V, transformers, twin_of
 from tests.world import run_world
 
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
 
-#: Case of a model that is replaced: its class, and the layouts of four ranks in which it is trained
-#: and evaluated.
-REPLACED: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
-    "llama with one key head": ("AutoModelForCausalLM", {"tp": 2, "pp": 2}, {"tp": 2}),
-    "mixtral": ("AutoModelForCausalLM", {"pp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}),
-    "roberta classes": ("AutoModelForSequenceClassification", {"tp": 2, "pp": 2}, {"tp": 2}),
+#: Case of a model that is replaced, and the layouts of four ranks in which it is trained and
+#: evaluated.
+REPLACED: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "llama with one key head": ({"tp": 2, "pp": 2}, {"tp": 2}),
+    "mixtral": ({"pp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}),
 }
 SIZES: dict[str, Any] = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 24}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -46,37 +44,23 @@ OWN_CODE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tied pp": ("Olmo2ForCausalLM", {**KEYS, "tie_word_embeddings": True}, {"pp": 2}),
     "experts tp": ("OlmoeForCausalLM", MIXTURE, {"tp": 2}),
     "t5 tp": ("T5ForConditionalGeneration", T5, {"tp": 2, "tensor_parallel_plan": {}}),
-    "electra dp": ("ElectraForMaskedLM", {**SIZES, "embedding_size": 16}, {}),
     "adapted": ("Olmo2ForCausalLM", KEYS, {"pp": 2}),
     "forgets": ("Olmo2ForCausalLM", KEYS, {"tp": 2}),
 }
 
 
-class Texts(Dataset):
-    def __init__(self, has_classes: bool = False) -> None:
-        self.has_classes = has_classes
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(4, V, (12,), generator=torch.Generator().manual_seed(index))
-        return {
-            "input_ids": tokens,
-            "labels": torch.tensor(index % 5) if self.has_classes else tokens,
-        }
+def texts() -> Any:
+    tokens = torch.randint(4, V, (8, 12), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-class Train(LightningModule):
+class Train(Module):
     """Train a model with code that does not know this library."""
 
     model: Any
 
-    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return self.model(**batch).loss
-
-    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
-        self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
@@ -85,12 +69,12 @@ class Train(LightningModule):
 class FineTune(Train):
     """Train the model of a folder."""
 
-    def __init__(self, folder: Path, case: str) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder, self.case = folder, case
+        self.folder = folder
 
     def configure_model(self) -> None:
-        self.model = getattr(transformers, REPLACED[self.case][0]).from_pretrained(self.folder)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
 
 
 class TrainOwnCode(Train):
@@ -111,23 +95,15 @@ class TrainOwnCode(Train):
             checkpoint["state_dict"].pop("model.model.norm.weight", None)
 
 
-def trainer_of(layout: dict[str, Any] | None, devices: int) -> Trainer:
-    seed_everything(1, verbose=False)
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "max_steps": 2}
-    strategy: Any = "auto" if layout is None else MegatronStrategy(**layout)
-    return Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False, **quiet
-    )  # fmt: skip
+def job_of(model: Any, layout: dict[str, Any] | None, path: Path) -> Job:
+    trainer = {"gradient_clip_val": None}
+    return Job(model, layout, "32-true", 2, trainer, texts, batch=4, save=str(path), norms=False)
 
 
-def data_of(case: str) -> DataLoader:
-    return DataLoader(Texts("classes" in case), batch_size=4)
-
-
-def loss_of(layout: Any, devices: int, folder: Path, case: str, path: Path | None = None) -> float:
+def loss_of(layout: Any, devices: int, folder: Path, path: Path | None = None) -> float:
     """Return the loss of the weights of a checkpoint or a folder."""
-    trainer, module = trainer_of(layout, devices), FineTune(folder, case)
-    (metrics,) = trainer.validate(module, data_of(case), ckpt_path=path, verbose=False)
+    trainer, loader = trainer_of(job_of(None, layout, folder), devices), DataLoader(texts(), 4)
+    (metrics,) = trainer.validate(FineTune(folder), loader, ckpt_path=path, verbose=False)
     return float(metrics["val_loss"])
 
 
@@ -143,34 +119,29 @@ def save_twin(case: str, folder: Path) -> Path:
 
 def train_replaced(rank: int, size: int, folder: Path) -> dict[str, list[float]]:
     losses = {}
-    for case, (_, layout, other) in REPLACED.items():
+    for case, (layout, other) in REPLACED.items():
         given, trained = folder / case / "given", folder / case / "trained.ckpt"
-        trainer = trainer_of(layout, size)
-        trainer.fit(FineTune(given, case), data_of(case))
-        trainer.save_checkpoint(trained)
+        run_job(job_of(partial(FineTune, given), layout, trained), size)
         paths = (trained, folder / case / "imported.ckpt")
-        losses[case] = [loss_of(other, size, given, case, path) for path in paths]
+        losses[case] = [loss_of(other, size, given, path) for path in paths]
         if case == "mixtral":
             if rank == 0:
                 consolidate(trained, folder / "plain.ckpt", weights_only=True)
             torch.distributed.barrier()
-            loss = loss_of(other, size, given, case, folder / "plain.ckpt")
+            loss = loss_of(other, size, given, folder / "plain.ckpt")
             assert loss == pytest.approx(losses[case][0], abs=1e-6)
     return losses
-
-
-def train_own_code(rank: int, size: int, folder: Path) -> None:
-    for case, (_, _, layout) in OWN_CODE.items():
-        trainer = trainer_of(layout, size)
-        trainer.fit(TrainOwnCode(case), data_of(case))
-        trainer.save_checkpoint(folder / f"{case}.ckpt")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train every case that keeps its own code."""
     path = tmp_path_factory.mktemp("trained")
-    run_world(train_own_code, 2, path)
+    jobs = {
+        case: job_of(partial(TrainOwnCode, case), layout, path / f"{case}.ckpt")
+        for case, (_, _, layout) in OWN_CODE.items()
+    }
+    run_jobs_on(2, jobs)
     return path
 
 
@@ -183,8 +154,8 @@ def replaced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     return path, run_world(train_replaced, 4, path)
 
 
-def tensors_of(folder: Path, case: str) -> dict[str, Tensor]:
-    return dict(getattr(transformers, REPLACED[case][0]).from_pretrained(folder).state_dict())
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
@@ -193,29 +164,23 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", REPLACED)
-def test_transformers_loads_the_weights_that_four_ranks_trained(
-    case: str, replaced: Any, tmp_path: Path
-) -> None:
+def test_transformers_loads_the_weights_that_four_ranks_trained(case, replaced, tmp_path):
     given, trained = replaced[0] / case / "given", replaced[0] / case / "trained.ckpt"
     export_model(replaced[0] / case / "imported.ckpt", tmp_path / "again")
     main(["convert", str(trained), str(tmp_path / "exported"), "--verify"])
     paths = (given, tmp_path / "again", tmp_path / "exported")
-    before, again, after = (tensors_of(path, case) for path in paths)
+    before, again, after = (tensors_of(path) for path in paths)
     assert all(torch.equal(tensor, again[name]) for name, tensor in before.items())
     assert before.keys() == after.keys()
     blocks = [name for name in before if name.endswith(("proj.weight", "dense.weight"))]
     assert blocks
     assert not any(torch.equal(after[name], before[name]) for name in blocks), "trained"
-    expected = [loss_of(None, 1, path, case) for path in (tmp_path / "exported", given)]
+    expected = [loss_of(None, 1, path) for path in (tmp_path / "exported", given)]
     for losses in replaced[1]:
         assert losses[case] == pytest.approx(expected, abs=1e-4)
-    consolidate(trained, tmp_path / "plain.ckpt", weights_only=True)
-    for layout in (None, {}):
-        loss = loss_of(layout, 1, given, case, tmp_path / "plain.ckpt")
-        assert loss == pytest.approx(expected[0], abs=1e-4), f"plain file, {layout}"
 
 
-@pytest.mark.parametrize("case", list(OWN_CODE)[:4])
+@pytest.mark.parametrize("case", list(OWN_CODE)[:3])
 def test_an_exported_checkpoint_equals_save_pretrained_of_one_process(
     case: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,9 +205,6 @@ def test_an_exported_checkpoint_equals_save_pretrained_of_one_process(
     tokens = torch.arange(12).view(2, 6)
     logits = [net(input_ids=tokens, labels=tokens).logits for net in (reloaded.eval(), twin)]
     assert torch.equal(*logits)
-    main(["convert", *arguments[:1], str(tmp_path / "half"), "--dtype", "bfloat16"])
-    assert {x.dtype for x in tensors_in(tmp_path / "half").values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_export_refuses_incomplete_adapted_and_other_models(folder: Path, tmp_path: Path) -> None:
