@@ -92,6 +92,29 @@ def test_a_process_that_dies_while_saving_leaves_a_complete_checkpoint(tmp_path)
         assert value_in(folder / "a") == (2.0 if moment == "after the renames" else 1.0), moment
 
 
+def test_a_full_and_a_read_only_tmpfs_are_reported(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("mounting a small disk is not permitted here")
+    try:
+        save_checkpoint(disk / "a", entries(1.0), {}, {}, MESH)
+        with pytest.raises(
+            CheckpointSaveError, match=r"No space left on device: '.*\.b\.unfinished/__0_0\.distcp'"
+        ):
+            save_checkpoint(disk / "b", entries(2.0, size=100_000), {}, {}, MESH)
+        assert names_in(disk) == ["a"]
+        verify_checkpoint(disk / "a")
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(CheckpointSaveError, match="Read-only file system"):
+            save_checkpoint(disk / "a", entries(2.0), {}, {}, MESH)
+        assert value_in(disk / "a") == 1.0
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_folders_that_cannot_be_removed_are_left_to_the_next_save_with_a_warning(
     tmp_path, monkeypatch, caplog, background
