@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.groups import fingerprint
 from lightning_megatron.groups.agent_store import agree_on_name
-from lightning_megatron.groups.fingerprint import check_same_in_store
+from lightning_megatron.groups.fingerprint import _is_timeout, check_same_in_store
 from lightning_megatron.groups.sources import digest_of_sources
 
 PATIENCE = timedelta(seconds=30)
@@ -118,3 +118,11 @@ def test_the_hash_of_sources_depends_on_names_and_contents(tmp_path: Path) -> No
         digests.append(digest_of_sources(tmp_path))
     (tmp_path / "notes.txt").write_text("no source")
     assert len({*digests, digest_of_sources(tmp_path)}) == 3
+
+
+def test_a_timeout_of_a_file_store_is_recognized(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    with pytest.raises(RuntimeError) as caught:
+        store.wait(["nothing"], timedelta(seconds=0.01))
+    assert _is_timeout(caught.value)
+    assert not _is_timeout(RuntimeError("Connection reset by peer"))

@@ -1,15 +1,24 @@
-"""Random streams agree or differ as specified, whatever the order of computation."""
+"""Random streams agree or differ as specified, whatever the order of computation, and replays of
+recorded computations draw the numbers of eager ones.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megatron.graphs.tape import TapeBackend
+from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams, derive_seed
+from lightning_megatron.groups.stream_position import StreamPosition
+from lightning_megatron.layers.recompute import replayed
 
 
 def draw(streams: RandomStreams, name, count: int = 4) -> tuple[float, ...]:
@@ -100,3 +109,74 @@ def test_derived_seeds_depend_on_the_type_of_parts_and_fit_a_generator():
     assert derive_seed(1, "1") != derive_seed("1", 1)
     assert derive_seed(12, 3) != derive_seed(1, 23)
     assert all(0 <= derive_seed(i) < 2**63 for i in range(1000))
+
+
+Function = Callable[[RandomStreams], list[Tensor]]
+
+
+def streams_at(step: int, microbatch: int) -> RandomStreams:
+    streams = RandomStreams(9, tp=1)
+    streams.begin_microbatch(step, microbatch)
+    return streams
+
+
+def draw_in_layers(streams: RandomStreams) -> list[Tensor]:
+    """Draw from several streams of two layers, from some of them twice."""
+    draws: list[Tensor] = []
+    with streams.fork_default():
+        draws.append(torch.randint(0, 100, (5,)))
+    for layer in (3, 4):
+        streams.seek(layer)
+        for _ in range(2):
+            with streams.fork("replicated"):
+                draws.append(F.dropout(torch.ones(7), 0.5))
+            with streams.fork("tensor"):
+                draws.append(torch.empty(7).normal_())
+    return draws
+
+
+class Recorded:
+    """Function that was recorded at one position, for replays at other positions."""
+
+    def __init__(self, streams: RandomStreams, function: Function) -> None:
+        pool, backend = GeneratorPool(torch.device("cpu")), TapeBackend()
+        with streams.recording(pool) as recorder:
+            self.tape, self.results = backend.capture(
+                lambda: function(streams), backend.make_pool(), pool
+            )
+        self.draws = recorder.recorded
+
+    def replay(self, streams: RandomStreams) -> StreamPosition:
+        position = streams.seed_generators(self.draws, None)
+        self.tape.replay()
+        return position
+
+
+def test_a_replay_draws_the_numbers_of_its_own_position():
+    recorded = Recorded(streams_at(1, 0), draw_in_layers)
+    for step, microbatch in ((4, 7), (1, 0), (4, 8)):
+        streams, expected = streams_at(step, microbatch), streams_at(step, microbatch)
+        recorded.replay(streams)
+        assert all(map(torch.equal, recorded.results, draw_in_layers(expected)))
+        assert streams.position == expected.position
+        assert streams._runs == expected._runs
+
+
+def test_a_replay_that_recomputes_needs_the_position_of_its_forward_pass():
+    streams, x = streams_at(1, 0), torch.ones(9, requires_grad=True)
+    sums: list[Tensor] = []
+
+    def dropped(x: Tensor) -> Tensor:
+        with streams.fork("replicated"):
+            return F.dropout(x * x)
+
+    def forward(streams: RandomStreams) -> list[Tensor]:
+        streams.seek(3)
+        sums.append(replayed(dropped, streams, 3, x).sum())
+        return sums
+
+    Recorded(streams, forward)
+    backward = Recorded(streams, lambda streams: list(torch.autograd.grad(sums.pop(), x)))
+    assert [at.is_replay for _, at in backward.draws.draws] == [True]
+    with pytest.raises(RuntimeError, match="by the position of their forward pass"):
+        backward.replay(streams)
