@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from lightning_megatron import GPT, GPTConfig
-from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.errors import ParallelPlanError, SpeedWarning
 from lightning_megatron.generation import fused_pass
 from lightning_megatron.generation.fused_pass import reason_against_fused_pass
 from lightning_megatron.generation.prompts import PromptRows
@@ -89,6 +89,12 @@ def test_a_ring_cache_has_the_memory_of_its_window():
     expected = 2 * 8 * 3 * 6 * 8 * (4 + 9 + NEXT.shape[1] + 4)
     assert check_rows(gpt, PROMPTS).num_bytes == expected
     assert check_passes(gpt, PROMPTS)[0].num_bytes == expected
+
+
+def test_tokens_beyond_the_size_of_a_cache_are_refused():
+    tokens = torch.zeros(4, 1, 2, 8)
+    with pytest.raises(ParallelPlanError, match=r"their cache of 3 tokens: they would have 4"):
+        KeyValueCache(3).extend(1, tokens, tokens, None)
 
 
 def test_slots_without_tokens_do_not_change_attention():

@@ -264,6 +264,7 @@ def test_slow_cores_have_a_reason_and_a_remedy(capability):
         ("documents", {"dropout": 0.1}, "drop no weights"),
         ("window", {"head_dim": 320}, "at most 256"),
         ("soft cap", {"dropout": 0.1}, "no dropout"),
+        ("causal", {"dropout": 0.1}, "flash attention draws its mask from torch's generator"),
         ("causal", {"head_dim": 96, "value_dim": 64}, "of 64 elements are padded to 96"),
     ]
     for kind, options, phrase in reasons:
