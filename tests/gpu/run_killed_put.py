@@ -7,15 +7,18 @@ import os
 import signal
 import sys
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning import Trainer
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.experts.transport import peer_transfer
+from tests.fits import Language, Tokens
 from tests.gpu.shared_gpu import is_shared, share
-from tests.strategy.tiny import TinyLM, loader
+from tests.training.fused_fits import SMALL
 
 #: Rank that is killed, and the number of its last put (a step of two layers has four puts).
 RANK, PUT = 1, 10
@@ -27,10 +30,10 @@ PUTS = {
     ("cuda", "weights"): ("lightning_megatron.kernels.triton", "put_weights"),
     ("cpu", "tokens"): (peer_transfer.__name__, "all_gather_sequence"),
 }
-EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
+EXPERTS: Any = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32}
 
 
-class KilledLM(TinyLM):
+class KilledLM(Language):
     """Kill a rank in one of its puts.
 
     Args:
@@ -39,7 +42,7 @@ class KilledLM(TinyLM):
     """
 
     def __init__(self, accelerator: str, payload: str) -> None:
-        super().__init__(experts=EXPERTS, mlp_bias=False, hidden_size=64)
+        super().__init__(replace(SMALL, experts=EXPERTS, mlp_bias=False, hidden_size=64))
         self.put_function = PUTS[accelerator, payload]
 
     def on_train_start(self) -> None:
@@ -82,7 +85,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(KilledLM(accelerator, payload), loader(64, 4))
+    trainer.fit(KilledLM(accelerator, payload), DataLoader(Tokens(64), batch_size=4))
     print("the training has ended", flush=True)
 
 

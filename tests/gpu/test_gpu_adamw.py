@@ -45,9 +45,9 @@ def test_the_kernel_follows_slices_at_new_addresses() -> None:
 
 @pytest.mark.parametrize("name", FITS)
 def test_fits_on_the_kernel_equal_fits_on_torch_steps(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str,
 ) -> None:
-    check_equal(FITS[name], monkeypatch, "gpu", 1e-2 if FITS[name].precision != "32-true" else 1e-4)
+    check_equal(FITS[name], "gpu", 1e-2 if FITS[name].precision != "32-true" else 1e-4)
 
 
 def test_the_host_does_not_wait_for_the_gpu_after_the_first_step() -> None:

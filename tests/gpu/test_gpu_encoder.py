@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import choose_core
 from lightning_megatron.models import encoder_rows
 from lightning_megatron.plan.cuda_graphs import GraphMode
+from tests.fits import Report
+from tests.graphs.jobs import differences, run_graphs
 from tests.models.flash_stand_in import padded_on_the_right
 from tests.oracles import relative_difference
-from tests.strategy.bert_fits import bert_fit
-from tests.strategy.graph_fits import Fit
+from tests.strategy.test_cuda_graphs import bert_job
 
 pytestmark = pytest.mark.gpu
 
@@ -144,8 +146,10 @@ def test_both_passes_drop_the_same_attention_weights() -> None:
         assert relative_difference(actual, expected) < BOUND, number
 
 
-def fit_on_gpu(graphs: CudaGraphs | None, **options: Any) -> Fit:
-    return bert_fit(graphs, accelerator="gpu", precision="bf16-mixed", **options)
+def fit_on_gpu(graphs: CudaGraphs | None, **options: Any) -> Report:
+    job = bert_job(**options)
+    gpu = {**job.trainer, "accelerator": "gpu"}
+    return run_graphs(replace(job, precision="bf16-mixed", trainer=gpu), graphs)
 
 
 @pytest.mark.parametrize("dropout", [(0.0, 0.0), (0.1, 0.1)])
@@ -161,12 +165,12 @@ def test_graphs_follow_the_lengths_of_each_batch(
 
     monkeypatch.setattr(encoder_rows, "prepared", refuse)
     eager = fit_on_gpu(None, **options)
-    repeated = fit_on_gpu(None, **options).differences_from(eager)
+    repeated = differences(fit_on_gpu(None, **options), eager)
     if not any(dropout):
         assert eager.losses == pytest.approx(by_mask.losses, rel=0.05)
     modes: tuple[GraphMode, ...] = ("segments", "full")
     for mode in modes:
         settings = CudaGraphs(mode, warmup_steps=2, on_failure="error")
         by_graphs = fit_on_gpu(settings, **options)
-        assert by_graphs.num_graphs[-1] > 0, mode
-        assert set(by_graphs.differences_from(eager)) <= set(repeated), mode
+        assert by_graphs.graphs[-1] > 0, mode
+        assert set(differences(by_graphs, eager)) <= set(repeated), mode

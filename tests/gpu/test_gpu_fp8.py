@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,10 +18,11 @@ from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.models.layered import single_mesh
 from lightning_megatron.plan.fp8 import FP8
+from tests.fits import Job
+from tests.graphs.jobs import run_graphs
 from tests.layers.noted_casts import spread as draw
 from tests.layers.test_fp8 import RECIPES
-from tests.strategy.graph_fits import fit
-from tests.strategy.tiny import TinyLM
+from tests.training.fused_fits import SMALL
 
 pytestmark = pytest.mark.gpu
 
@@ -227,17 +230,12 @@ def test_steps_with_delayed_scales_equal_emulated_steps():
 @pytest.mark.parametrize("mode", ["segments", "full"])
 def test_graphs_of_steps_with_delayed_scales_equal_eager_steps(mode):
     layout = {"fp8": FP8("delayed", history=3)}
+    wide = replace(SMALL, hidden_size=64)
     losses = []
     for graphs in (None, CudaGraphs(mode, warmup_steps=2)):
-        record = fit(
-            *(graphs, 1, layout),
-            module=TinyLM(hidden_size=64, num_heads=4),
-            accelerator="gpu",
-            precision="bf16-mixed",
-            max_steps=8,
-            num_samples=40,
-        )
-        assert graphs is None or record.num_graphs[-1] > 0
+        job = Job(wide, layout, "bf16-mixed", 8, {"accelerator": "gpu"})
+        record = run_graphs(job, graphs)
+        assert graphs is None or record.graphs[-1] > 0
         losses.append(record.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[0][-1] < losses[0][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,10 @@ from lightning_megatron.layers.fp8.stored_weight import FORMAT
 from lightning_megatron.plan.fp8 import FP8
 from tests.fits import BATCH, Job, Report, Tokens, joined, run_job
 from tests.gpu.shared_gpu import require_gpus
+from tests.graphs.jobs import VALIDATED, VARIED, differences, run_graphs, run_updates
 from tests.layers.noted_casts import spread as draw
-from tests.strategy.graph_fits import Fit
-from tests.strategy.test_fp8_parameters_graphs import Stored
-from tests.strategy.test_fp8_parameters_graphs import run as run_graphs
-from tests.strategy.update_fits import UpdatedLM, differences
-from tests.strategy.update_fits import run as run_updates
+from tests.strategy.test_fp8_graphs import Stored
+from tests.training.fused_fits import SMALL, FusedLanguage
 from tests.world import run_world
 from tests.worlds.test_fp8 import CONFIGS, CheckBytes, cast_whole
 
@@ -54,6 +53,7 @@ CAPTURED: dict[str, dict[str, Any]] = {
     "pp2 zb-h1": {"pp": 2, "schedule": "zb-h1"},
 }
 STEPS = 4
+WIDE = replace(SMALL, hidden_size=64)
 
 
 class CheckBytesOfKernels(CheckBytes):
@@ -204,39 +204,37 @@ def test_layouts_match_one_gpu(size: int) -> None:
 
 def _fit_on_gpu(
     graphs: CudaGraphs | None, recipe: Any, size: int, layout: dict[str, Any]
-) -> tuple[Fit, Stored]:
+) -> Report:
     """Train twelve steps with weights in 8 bits, eagerly or by graphs."""
-    options: dict[str, Any] = {
-        "accelerator": "gpu",
-        "max_steps": 12,
-        "num_samples": 128,
-        "num_evaluated": 16,
-        "model": {"hidden_size": 64, "num_heads": 4},
-    }
-    settings = FP8(recipe, parameters="fp8")
-    return run_graphs(graphs, size, {**layout, "fp8": settings, "microbatch_size": 1}, **options)
+    layout = {**layout, "fp8": FP8(recipe, parameters="fp8"), "microbatch_size": 1}
+    job = Job(
+        WIDE,
+        layout,
+        "bf16-mixed",
+        12,
+        {"accelerator": "gpu", **VALIDATED},
+        VARIED,
+        VARIED,
+        callbacks=lambda: [Stored()],
+    )
+    return run_graphs(job, graphs, size)
 
 
 def _compare_graphs(rank: int, size: int, recipe: Any, layouts: dict[str, dict[str, Any]]) -> int:
     """Assert eager bits where two eager trainings agree; return the number of comparisons."""
     num_comparisons = 0
     for name, layout in layouts.items():
-        eager, eager_weights = _fit_on_gpu(None, recipe, size, layout)
-        second_eager, _ = _fit_on_gpu(None, recipe, size, layout)
-        repeated = set(second_eager.differences_from(eager))
+        eager = _fit_on_gpu(None, recipe, size, layout)
+        repeated = set(differences(_fit_on_gpu(None, recipe, size, layout), eager))
         for mode in ("segments", "full"):
             settings = CudaGraphs(mode, evaluation=True, on_failure="error")
-            captured, captured_weights = _fit_on_gpu(settings, recipe, size, layout)
+            captured = _fit_on_gpu(settings, recipe, size, layout)
             what = f"{name}, {mode}"
-            assert captured.num_graphs[-1] > 0, what
-            assert set(captured.differences_from(eager)) <= repeated, what
-            assert captured_weights.addresses == captured_weights.addresses[:1] * len(
-                captured_weights.addresses
-            ), what
-            assert captured_weights.addresses[0].keys() == eager_weights.addresses[0].keys(), what
-            if not repeated:
-                pairs = zip(captured_weights.bytes[-1], eager_weights.bytes[-1], strict=True)
-                assert all(torch.equal(*pair) for pair in pairs), what
+            assert captured.graphs[-1] > 0, what
+            assert set(differences(captured, eager)) <= repeated, what
+            addresses = captured.outcomes["addresses"]
+            assert addresses == addresses[:1] * len(addresses), what
+            assert addresses[0].keys() == eager.outcomes["addresses"][0].keys(), what
             num_comparisons += 1
     return num_comparisons
 
@@ -251,19 +249,19 @@ def test_graphs_have_the_bits_of_eager_steps(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_captured_updates_of_8_bit_weights_have_the_bits_of_eager_updates(recipe: Any) -> None:
     options: dict[str, Any] = {
-        "accelerator": "gpu",
+        "model": partial(FusedLanguage, WIDE),
+        "strategy": {"fp8": FP8(recipe, parameters="fp8")},
         "precision": "bf16-mixed",
-        "max_steps": 12,
-        "num_samples": 64,
-        "layout": {"fp8": FP8(recipe, parameters="fp8")},
+        "steps": 12,
+        "trainer": {"accelerator": "gpu"},
+        "data": VARIED,
     }
-    make = partial(UpdatedLM, hidden_size=64, num_heads=4)
-    eager = run_updates(None, module=make(), **options)
-    repeated = differences(run_updates(None, module=make(), **options), eager)
+    eager = run_updates(None, **options)
+    repeated = differences(run_updates(None, **options), eager)
     for mode in ("segments", "full"):
         settings = CudaGraphs(mode, optimizer=True, on_failure="error")
-        captured = run_updates(settings, module=make(), **options)
-        assert captured[0].num_graphs[-1] > 0, mode
+        captured = run_updates(settings, **options)
+        assert captured.graphs[-1] > 0, mode
         assert set(differences(captured, eager)) <= set(repeated), mode
 
 

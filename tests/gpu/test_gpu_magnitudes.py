@@ -15,10 +15,11 @@ from lightning_megatron import CudaGraphs
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.fits import Job
 from tests.gpu.shared_gpu import gpu_of, require_gpus
+from tests.graphs.jobs import run_graphs
 from tests.layers.noted_casts import CONFIGS, GIVEN, compare_hand_over, given
-from tests.strategy.graph_fits import fit
-from tests.strategy.tiny import TinyLM
+from tests.training.fused_fits import SMALL
 from tests.world import run_world
 
 #: Layers of Llama 3 8B and of GPT-2 1.2B.
@@ -73,17 +74,12 @@ def test_layers_of_real_size_with_hand_over_have_the_bits_of_layers_without(
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["segments", "full"])
 def test_graphs_with_hand_over_of_magnitudes_equal_eager_steps(mode: Any) -> None:
+    wide = replace(SMALL, hidden_size=64, activation="swiglu")
     losses = []
     for graphs in (None, CudaGraphs(mode, warmup_steps=2)):
-        record = fit(
-            *(graphs, 1, {"fp8": FP8("tensorwise")}),
-            module=TinyLM(hidden_size=64, num_heads=4, activation="swiglu"),
-            accelerator="gpu",
-            precision="bf16-mixed",
-            max_steps=8,
-            num_samples=40,
-        )
-        assert graphs is None or record.num_graphs[-1] > 0
+        job = Job(wide, {"fp8": FP8("tensorwise")}, "bf16-mixed", 8, {"accelerator": "gpu"})
+        record = run_graphs(job, graphs)
+        assert graphs is None or record.graphs[-1] > 0
         losses.append(record.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[0][-1] < losses[0][0]

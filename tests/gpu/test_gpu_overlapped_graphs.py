@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from lightning_megatron.groups.collective_matmul import (
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import GraphMode
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.fits import Job, Report
 from tests.gpu.shared_gpu import gpu_of, require_gpus
-from tests.strategy.graph_fits import Fit, fit
+from tests.graphs.jobs import VARIED, differences, run_graphs
+from tests.training.fused_fits import SMALL
 from tests.world import run_world
 
 FEATURES = 512
@@ -79,29 +82,23 @@ def test_replayed_products_equal_eager_products_after_their_shared_memory_grows(
     assert run_world(replay_products, size, backend="nccl") == [8] * size
 
 
-def train(graphs: CudaGraphs | None, size: int) -> Fit:
+def train(graphs: CudaGraphs | None, size: int) -> Report:
     """Train twelve steps in bfloat16 with overlapped products."""
-    return fit(
-        graphs,
-        size,
-        {"tp": size, "overlap_tensor_parallel": True},
-        accelerator="gpu",
-        precision="bf16-mixed",
-        max_steps=12,
-        num_samples=128,
-        model={"hidden_size": 64, "num_heads": 4},
-    )
+    layout = {"tp": size, "overlap_tensor_parallel": True}
+    wide = replace(SMALL, hidden_size=64)
+    job = Job(wide, layout, "bf16-mixed", 12, {"accelerator": "gpu"}, VARIED)
+    return run_graphs(job, graphs, size)
 
 
 def compare_trainings(rank: int, size: int) -> list[str]:
     """Return the modes of graphs whose trainings differ where two eager trainings agree."""
     eager = train(None, size)
-    repeated = set(train(None, size).differences_from(eager))
+    repeated = set(differences(train(None, size), eager))
     differing: list[str] = []
     for mode in MODES:
         captured: Any = train(CudaGraphs(mode, on_failure="error"), size)
-        assert captured.num_graphs[-1] > 0, mode
-        if not set(captured.differences_from(eager)) <= repeated:
+        assert captured.graphs[-1] > 0, mode
+        if not set(differences(captured, eager)) <= repeated:
             differing.append(mode)
     return differing
 

@@ -4,39 +4,39 @@ operators are deterministic.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
-from lightning_megatron import MegatronStrategy
-from tests.strategy.tiny import loader
-from tests.training.fused_fits import FusedLM
+from tests.fits import Report, Tokens, joined, run_job
+from tests.graphs.jobs import DROPOUT
+from tests.training.fused_fits import FusedLanguage, fused_job
 
 
-def train(precision: Any, folder: Path, resume_from: Path | None = None) -> FusedLM:
+def train(precision: Any, folder: Path, resume_from: Path | None = None) -> Report:
     """Train two epochs with dropout, clipping and fused updates, and save after each epoch."""
-    seed_everything(3, verbose=False)
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        strategy=MegatronStrategy(async_save=True),
-        precision=precision,
-        deterministic=True,
-        max_epochs=2,
-        gradient_clip_val=0.1,
-        logger=False,
-        callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    job = fused_job(lambda: FusedLanguage(DROPOUT), precision, gradient_clip_val=0.1)
+    gpu = {
+        "accelerator": "gpu",
+        "deterministic": True,
+        "max_epochs": 2,
+        "enable_checkpointing": True,
+    }
+    return run_job(
+        replace(
+            job,
+            strategy={"async_save": True},
+            trainer={**job.trainer, **gpu},
+            data=partial(Tokens, 32, 32),
+            callbacks=lambda: [ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+            resume=None if resume_from is None else str(resume_from),
+        )
     )
-    module = FusedLM(hidden_dropout=0.1)
-    trainer.fit(module, loader(16), ckpt_path=resume_from)
-    return module
 
 
 @pytest.mark.gpu
@@ -51,6 +51,6 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_training(
         torch.use_deterministic_algorithms(False)
     assert len(uninterrupted.losses) == 8
     assert resumed.losses == uninterrupted.losses[4:]
-    weights: dict[str, Tensor] = uninterrupted.state_dict()
-    for name, weight in resumed.state_dict().items():
+    weights = joined([uninterrupted])
+    for name, weight in joined([resumed]).items():
         assert torch.equal(weight, weights[name]), name

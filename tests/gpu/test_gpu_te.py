@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_megatron import FP8, MegatronStrategy, ParallelPlanError
 from lightning_megatron.layers.fp8.delayed import DelayedScales
@@ -28,11 +30,11 @@ from lightning_megatron.layers.transformer_engine.engine_regions import (
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling, engine_recipe
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.layered import single_mesh
-from tests.fits import BATCH, Job, Report, Tokens, run_job, run_jobs
+from tests.fits import BATCH, Job, Language, Report, Tokens, run_job, run_jobs
 from tests.gpu.shared_gpu import require_gpus
 from tests.layers.noted_casts import spread as draw
 from tests.oracles import relative_difference
-from tests.strategy.tiny import TinyLM, loader
+from tests.training.fused_fits import SMALL
 from tests.world import run_world
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="the extra te is not installed")
@@ -298,9 +300,9 @@ def test_layouts_of_two_ranks_match_one_gpu(capsys):
 
 
 def tiny_fit(strategy: MegatronStrategy, folder: Path | None = None, **options: Any) -> list[float]:
-    """Train TinyLM, and return the losses of its steps."""
+    """Train a small GPT, and return the losses of its steps."""
     seed_everything(3, verbose=False)
-    module = TinyLM(hidden_size=64, num_heads=4)
+    module = Language(replace(SMALL, hidden_size=64))
     ckpt = options.pop("ckpt_path", None)
     trainer = Trainer(
         accelerator="gpu",
@@ -315,7 +317,7 @@ def tiny_fit(strategy: MegatronStrategy, folder: Path | None = None, **options: 
         **options,
     )
     # All epochs have the same single batch, so the position in an epoch does not matter.
-    trainer.fit(module, loader(4), ckpt_path=ckpt, weights_only=False)
+    trainer.fit(module, DataLoader(Tokens(4), batch_size=4), ckpt_path=ckpt, weights_only=False)
     if folder is not None:
         trainer.save_checkpoint(folder)
     return losses.values

@@ -14,8 +14,8 @@ from lightning_megatron.graphs.cuda import CudaBackend  # noqa: E402
 from lightning_megatron.graphs.update_graph import Update, UpdateGraph  # noqa: E402
 from lightning_megatron.groups.mesh import ParallelMesh  # noqa: E402
 from lightning_megatron.training.group_numbers import GroupNumbers  # noqa: E402
+from tests.graphs.jobs import VARIED, differences, run_updates  # noqa: E402
 from tests.kernels.adam import CASES, Case, Slices  # noqa: E402
-from tests.strategy.update_fits import differences, run  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -75,20 +75,23 @@ def test_a_captured_kernel_reads_the_numbers_of_each_step(case: Case) -> None:
         torch.cuda.synchronize()
 
 
-FITS: dict[str, dict[str, Any]] = {
-    "clipped by norm": {"precision": "bf16-mixed", "cycles": True},
-    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "not clipped": {"precision": "bf16-mixed", "gradient_clip_val": None},
+#: Clipping, and options of the fits.
+FITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "clipped by norm": ({}, {"precision": "bf16-mixed", "cycles": True}),
+    "clipped by value": ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
+    "not clipped": ({"gradient_clip_val": None}, {"precision": "bf16-mixed"}),
 }
 
 
 @pytest.mark.parametrize("name", FITS)
 def test_a_fit_with_captured_updates_has_the_bits_of_an_eager_fit(name: str) -> None:
-    options = {"accelerator": "gpu", "max_steps": 12, "num_samples": 64, **FITS[name]}
-    eager = run(None, **options)
-    repeated = differences(run(None, **options), eager)
+    clipping, settings_of_fit = FITS[name]
+    trainer = {"accelerator": "gpu", **clipping}
+    options: dict[str, Any] = {"steps": 12, "data": VARIED, "trainer": trainer, **settings_of_fit}
+    eager = run_updates(None, **options)
+    repeated = differences(run_updates(None, **options), eager)
     for mode in ("segments", "full"):
         settings = CudaGraphs(mode, optimizer=True, on_failure="error")
-        captured = run(settings, **options)
-        assert captured[0].num_graphs[-1] > captured[0].num_graphs[2], mode
+        captured = run_updates(settings, **options)
+        assert captured.graphs[-1] > captured.graphs[2], mode
         assert set(differences(captured, eager)) <= set(repeated), mode

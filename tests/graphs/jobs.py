@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,47 +10,37 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_megatron import CudaGraphs, GPTConfig, MegatronStrategy
-from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from tests import fits
-from tests.fits import GPT2, LLAMA, SIZES, Job, Report, Tokens
+from tests.fits import LLAMA, SIZES, Job, Report, Tokens
 from tests.graphs.trained import counted_replays
+from tests.training.fused_fits import FusedLanguage, Updates, fused
 
 #: Graphs are captured in the second step.
 SEGMENTS = CudaGraphs("segments", warmup_steps=1, on_failure="error")
 FULL = CudaGraphs("full", warmup_steps=1, on_failure="error")
 MODES = (SEGMENTS, FULL)
 
-SMALL = replace(GPT2, num_layers=2)
 DROPOUT = GPTConfig.gpt2(**{**SIZES, "num_layers": 2}, hidden_dropout=0.1, attention_dropout=0.2)
 #: A mixture whose routers change between steps.
-ROUTED = replace(
-    LLAMA,
-    num_layers=2,
-    experts={
-        "num_experts": 4,
-        "top_k": 2,
-        "ffn_hidden_size": 32,
-        "aux_loss": 0.01,
-        "expert_bias": True,
-        "scoring": "sigmoid",
-    },
-)
+_EXPERTS: Any = {
+    "num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "aux_loss": 0.01, "expert_bias": True, "scoring": "sigmoid",
+}  # fmt: skip
+ROUTED = replace(LLAMA, num_layers=2, experts=_EXPERTS)
 #: Every step has another batch.
 VARIED = partial(Tokens, 96, 96)
 VALIDATED: dict[str, Any] = {"val_check_interval": 2, "limit_val_batches": 1}
 
 
 class Watch(pl.Callback):
-    """Record numbers of graphs, validation losses, rows of experts, and numbers of collectives."""
+    """Record validation losses, rows of experts, and numbers of collectives."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[str, Any] = {"graphs": [], "validated": [], "routed": [], "counts": {}}
+        self.outcomes: dict[str, Any] = {"validated": [], "routed": [], "counts": {}}
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         strategy_of(trainer).run.mixtures.count_rows()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
-        self.outcomes["graphs"].append(num_graphs_of(trainer))
         statistics = strategy_of(trainer).expert_statistics or {}
         self.outcomes["routed"].append(
             {
@@ -77,20 +68,9 @@ def strategy_of(trainer: pl.Trainer) -> MegatronStrategy:
     return trainer.strategy
 
 
-def graphs_of(trainer: pl.Trainer) -> RunGraphs | None:
-    """Return the graphs of the run."""
-    return strategy_of(trainer).run.graphs
-
-
-def num_graphs_of(trainer: pl.Trainer) -> int:
-    """Return the number of graphs that exist now."""
-    graphs = graphs_of(trainer)
-    return 0 if graphs is None else graphs.num_graphs
-
-
 def run_graphs(job: Job, graphs: CudaGraphs | None = None, size: int = 1) -> Report:
-    """Train a job by graphs, or eagerly; ``outcomes`` have what :class:`Watch` records and the
-    replays of forward graphs of segments.
+    """Train a job by graphs, or eagerly; ``outcomes`` have what :class:`Watch` records, numbers of
+    graphs, and the replays of forward graphs of segments.
     """
     assert not isinstance(job.strategy, str)
     captured = replace(
@@ -101,15 +81,49 @@ def run_graphs(job: Job, graphs: CudaGraphs | None = None, size: int = 1) -> Rep
     )
     with counted_replays() as replays:
         report = fits.run_job(captured, size)
-    report.outcomes["replays"] = dict(replays)
+    report.outcomes |= {"graphs": report.graphs, "replays": dict(replays)}
     return report
+
+
+def run_updates(
+    graphs: CudaGraphs | None,
+    size: int = 1,
+    *,
+    cycles: bool = False,
+    callbacks: Sequence[pl.Callback] = (),
+    trainer: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Report:
+    """Train six steps with the update in one kernel; on a CPU this is the plain kernel."""
+    job = Job(
+        **{"model": FusedLanguage, "precision": "32-true", "steps": 6, **options},
+        trainer={"gradient_clip_val": 0.1, **(trainer or {})},
+        callbacks=lambda: [Updates(cycles), *callbacks],
+        norms=False,
+    )
+    with fused():
+        return run_graphs(job, graphs, size)
+
+
+#: Outcomes that tell how a job was run, and not its results.
+MEANS = {
+    "addresses",
+    "graphs",
+    "replays",
+    "calls",
+    "exchanges",
+    "failures",
+    "factor",
+    "warnings",
+    "kinds",
+}
 
 
 def differences(actual: Report, expected: Report) -> list[str]:
     """Return the names of results of two jobs on this rank that are not the same bit for bit."""
-    compared = ("validated", "routed", "counts")
+    outcomes = expected.outcomes.keys() - MEANS
     return fits.differences(actual, expected) + [
-        name for name in compared if actual.outcomes[name] != expected.outcomes[name]
+        name for name in sorted(outcomes) if actual.outcomes[name] != expected.outcomes[name]
     ]
 
 

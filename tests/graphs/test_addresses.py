@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -17,60 +16,55 @@ from lightning_megatron.training.parameter_gather import ParameterGather
 from lightning_megatron.training.use_order import UseOrder
 
 
-def net() -> nn.Module:
+def net() -> Any:
     """Return a module with parameters, a buffer, and a gradient slot of one parameter."""
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    _slot(module)
+    give_slot(module)
     return module
 
 
-def _slot(module: Any) -> None:
+def give_slot(module: Any) -> None:
     set_slot(module[0].weight, GradientSlot(torch.zeros(3, 2), lambda: None))
 
 
-def _move(module: Any) -> None:
+def move(module: Any) -> None:
     module[0].weight.data = module[0].weight.data.clone()
 
 
-def _replace_buffer(module: Any) -> None:
+def replace_buffer(module: Any) -> None:
     module[1].running_mean = module[1].running_mean.double()
 
 
-def _add(module: Any) -> None:
+def add(module: Any) -> None:
     module.extra = nn.Parameter(torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (_move, "0.weight has moved"),
-        (_slot, "0.weight has its gradients at another address"),
-        (lambda module: module[0].bias.requires_grad_(False), "0.bias is now frozen"),
-        (_replace_buffer, "1.running_mean is now [3] torch.float64, it was [3] torch.float32"),
-        (_add, "extra is new"),
-        (lambda module: module[1].eval(), "1 is now in evaluation mode"),
-    ],
-)
-def test_a_change_of_a_module_is_described(change: Callable[[Any], Any], words: str) -> None:
+CHANGES: list[tuple[Callable[[Any], Any], str | None]] = [
+    (move, "0.weight has moved"),
+    (give_slot, "0.weight has its gradients at another address"),
+    (lambda module: module[0].bias.requires_grad_(False), "0.bias is now frozen"),
+    (replace_buffer, "1.running_mean is now [3] torch.float64, it was [3] torch.float32"),
+    (add, "extra is new"),
+    (lambda module: module[1].eval(), "1 is now in evaluation mode"),
+    # New values at the same addresses are not a change.
+    (lambda module: module.load_state_dict(net().state_dict()), None),
+]
+
+
+def test_a_change_of_a_module_is_described():
+    for change, words in CHANGES:
+        module = net()
+        before = Addresses.of(module)
+        change(module)
+        assert Addresses.of(module).change_from(before) == words
+
+
+def see(module: nn.Module, args: Any) -> None: ...
+
+
+def test_added_and_removed_hooks_are_changes():
     module = net()
     before = Addresses.of(module)
-    change(module)
-    assert Addresses.of(module).change_from(before) == words
-
-
-def test_new_values_at_the_same_addresses_are_not_a_change() -> None:
-    module = net()
-    before = Addresses.of(module)
-    module.load_state_dict({name: value + 1 for name, value in net().state_dict().items()})
-    assert Addresses.of(module).change_from(before) is None
-
-
-def test_added_and_removed_hooks_are_changes() -> None:
-    module = net()
-    before = Addresses.of(module)
-
-    def see(module: nn.Module, args: Any) -> None: ...
-
     handle = module[0].register_forward_pre_hook(see)
     hooked = Addresses.of(module)
     assert (hooked.change_from(before) or "").startswith("0 now has the hook ")
@@ -79,21 +73,14 @@ def test_added_and_removed_hooks_are_changes() -> None:
     assert Addresses.of(module).change_from(hooked) == "0 no longer has its hook"
 
 
-def test_hooks_of_users_are_found_and_hooks_of_the_package_are_not() -> None:
+def test_hooks_of_users_are_found_and_hooks_of_the_package_are_not():
+    def note(where, module, args, output): ...
+
     module = net()
     ParameterGather(UseOrder()).wait_before([module], [])
     assert modules_with_user_hooks(module) == {}
-
-    def see(module: nn.Module, args: Any) -> None: ...
-
-    def note(where: str, module: nn.Module, args: Any, output: Any) -> None: ...
-
     module[0].register_forward_pre_hook(see)
     module[1].register_forward_hook(partial(note, "here"))
-    assert {
-        name: hook.rpartition(".")[2] for name, hook in modules_with_user_hooks(module).items()
-    } == {
-        "0": "see",
-        "1": "note",
-    }
+    hooks = modules_with_user_hooks(module).items()
+    assert {name: hook.rpartition(".")[2] for name, hook in hooks} == {"0": "see", "1": "note"}
     assert user_hook_of(module) is None

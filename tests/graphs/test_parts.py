@@ -6,10 +6,9 @@ import gc
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_megatron.errors import CaptureError, RankMismatchError
-from lightning_megatron.graphs.agreement import KeyAgreement, eager_warning, failure_of_any
+from lightning_megatron.graphs.agreement import failure_of_any
 from lightning_megatron.graphs.backend import collection_paused
 from lightning_megatron.graphs.bucket_cuts import bucket_cuts
 from lightning_megatron.graphs.piece_backward import PieceBackward
@@ -17,13 +16,12 @@ from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
 from lightning_megatron.graphs.report import GraphCounts, GraphReport, runs_of
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs, reason_against
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.device_counter import DeviceCounter, DeviceProgress
+from lightning_megatron.groups.device_counter import DeviceCounter
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.layers.segments import Segment, SegmentList
 from lightning_megatron.pipeline.microbatch import Microbatch
 
 CPU = torch.device("cpu")
-SINGLE_RANK = MeshAxis("world_cpu")
 
 
 # ---- inputs of a captured step
@@ -34,7 +32,7 @@ def microbatches(value: float, **more: object) -> list[Microbatch]:
     return [Microbatch({"x": shared, "more": [shared, 1, "text"], **more}, 2)]
 
 
-def test_a_step_may_remove_entries_from_the_copies_of_its_microbatches() -> None:
+def test_a_step_may_remove_entries_from_the_copies_of_its_microbatches():
     inputs = StaticInputs(microbatches(1.0))
     for value in (1.0, 2.0):
         inputs.fill(microbatches(value))
@@ -46,7 +44,7 @@ def test_a_step_may_remove_entries_from_the_copies_of_its_microbatches() -> None
     assert inputs.num_bytes == 8
 
 
-def test_forms_of_microbatches_differ_in_all_that_a_graph_assumes() -> None:
+def test_forms_of_microbatches_differ_in_all_that_a_graph_assumes():
     form = BatchForm.of(microbatches(1.0))
     assert form == BatchForm.of(microbatches(2.0))
     x = torch.ones(2)
@@ -62,7 +60,7 @@ def test_forms_of_microbatches_differ_in_all_that_a_graph_assumes() -> None:
         assert words in BatchForm.of(parts).difference_from(form)
 
 
-def test_values_that_a_graph_would_keep_are_refused() -> None:
+def test_values_that_a_graph_would_keep_are_refused():
     assert reason_against(microbatches(1.0), CPU) is None
     for value, words in (
         (object(), "is a object, whose values a graph would keep"),
@@ -73,82 +71,47 @@ def test_values_that_a_graph_would_keep_are_refused() -> None:
         assert words in (reason_against(microbatches(1.0, other=value), CPU) or "")
 
 
-# ---- agreement
+# ---- agreement, and parts that a device has begun
 
 
-def test_a_capture_failure_is_a_short_warning_or_an_error_as_configured() -> None:
-    failure = failure_of_any("layers 4..5, backward, slot 1: RuntimeError: no.", SINGLE_RANK)
-    assert failure == "rank 0 could not capture layers 4..5, backward, slot 1: RuntimeError: no."
-    assert "All ranks continue eagerly" in (eager_warning(failure, raises=False) or "")
-    with pytest.raises(CaptureError, match="with on_failure='error': rank 0 .* on_failure='eager'"):
-        eager_warning(failure, raises=True)
-    long = failure_of_any("step: RuntimeError: " + "x" * 9999, SINGLE_RANK)
-    assert long is not None
-    assert len(long) < 500
+def test_a_message_of_a_failed_capture_is_short():
+    message = failure_of_any("step: RuntimeError: " + "x" * 9999, MeshAxis("world_cpu"))
+    assert message is not None
+    assert len(message) < 500
 
 
-def test_a_rank_that_breaks_the_promise_of_equal_shapes_raises() -> None:
-    keys = KeyAgreement(SINGLE_RANK, is_promised=True)
-    shape = ("tokens", (4, 8))
-    assert keys.agree([shape, shape])
-    assert keys.agree([shape, shape])
-    with pytest.raises(RankMismatchError, match=r"fixed_shapes=True.* 1 microbatches, .*\(3, 8\)"):
-        keys.agree([("tokens", (3, 8))])
-
-
-# ---- parts that a device has begun
-
-
-def test_the_host_reports_the_last_part_that_the_device_has_begun() -> None:
-    counter = DeviceCounter(CPU)
-    assert counter.progress is None
-    counter.launch(["first", "second"])
-    counter.launch(["third"])
-    assert counter.progress == DeviceProgress(0, 3, "")
-    for number, part in enumerate(("first", "second", "third"), start=1):
-        counter.advance()
-        assert counter.progress == DeviceProgress(number, 3, part)
-    assert str(counter.progress) == "the device has begun 3 of 3 captured parts, last third"
-
-
-def test_parts_are_recorded_only_for_a_device_counter() -> None:
+def test_parts_are_recorded_only_for_a_device_counter():
     journal = Journal()
     with journal.recording("a piece"):
         journal.note("all_reduce", "dp", (0, 1))
     assert journal.parts == []
     journal.device = DeviceCounter(CPU)
     journal.begin_part("eager")
-    with journal.recording("a piece"):
-        journal.note("all_reduce", "dp", (0, 1))
-    assert journal.parts == ["a piece"]
-    with journal.recording("a piece"):
-        journal.begin_part("F of microbatch 0 in chunk 0")
-        journal.note("all_reduce", "dp", (0, 1))
-        journal.note("all_reduce", "dp", (0, 1))
-    assert journal.parts == ["F of microbatch 0 in chunk 0"]
+    for part in ("", "F of microbatch 0 in chunk 0"):
+        with journal.recording("a piece"):
+            if part:
+                journal.begin_part(part)
+                journal.note("all_reduce", "dp", (0, 1))
+            journal.note("all_reduce", "dp", (0, 1))
+        assert journal.parts == [part or "a piece"]
 
 
 # ---- garbage collection
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_garbage_collection_is_disabled_during_captures_and_restored_afterwards(
-    was_enabled: bool,
-) -> None:
-    if not was_enabled:
-        gc.disable()
+def test_garbage_collection_is_paused_during_captures_and_sees_their_objects_afterwards(
+    was_enabled,
+):
+    before = gc.get_freeze_count()
+    (gc.enable if was_enabled else gc.disable)()
     try:
         with collection_paused():
             assert not gc.isenabled()
+            graphs = [[number] for number in range(100)]
         assert gc.isenabled() == was_enabled
     finally:
         gc.enable()
-
-
-def test_objects_of_a_series_of_captures_stay_open_to_later_collections() -> None:
-    before = gc.get_freeze_count()
-    with collection_paused():
-        graphs = [[number] for number in range(100)]
     assert gc.get_freeze_count() <= before
     assert all(gc.is_tracked(graph) for graph in graphs)
 
@@ -156,19 +119,14 @@ def test_objects_of_a_series_of_captures_stay_open_to_later_collections() -> Non
 # ---- ends of graphs
 
 
-def chain(*modules: nn.Module) -> SegmentList:
-    """Return a list with one segment for each module. Names are numbers."""
-    return SegmentList(
-        [
+def test_a_graph_begins_where_a_bucket_is_first_read():
+    def chain(*modules):
+        segments = [
             Segment(str(number), module, ("x",), ("x",), modules=(module,))
             for number, module in enumerate(modules)
-        ],
-        ("x",),
-        ("x",),
-    )
+        ]
+        return SegmentList(segments, ("x",), ("x",))
 
-
-def test_a_graph_begins_where_a_bucket_is_first_read() -> None:
     first, second, third, fourth = (nn.Linear(2, 2) for _ in range(4))
     segments = chain(first, second, third, fourth)
     # Buckets are filled in the order of the backward pass.
@@ -179,28 +137,16 @@ def test_a_graph_begins_where_a_bucket_is_first_read() -> None:
     ]
     assert bucket_cuts(segments, buckets) == ("0", "1")
     assert bucket_cuts(segments, [sum(buckets, [])]) == ()
-
-
-def test_a_shared_parameter_counts_where_it_is_first_read() -> None:
-    tied = nn.Linear(2, 2)
-    untied = nn.Linear(2, 2)
-    segments = chain(untied, tied, untied, tied)
-    assert bucket_cuts(segments, [list(tied.parameters()), list(untied.parameters())]) == ("0",)
-    assert bucket_cuts(segments, [list(nn.Linear(2, 2).parameters())]) == ()
+    # A shared parameter counts where it is first read.
+    segments = chain(second, first, second, first)
+    assert bucket_cuts(segments, [list(first.parameters()), list(second.parameters())]) == ("0",)
+    assert bucket_cuts(segments, [list(third.parameters())]) == ()
 
 
 # ---- memory of pieces
 
 
-def backward_through(output: Tensor, inputs: list[Tensor], shared: dict) -> list[Tensor | None]:
-    """Return the gradients of inputs for an output gradient that is copied into shared memory."""
-    gradient = torch.arange(output.numel(), dtype=output.dtype).view(output.shape)
-    memory = OutputGradients([output], [gradient], lambda tensor: False, shared)
-    memory.fill([gradient])
-    return PieceBackward([output], inputs, memory)()
-
-
-def test_gradients_of_inputs_share_no_memory_with_copied_gradients_of_outputs() -> None:
+def test_gradients_of_inputs_share_no_memory_with_copied_gradients_of_outputs():
     first, second = (torch.zeros(2, 3, requires_grad=True) for _ in range(2))
     outputs = {
         "unchanged": (first.view_as(first), [first]),
@@ -208,20 +154,21 @@ def test_gradients_of_inputs_share_no_memory_with_copied_gradients_of_outputs() 
         "columns": (torch.cat([first, second], 1), [first, second]),
     }
     for name, (output, inputs) in outputs.items():
+        given = torch.arange(float(output.numel())).view(output.shape)
         shared: dict = {}
-        actual = backward_through(output, inputs, shared)
-        expected = torch.autograd.grad(
-            output, inputs, torch.arange(float(output.numel())).view(output.shape)
-        )
+        memory = OutputGradients([output], [given], lambda tensor: False, shared)
+        memory.fill([given])
+        actual = PieceBackward([output], inputs, memory)()
         # Another slot copies its gradients into the same memory.
         for copied in shared.values():
             copied.fill_(torch.nan)
+        expected = torch.autograd.grad(output, inputs, given)
         for gradient, reference in zip(actual, expected, strict=True):
             assert gradient is not None
             assert torch.equal(gradient, reference), name
 
 
-def test_an_input_that_is_read_in_place_keeps_address_and_strides() -> None:
+def test_an_input_that_is_read_in_place_keeps_address_and_strides():
     square = torch.zeros(3, 3)
     inputs = PieceInputs([square], lambda tensor: True)
     assert inputs.find_mismatch([square]) is None
@@ -236,48 +183,30 @@ def test_an_input_that_is_read_in_place_keeps_address_and_strides() -> None:
 # ---- report
 
 
-def test_a_line_names_captured_and_eager_parts_with_reasons() -> None:
-    report = GraphReport(
-        "segments",
-        ("layers 0..3", "head"),
-        GraphCounts(40, 2, (3, 1), 2, 1.24),
-        {
-            "layers 4": "hook Probe.see",
-            "layers 5": "hook Probe.see",
-            "experts": "all_to_all reads sizes",
-        },
-        ("Logged numbers are frozen.",),
-    )
+def test_a_line_names_captured_and_eager_parts_with_reasons():
+    eager = {
+        "layers 4": "hook Probe.see",
+        "layers 5": "hook Probe.see",
+        "experts": "it reads sizes",
+    }
+    counts = GraphCounts(40, 2, (3, 1), 2, 1.24)
+    report = GraphReport("segments", ("layers 0..3", "head"), counts, eager, ("Logs are frozen.",))
     assert report.line() == (
         "CUDA graphs (segments): layers 0..3, head in 40 graphs (slots of its chunks: 3, 1, "
         "2 shapes, 2 for evaluation), captured in 1.24 s. "
-        "Eager: layers 4, layers 5: hook Probe.see; experts: all_to_all reads sizes. "
-        "Logged numbers are frozen."
+        "Eager: layers 4, layers 5: hook Probe.see; experts: it reads sizes. Logs are frozen."
     )
+    one = GraphReport("full", ("the whole step",), GraphCounts(1))
+    assert one.line() == "CUDA graphs (full): the whole step in 1 graph, captured in 0.00 s."
+    none = GraphReport("segments", (), eager={"Net": "it has none"})
+    assert none.line() == "CUDA graphs (segments): nothing is captured. Eager: Net: it has none."
 
 
-def test_a_single_graph_and_no_graph_are_reported() -> None:
-    assert GraphReport("full", ("the whole step",), GraphCounts(1)).line() == (
-        "CUDA graphs (full): the whole step in 1 graph, captured in 0.00 s."
-    )
-    report = GraphReport("segments", (), eager={"Net": "it has no segments"})
-    assert report.line() == (
-        "CUDA graphs (segments): nothing is captured. Eager: Net: it has no segments."
-    )
-
-
-def test_neighbouring_parts_are_joined_into_runs() -> None:
+def test_neighbouring_parts_are_joined_into_runs_and_complete_layers_into_ranges():
     assert runs_of("abcdef", ("c", "f")) == ("a to b", "d to e")
     assert runs_of("abc", "b") == ("a", "c")
     assert runs_of("ab", "ab") == ()
-
-
-def test_complete_layers_are_named_as_a_range() -> None:
     names = ["embedding", *(f"layers.{n}.{part}" for n in range(4) for part in ("a", "b")), "head"]
     assert runs_of(names, ()) == ("embedding", "layers 0..3", "head")
-    assert runs_of(names, ("embedding", "layers.1.b")) == (
-        "layer 0",
-        "layers.1.a",
-        "layers 2..3",
-        "head",
-    )
+    without = runs_of(names, ("embedding", "layers.1.b"))
+    assert without == ("layer 0", "layers.1.a", "layers 2..3", "head")

@@ -14,7 +14,6 @@ from lightning_megatron.graphs.entries import Operator
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.recomputation import Recomputation
@@ -28,7 +27,6 @@ from tests.graphs.trained import (
     train,
     two_in_flight,
 )
-from tests.sweeps import chosen
 
 GPT2 = GPTConfig.gpt2(**SIZES, hidden_dropout=0.2, attention_dropout=0.3)
 LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24)
@@ -46,7 +44,7 @@ LAYERS = Recomputation(("full",), layers=2)
 
 
 @pytest.fixture(autouse=True)
-def float64() -> Any:
+def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -66,7 +64,6 @@ def check(case: Case, label: str = "") -> Any:
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     [
-        ("gpt2", "selective"),
         ("llama", "none"),
         ("shared", "full"),
         ("experts", "expert_inputs"),
@@ -74,7 +71,7 @@ def check(case: Case, label: str = "") -> Any:
         ("experts", LAYERS),
     ],
 )
-def test_graphs_of_segments_match_eager_training_in_one_process(kind: str, recompute: Any) -> None:
+def test_graphs_of_segments_match_eager_training_in_one_process(kind, recompute):
     runner = check(Case(MODELS[kind], recompute=recompute), label=kind)
     # Each piece has forward and backward graphs, of the first microbatch and of later microbatches.
     # Layers that keep only their inputs are a separate piece.
@@ -83,12 +80,9 @@ def test_graphs_of_segments_match_eager_training_in_one_process(kind: str, recom
     assert not runner.eager
 
 
-SCOPES = ("embedding", "attention", "mlp", "head")
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_graphs_of_a_single_scope_match_eager_training(scope: str) -> None:
-    check(Case(GPT2, scopes=(scope,)), label=scope)
+def test_graphs_of_a_single_scope_match_eager_training():
+    for scope in ("embedding", "attention", "mlp", "head"):
+        check(Case(GPT2, scopes=(scope,)), label=scope)
 
 
 def other_lengths(step: int, number: int) -> int:
@@ -96,27 +90,18 @@ def other_lengths(step: int, number: int) -> int:
     return 6 if (step, number) in ((2, 2), (3, 0), (4, 1)) else 8
 
 
-@pytest.mark.parametrize("kind", chosen(["gpt2", "llama"], "gpt2"))
-def test_microbatches_of_other_shapes_run_eagerly(kind: str) -> None:
-    runner = check(Case(MODELS[kind], length=other_lengths))
-    assert runner.eager == {("microbatch tokens (2, 6)", "captured for (2, 8)"): 3}
-
-
-@pytest.mark.parametrize(("kind", "recompute"), [("gpt2", "full"), ("llama", "none")])
-def test_microbatches_of_new_shapes_get_their_own_graphs(kind: str, recompute: str) -> None:
-    case = Case(MODELS[kind], recompute=recompute, max_shapes=4, length=other_lengths)
+def test_microbatches_of_new_shapes_get_their_own_graphs():
+    case = Case(GPT2, recompute="full", max_shapes=4, length=other_lengths)
     with counted_replays() as replays:
         runner = check(case)
     assert not runner.eager
-    num_pieces = 3 if recompute == "full" else 1
-    assert replays == {"training": 9 * num_pieces}, "all microbatches of the steps 2, 3 and 4"
+    assert replays == {"training": 9 * 3}, "all microbatches of the steps 2, 3 and 4"
     # Each shape is the first shape of a step once.
-    assert runner.num_graphs == 2 * 4 * num_pieces
-    assert runner.counts.num_shapes == 2
-    assert runner.counts.slots == (1,)
+    assert runner.num_graphs == 2 * 4 * 3
+    assert (runner.counts.num_shapes, runner.counts.slots) == (2, (1,))
 
 
-def test_shapes_beyond_max_shapes_run_eagerly() -> None:
+def test_shapes_beyond_max_shapes_run_eagerly():
     lengths = (8, 7, 6, 5)
     case = Case(LLAMA, max_shapes=2, length=lambda step, number: lengths[(step + number) % 4])
     with counted_replays() as replays:
@@ -128,32 +113,19 @@ def test_shapes_beyond_max_shapes_run_eagerly() -> None:
     assert runner.counts.num_shapes == 2
 
 
-@pytest.mark.parametrize("kind", ["experts"])
-def test_evaluation_replays_forward_graphs_in_the_memory_of_slot_0(kind: str) -> None:
-    with counted_replays() as replays:
-        runner = check(Case(MODELS[kind], evaluates=3))
-    # The microbatches of the first evaluation, and of the first two steps, run eagerly.
-    assert replays == {"training": 9, "evaluation": 12}
-    assert runner.num_graphs == 4 + 1
-    assert runner.counts.num_evaluating == 1
-    assert runner.counts.slots == (1,)
-    assert runner.counts.words().startswith("5 graphs (1 slot, 1 for evaluation), captured in ")
-
-
-def test_forward_graphs_without_a_captured_backward_graph_keep_their_memory() -> None:
+def test_forward_graphs_without_a_captured_backward_graph_keep_their_memory():
     trained = train(Case(LLAMA, max_shapes=4), ParallelMesh.single(), graphs=True)
-    model = trained.model
-    runner = trained.runner
+    model, runner = trained.model, trained.runner
     assert runner is not None
     slots = [slot for parameter in model.parameters() if (slot := slot_of(parameter)) is not None]
 
-    def loss_of(length: int) -> Tensor:
+    def loss_of(length):
         tokens, labels = batch_of(Case(LLAMA, length=lambda *_: length), model.mesh, 9, 0).data
         runner.begin_step(build_schedule("1f1b", 1, 2))
         with runner.during(Action("F", 0, 1)):
             return model(tokens, labels).mean()
 
-    def gradients_of(length: int) -> list[Tensor]:
+    def gradients_of(length):
         for slot in slots:
             slot.gradient.zero_()
         loss_of(length).backward()
@@ -168,25 +140,14 @@ def test_forward_graphs_without_a_captured_backward_graph_keep_their_memory() ->
         assert all(map(torch.equal, graphs, gradients_of(length)))
 
 
-@pytest.mark.parametrize("kind", ["gpt2"])
-def test_a_stage_with_two_microbatches_in_flight_shares_graphs_of_recomputed_layers(
-    kind: str,
-) -> None:
-    runner = check(Case(MODELS[kind], two_in_flight, (3, 3, 5, 2, 4), recompute="full"))
+def test_a_stage_with_two_microbatches_in_flight_shares_graphs_of_recomputed_layers():
+    runner = check(Case(GPT2, two_in_flight, (3, 3, 5, 2, 4), recompute="full"))
     assert not runner.eager
     assert_inputs_suffice(runner)
     # Embedding and head have two slots, the first of which also runs the first microbatch of a
     # step. The layers have one slot.
-    assert slots_in_use(runner) == {0: 8, 1: 4, None: 4}
-
-
-def slots_in_use(runner: Any) -> dict[int | None, int]:
-    """Return the number of graphs of each slot of the first chunk. None is the shared slot."""
-    return {
-        number: slot.num_graphs()
-        for (chunk, number), slot in runner._slots.items()
-        if chunk == 0 and slot.num_graphs()
-    }
+    numbers = {number: slot.num_graphs() for (_, number), slot in runner._slots.items()}
+    assert {number: count for number, count in numbers.items() if count} == {0: 8, 1: 4, None: 4}
 
 
 def assert_inputs_suffice(runner: Any) -> None:
@@ -232,60 +193,43 @@ class ReadsHost(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_segments_that_cannot_be_captured_run_eagerly(where: str) -> None:
-    def spoil(model: GPT) -> None:
+def test_segments_that_cannot_be_captured_run_eagerly(where):
+    def spoil(model):
         mlp = model.layers["1"].mlp
         run = mlp.forward
         mlp.forward = lambda hidden: ReadsHost.apply(run(hidden), where)  # type: ignore[method-assign]
 
-    names = {"forward": "forward", "backward": "first backward"}
-    case = Case(LLAMA)
-    expected = train(case, ParallelMesh.single(), graphs=False, spoil=spoil)
-    actual = train(case, ParallelMesh.single(), graphs=True, spoil=spoil)
+    expected, actual = (
+        train(Case(LLAMA), ParallelMesh.single(), graphs=graphs, spoil=spoil)
+        for graphs in (False, True)
+    )
     assert actual.runner is not None
-    assert actual.runner.failure is not None
-    assert f"embedding, layers 0..3, head, {names[where]}, slot 0" in actual.runner.failure
-    assert "item" in actual.runner.failure or "_local_scalar_dense" in actual.runner.failure
+    failure = actual.runner.failure or ""
+    name = "forward" if where == "forward" else "first backward"
+    assert f"embedding, layers 0..3, head, {name}, slot 0" in failure
+    assert "item" in failure or "_local_scalar_dense" in failure
     assert_equal_bits(actual, expected, where)
 
 
-def test_a_slot_holds_one_microbatch() -> None:
-    runner = check(Case(LLAMA))
+def test_graphs_end_after_the_segments_named_in_cuts_and_a_slot_holds_one_microbatch():
+    runner = check(Case(LLAMA, cuts=("layers.0.mlp", "layers.2.mlp")))
+    assert runner.num_graphs == 3 * 4
     slot = next(iter(runner._slots.values()))
     slot.occupy(PipelineUnit(0, 3))
     with pytest.raises(RuntimeError, match="holds microbatch 3 in chunk 0"):
         slot.occupy(PipelineUnit(0, 4))
 
 
-def test_graphs_end_after_the_segments_named_in_cuts() -> None:
-    case = Case(LLAMA, cuts=("layers.0.mlp", "layers.2.mlp"))
-    assert check(case).num_graphs == 3 * 4
+def test_a_backward_pass_needs_its_own_activations_and_hidden_states_are_collected_eagerly():
+    trained = train(Case(LLAMA), ParallelMesh.single(), graphs=True)
+    model, runner = trained.model, trained.runner
+    tokens, labels = batch_of(Case(LLAMA), model.mesh, 9, 0).data
 
-
-def test_results_that_user_code_keeps_are_not_overwritten() -> None:
-    kept: dict[bool, list[Tensor]] = {True: [], False: []}
-    for graphs in (False, True):
-        keep = kept[graphs]
-
-        def keep_results(model: GPT, keep: list[Tensor] = keep) -> None:
-            model.register_forward_hook(lambda *call: keep.append(call[2].detach()))
-
-        train(Case(LLAMA), ParallelMesh.single(), graphs=graphs, spoil=keep_results)
-    for actual, expected in zip(kept[True], kept[False], strict=True):
-        assert torch.equal(actual, expected)
-
-
-def test_a_backward_pass_needs_the_activations_of_its_own_forward_pass() -> None:
-    case = Case(LLAMA)
-    trained = train(case, ParallelMesh.single(), graphs=True)
-    assert trained.runner is not None
-    tokens, labels = batch_of(case, trained.model.mesh, 9, 0).data
-
-    def forward() -> Tensor:
-        assert trained.runner is not None
-        trained.runner.begin_step(build_schedule("1f1b", 1, 2))
-        with trained.runner.during(Action("F", 0, 0)):
-            return trained.model(tokens, labels).mean()
+    def forward():
+        assert runner is not None
+        runner.begin_step(build_schedule("1f1b", 1, 2))
+        with runner.during(Action("F", 0, 0)):
+            return model(tokens, labels).mean()
 
     stale, loss = forward(), forward()
     with pytest.raises(RuntimeError, match="another microbatch had overwritten the activations"):
@@ -293,41 +237,6 @@ def test_a_backward_pass_needs_the_activations_of_its_own_forward_pass() -> None
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
-
-
-def test_a_call_that_collects_hidden_states_runs_eagerly() -> None:
-    case = Case(LLAMA)
-    trained = train(case, ParallelMesh.single(), graphs=True)
-    assert trained.runner is not None
-    tokens, labels = batch_of(case, trained.model.mesh, 9, 0).data
-    trained.runner.begin_step(build_schedule("1f1b", 1, 1))
-    trained.model.hidden_states = states = []
-    with trained.runner.during(Action("F", 0, 0)):
-        trained.model(tokens, labels)
+    model.hidden_states = states = []
+    forward()
     assert len(states) == SIZES["num_layers"] + 1
-
-
-@pytest.mark.parametrize("scope", ["all", "attention"])
-def test_every_pass_waits_for_the_parameters_before_it_reads_them(scope: str) -> None:
-    # No static or eager piece, before or after the captures, runs the hooks that wait.
-    awaited: list[set[int]] = []
-
-    def record_calls(model: GPT) -> None:
-        run = model._run_chunk
-
-        def run_chunk(*arguments: Any) -> Any:
-            awaited.append(set())
-            return run(*arguments)
-
-        model._run_chunk = run_chunk  # type: ignore[method-assign]
-
-    trained = train(
-        Case(LLAMA, scopes=(scope,)),
-        ParallelMesh.single(),
-        graphs=True,
-        spoil=record_calls,
-        wait_for=lambda parameters: awaited[-1].update(map(id, parameters)),
-    )
-    assert len(awaited) == 5 * 3
-    for parameter_ids in awaited:
-        assert parameter_ids == set(map(id, trained.model.parameters()))

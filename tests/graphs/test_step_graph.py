@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,10 +22,29 @@ from lightning_megatron.graphs.step_graph import StepGraph
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.step.whole_captures import WorldAgreement
 from tests.fits import Job, Language, Report, Tokens
-from tests.graphs.jobs import DROPOUT, FULL, ROUTED, SMALL, VARIED, check_same, run_graphs
+from tests.graphs.jobs import DROPOUT, FULL, ROUTED, SEGMENTS, VARIED, check_same, run_graphs
+from tests.training.fused_fits import SMALL
 
 CAPTURING = replace(FULL, on_new_shape="capture")
 LENIENT = replace(FULL, on_failure="eager")
+
+
+@contextmanager
+def counted_steps() -> Iterator[tuple[list[str], list[StepGraph]]]:
+    """Record what users are told of graphs, and the graphs of full steps that are replayed."""
+    texts, replays = list[str](), list[StepGraph]()
+    replay = StepGraph.replay
+
+    def counted(graph, *args):
+        replays.append(graph)
+        return replay(graph, *args)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(StepGraph, "replay", counted)
+        yield texts, replays
+    messages = [str(warning.message) for warning in caught]
+    texts += [message for message in messages if message.startswith("CUDA graphs")]
 
 
 def run_both(
@@ -34,23 +54,12 @@ def run_both(
     users are told, and the number of replays.
     """
     expected = run_graphs(job)
-    num_replays = 0
-    replay = StepGraph.replay
-
-    def counted(*args: Any) -> Any:
-        nonlocal num_replays
-        num_replays += 1
-        return replay(*args)
-
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        patch.setattr(StepGraph, "replay", counted)
+    with counted_steps() as (texts, replays):
         actual = run_graphs(job, graphs)
-    texts = [str(warning.message) for warning in caught]
     if is_captured:
         check_same(actual, expected)
     assert actual.losses == expected.losses
-    return actual, [text for text in texts if text.startswith("CUDA graphs")], num_replays
+    return actual, texts, len(replays)
 
 
 def job_of(model: Any = SMALL, **options: Any) -> Job:
@@ -58,20 +67,20 @@ def job_of(model: Any = SMALL, **options: Any) -> Job:
 
 
 @pytest.mark.parametrize("model", [DROPOUT, ROUTED], ids=["dropout", "mixture"])
-def test_replayed_steps_match_eager_steps(model: Any) -> None:
+def test_replayed_steps_match_eager_steps(model):
     _, said, num_replays = run_both(job_of(model))
     assert not said
     assert num_replays == 4, "the capture is replayed, too"
 
 
-def test_accumulation_has_one_graph_for_the_first_batch_and_one_for_later_batches() -> None:
+def test_accumulation_has_one_graph_for_the_first_batch_and_one_for_later_batches():
     accumulated = job_of(steps=4, trainer={"accumulate_grad_batches": 3})
     report, _, num_replays = run_both(accumulated)
     assert report.outcomes["graphs"][-1] == 2
     assert num_replays == 12 - 2
 
 
-def test_routers_are_updated_inside_the_graph_of_the_last_batch_of_an_accumulation() -> None:
+def test_routers_are_updated_inside_the_graph_of_the_last_batch_of_an_accumulation():
     calls = []
     end_step = MixtureRuntime.end_step
     with pytest.MonkeyPatch.context() as patch:
@@ -83,27 +92,37 @@ def test_routers_are_updated_inside_the_graph_of_the_last_batch_of_an_accumulati
 
 
 class Kept(Language):
-    """Keep outputs of steps, and count tokens on the host."""
+    """Keep outputs of steps, count tokens on the host, and log in every way."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return {"loss": loss, "own": loss.detach(), "num_tokens": batch["tokens"].numel()}
+        loss, num_tokens = super().training_step(batch, batch_idx), batch["tokens"].numel()
+        self.log("both", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("tokens", float(num_tokens), on_step=False, on_epoch=True, reduce_fx="sum")
+        return {"loss": loss, "own": loss.detach(), "num_tokens": num_tokens}
 
     def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
         self.outcomes.setdefault("kept", []).append(outputs["own"])
         self.outcomes.setdefault("read", []).append(float(outputs["own"]))
+        logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.outcomes.setdefault("logged", []).append(logged)
 
 
-def test_outputs_that_users_keep_are_not_overwritten_and_tokens_may_be_counted() -> None:
-    report, _, _ = run_both(job_of(partial(Kept, SMALL)))
+@pytest.mark.parametrize("graphs", [FULL, SEGMENTS], ids=["full", "segments"])
+def test_outputs_that_users_keep_are_not_overwritten_and_logged_values_are_those_of_eager_steps(
+    graphs,
+):
+    job = job_of(partial(Kept, SMALL), data=partial(Tokens, 24, 24), steps=8)
+    report, _, _ = run_both(job, graphs)
     assert [float(loss) for loss in report.outcomes["kept"]] == report.outcomes["read"]
+    assert {"both_step", "both_epoch", "largest", "tokens"} < report.outcomes["logged"][-1].keys()
 
 
 #: The last of three batches has one microbatch less, and one of its microbatches has one sample.
 RAGGED = partial(Tokens, 21, 21)
 
 
-def test_a_new_shape_runs_eagerly_with_a_warning_or_raises_or_gets_a_graph() -> None:
+def test_a_new_shape_runs_eagerly_with_a_warning_or_raises_or_gets_a_graph():
     ragged = job_of(data=RAGGED, steps=8)
     report, said, _ = run_both(ragged)
     assert report.outcomes["graphs"][-1] == 1
@@ -120,7 +139,7 @@ def test_a_new_shape_runs_eagerly_with_a_warning_or_raises_or_gets_a_graph() -> 
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_validation_between_replayed_steps_does_not_change_the_training(evaluation: bool) -> None:
+def test_validation_between_replayed_steps_does_not_change_the_training(evaluation):
     trainer = {"val_check_interval": 2, "num_sanity_val_steps": 0}
     job = job_of(DROPOUT, validation=partial(Tokens, 24, 24), trainer=trainer, steps=6)
     report, _, num_replays = run_both(job, replace(FULL, evaluation=evaluation))
@@ -156,9 +175,7 @@ READS: dict[str, tuple[Callable[[Any, Tensor, int], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_step_that_no_replay_can_repeat_continues_eagerly_without_side_effects(
-    name: str,
-) -> None:
+def test_a_step_that_no_replay_can_repeat_continues_eagerly_without_side_effects(name):
     job = job_of(partial(Unrepeatable, name), steps=3)
     _, (said,), num_replays = run_both(job, LENIENT, is_captured=False)
     assert num_replays == 0
@@ -166,11 +183,11 @@ def test_a_step_that_no_replay_can_repeat_continues_eagerly_without_side_effects
     assert READS[name][1] in said
 
 
-def test_a_rank_drops_its_graph_if_another_rank_has_none() -> None:
-    def fail(agreement: Any, failure: str | None) -> str | None:
+def test_a_rank_drops_its_graph_if_another_rank_has_none():
+    def fail(agreement, failure):
         return failure or "CUDA graphs are off: rank 1 could not capture"
 
-    def raise_error(agreement: Any, failure: str | None) -> str | None:
+    def raise_error(agreement, failure):
         raise CaptureError("on every rank")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -202,7 +219,7 @@ class HookedInside(Hooked):
 
 
 @pytest.mark.parametrize("kind", [Hooked, HookedInside])
-def test_hooks_inside_of_and_around_the_step_run_as_in_eager_training(kind: Any) -> None:
+def test_hooks_inside_of_and_around_the_step_run_as_in_eager_training(kind):
     job = job_of(partial(kind, SMALL), steps=4)
     is_inside = kind is HookedInside
     report, _, _ = run_both(job, LENIENT, is_captured=not is_inside)

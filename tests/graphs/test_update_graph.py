@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,20 +15,12 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 
 
-@dataclass
 class Parameters:
-    """Add a rate to a parameter, and count the calls of Python.
+    """Add a rate, summed over the ranks, to a parameter, and count the calls of Python."""
 
-    Args:
-        mesh: Groups over which the rate is summed.
-        rate: Value that each update adds.
-    """
-
-    mesh: ParallelMesh
-    rate: Tensor = field(default_factory=lambda: torch.zeros(()))
-    value: Tensor = field(default_factory=lambda: torch.zeros(3))
-    num_calls: int = 0
-    fails: bool = False
+    def __init__(self, mesh: ParallelMesh, fails: bool = False) -> None:
+        self.mesh, self.fails, self.num_calls = mesh, fails, 0
+        self.rate, self.value = torch.zeros(()), torch.zeros(3)
 
     def update(self, form: str = "", reason: str | None = None) -> Update[Tensor]:
         return Update(form, self.value, self.value.data_ptr, (self.run,), reason)
@@ -67,7 +58,7 @@ def run(
     return ran
 
 
-def test_the_third_update_is_captured_and_later_ones_are_replayed() -> None:
+def test_the_third_update_is_captured_and_later_ones_are_replayed():
     parameters = Parameters(ParallelMesh.single())
     messages: list[str] = []
     graph = graph_of(parameters, messages)
@@ -84,32 +75,24 @@ def test_the_third_update_is_captured_and_later_ones_are_replayed() -> None:
     assert graph.num_graphs == 0
 
 
-def test_an_update_of_another_form_runs_eagerly_and_is_captured_later() -> None:
+def test_an_update_of_another_form_or_of_other_tensors_runs_eagerly_and_is_captured_later():
     parameters = Parameters(ParallelMesh.single())
     graph = graph_of(parameters)
     run(graph, parameters, 4)
     assert run(graph, parameters, form="other") == [True]
     assert run(graph, parameters) == [False]
     assert run(graph, parameters, 4, form="other") == [True, True, False, False]
-    assert run(graph, parameters) == [True]
-    assert parameters.value.tolist() == [66.0] * 3
-
-
-def test_an_update_of_other_tensors_runs_eagerly_and_drops_the_old_graph() -> None:
-    parameters = Parameters(ParallelMesh.single())
-    graph = graph_of(parameters)
-    run(graph, parameters, 4)
-    old = parameters.value
-    parameters.value = torch.zeros(3)
+    assert run(graph, parameters, 4) == [True, True, True, False]
+    old, parameters.value = parameters.value, torch.zeros(3)
     assert run(graph, parameters) == [True]
     assert graph.num_graphs == 0
     assert run(graph, parameters, 3) == [True, True, False]
-    assert parameters.value.tolist() == [5.0 + 6 + 7 + 8] * 3
-    assert old.tolist() == [10.0] * 3
+    assert parameters.value.tolist() == [15.0 + 16 + 17 + 18] * 3
+    assert old.tolist() == [105.0] * 3
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_changed_addresses_are_found_only_with_check(check: bool) -> None:
+def test_changed_addresses_are_found_only_with_check(check):
     parameters = Parameters(ParallelMesh.single())
     graph = graph_of(parameters, check=check)
     run(graph, parameters, 4)
@@ -118,37 +101,35 @@ def test_changed_addresses_are_found_only_with_check(check: bool) -> None:
     assert parameters.value.tolist() == [5.0 if check else 0.0] * 3
 
 
-def test_an_update_that_cannot_be_repeated_runs_eagerly_and_is_logged_once() -> None:
-    parameters = Parameters(ParallelMesh.single())
-    messages: list[str] = []
+def test_an_update_that_cannot_be_repeated_runs_eagerly_and_is_logged_once():
+    parameters, messages = Parameters(ParallelMesh.single()), list[str]()
     graph = graph_of(parameters, messages)
     assert run(graph, parameters, 5, reason="a reason") == [True] * 5
     assert messages == ["CUDA graphs: the update of the parameters runs eagerly: a reason."]
 
 
-def test_each_part_of_an_update_has_a_graph_and_a_call_of_the_host_follows() -> None:
+def test_each_part_of_an_update_has_a_graph_and_a_call_of_the_host_follows():
     mesh = ParallelMesh.single()
     value, factor = torch.zeros(()), torch.ones(())
     calls: list[tuple[int, float]] = []
     doubled: Tensor | None = None
 
-    def first() -> Tensor:
+    def first():
         nonlocal doubled
         doubled = factor * 2
         return doubled
 
-    def second() -> None:
+    def second():
         value.add_(doubled)
+
+    def follow(number):
+        calls.append((number, float(value)))
 
     graph = graph_of(Parameters(mesh))
     for number in range(5):
         factor.fill_(number + 1.0)
-        parts = (first, second)
-        result = graph.run(
-            Update(
-                "", value, value.data_ptr, parts, None, lambda n: calls.append((n, float(value)))
-            )
-        )
+        update = Update("", value, value.data_ptr, (first, second), None, follow)
+        result = graph.run(update)
         assert float(result) == 2.0 * (number + 1)
     assert graph.num_graphs == 2
     # The sums of 2, 4, 6, 8 and 10, after the first and after the second part of each update.

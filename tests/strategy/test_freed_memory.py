@@ -4,45 +4,37 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as L
+import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatron import MegatronStrategy
-from lightning_megatron.graphs.tape import TapeBackend
+from tests.fits import Job, Language, Tokens, trainer_of
 from tests.graphs.jobs import FULL, SEGMENTS
-from tests.strategy.tiny import TinyLM, loader
+from tests.training.fused_fits import SMALL
 
 transformers = pytest.importorskip("transformers")
 
 V, STEPS = 32, 7
 SIZES = {
-    "vocab_size": V,
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-}
-SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    "vocab_size": V, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "pad_token_id": 0,
+}  # fmt: skip
+SPECIAL = {"bos_token_id": None, "eos_token_id": None}
+EXPERTS = {"num_local_experts": 4, "num_key_value_heads": 3}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "LlamaForCausalLM": ("llama", SPECIAL, {}),
-    "MixtralForCausalLM": (
-        "mixtral",
-        {**SPECIAL, "num_local_experts": 4, "num_key_value_heads": 3},
-        {},
-    ),
+    "MixtralForCausalLM": ("mixtral", {**SPECIAL, **EXPERTS}, {}),
     "BertForMaskedLM": ("bert", {}, {}),
-    "LlamaForCausalLM, recomputed": ("llama", SPECIAL, {"recompute": "full"}),
+    "LlamaForCausalLM": ("llama", SPECIAL, {"recompute": "full"}),
 }
 
 
-class FineTunedModel(L.LightningModule):
+class FineTuned(pl.LightningModule):
+    """Train a model of transformers, and count the tensors that live after each step."""
+
     def __init__(self, case: str) -> None:
         super().__init__()
         self.case, self.live = case, list[int]()
@@ -52,7 +44,7 @@ class FineTunedModel(L.LightningModule):
         if self.model is None:
             kind, settings, _ = CASES[self.case]
             config = transformers.AutoConfig.for_model(kind, **SIZES, **settings)
-            self.model = getattr(transformers, self.case.partition(",")[0])._from_config(config)
+            self.model = getattr(transformers, self.case)._from_config(config)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
@@ -68,7 +60,7 @@ class FineTunedModel(L.LightningModule):
 
 
 @pytest.fixture
-def without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection():
     gc.collect()
     gc.disable()
     yield
@@ -77,26 +69,16 @@ def without_garbage_collection() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("without_garbage_collection")
-def test_number_of_live_tensors_is_constant_after_the_first_steps(case: str) -> None:
-    module = FineTunedModel(case)
+def test_number_of_live_tensors_is_constant_after_the_first_steps(case):
+    module = FineTuned(case)
     data = DataLoader(torch.randint(V, (4 * STEPS, 8)), batch_size=4)  # type: ignore[arg-type]
-    L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=STEPS,
-        strategy=MegatronStrategy(microbatch_size=1, **CASES[case][2]),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    ).fit(module, data)
+    layout = {"microbatch_size": 1, "check_microbatches": True, **CASES[case][2]}
+    trainer_of(Job(strategy=layout, precision="32-true", steps=STEPS)).fit(module, data)
     assert len(set(module.live[3:])) == 1, module.live
 
 
 @pytest.mark.parametrize("graphs", [None, SEGMENTS, FULL], ids=["eager", "segments", "full"])
-def test_the_trainer_strategy_and_parameters_of_a_finished_fit_are_freed(
-    graphs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_strategy_and_parameters_of_a_finished_fit_are_freed(graphs, monkeypatch):
     # Without this variable the strategy starts the ranks, as in the first fit of a program.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     references = fit_with_references(graphs)
@@ -108,25 +90,10 @@ def test_the_trainer_strategy_and_parameters_of_a_finished_fit_are_freed(
 
 def fit_with_references(graphs: Any) -> dict[str, weakref.ref[Any]]:
     """Train, and return weak references to the trainer, strategy, module and parameters."""
-    strategy = MegatronStrategy(cuda_graphs=graphs)
-    strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_steps=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    module = TinyLM()
-    trainer.fit(module, loader(4))
-    parameters = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
-    assert parameters
+    trainer, module = trainer_of(Job(strategy={"cuda_graphs": graphs}, steps=4)), Language(SMALL)
+    trainer.fit(module, DataLoader(Tokens(4), batch_size=4))
+    objects = {"trainer": trainer, "strategy": trainer.strategy, "module": module}
     return {
-        "trainer": weakref.ref(trainer),
-        "strategy": weakref.ref(strategy),
-        "module": weakref.ref(module),
-        **parameters,
+        name: weakref.ref(item)
+        for name, item in {**objects, **dict(module.named_parameters())}.items()
     }

@@ -1,18 +1,26 @@
-"""The memory report counts, estimates and prints the memory of each pipeline stage."""
+"""The memory report counts, estimates and prints the memory of each pipeline stage, also that of
+CUDA graphs for pools and copied inputs.
+"""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
-from lightning_megatron import GPTConfig, MegatronStrategy, UnsupportedError
-from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron import CudaGraphs, GPTConfig, UnsupportedError
+from lightning_megatron.graphs.piece_inputs import PieceInputs
+from lightning_megatron.strategy.callbacks import memory_report
 from lightning_megatron.strategy.callbacks.memory_report import (
     MemoryReport,
     StageReport,
@@ -20,75 +28,39 @@ from lightning_megatron.strategy.callbacks.memory_report import (
     state_copies,
     tokens_shape,
 )
-from tests.strategy.tiny import TinyLM, loader
+from tests.fits import Job, Language, Regress, Vectors, run_job, trainer_of
+from tests.graphs.jobs import strategy_of
+from tests.live_memory import LiveMemory
 from tests.world import run_world
 
 # Every parameter's extent is a multiple of 64, so that buffers hold no padding between parameters.
 SIZES: dict[str, Any] = {
-    "vocab_size": 1024,
-    "max_seq_length": 64,
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_heads": 4,
-}
+    "vocab_size": 1024, "max_seq_length": 64, "num_layers": 4, "hidden_size": 64, "num_heads": 4,
+}  # fmt: skip
+GPT2 = GPTConfig.gpt2(**SIZES)
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 64}
+SHARED = {**EXPERTS, "layers": 2, "shared_ffn_hidden_size": 64}
+MIXTURE = GPTConfig.llama(**SIZES, ffn_hidden_size=128, experts=SHARED)
 
 
-def fit(module: LightningModule, callback: MemoryReport, devices: int = 1, **options: Any) -> None:
-    precision = options.pop("precision", "bf16-mixed")
-    Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=MegatronStrategy(microbatch_size=2, **options),
-        precision=precision,
-        max_steps=3,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[callback],
-    ).fit(module, loader())
+def reports_of(
+    model: Any, size: int = 1, layout: Any = None, **options: Any
+) -> tuple[StageReport, ...]:
+    memory = MemoryReport()
+    options = {"precision": "bf16-mixed", **options}
+    run_job(Job(model, layout or {}, callbacks=lambda: [memory], norms=False, **options), size)
+    return memory.reports
 
 
-class LargerLM(TinyLM):
-    """A model whose buffers hold almost no padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = GPTConfig.gpt2(**SIZES)
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            self.net = GPT(self.config, mesh=self.device_mesh, seed=7)
-
-
-class ExpertsLM(LargerLM):
-    """The larger model with experts in every second layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        experts = ExpertsConfig(
-            num_experts=4, top_k=2, ffn_hidden_size=64, layers=2, shared_ffn_hidden_size=64
-        )
-        self.config = GPTConfig.llama(**SIZES, ffn_hidden_size=128, experts=experts)
+def rows_of(report: StageReport) -> dict[str, list[str]]:
+    """Return the words of each line of a report, by what it begins with."""
+    return {line.split("  ")[0]: line.split() for line in report.table().splitlines()}
 
 
 def report_layouts(rank: int, size: int) -> list[tuple[StageReport, ...]]:
-    reports_of_layouts = []
-    layouts: list[dict[str, Any]] = [
-        {},
-        {"zero": 0},
-        {"pp": 2},
-        {"gradient_dtype": "bfloat16"},
-    ]
-    for options in layouts:
-        callback = MemoryReport()
-        fit(LargerLM(), callback, size, **options)
-        reports_of_layouts.append(callback.reports)
-    for options in ({"ep": 2}, {"pp": 2}):
-        callback = MemoryReport()
-        fit(ExpertsLM(), callback, size, **options)
-        reports_of_layouts.append(callback.reports)
-    return reports_of_layouts
+    layouts: Any = {}, {"zero": 0}, {"pp": 2}, {"gradient_dtype": "bfloat16"}
+    dense = [reports_of(GPT2, size, layout) for layout in layouts]
+    return dense + [reports_of(MIXTURE, size, layout) for layout in ({"ep": 2}, {"pp": 2})]
 
 
 def test_estimate_matches_the_held_memory_of_two_ranks():
@@ -108,107 +80,63 @@ def test_estimate_matches_the_held_memory_of_two_ranks():
         assert sum(report.held.values()) <= expected * report.estimate.num_parameters + slack
         assert report.estimate.static == pytest.approx(sum(report.held.values()), rel=0.01)
         assert report.peak is report.ratio is None
-    assert [report.stage for report in stages] == [0, 1]
-    assert [report.estimate.in_flight for report in stages] == [2, 1]
+    assert [(report.stage, report.estimate.in_flight) for report in stages] == [(0, 2), (1, 1)]
     for report in stages:
         assert report.bytes_per_parameter == pytest.approx(18, rel=0.01)
-        assert report.estimate.num_parameters == pytest.approx(
-            report.held["parameters"] / 2, rel=0.01
-        )
+        count = report.estimate.num_parameters
+        assert count == pytest.approx(report.held["parameters"] / 2, rel=0.01)
     assert [len(reports) for reports in with_experts] == [1, 2]
     for report in (report for reports in with_experts for report in reports):
         for part, held in report.held.items():
             assert getattr(report.estimate, part) == pytest.approx(held, rel=0.02), part
 
 
-def test_table_is_printed_once_and_shows_unknown_values_as_not_available(
-    capsys: pytest.CaptureFixture[str],
-):
-    callback = MemoryReport()
-    fit(LargerLM(), callback)
+def test_table_is_printed_once_and_ranks_of_a_stage_are_merged_into_their_maximum(capsys):
+    (report,) = reports_of(GPT2)
     printed = capsys.readouterr().out
     assert printed.count("stage 0 (MiB per rank)") == 1
-    assert callback.reports[0].table() in printed
-    rows = {line.split("  ")[0]: line.split() for line in callback.reports[0].table().splitlines()}
-    assert rows["peak"][-1] == "n/a"
-    assert rows["peak"][1] != "n/a"
+    assert report.table() in printed
+    rows = rows_of(report)
+    assert rows["peak"][1] != "n/a" == rows["peak"][-1]
     assert rows["bytes per parameter"][-2:] == ["18.00", "18.00"]
-    with_peak = replace(callback.reports[0], peak=2 * callback.reports[0].estimate.peak)
+    with_peak = replace(report, peak=2 * report.estimate.peak)
     assert with_peak.ratio == 0.5
     assert "0.500" in with_peak.table()
     assert "(GiB per rank)" in replace(with_peak, peak=2**31).table()
+    halves = {name: size // 2 for name, size in report.held.items()}
+    smaller, last = replace(report, held=halves, peak=5), replace(report, stage=1, peak=3)
+    merged = merge_ranks([last, smaller, replace(report, peak=7), replace(last, peak=9)])
+    assert [(stage.stage, stage.peak) for stage in merged] == [(0, 7), (1, 9)]
+    assert merged[0].held == report.held
 
 
-class OrdinaryModule(LightningModule):
-    """A module of ordinary layers; its optimizer keeps one tensor for each parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 64))
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.net(batch["tokens"]).square().mean()
+class Momentum(Regress):
+    """A module whose optimizer keeps one tensor for each parameter."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def test_memory_of_ordinary_modules_is_counted_and_their_peak_is_unknown():
-    callback = MemoryReport(after_steps=1)
-    fit(OrdinaryModule(), callback, precision="32-true")
-    (report,) = callback.reports
-    count = 32 * 64 + 64 * 64 + 64
+    make: Any = partial(Momentum, partial(nn.Linear, 64, 64))
+    options: dict[str, Any] = {"data": partial(Vectors, (64,)), "precision": "64-true"}
+    (report,) = reports_of(make, **options)
+    count = 64 * 64 + 64
     assert report.estimate.num_parameters == count
-    assert report.held == pytest.approx(
-        {
-            "parameters": 4 * count,
-            "gradients": 4 * count,
-            "main_parameters": 0,
-            "optimizer": 4 * count,
-        },
-        rel=0.03,
-    )
+    parts = {"parameters": 8, "gradients": 8, "main_parameters": 0, "optimizer": 8}
+    held = {name: size * count for name, size in parts.items()}
+    assert report.held == pytest.approx(held, rel=0.03)
     assert report.ratio is None
     assert "n/a" in report.table()
-
-
-def test_single_device_strategy_is_refused():
-    trainer = Trainer(
-        accelerator="cpu", devices=1, max_steps=1, logger=False, callbacks=[MemoryReport()]
-    )
     with pytest.raises(UnsupportedError, match="the strategy is SingleDeviceStrategy"):
-        trainer.fit(OrdinaryModule(), loader())
-
-
-def test_reports_of_ranks_of_a_stage_are_merged_into_their_maximum(
-    capsys: pytest.CaptureFixture[str],
-):
-    callback = MemoryReport()
-    fit(LargerLM(), callback)
-    first_stage = callback.reports[0]
-    smaller = replace(
-        first_stage, held={name: size // 2 for name, size in first_stage.held.items()}, peak=5
-    )
-    second_stage = replace(first_stage, stage=1, peak=3)
-    merged = merge_ranks(
-        [
-            second_stage,
-            replace(smaller, peak=5),
-            replace(first_stage, peak=7),
-            replace(second_stage, peak=9),
-        ]
-    )
-    assert [(report.stage, report.peak) for report in merged] == [(0, 7), (1, 9)]
-    assert merged[0].held == first_stage.held
+        run_job(Job(make, callbacks=lambda: [MemoryReport()], **options))
 
 
 def test_state_copies_of_optimizers_and_token_shapes_of_batches_are_recognized():
     weight = [nn.Parameter(torch.ones(3))]
     adam = torch.optim.AdamW(weight, amsgrad=True)
-    assert [
-        state_copies(optimizer)
-        for optimizer in (adam, torch.optim.SGD(weight), torch.optim.Adagrad(weight))
-    ] == [3, 0, 1]
+    others = torch.optim.SGD(weight), torch.optim.Adagrad(weight)
+    assert [state_copies(optimizer) for optimizer in (adam, *others)] == [3, 0, 1]
     unknown = torch.optim.RMSprop(weight, momentum=0.9)
     weight[0].grad = torch.ones(3)
     unknown.step()
@@ -216,3 +144,169 @@ def test_state_copies_of_optimizers_and_token_shapes_of_batches_are_recognized()
     tokens = torch.zeros(2, 5, dtype=torch.long)
     assert tokens_shape({"x": torch.zeros(2, 3), "y": [tokens]}) == (2, 5)
     assert tokens_shape(("text", 3)) is None
+
+
+# ---- CUDA graphs
+
+SMALL: dict[str, Any] = {**SIZES, "vocab_size": 128, "vocab_multiple": 128}
+# On the CPU torch computes RMSNorm from smaller operations, which keep more.
+LLAMA = GPTConfig.llama(**SMALL, num_kv_heads=2, ffn_hidden_size=192, norm="layernorm")
+CAPTURED = {
+    "gpt2": GPTConfig.gpt2(**SMALL),
+    "llama": LLAMA,
+    "experts": replace(LLAMA, experts=EXPERTS),
+}
+
+
+class OwnMemory(LiveMemory):
+    """Live memory of the tensors that operators make, without tensors that existed before."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for argument in tree_leaves((args, kwargs)):
+            if isinstance(argument, Tensor) and argument.untyped_storage()._cdata not in self.sizes:
+                storage = argument.untyped_storage()
+                self.sizes[storage._cdata] = 0
+                weakref.finalize(storage, self._freed, storage._cdata)
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+class MeasuredPool:
+    """Pool that tracks the memory that its captures allocate and keep."""
+
+    def __init__(self) -> None:
+        self.memory = OwnMemory()
+
+    def give_up(self, tensor: Tensor) -> Tensor:
+        """Return another tensor, so that the memory of the first is free."""
+        return torch.empty_like(tensor)
+
+
+class MeasuredGraph:
+    """Graph that computes nothing: the results are those of the capture."""
+
+    def replay(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class MeasuringBackend:
+    """Backend whose captures run eagerly, while their pool tracks its live memory."""
+
+    is_capturing = False
+
+    def __init__(self) -> None:
+        self.pools: list[MeasuredPool] = []
+
+    def make_pool(self) -> MeasuredPool:
+        self.pools.append(MeasuredPool())
+        return self.pools[-1]
+
+    def capture(
+        self, function: Callable[[], Any], pool: Any, generators: Any = None
+    ) -> tuple[MeasuredGraph, Any]:
+        with pool.memory:
+            return MeasuredGraph(), function()
+
+
+class MeasuringReport(MemoryReport):
+    """Memory report that also measures the pools and copied inputs of the graphs (bytes)."""
+
+    def __init__(self) -> None:
+        super().__init__(after_steps=1)
+        self.backend, self.num_bytes, self.num_pools, self.num_before = MeasuringBackend(), 0, 0, 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        graphs = strategy_of(trainer).run.graphs
+        self.num_before = 0 if graphs is None else graphs.num_graphs
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(*args, **kwargs)
+        inputs = [item.num_bytes for item in gc.get_objects() if type(item) is PieceInputs]
+        pools = [pool.memory.peak for pool in self.backend.pools if pool.memory.peak > 0]
+        self.num_bytes, self.num_pools = sum(inputs) + sum(pools), len(pools)
+
+
+def measured(
+    graphs: CudaGraphs, kind: str, size: int = 1, validates: bool = False, **layout: Any
+) -> MeasuringReport:
+    """Train for two steps, and validate first on request; the second step captures graphs."""
+    report = MeasuringReport()
+    layout = {"microbatch_size": 8, "cuda_graphs": graphs, **layout}
+    options = {"gradient_clip_val": None}
+    trainer = trainer_of(Job(Language, layout, "bf16-true", 2, options), size, report)
+    strategy_of(trainer)._make_backend = lambda mesh: report.backend
+    tokens = torch.randint(0, 128, (16, 65))
+    batches = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in tokens], batch_size=8)
+    trainer.fit(Language(CAPTURED[kind]), batches, batches if validates else None)
+    return report
+
+
+def test_estimate_matches_measured_graph_memory_of_one_process():
+    for kind, mode, recompute in (
+        ("gpt2", "segments", "none"),
+        ("gpt2", "segments", "selective"),
+        ("llama", "full", "full"),
+        ("experts", "segments", "full"),
+        ("experts", "segments", "expert_inputs"),
+    ):
+        actual = measured(CudaGraphs(mode, warmup_steps=1), kind, recompute=recompute)
+        (report,) = actual.reports
+        assert actual.num_pools == 1
+        assert report.estimate.graphs == pytest.approx(actual.num_bytes, rel=0.08), recompute
+        printed = float(rows_of(report)["CUDA graphs"][2])
+        assert printed == pytest.approx(report.estimate.graphs / 2**20, 0.01)
+
+
+def test_estimate_matches_measured_graph_memory_of_scopes():
+    scopes: Any
+    for kind, scopes in (
+        ("gpt2", ("attention", "mlp")),
+        ("gpt2", ("embedding", "head")),
+        ("experts", ("combine", "attention")),
+        ("experts", ("router", "preprocess", "experts", "combine")),
+    ):
+        actual = measured(CudaGraphs("segments", scopes=scopes, warmup_steps=1), kind)
+        (report,) = actual.reports
+        assert report.estimate.graphs == pytest.approx(actual.num_bytes, rel=0.1), scopes
+
+
+def test_captured_validation_is_estimated_and_the_peak_is_that_of_the_eager_training_step(
+    monkeypatch,
+):
+    peaks = iter(range(1, 9))
+    monkeypatch.setattr(memory_report, "peak_of", lambda device: next(peaks))
+    actual = measured(
+        CudaGraphs("full", warmup_steps=1, evaluation=True), "experts", validates=True
+    )
+    (report,) = actual.reports
+    assert report.estimate.graphs == pytest.approx(actual.num_bytes, rel=0.08)
+    # The sanity check is captured, the first training step is eager, the second is captured.
+    assert (actual.num_before, report.peak) == (1, 1)
+
+
+def measure_stages(rank: int, size: int) -> list[tuple[str, Any, int, int]]:
+    results = []
+    for kind, schedule, mode, recompute in (
+        ("gpt2", "zb-h1", "segments", "none"),
+        ("gpt2", "1f1b", "full", "none"),
+        ("experts", "1f1b", "segments", "full"),
+    ):
+        graphs = CudaGraphs(mode, warmup_steps=1)
+        layout = {"pp": 2, "schedule": schedule, "recompute": recompute, "microbatch_size": 2}
+        actual = measured(graphs, kind, size, **layout)
+        estimate = actual.reports[rank].estimate.graphs
+        results.append((f"{kind} {schedule}", estimate, actual.num_bytes, actual.num_pools))
+    return results
+
+
+def test_estimate_matches_graph_memory_of_stages_with_microbatches_in_flight():
+    first, last = run_world(measure_stages, 2)
+    for name, estimate, num_bytes, _ in (*first, *last):
+        assert estimate == pytest.approx(num_bytes, rel=0.1), name
+    # Segments have one pool for each slot, a full-step graph has one pool. All microbatches share
+    # the pool of recomputed layers; the embedding and the head have pools for their slots.
+    assert [num_pools for *_, num_pools in first] == [2, 1, 2 + 1]
+    assert [num_pools for *_, num_pools in last] == [2, 1, 1 + 1]

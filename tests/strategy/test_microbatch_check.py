@@ -87,23 +87,6 @@ def miscounted(module: Step, batch: Any) -> dict[str, Any]:
     return {"loss": ragged(module, batch), "num_tokens": 7}
 
 
-def halves(module: Step, batch: Any) -> Tensor:
-    chosen, rejected = logits(module, batch)[:, 0].chunk(2)
-    return -F.logsigmoid(chosen - rejected).mean()
-
-
-def mixes_samples(module: Step, batch: Any) -> Tensor:
-    order = torch.randperm(len(batch["x"]))
-    return mean(module, {**batch, "x": 0.6 * batch["x"] + 0.4 * batch["x"][order]})
-
-
-def metrics_of_classes() -> dict[str, Any]:
-    return {
-        "f1": MulticlassF1Score(CLASSES),
-        "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
-    }
-
-
 def logs_other_values(module: Step, batch: Any) -> Tensor:
     loss = mean(module, batch)
     module.log("ppl", (9 * loss).exp())
@@ -132,24 +115,12 @@ def writes_weights(module: Step, batch: Any) -> Tensor:
     return mean(module, batch)
 
 
-def normalises_by_hand(module: Step, batch: Any) -> Tensor:
-    x = batch["x"]
-    return mean(module, {**batch, "x": (x - x.mean(0)) / (x.std(0, correction=0) + 1)})
+def mixes_with(share: Callable[[], float], order: Callable[[int], Any]) -> Callable[..., Any]:
+    """Return a step that mixes each sample with another one."""
 
-
-def median_of_norms(module: Step, batch: Any) -> Tensor:
-    return logits(module, batch).norm(dim=1).quantile(0.5)
-
-
-def mixes_samples_with(
-    share: Callable[[], float], order: Callable[[int], Any]
-) -> Callable[..., Any]:
-    def step(module: Step, batch: Any) -> Tensor:
+    def step(module, batch):
         part, places = share(), torch.as_tensor(order(len(batch["x"])))
-        return F.cross_entropy(
-            logits(module, {**batch, "x": part * batch["x"] + (1 - part) * batch["x"][places]}),
-            batch["y"],
-        )
+        return mean(module, {**batch, "x": part * batch["x"] + (1 - part) * batch["x"][places]})
 
     return step
 
@@ -160,27 +131,16 @@ def shuffled(count: int) -> list[int]:
     return places
 
 
-mixes_samples_by_numpy = mixes_samples_with(
-    lambda: np.random.beta(2, 2), lambda count: np.random.permutation(count)
-)
-mixes_samples_by_python = mixes_samples_with(lambda: random.betavariate(2, 2), shuffled)
-mixes_samples_by_both = mixes_samples_with(lambda: np.random.beta(2, 2), torch.randperm)
+mixes_by_numpy_and_torch = mixes_with(lambda: np.random.beta(2, 2), torch.randperm)
 
 
 COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
-    "negatives in the batch": (contrast, "the loss of two microbatches is"),
     "a sum": (lambda module, batch: mean(module, batch) * len(batch["x"]), "the loss of two microbatches"),
-    "a ragged mean": (ragged, "Return num_tokens beside the loss"),
     "wrong token counts": (miscounted, "num_tokens of two microbatches is 7 in one call and 14 in separate calls"),
-    "a median": (lambda module, batch: logits(module, batch).norm(dim=1).median(), "the loss"),
     # The median of two samples is their mean.
-    "a median of single samples": (median_of_norms, "the loss of t"),
-    "halves of a batch": (halves, "training_step must run on microbatches|the loss"),
-    "mixed samples": (mixes_samples, "the loss"),
-    "samples mixed by NumPy": (mixes_samples_by_numpy, "the loss"),
-    "samples mixed by Python": (mixes_samples_by_python, "the loss"),
-    "samples mixed by NumPy and torch": (mixes_samples_by_both, "the loss"),
-    "statistics by hand": (normalises_by_hand, "the loss"),
+    "a median of single samples": (lambda module, batch: logits(module, batch).norm(dim=1).quantile(0.5), "the loss of t"),
+    "samples mixed by Python": (mixes_with(lambda: random.betavariate(2, 2), shuffled), "the loss"),
+    "samples mixed by NumPy and torch": (mixes_by_numpy_and_torch, "the loss"),
     "counted calls": (counts_calls, "training_step must not depend on the number of its calls.*self.calls changes"),
     "weights that a step writes": (writes_weights, "must not write weights.*'net.0.weight' has changed"),
     "an average in a buffer": (updates_average, "self.level changes at every call"),
@@ -212,32 +172,21 @@ def draws_once(module: Step, batch: Any) -> Tensor:
     return mean(module, {**batch, "x": factor * flipped[:, np.random.permutation(FEATURES)]})
 
 
-def numpy_draws(module: Step, batch: Any) -> Tensor:
-    return mean(
-        module, {**batch, "x": batch["x"] + torch.from_numpy(np.random.randn(*batch["x"].shape))}
-    )
-
-
 def stores_values(module: Step, batch: Any) -> Tensor:
     loss = mean(module, batch)
     module.accuracy(logits(module, batch), batch["y"])
     module.log("accuracy", module.accuracy)
     module.outputs.append(loss.detach())
-    module.total, module.num_samples = (
-        module.total + loss.item() * len(batch["x"]),
-        module.num_samples + len(batch["x"]),
-    )
+    module.total += loss.item() * len(batch["x"])
+    module.num_samples += len(batch["x"])
     module.last = loss.item()
     return loss
 
 
 SOUND: dict[str, Callable[..., Any]] = {
-    "a mean": mean,
-    "a mean over counted tokens": counted,
     "derivatives in the step": derivative,
     "noise and dropout": noisy,
     "draws of Python for each sample": python_draws,
-    "draws of NumPy for each sample": numpy_draws,
     "draws of Python and NumPy once a call": draws_once,
     "metrics and lists": stores_values,
 }
@@ -248,12 +197,9 @@ def fit(
     **attributes: Any,
 ) -> Step:  # fmt: skip
     """Fit two batches; the strategy checks microbatches unless its options say otherwise."""
-    module = Step(step, net, **attributes)
-    checked = (
-        None
-        if strategy is None
-        else {"microbatch_size": None, "check_microbatches": True, **strategy}
-    )
+    module, checked = Step(step, net, **attributes), None
+    if strategy is not None:
+        checked = {"microbatch_size": None, "check_microbatches": True, **strategy}
     options = {"max_epochs": 1, "gradient_clip_val": None}
     trainer = trainer_of(Job(strategy=checked, steps=-1, precision=precision, trainer=options))
     trainer.fit(module, DataLoader(Samples(), batch_size=SIZE, collate_fn=collate))
@@ -277,19 +223,15 @@ def weighted(module: Step, batch: Any) -> Tensor:
 
 def with_weights(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Add one weight for each class; there are as many classes as samples."""
-    return {
-        **torch.utils.data.default_collate(samples),
-        "weights": torch.arange(1.0, 5.0, dtype=torch.float64),
-    }
+    batch = torch.utils.data.default_collate(samples)
+    return {**batch, "weights": torch.arange(1.0, 5.0, dtype=torch.float64)}
 
 
 def time_major(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Put three time steps first."""
-    x = torch.stack([sample["x"] for sample in samples])
-    return {
-        "x": torch.stack([x, x.sin(), x.cos(), -x]),
-        "y": torch.stack([sample["y"] for sample in samples]),
-    }
+    """Put four time steps first."""
+    batch = torch.utils.data.default_collate(samples)
+    x = batch["x"]
+    return {"x": torch.stack([x, x.sin(), x.cos(), -x]), "y": batch["y"]}
 
 
 def recurrent(module: Step, batch: Any) -> Tensor:
@@ -308,12 +250,10 @@ SHAPED: dict[str, tuple[Callable[..., Any], Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", SHAPED)
-def test_tensors_whose_first_dimension_is_not_samples_are_refused_with_microbatches(
-    name: str,
-) -> None:
+def test_tensors_whose_first_dimension_is_not_samples_are_refused_with_microbatches(name):
     step, net, collate, words = SHAPED[name]
 
-    def run(strategy: Any) -> Step:
+    def run(strategy):
         return fit(step, strategy, net() if net else None, collate)
 
     torch.manual_seed(1)
@@ -330,68 +270,62 @@ def cut_by_hand(samples: list[dict[str, Tensor]]) -> list[Microbatch]:
     return [Microbatch(torch.utils.data.default_collate(part), len(part)) for part in parts]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_batch_norm_is_refused_by_name_with_microbatches_unless_frozen(size: int) -> None:
-    def net(is_frozen: bool) -> nn.Module:
+def test_batch_norm_is_refused_by_name_with_microbatches_unless_frozen():
+    def net(is_frozen=False):
         norm = nn.BatchNorm1d(16)
         if is_frozen:
             norm.eval().train = lambda mode=True: norm
         return nn.Sequential(nn.Linear(FEATURES, 16), norm)
 
-    cut = {"microbatch_size": size}
-    words = r"batch statistics need the whole batch, .* net\.1 would use"
+    words = "batch statistics need the whole batch"
+    for size in (1, 2):
+        with pytest.raises(UnsupportedError, match=rf"{words}, .* net\.1 would use"):
+            fit(mean, {"microbatch_size": size}, net())
+        fit(mean, {"microbatch_size": size}, net(is_frozen=True))
     with pytest.raises(UnsupportedError, match=words):
-        fit(mean, cut, net(False))
-    with pytest.raises(UnsupportedError, match="batch statistics need the whole batch"):
-        fit(mean, {}, net(False), cut_by_hand)
-    fit(mean, cut, net(True))
-    assert fit(mean, {}, net(False)).losses == fit(mean, None, net(False)).losses
+        fit(mean, {}, net(), cut_by_hand)
+    assert fit(mean, {}, net()).losses == fit(mean, None, net()).losses
 
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_steps_that_couple_samples_are_refused_with_microbatches_and_train_on_complete_batches(
-    name: str,
-) -> None:
+    name,
+):
     step, words = COUPLED[name]
     size = 1 if name == "a median of single samples" else 2
     remedies = f"(?s){words}.*microbatch_size='batch'.*check_microbatches=False"
     with pytest.raises(UnsupportedError, match=remedies):
         fit(step, {"microbatch_size": size}, **attributes_of(step))
     # The draws of two generators are those of one process only with one seed.
-    if step not in (miscounted, mixes_samples, mixes_samples_by_both):
+    if step not in (miscounted, mixes_by_numpy_and_torch):
         plain, ours = (fit(step, strategy, **attributes_of(step)) for strategy in (None, {}))
         assert ours.losses == pytest.approx(plain.losses, rel=1e-12)
         if step is counts_calls:
             assert (ours.calls, plain.calls) == (2, 2)
 
 
-@pytest.mark.parametrize(("step", "warns"), [(ragged, True), (counted, False)])
-def test_half_precision_warns_of_uneven_labels_unless_the_step_counts_tokens(
-    step: Any, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    def small(module: Step, batch: Any) -> Any:
-        return step(module, {**batch, "x": 0.01 * batch["x"]})
+def test_half_precision_warns_of_uneven_labels_unless_the_step_counts_tokens(caplog):
+    for step, warns in ((counted, False), (ragged, True)):
 
-    with caplog.at_level(logging.WARNING):
-        fit(small, {"microbatch_size": 1}, precision="bf16-mixed")
-    assert ("different numbers of labels of -100" in caplog.text) == warns
+        def small(module, batch, step=step):
+            return step(module, {**batch, "x": 0.01 * batch["x"]})
+
+        with caplog.at_level(logging.WARNING):
+            fit(small, {"microbatch_size": 1}, precision="bf16-mixed")
+        assert ("different numbers of labels of -100" in caplog.text) == warns
 
 
-@pytest.mark.parametrize(
-    "name", ["negatives in the batch", "counted calls", "weights that a step writes"]
-)
-def test_disabled_check_accepts_steps_that_couple_samples(name: str) -> None:
-    step = COUPLED[name][0]
-    fit(step, {"microbatch_size": 2, "check_microbatches": False}, **attributes_of(step))
+def test_disabled_check_accepts_steps_that_couple_samples():
+    for step in (contrast, counts_calls, writes_weights):
+        fit(step, {"microbatch_size": 2, "check_microbatches": False}, **attributes_of(step))
 
 
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [*((name, 1) for name in SOUND), ("noise and dropout", 2), ("metrics and lists", 4)],
+    ("name", "size"), [*((name, 1) for name in SOUND), ("metrics and lists", SIZE)]
 )
 def test_steps_that_treat_samples_equally_are_accepted_and_unchanged_by_the_trial(
-    name: str, size: int, caplog: pytest.LogCaptureFixture
-) -> None:
+    name, size, caplog
+):
     step, cut = SOUND[name], {"microbatch_size": size}
     with caplog.at_level(logging.WARNING):
         checked = fit(step, cut, **attributes_of(step))
@@ -405,15 +339,14 @@ def test_steps_that_treat_samples_equally_are_accepted_and_unchanged_by_the_tria
         assert "self._hparams" not in caplog.text
     else:
         assert "stores values" not in caplog.text
-    if step in (python_draws, numpy_draws):
+    if step is python_draws:
         assert "cannot compare the loss of training_step" in caplog.text
 
 
-def test_logged_values_that_depend_on_the_cut_are_named_in_a_warning(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_logged_values_that_depend_on_the_cut_are_named_in_a_warning(caplog):
+    metrics = MulticlassF1Score(CLASSES), MulticlassAccuracy(CLASSES, average="micro")
     with caplog.at_level(logging.WARNING):
-        fit(logs_other_values, {"microbatch_size": 2}, **metrics_of_classes())
+        fit(logs_other_values, {"microbatch_size": 2}, f1=metrics[0], accuracy=metrics[1])
     (warning,) = [record.getMessage() for record in caplog.records if "is cut" in record.message]
     assert warning.startswith("training_step logs values that depend on how a batch is cut")
     assert "log 'ppl' of two microbatches is" in warning
@@ -423,14 +356,14 @@ def test_logged_values_that_depend_on_the_cut_are_named_in_a_warning(
     assert "reduce_fx='sum'" in warning
 
 
-@pytest.mark.parametrize(("num_parts", "num_calls"), [(1, 0), (2, 3), (4, 6)])
-def test_a_trial_calls_the_step_seldom(num_parts: int, num_calls: int) -> None:
+def test_a_trial_calls_the_step_seldom():
     """The joined microbatches overlap, and every microbatch runs once alone."""
-    calls: list[int] = []
+    for num_parts, num_calls in ((1, 0), (2, 3), (4, 6)):
+        calls: list[int] = []
 
-    def step(module: Step, batch: Any) -> Tensor:
-        calls.append(len(batch["x"]))
-        return mean(module, batch)
+        def step(module, batch, calls=calls):
+            calls.append(len(batch["x"]))
+            return mean(module, batch)
 
-    fit(step, {"microbatch_size": SIZE // num_parts})
-    assert len(calls) == num_calls + num_parts * 8 // SIZE
+        fit(step, {"microbatch_size": SIZE // num_parts})
+        assert len(calls) == num_calls + num_parts * 8 // SIZE

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import types
+from contextlib import nullcontext
 from dataclasses import MISSING, asdict, fields
-from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -25,7 +25,7 @@ from lightning_megatron import (
     TokensProgressBar,
     UnsupportedError,
 )
-from lightning_megatron.plan import Action, build_schedule, format_schedule
+from lightning_megatron.plan import build_schedule, format_schedule
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.notes import notes_on
 from lightning_megatron.strategy.options.sizes import (
@@ -37,66 +37,45 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 
 def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        **options,
-    )
+    options |= {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    return Trainer(devices=devices, strategy=strategy, **options)
 
 
 #: Arguments that the constructor refuses, and what the error says.
 INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"cp_transport": "ring"}, ParallelPlanError, "needs cp above 1"),
     ({"cp": 2, "cp_transport": "bus"}, ParallelPlanError, "it is 'bus'"),
     ({"cp_groups": "documents"}, ParallelPlanError, r"cp \(1\) must be a power of two.*Use 2"),
     ({"cp": 6, "cp_groups": "documents"}, ParallelPlanError, "Use 4 or 8. Or leave cp_groups"),
-    ({"cp": 2, "cp_groups": "rows"}, ParallelPlanError, "it is 'rows'"),
     ({"cp": 4, "cp_groups": "documents", "cp_transport": "hierarchical"}, UnsupportedError, "cannot be used with cp_transport"),
     ({"cp": 4, "cp_groups": "documents", "cuda_graphs": "segments"}, UnsupportedError, "cannot be used with cuda_graphs"),
     ({"ep": 0}, ParallelPlanError, "ep must be a whole number of at least 1: it is 0"),
     ({"expert_transport": "pigeons"}, ParallelPlanError, "it is 'pigeons'"),
-    ({"tp": 0}, ParallelPlanError, "tp"),
-    ({"order": "tp-xp"}, ParallelPlanError, "'xp'"),
-    ({"order": "tp-tp"}, ParallelPlanError, "at most once"),
-    ({"vpp": 2}, ParallelPlanError, "needs pp above 1"),
     ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, ParallelPlanError, "must be 'interleaved'"),
     ({"pp": 2, "schedule": "interleaved"}, ParallelPlanError, "needs vpp above 1"),
     ({"pp": 2, "stage_layers": [1, 2, 3]}, ParallelPlanError, "it names 3 of them"),
     ({"pp": 2, "stage_layers": "Et|t,m|L"}, UnsupportedError, "'m' at position 6"),
     ({"pp": 2, "vpp": 2, "schedule": "zb-h2"}, ParallelPlanError, "must be 'interleaved'"),
-    ({"pp": 2, "schedule": "zb-v"}, ParallelPlanError, "pp is 2, vpp is 1.*with vpp=2"),
-    ({"pp": 4, "vpp": 3, "schedule": "zb-v"}, ParallelPlanError, "pp is 4, vpp is 3"),
-    ({"vpp": 2, "schedule": "dualpipe-v"}, ParallelPlanError, "pp is 1, vpp is 2"),
-    ({"schedule": "zigzag"}, ParallelPlanError, "it is 'zigzag'.*cannot name a function"),
-    ({"schedule": 3}, ParallelPlanError, "it is 3, of type int"),
     ({"schedule": "no/such.csv"}, ParallelPlanError, "no/such.csv cannot be read"),
     ({"pp": 2, "schedule": print, "microbatch_group_size": 2}, ParallelPlanError, "must be None with a custom schedule .print."),
-    *(({"microbatch_size": size}, ParallelPlanError, "at least 1, batch or None") for size in (0, True, 1.5, "all", -1)),
+    *(({"microbatch_size": size}, ParallelPlanError, "at least 1, batch or None") for size in (True, 1.5, "all")),
     ({"sequence_parallel": True}, ParallelPlanError, "needs tp above 1"),
     ({"overlap_tensor_parallel": True}, ParallelPlanError, "needs tp above 1 and sequence_parallel: tp is 1"),
     ({"tp": 2, "sequence_parallel": False, "overlap_tensor_parallel": True}, ParallelPlanError, "sequence_parallel False"),
     ({"zero": 0, "optimizer_slices": "elements"}, ParallelPlanError, "optimizer_slices .'elements'. needs zero=1"),
-    ({"recompute": "some"}, ParallelPlanError, "must be none, selective, norms"),
-    ({"loss_chunk": 0}, ParallelPlanError, "loss_chunk must be a whole number of at least 1"),
     ({"loss_chunk": "never"}, ParallelPlanError, "auto, forward or None: it is 'never'"),
     ({"cuda_graphs": "parts"}, ParallelPlanError, "cuda_graphs must be segments, full"),
     ({"cuda_graphs": {"mode": "segments", "warmup_steps": 0}}, ParallelPlanError, "cuda_graphs.warmup_steps must be"),
 ]  # fmt: skip
 #: Callbacks, an argument that they refuse, and what they accept.
 INVALID_OF_CALLBACKS: list[tuple[Any, str, Any, str]] = [
-    (MemoryReport, "after_steps", "2", "a whole number of at least 1"),
     (MemoryReport, "after_steps", 0, "a whole number of at least 1"),
     (TokensProgressBar, "refresh_rate", 1.5, "a whole number of at least 0"),
     (LossCurve, "train", None, "text"),
     (ExpertLoad, "per_expert", 1, "True or False"),
-    (ExpertLoad, "filename", float("nan"), "text"),
 ]
 
 
-def test_invalid_arguments_are_refused_by_constructors() -> None:
+def test_invalid_arguments_are_refused_by_constructors():
     for arguments, error, words in INVALID:
         with pytest.raises(error, match=words):
             MegatronStrategy(**arguments)
@@ -114,7 +93,7 @@ def without_ranges(kind: Any) -> Any:
     return kind
 
 
-def test_constructor_signature_and_option_fields_agree() -> None:
+def test_constructor_signature_and_option_fields_agree():
     parameters = inspect.signature(MegatronStrategy).parameters
     declared = get_type_hints(MegatronStrategy.__init__)
     kinds = get_type_hints(StrategyOptions, include_extras=True)
@@ -125,85 +104,46 @@ def test_constructor_signature_and_option_fields_agree() -> None:
         assert field.default is MISSING
 
 
-def test_every_argument_reaches_the_options() -> None:
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(MegatronStrategy).parameters.items()
-    }
+def test_every_argument_reaches_the_options():
+    parameters = inspect.signature(MegatronStrategy).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
     assert MegatronStrategy().options.as_dict() == {**defaults, "nccl_options": {}}
-    changed = {
-        "tp": 2,
-        "pp": 2,
-        "vpp": 2,
-        "stage_layers": [1, 2, 2, 1],
-        "cp": 2,
-        "cp_transport": "ring",
-        "ep": 2,
-        "etp": 1,
-        "sequence_parallel": True,
-        "schedule": "interleaved",
-        "microbatch_size": "batch",
-        "microbatch_group_size": 4,
-        "check_microbatches": False,
-        "order": "tp-dp-cp-ep-pp",
-        "recompute": "full",
-        "loss_chunk": "auto",
-        "expert_transport": "all_gather",
-        "tensor_parallel_plan": {"*.up": "column"},
-        "pipeline_plan": {"layers": "blocks"},
-        "timeout": 60.0,
-        "process_group_backend": "nccl",
-        "nccl_options": {"pp": {"max_ctas": 4}},
-        "signal_check_interval": 5,
-        "zero": 0,
-        "bucket_size": 1000,
-        "gradient_dtype": "bfloat16",
-        "overlap_gradients": False,
-        "overlap_parameters": True,
-        "overlap_tensor_parallel": True,
-        "check_gradients": True,
-        "replica_check_interval": 7,
-        "async_save": True,
-        "moments_dtype": "bfloat16",
+    changed: dict[str, Any] = {
+        "tp": 2, "pp": 2, "vpp": 2, "stage_layers": [1, 2, 2, 1], "cp": 2, "cp_transport": "ring", "ep": 2, "etp": 1,
+        "sequence_parallel": True, "schedule": "interleaved", "microbatch_size": "batch", "microbatch_group_size": 4,
+        "check_microbatches": False, "order": "tp-dp-cp-ep-pp", "recompute": "full", "loss_chunk": "auto",
+        "expert_transport": "all_gather", "tensor_parallel_plan": {"*.up": "column"}, "pipeline_plan": {"layers": "blocks"},
+        "timeout": 60.0, "process_group_backend": "nccl", "nccl_options": {"pp": {"max_ctas": 4}},
+        "signal_check_interval": 5, "zero": 0, "bucket_size": 1000, "gradient_dtype": "bfloat16",
+        "overlap_gradients": False, "overlap_parameters": True, "overlap_tensor_parallel": True, "check_gradients": True,
+        "replica_check_interval": 7, "async_save": True, "moments_dtype": "bfloat16",
         "cuda_graphs": asdict(CudaGraphs("segments", warmup_steps=4)),
-    }
-    assert set(defaults) - set(changed) == {
-        "optimizer_slices",
-        "cp_groups",
-        "expert_rows",
-        "expert_clones",
-        "fp8",
-        "backend",
-    }
-    options = MegatronStrategy(**changed).options.as_dict()  # type: ignore[arg-type]
+    }  # fmt: skip
+    # Those that contradict others.
+    others = {"optimizer_slices", "cp_groups", "expert_rows", "expert_clones", "fp8", "backend"}
+    assert defaults.keys() - changed.keys() == others
+    options = MegatronStrategy(**changed).options.as_dict()
     assert {name: options[name] for name in changed} == changed
 
 
-def test_what_the_trainer_cannot_run_is_refused() -> None:
-    for devices, layout, error, words, options in (
-        (4, {"tp": 3}, ParallelPlanError, "world_size .4. must be a multiple of tp x cp x pp", {}),
-        (
-            2,
-            {"process_group_backend": "nccl"},
-            UnsupportedError,
-            "'nccl' needs GPUs, .* is cpu",
-            {},
-        ),
-        (1, {}, UnsupportedError, "CheckpointIO plugin", {"plugins": [AsyncCheckpointIO()]}),
-        (1, {}, UnsupportedError, "sync_batchnorm", {"sync_batchnorm": True}),
+def test_what_the_trainer_cannot_run_is_refused():
+    layout: dict[str, Any]
+    for devices, layout, options, words in (
+        (2, {"process_group_backend": "nccl"}, {}, "'nccl' needs GPUs, .* is cpu"),
+        (1, {}, {"plugins": [AsyncCheckpointIO()]}, "CheckpointIO plugin"),
+        (1, {}, {"sync_batchnorm": True}, "sync_batchnorm"),
     ):
-        strategy = MegatronStrategy(**layout)  # type: ignore[arg-type]
-        with pytest.raises(error, match=words):
-            trainer(devices, strategy, **options)
+        with pytest.raises((ParallelPlanError, UnsupportedError), match=words):
+            trainer(devices, MegatronStrategy(**layout), **options)
 
 
-def test_strategy_is_registered_as_megatron() -> None:
+def test_strategy_is_registered_as_megatron():
     assert isinstance(StrategyRegistry.get("megatron"), MegatronStrategy)
     assert isinstance(trainer(1, "megatron").strategy, MegatronStrategy)
     MegatronStrategy.register_strategies(StrategyRegistry)
 
 
-def test_defaults_follow_other_options() -> None:
+def test_defaults_follow_other_options():
     assert MegatronStrategy(tp=2).options.shards_sequence
     assert not MegatronStrategy().options.shards_sequence
     assert not MegatronStrategy(tp=2, sequence_parallel=False).options.shards_sequence
@@ -218,46 +158,35 @@ def test_defaults_follow_other_options() -> None:
         assert (rule.is_whole, rule.is_chosen) == (size == "batch", size is None)
 
 
-def test_overlap_tensor_parallel_without_effect_is_reported() -> None:
-    options = MegatronStrategy(tp=2, overlap_tensor_parallel=True).options
+def test_settings_without_effect_or_with_a_faster_alternative_are_reported():
+    def notes(kind, precision="bf16-mixed", **options):
+        return " ".join(notes_on(MegatronStrategy(**options).options, precision, kind))
+
+    overlap: dict[str, Any] = {"tp": 2, "overlap_tensor_parallel": True}
     for precision, kind in (("bf16-mixed", "cpu"), ("32-true", "cuda")):
-        assert "has no effect" in notes_on(options, precision, kind)[-1]
-    assert not any("no effect" in note for note in notes_on(options, "bf16-mixed", "cuda"))
+        assert "has no effect" in notes(kind, precision, **overlap)
+    assert "no effect" not in notes("cuda", **overlap)
+    assert "cuda_graphs='segments'" in notes("cuda", fp8="tensorwise")
+    assert notes("cuda", fp8="tensorwise", cuda_graphs="segments") == notes("cuda") == ""
+    assert notes("cpu", fp8=FP8(emulate=True)) == ""
 
 
-def test_fp8_without_cuda_graphs_is_reported_on_gpus() -> None:
-    def notes(kind: str, **options: Any) -> list[str]:
-        return notes_on(MegatronStrategy(**options).options, "bf16-mixed", kind)
-
-    assert "cuda_graphs='segments'" in notes("cuda", fp8="tensorwise")[-1]
-    assert notes("cuda", fp8="tensorwise", cuda_graphs="segments") == []
-    assert notes("cpu", fp8=FP8(emulate=True)) == []
-    assert notes("cuda") == []
-
-
-@pytest.mark.parametrize(
-    ("layout", "ranks_per_host", "spanning_ranks"),
-    [
+def test_ranks_that_share_memory_must_be_on_one_host():
+    for layout, ranks_per_host, spanning_ranks in (
         (ParallelLayout(8, tp=4), 4, None),
-        (ParallelLayout(8, tp=2), 4, None),
         (ParallelLayout(8, tp=8), 4, "[0, 1, 2, 3, 4, 5, 6, 7]"),
         (ParallelLayout(8, tp=4, order="dp-tp-pp"), 4, "[0, 2, 4, 6]"),
         (ParallelLayout(6, tp=2), 3, "[2, 3]"),
-    ],
-)
-def test_ranks_that_share_memory_must_be_on_one_host(
-    layout: ParallelLayout, ranks_per_host: int, spanning_ranks: str | None
-) -> None:
-    check_hosts(MegatronStrategy(tp=layout.tp).options, layout, ranks_per_host)
-    options = MegatronStrategy(tp=layout.tp, overlap_tensor_parallel=True).options
-    if spanning_ranks is None:
-        check_hosts(options, layout, ranks_per_host)
-        return
-    with pytest.raises(ParallelPlanError, match=re.escape(f"ranks {spanning_ranks} are not")):
-        check_hosts(options, layout, ranks_per_host)
+    ):
+        check_hosts(MegatronStrategy(tp=layout.tp).options, layout, ranks_per_host)
+        overlap = MegatronStrategy(tp=layout.tp, overlap_tensor_parallel=True).options
+        words = re.escape(f"ranks {spanning_ranks} are not")
+        is_refused = spanning_ranks is not None
+        with pytest.raises(ParallelPlanError, match=words) if is_refused else nullcontext():
+            check_hosts(overlap, layout, ranks_per_host)
 
 
-def test_layout_places_chunks_in_the_shape_of_the_schedule() -> None:
+def test_layout_places_chunks_in_the_shape_of_the_schedule():
     for schedule in ("zb-v", "dualpipe-v"):
         options = MegatronStrategy(pp=2, vpp=2, schedule=schedule).options
         layout = ParallelLayout(4, **options.sizes())
@@ -267,7 +196,7 @@ def test_layout_places_chunks_in_the_shape_of_the_schedule() -> None:
     assert MegatronStrategy(pp=2, schedule="zb-h1").options.sizes()["shape"] == "loop"
 
 
-def test_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
+def test_schedule_may_be_a_file_or_a_function(tmp_path):
     rows = format_schedule(build_schedule("zb-v", 2, 4, 2))
     paths = [tmp_path / "mine.csv", tmp_path / "COPY.CSV"]
     for path in paths:
@@ -284,7 +213,7 @@ def test_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
     with pytest.raises(ParallelPlanError, match="it has 2 rows with 2 chunks, pp is 4, vpp is 2"):
         MegatronStrategy(pp=4, vpp=2, schedule=str(paths[0]))
 
-    def custom_schedule(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+    def custom_schedule(rank, pp, num_microbatches, vpp):
         return list(build_schedule("1f1b", pp, num_microbatches).actions(rank))
 
     options = MegatronStrategy(pp=2, schedule=custom_schedule, microbatch_size=1).options
@@ -296,9 +225,7 @@ def test_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
     assert (named.custom_order, named.pass_order) == (None, "zb-h1")
 
 
-def test_batches_that_a_schedule_file_cannot_order_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_batches_that_a_schedule_file_cannot_order_are_refused(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(format_schedule(build_schedule("zb-h1", 2, 4)))
     options = MegatronStrategy(pp=2, schedule=str(path), microbatch_size=2).options

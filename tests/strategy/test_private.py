@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterator
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
-from lightning import Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
@@ -24,6 +26,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 import lightning_megatron
 from lightning_megatron.strategy import private
 from lightning_megatron.strategy.private.loops import AutomaticOptimization, Closure
+from tests.fits import Job, trainer_of
 
 PACKAGE = Path(lightning_megatron.__file__).parent
 PRIVATE_FOLDER = Path(private.__file__).parent
@@ -38,157 +41,112 @@ TRAINER_ATTRIBUTES = sorted(
 
 
 @pytest.fixture(scope="module")
-def trainer() -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
+def trainer():
+    return trainer_of(Job())
 
 
-@pytest.mark.parametrize(("where", "name"), TRAINER_ATTRIBUTES)
-def test_listed_attributes_of_the_trainer_exist(trainer: Trainer, where: str, name: str) -> None:
-    owner = reduce(getattr, where.split("."), trainer) if where else trainer
-    assert hasattr(type(owner), name) or name in vars(owner)
+def owner_of(trainer: Trainer, where: str) -> Any:
+    return reduce(getattr, where.split("."), trainer) if where else trainer
 
 
-def test_methods_of_the_replaced_loop_have_the_expected_signatures() -> None:
-    loop = AutomaticOptimization
-    assert list(inspect.signature(loop._make_closure).parameters) == [
-        "self",
-        "kwargs",
-        "optimizer",
-        "batch_idx",
-    ]
-    assert list(inspect.signature(loop._training_step).parameters) == ["self", "kwargs"]
-    assert list(inspect.signature(Closure.__init__).parameters)[1:] == [
-        "step_fn",
-        "backward_fn",
-        "zero_grad_fn",
-    ]
-    assert "training_step" in inspect.getsource(loop._training_step)
+def test_listed_attributes_of_the_trainer_exist(trainer):
+    for where, name in TRAINER_ATTRIBUTES:
+        owner = owner_of(trainer, where)
+        assert hasattr(type(owner), name) or name in vars(owner), f"{where}.{name}"
 
 
-def test_epoch_loop_calls_the_replaced_methods(trainer: Trainer) -> None:
-    loop = type(trainer.fit_loop.epoch_loop)
-    assert "self.advance(data_fetcher)" in inspect.getsource(loop.run)
-    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance)
+def arguments_of(method: Any) -> list[str]:
+    return [name for name in inspect.signature(method).parameters if name != "self"]
 
 
-def test_model_checkpoint_calls_the_replaced_methods() -> None:
-    callback = ModelCheckpoint
-    assert list(inspect.signature(callback.file_exists).parameters) == [
-        "self",
-        "filepath",
-        "trainer",
-    ]
-    assert list(inspect.signature(callback._link_checkpoint).parameters) == [
-        "trainer",
-        "filepath",
-        "linkpath",
-    ]
-    source = inspect.getsource(callback)
-    assert "self.file_exists(filepath, trainer)" in source
-    assert "self._link_checkpoint(trainer, self._last_checkpoint_saved, filepath)" in source
-    assert source.count("self._should_remove_checkpoint(trainer, ") == 3
-    assert inspect.getsource(callback._should_remove_checkpoint).count("trainer.") == 2
-
-
-def test_weight_averaging_calls_the_replaced_methods() -> None:
-    source = inspect.getsource(WeightAveraging)
-    assert source.count("self._swap_models(pl_module)") == 2
-    assert source.count("self._average_model.update_parameters(pl_module)") == 2
-    assert list(inspect.signature(WeightAveraging._swap_models).parameters) == ["self", "pl_module"]
-    assert "model=pl_module, device=device, use_buffers=self._use_buffers, **self._kwargs" in source
-    assert "device = self._device or pl_module.device" in source
-    assert 'pl_module.load_state_dict(checkpoint["current_model_state"])' in source
-
-
-def test_data_connector_calls_the_replaced_method(trainer: Trainer) -> None:
-    connector = type(trainer._data_connector)
-    for method in (connector._prepare_dataloader, connector._resolve_sampler):
-        assert "self._requires_distributed_sampler(dataloader)" in inspect.getsource(method)
-
-
-def test_callbacks_and_profilers_have_the_names_that_the_package_uses() -> None:
-    averaging, pruning = (
-        inspect.getsource(StochasticWeightAveraging),
-        inspect.getsource(ModelPruning),
-    )
-    assert (
-        "self.update_parameters(self._average_model, pl_module, self.n_averaged, self._avg_fn)"
-        in averaging
-    )
-    assert "self.transfer_weights(self._average_model, pl_module)" in averaging
-    assert (
-        "self._parameters_to_prune = self.filter_parameters_to_prune(parameters_to_prune)"
-        in pruning
-    )
-    assert "self._use_lottery_ticket_hypothesis" in pruning
-    assert "and self._register is None and self._record_module_names" in inspect.getsource(
-        PyTorchProfiler.start
-    )
-    assert "self._log_graph" in inspect.getsource(TensorBoardLogger)
+def test_replaced_methods_have_the_expected_arguments():
+    loop, averaging = AutomaticOptimization, WeightAveraging
     unfreeze = BaseFinetuning.unfreeze_and_add_param_group
-    names = ["modules", "optimizer", "lr", "initial_denom_lr", "train_bn"]
-    assert list(inspect.signature(unfreeze).parameters) == names
-    assert "self.unfreeze_and_add_param_group(" in inspect.getsource(BackboneFinetuning)
+    for method, arguments in (
+        (loop._make_closure, "kwargs optimizer batch_idx"),
+        (loop._training_step, "kwargs"),
+        (Closure.__init__, "step_fn backward_fn zero_grad_fn"),
+        (ModelCheckpoint.file_exists, "filepath trainer"),
+        (ModelCheckpoint._link_checkpoint, "trainer filepath linkpath"),
+        (averaging._swap_models, "pl_module"),
+        (unfreeze, "modules optimizer lr initial_denom_lr train_bn"),
+    ):
+        assert arguments_of(method) == arguments.split(), method
 
 
-def files_outside_the_private_package() -> list[Path]:
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PRIVATE_FOLDER]
+def test_lightning_calls_the_replaced_methods_and_uses_the_names_that_the_package_uses(trainer):
+    epoch_loop, connector = type(trainer.fit_loop.epoch_loop), type(trainer._data_connector)
+    distributed = "self._requires_distributed_sampler(dataloader)"
+    averages = (
+        "self.update_parameters(self._average_model, pl_module, self.n_averaged, self._avg_fn)"
+    )
+    pruned = "self._parameters_to_prune = self.filter_parameters_to_prune(parameters_to_prune)"
+    saved = "self._link_checkpoint(trainer, self._last_checkpoint_saved, filepath)"
+    copied = "model=pl_module, device=device, use_buffers=self._use_buffers, **self._kwargs"
+    for place, words, number in (
+        (AutomaticOptimization._training_step, "training_step", 0),
+        (epoch_loop.run, "self.advance(data_fetcher)", 0),
+        (epoch_loop.advance, "self._broadcast_sigterm_tensor()", 0),
+        (ModelCheckpoint, "self.file_exists(filepath, trainer)", 0),
+        (ModelCheckpoint, saved, 0),
+        (ModelCheckpoint, "self._should_remove_checkpoint(trainer, ", 3),
+        (ModelCheckpoint._should_remove_checkpoint, "trainer.", 2),
+        (WeightAveraging, "self._swap_models(pl_module)", 2),
+        (WeightAveraging, "self._average_model.update_parameters(pl_module)", 2),
+        (WeightAveraging, copied, 0),
+        (WeightAveraging, "device = self._device or pl_module.device", 0),
+        (WeightAveraging, 'pl_module.load_state_dict(checkpoint["current_model_state"])', 0),
+        (connector._prepare_dataloader, distributed, 0),
+        (connector._resolve_sampler, distributed, 0),
+        (StochasticWeightAveraging, averages, 0),
+        (StochasticWeightAveraging, "self.transfer_weights(self._average_model, pl_module)", 0),
+        (ModelPruning, pruned, 0),
+        (ModelPruning, "self._use_lottery_ticket_hypothesis", 0),
+        (PyTorchProfiler.start, "and self._register is None and self._record_module_names", 0),
+        (TensorBoardLogger, "self._log_graph", 0),
+        (BackboneFinetuning, "self.unfreeze_and_add_param_group(", 0),
+    ):
+        count = inspect.getsource(place).count(words)
+        assert count == number if number else count > 0, f"{place}: {words}"
 
 
-def test_private_names_are_imported_only_in_the_private_package() -> None:
-    violations = [
-        f"{path.relative_to(PACKAGE)}: {alias.name}"
-        for path in files_outside_the_private_package()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning.")
-        for alias in node.names
-        if alias.name.startswith("_") or "._" in (node.module or "")
-    ]
-    assert not violations
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
 
 
-def test_private_attributes_are_read_only_in_the_private_package() -> None:
+def test_private_names_are_used_only_in_the_private_package():
     """The strategy itself may read private attributes that it inherits."""
-    names = {name for _, name in TRAINER_ATTRIBUTES if name.startswith("_")}
-    names |= {
-        part for where, _ in TRAINER_ATTRIBUTES for part in where.split(".") if part[:1] == "_"
-    }
+    parts = {part for where, name in TRAINER_ATTRIBUTES for part in (name, *where.split("."))}
+    names = {part for part in parts if part.startswith("_")}
     names |= {"_trainer", "_device_mesh", "_lightning_optimizers"}
-    violations = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno} reads {node.attr}"
-        for path in files_outside_the_private_package()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and node.attr in names
-        if not (isinstance(node.value, ast.Name) and node.value.id == "self")
-    ]
+    violations = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in nodes(path) if path.parent != PRIVATE_FOLDER else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
+                imported = [f".{alias.name}" for alias in node.names]
+                violations += [
+                    f"{path}: {name}" for name in imported if "._" in f"{node.module}{name}"
+                ]
+            if isinstance(node, ast.Attribute) and node.attr in names:
+                is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+                violations += [] if is_own else [f"{path}:{node.lineno} reads {node.attr}"]
     assert not violations
 
 
-def test_private_package_lists_every_private_attribute_that_it_reads(trainer: Trainer) -> None:
+def test_private_package_lists_every_private_attribute_that_it_reads(trainer):
     """Private attributes of the Trainer and of its parts stand in ``TRAINER_ATTRIBUTES``."""
-    listed = {name for _, name in TRAINER_ATTRIBUTES} | {
-        part for where, _ in TRAINER_ATTRIBUTES for part in where.split(".")
-    }
-    owners = [
-        trainer,
-        *(reduce(getattr, where.split("."), trainer) for where, _ in TRAINER_ATTRIBUTES if where),
-    ]
+    listed = {part for where, name in TRAINER_ATTRIBUTES for part in (name, *where.split("."))}
+    owners = [owner_of(trainer, where) for where, _ in TRAINER_ATTRIBUTES]
     known = {
         name
-        for owner in owners
+        for owner in (trainer, *owners)
         for name in (*dir(type(owner)), *vars(owner))
         if name[:1] == "_" and name[:2] != "__"
     }
     read = {
         node.attr
         for module in MODULES
-        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")))
+        for node in nodes(Path(str(module.__file__)))
         if isinstance(node, ast.Attribute)
     }
     assert read & known <= listed

@@ -1,7 +1,4 @@
-"""Processes of a job: the launcher's variables, the port of its store, failures, and what is left.
-
-No process of a training is started here.
-"""
+"""Processes of a job: the launcher's variables, the port of its store, failures, and what is left."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -22,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import (
     LightningEnvironment,
     SLURMEnvironment,
@@ -45,6 +40,7 @@ from lightning_megatron.strategy.process.parent_watch import (
 )
 from lightning_megatron.strategy.process.rank_status import start_time_of
 from lightning_megatron.strategy.process.reserved_port import ReservedPort
+from tests.fits import Job, trainer_of
 
 TIMEOUT = timedelta(seconds=30)
 #: What a launcher does outside of a run when a process ends.
@@ -54,10 +50,9 @@ NOTE_EXIT = FailureWatch(0).note_exit
 
 
 def strategy_of(devices: int, num_nodes: int = 1, **sizes: Any) -> MegatronStrategy:
-    strategy = MegatronStrategy(**sizes)
-    Trainer(
-        accelerator="cpu", devices=devices, num_nodes=num_nodes, strategy=strategy, logger=False
-    )
+    job = Job(strategy=sizes, trainer={"num_nodes": num_nodes, "use_distributed_sampler": True})
+    strategy = trainer_of(job, devices).strategy
+    assert isinstance(strategy, MegatronStrategy)
     return strategy
 
 
@@ -71,7 +66,7 @@ TORCHRUN = {
 }  # fmt: skip
 
 
-def test_variables_of_launchers_determine_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_launchers_determine_ranks(monkeypatch):
     with monkeypatch.context() as patch:
         for name, value in SLURM.items():
             patch.setenv(name, value)
@@ -100,42 +95,18 @@ def test_variables_of_launchers_determine_ranks(monkeypatch: pytest.MonkeyPatch)
     assert strategy.is_distributed
 
 
-@pytest.mark.parametrize(
-    ("program", "source"), [("-c", "python -c"), ("-", "standard input"), ("", "standard input")]
-)
-def test_programs_without_a_file_are_refused_before_processes_start(
-    program: str, source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", [program])
-    launcher = strategy_of(2, tp=2).launcher
-    assert isinstance(launcher, MegatronLauncher)
+def test_programs_without_a_file_are_refused_before_processes_start(monkeypatch):
+    launcher: Any = strategy_of(2, tp=2).launcher
     monkeypatch.setattr(launcher, "_check", lambda arguments: None)
-    with pytest.raises(UnsupportedError, match=f"must be a file, .*: it comes from {source}"):
-        launcher.launch(lambda: None)
+    for program, source in (("-c", "python -c"), ("", "standard input")):
+        monkeypatch.setattr(sys, "argv", [program])
+        with pytest.raises(UnsupportedError, match=f"must be a file, .*: it comes from {source}"):
+            launcher.launch(lambda: None)
 
 
-def test_launched_processes_get_the_process_id_of_their_launcher(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started: list[dict[str, str]] = []
-
-    class Process:
-        def __init__(self, command: Any, env: dict[str, str], cwd: Any) -> None:
-            started.append(env)
-
-    monkeypatch.setattr("subprocess.Popen", Process)
-    launcher = strategy_of(3, tp=3).launcher
-    assert isinstance(launcher, MegatronLauncher)
-    launcher._call_children_scripts()
-    assert [env["LOCAL_RANK"] for env in started] == ["1", "2"]
-    assert all(env[LAUNCHER].split()[0] == str(os.getpid()) for env in started)
-
-
-def test_seeds_of_data_loaders_depend_on_the_data_rank_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(os.environ, "PL_SEED_WORKERS", "1")
+def test_seeds_of_data_loaders_depend_on_the_data_rank_alone(monkeypatch):
     strategy = strategy_of(4, tp=2)
+    monkeypatch.setitem(os.environ, "PL_SEED_WORKERS", "1")
     draws = []
     for rank in range(4):
         strategy.cluster_environment.set_global_rank(rank)  # type: ignore[union-attr]
@@ -145,7 +116,7 @@ def test_seeds_of_data_loaders_depend_on_the_data_rank_alone(
     assert draws[0] == draws[1] != draws[2] == draws[3]
 
 
-def test_samplers_that_users_divide_have_one_order_on_all_data_ranks() -> None:
+def test_samplers_that_users_divide_have_one_order_on_all_data_ranks():
     loaders = [DataLoader(range(32), sampler=RandomSampler(range(32))) for _ in range(3)]
     for loader, seed, data_rank in zip(loaders, (1, 1, 2), (0, 1, 0), strict=True):
         seed_dataloader(loader, seed, data_rank)
@@ -159,116 +130,70 @@ def test_samplers_that_users_divide_have_one_order_on_all_data_ranks() -> None:
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> LightningEnvironment:
+def environment(monkeypatch):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     return LightningEnvironment()
 
 
-def test_rank_that_connects_first_waits_for_the_store_on_the_reserved_port(
-    environment: LightningEnvironment,
-) -> None:
+def test_rank_that_connects_first_waits_for_the_store_on_the_reserved_port(environment):
     reserved = ReservedPort()
     reserved.hold(environment)
-    port = environment.main_port
+    port, stores = environment.main_port, list[dist.Store]()
     with pytest.raises(OSError, match="in use"), socket.socket() as other_socket:
         other_socket.bind(("127.0.0.1", port))
 
-    stores: list[dist.Store] = []
+    def connect(rank, listener=None):
+        arguments: Any = "127.0.0.1", port, rank, 2, TIMEOUT
+        return open_store(*arguments, use_agent_store=False, listener=listener)
 
-    def connect() -> None:
-        stores.append(open_store("127.0.0.1", port, 1, 2, TIMEOUT, use_agent_store=False))
-
-    thread = threading.Thread(target=connect)
+    thread = threading.Thread(target=lambda: stores.append(connect(1)))
     thread.start()
-    store = open_store(
-        "127.0.0.1", port, 0, 2, TIMEOUT, use_agent_store=False, listener=reserved.detach()
-    )
+    store = connect(0, reserved.detach())
     thread.join(timeout=30)
     store.set("key", "value")
     assert stores[0].get("key") == b"value"
     assert reserved.detach() is None
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_ranks_that_meet_at_a_loopback_address_are_not_reachable_from_outside(
-    address: str, environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MASTER_ADDR", address)
-    reserved = ReservedPort()
-    reserved.hold(environment)
-    descriptor = reserved.detach()
-    assert descriptor is not None
-    with socket.socket(fileno=descriptor) as held:
-        bound = ip_address(held.getsockname()[0])
-    assert bound.is_loopback == (address != "0.0.0.0")
+    environment, monkeypatch
+):
+    for address in ("127.0.0.1", "localhost", "0.0.0.0"):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+        reserved = ReservedPort()
+        reserved.hold(LightningEnvironment())
+        descriptor = reserved.detach()
+        assert descriptor is not None
+        with socket.socket(fileno=descriptor) as held:
+            bound = ip_address(held.getsockname()[0])
+        assert bound.is_loopback == (address != "0.0.0.0")
 
 
-def test_port_in_use_is_refused_before_ranks_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with socket.create_server(("", 0)) as other_socket:
+def test_a_port_in_use_is_refused_before_ranks_start_and_a_released_port_is_free(
+    environment, monkeypatch
+):
+    for _ in range(2):
+        reserved = ReservedPort()
+        reserved.hold(environment)
+        reserved.release()
+        assert reserved.detach() is None
+    with socket.create_server(("", environment.main_port)) as other_socket:
         port = other_socket.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(UnsupportedError, match=f"port {port} cannot be used .*MASTER_PORT"):
             ReservedPort().hold(LightningEnvironment())
 
 
-def test_port_is_free_after_its_release(environment: LightningEnvironment) -> None:
-    reserved = ReservedPort()
-    reserved.hold(environment)
-    reserved.release()
-    assert reserved.detach() is None
-    second = ReservedPort()
-    second.hold(environment)
-    second.release()
-    with socket.create_server(("", environment.main_port)) as other_socket:
-        assert other_socket.getsockname()[1] == environment.main_port
-
-
 # ---- failures
 
 
-def test_the_first_failing_rank_prints_its_traceback_and_later_ranks_refer_to_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first, second = FailureWatch(2, num_local=2), FailureWatch(5, num_local=2)
-
-    def fail(
-        watch: FailureWatch, error: Exception, before: Callable[[], None] = lambda: None
-    ) -> None:
-        with watch.guard():
-            watch.join_job("job-of-this-test")
-            before()
-            raise error
-
-    def first_fails() -> None:
-        with pytest.raises(ZeroDivisionError):
-            fail(first, ZeroDivisionError("the cause"))
-
-    with pytest.raises(KeyError):
-        fail(second, KeyError("what followed"), first_fails)
-    first.cleanup_done()
-    second.cleanup_done()
-    output = capsys.readouterr().err
-    assert (
-        output.index("[rank 2] failed")
-        < output.index("ZeroDivisionError: the cause")
-        < output.index("[rank 5] stops after")
-    )
-    assert output.count("Traceback") == 1
-    assert first.has_failed
-    assert second.has_failed
-
-
-@pytest.mark.parametrize("exception", [KeyboardInterrupt, SystemExit])
-def test_keyboard_interrupts_and_system_exits_are_not_failures(
-    exception: type[BaseException], capsys: pytest.CaptureFixture[str]
-) -> None:
-    watch = FailureWatch(0)
-    with pytest.raises(exception), watch.guard():
-        raise exception
-    assert not watch.has_failed
+def test_keyboard_interrupts_and_system_exits_are_not_failures(capsys):
+    for exception in (KeyboardInterrupt, SystemExit):
+        watch = FailureWatch(0)
+        with pytest.raises(exception), watch.guard():
+            raise exception
+        assert not watch.has_failed
     assert not capsys.readouterr().err
 
 
@@ -279,29 +204,25 @@ def start(code: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-S", "-c", code])
 
 
-@pytest.mark.parametrize(
-    ("codes", "expected"),
-    [(("", "import sys; sys.exit(3)"), 3), (("", "import os; os.kill(os.getpid(), 9)"), 137)],
-)
-def test_a_failed_launched_process_ends_its_launcher_with_its_exit_code(
-    codes: tuple[str, ...], expected: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended: list[int] = []
-    children = ChildProcesses([start(code) for code in codes], 1, ended.append, NOTE_EXIT)
-    children._wait()
-    assert ended == [expected]
-    assert ("[rank 2] was ended by SIGKILL" in capsys.readouterr().err) == (expected == 137)
+def test_a_failed_launched_process_ends_its_launcher_with_its_exit_code(capsys):
+    for code, expected in (
+        ("import sys; sys.exit(3)", 3),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+    ):
+        ended: list[int] = []
+        ChildProcesses([start(""), start(code)], 1, ended.append, NOTE_EXIT)._wait()
+        assert ended == [expected]
+        killed = "[rank 2] was ended by SIGKILL" in capsys.readouterr().err
+        assert killed == (expected == 137)
 
 
-def test_a_script_that_raises_stops_launched_processes_that_do_not_end(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_raises_stops_launched_processes_that_do_not_end(capsys, monkeypatch):
     monkeypatch.setattr(sys, "last_value", ValueError("after the fit"), raising=False)
     monkeypatch.setattr(children_module, "_GRACE_SECONDS", 0.2)
     ended: list[int] = []
     processes = [start(code) for code in ("", "import time; time.sleep(60)")]
 
-    def end(code: int) -> None:
+    def end(code):
         ended.append(code)
         raise SystemExit
 
@@ -313,7 +234,7 @@ def test_a_script_that_raises_stops_launched_processes_that_do_not_end(
     assert expected in capsys.readouterr().err
 
 
-def test_launched_processes_that_succeed_or_are_forgotten_do_not_end_their_launcher() -> None:
+def test_launched_processes_that_succeed_or_are_forgotten_do_not_end_their_launcher():
     ended: list[int] = []
     succeeds, forgotten = start(""), start("import time; time.sleep(60)")
     ChildProcesses([succeeds], 1, ended.append, NOTE_EXIT)._wait()
@@ -326,36 +247,26 @@ def test_launched_processes_that_succeed_or_are_forgotten_do_not_end_their_launc
     assert not ended
 
 
-def test_a_rank_detects_that_its_launcher_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_detects_that_its_launcher_is_gone(monkeypatch):
+    torchrun = {"TORCHELASTIC_RUN_ID": "x"}
     monkeypatch.setattr("os.getppid", lambda: 17)
     assert launcher_is_gone({}) is None
-    assert launcher_is_gone({LAUNCHER: "12 345"})()  # type: ignore[misc]
-    assert not launcher_is_gone({LAUNCHER: launcher_mark()})()  # type: ignore[misc]
-    checks = [
+    checks: Any = [
         launcher_is_gone(variables)
-        for variables in ({LAUNCHER: "17 1"}, {"TORCHELASTIC_RUN_ID": "x"})
+        for variables in (
+            {LAUNCHER: "12 345"},
+            {LAUNCHER: launcher_mark()},
+            {LAUNCHER: "17 1"},
+            torchrun,
+        )
     ]
-    assert [is_gone() for is_gone in checks] == [False, False]  # type: ignore[misc]
+    assert [is_gone() for is_gone in checks] == [True, False, False, False]
     monkeypatch.setattr("os.getppid", lambda: 1)
-    assert [is_gone() for is_gone in checks] == [True, True]  # type: ignore[misc]
-    assert launcher_is_gone({"TORCHELASTIC_RUN_ID": "x"}) is None
+    assert [is_gone() for is_gone in checks[2:]] == [True, True]
+    assert launcher_is_gone(torchrun) is None
 
 
-def test_the_last_rank_to_leave_removes_the_folder_of_a_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first, second = JobFolder("job", 0), JobFolder("job", 1)
-    (first.path / "process_2").write_text(f"{os.getpid()} 1 {socket.gethostname()}")
-    first.leave()
-    assert second.path.exists()
-    second.leave()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_new_job_removes_the_folders_of_killed_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_job_removes_the_folders_of_killed_jobs(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     prefix, host = f"lightning_megatron_{os.getuid()}_", socket.gethostname()
     processes = {
@@ -373,18 +284,11 @@ def test_a_new_job_removes_the_folders_of_killed_jobs(
         os.utime(folder, (time.time() - age,) * 2)
     JobFolder("now", 0)
     remaining = {folder.name.removeprefix(prefix) for folder in tmp_path.iterdir()}
-    assert remaining == {
-        "elsewhere",
-        "starting",
-        "alive",
-        "now",
-        "lightning_megatron_another_users",
-    }
+    kept = {"elsewhere", "starting", "alive", "now"}
+    assert remaining == {*kept, "lightning_megatron_another_users"}
 
 
-def test_a_new_job_ignores_entries_of_its_folders_names_that_are_not_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_job_ignores_entries_of_its_folders_names_that_are_not_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     prefix = f"lightning_megatron_{os.getuid()}_"
     others, target = tmp_path / f"{prefix}others", tmp_path / "target"
@@ -399,15 +303,14 @@ def test_a_new_job_ignores_entries_of_its_folders_names_that_are_not_its_own(
     (dead / "process_0").write_text(f"{os.getpid()} 1 {socket.gethostname()}")
     for entry in tmp_path.iterdir():
         os.utime(entry, (time.time() - 90.0,) * 2, follow_symlinks=False)
-    lstat = Path.lstat
-    read_text = Path.read_text
+    lstat, read_text = Path.lstat, Path.read_text
 
-    def lstat_of_others(path: Path) -> os.stat_result:
+    def lstat_of_others(path):
         status = lstat(path)
         fields = [*status[:4], status.st_uid + (path == others), *status[5:]]
         return os.stat_result(fields)
 
-    def read_file(path: Path, *args: Any, **options: Any) -> str:
+    def read_file(path, *args, **options):
         assert path.is_file(), "reading a pipe would wait forever"
         return read_text(path, *args, **options)
 
@@ -422,7 +325,7 @@ def test_a_new_job_ignores_entries_of_its_folders_names_that_are_not_its_own(
     assert job.path.stat().st_mode & 0o077 == 0
 
 
-def test_a_killed_process_counts_as_ended_before_its_parent_waits_for_it() -> None:
+def test_a_killed_process_counts_as_ended_before_its_parent_waits_for_it():
     with subprocess.Popen(["sleep", "60"]) as process:
         assert start_time_of(process.pid)
         process.kill()

@@ -37,7 +37,7 @@ def fit(folder: Path, callback: Callback, **options: Any) -> None:
     trainer.fit(Line(), Points(context=8))
 
 
-def test_tokens_are_the_elements_of_the_first_integer_matrix() -> None:
+def test_tokens_are_the_elements_of_the_first_integer_matrix():
     weights = {"weights": torch.ones(3, 5), "tokens": TOKENS}
     for batch in (TOKENS, [TOKENS, TOKENS], weights, (torch.ones(3), {"labels": TOKENS})):
         assert count_tokens(batch) == 15
@@ -45,7 +45,7 @@ def test_tokens_are_the_elements_of_the_first_integer_matrix() -> None:
         assert count_tokens(batch) == 0
 
 
-def test_rates_exclude_pauses_and_cover_the_most_recent_batches() -> None:
+def test_rates_exclude_pauses_and_cover_the_most_recent_batches():
     rate = TokenRate()
     assert rate.per_second == 0.0
     rate.start(0.0)
@@ -61,13 +61,10 @@ def test_rates_exclude_pauses_and_cover_the_most_recent_batches() -> None:
     assert rate.per_second == 8.0
 
 
-def test_number_of_replicas_is_that_of_the_sampler_or_one() -> None:
+def test_numbers_of_replicas_and_steps_follow_the_trainer(tmp_path):
     strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 0})
     assert count_replicas(SimpleNamespace(strategy=strategy)) == 2
     assert count_replicas(SimpleNamespace(strategy=SimpleNamespace())) == 1
-
-
-def test_number_of_steps_follows_the_limits_of_the_trainer(tmp_path: Path) -> None:
     counts = []
 
     class Bar(TokensProgressBar):
@@ -82,18 +79,14 @@ def test_number_of_steps_follows_the_limits_of_the_trainer(tmp_path: Path) -> No
     assert counts == [5, 16, 3, None]
 
 
-def test_bar_shows_loss_rate_and_time_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bar_shows_loss_rate_and_time_left(tmp_path, capsys):
     fit(tmp_path, TokensProgressBar(refresh_rate=2), max_steps=12, val_check_interval=4)
     last = capsys.readouterr().out.split("\r")[-1]
     for words in ("12/12 steps", "train_loss=", "tokens/s=", "left=0:00:00"):
         assert words in last
 
 
-def test_tokens_bar_does_not_convert_logged_values_at_every_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_bar_does_not_convert_logged_values_at_every_step(tmp_path, capsys, monkeypatch):
     converted = []
     monkeypatch.setattr(
         "lightning.pytorch.trainer.connectors.logger_connector.result.convert_tensors_to_scalars",
@@ -115,7 +108,7 @@ def plot(folder: Path, logger: Any) -> None:
     fit(folder, LossCurve(), logger=logger, enable_progress_bar=False, **options)
 
 
-def test_a_plot_of_every_logged_value_is_saved_next_to_the_metrics(tmp_path: Path) -> None:
+def test_a_plot_of_every_logged_value_is_saved_next_to_the_metrics(tmp_path):
     pytest.importorskip("matplotlib", reason='needs pip install "lightning-megatron[plot]"')
     logger = CSVLogger(tmp_path)
     plot(tmp_path, logger)
@@ -124,23 +117,19 @@ def test_a_plot_of_every_logged_value_is_saved_next_to_the_metrics(tmp_path: Pat
     train, val = (read_curve(folder / "metrics.csv", name) for name in ("train_loss", "val_loss"))
     assert [step for step, _ in train] == [0, 1, 2, 3, 4, 5]
     assert [step for step, _ in val] == [2, 5]
-
-
-def test_curve_has_the_step_values_of_a_loss_logged_by_step_and_epoch(tmp_path: Path) -> None:
+    # A loss that is logged by step and by epoch.
     metrics = tmp_path / "metrics.csv"
     metrics.write_text("step,loss_step,loss_epoch\n0,2.5,\n1,2.0,\n1,,2.25\n")
     assert read_curve(metrics, "loss") == [(0, 2.5), (1, 2.0)]
 
 
-def test_a_message_explains_why_a_plot_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_explains_why_a_plot_is_missing(tmp_path, monkeypatch):
     messages: list[str] = []
     monkeypatch.setattr(loss_curve, "rank_zero_info", messages.append)
     plot(tmp_path, False)
     assert "no CSVLogger" in messages[-1]
 
-    def raise_missing_extra(module: str, extra: str) -> None:
+    def raise_missing_extra(module, extra):
         raise MissingExtraError(f'pip install "lightning-megatron[{extra}]"')
 
     monkeypatch.setattr(loss_curve, "import_extra", raise_missing_extra)

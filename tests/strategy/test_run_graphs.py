@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Hashable
 from typing import Any
 
 import pytest
 from torch import nn
 
-from lightning_megatron.errors import (
-    CaptureError,
-    RankMismatchError,
-    SpeedWarning,
-    UnsupportedError,
-)
+from lightning_megatron.errors import CaptureError, RankMismatchError, SpeedWarning
 from lightning_megatron.graphs.report import GraphCounts, GraphReport
 from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -57,19 +51,18 @@ class RecordedCaptures:
 
 
 def make_graphs(
-    settings: CudaGraphs | None = None,
+    mode: str = "segments",
     mesh: ParallelMesh | None = None,
     joins: bool = False,
     is_joint: bool = False,
-    **options: Any,
+    options: Any = (),
+    **settings: Any,
 ) -> tuple[RunGraphs, RecordedCaptures, nn.Module]:
-    """Return graphs of a small module whose captures are only recorded."""
-    captures = RecordedCaptures(joins, is_joint)
-    module = nn.Linear(2, 2)
-    settings = settings or CudaGraphs("segments", warmup_steps=2)
+    """Return graphs of a small module, whose captures are only recorded, after two eager steps."""
+    captures, module = RecordedCaptures(joins, is_joint), nn.Linear(2, 2)
+    chosen = CudaGraphs(mode, **{"warmup_steps": 2, **settings})  # type: ignore[arg-type]
     mesh = mesh or ParallelMesh.single()
-    number = settings.warmup_steps
-    graphs = RunGraphs(settings, captures, module, mesh, number, **options)
+    graphs = RunGraphs(chosen, captures, module, mesh, chosen.warmup_steps, **dict(options))
     return graphs, captures, module
 
 
@@ -89,19 +82,23 @@ def run_steps(
     return replays
 
 
-def test_captures_begin_after_the_warm_up_and_when_the_schedule_is_final() -> None:
+def test_captures_begin_after_the_warm_up_and_when_the_schedule_is_final():
     final_flag = [False]
-    graphs, captures, _ = make_graphs(is_final=lambda: final_flag[0])
+    graphs, captures, _ = make_graphs(options={"is_final": lambda: final_flag[0]})
     assert run_steps(graphs, captures, 3) == [False] * 3
     final_flag[0] = True
     assert run_steps(graphs, captures, 3) == [True] * 3
     assert captures.calls == ["begin"]
 
 
-def test_moved_parameter_is_noticed_after_a_load_and_at_a_new_epoch() -> None:
+def test_changes_are_noticed_after_a_load_at_a_new_epoch_and_with_check_at_every_step():
     for epoch, load in ((0, True), (1, False)):
         graphs, captures, module = make_graphs()
         run_steps(graphs, captures, 3)
+        # A load that moves no parameter keeps the graphs.
+        module.load_state_dict(nn.Linear(2, 2).state_dict())
+        graphs.recheck()
+        assert run_steps(graphs, captures) == [True]
         module.weight.data = module.weight.data.clone()
         assert run_steps(graphs, captures) == [True], "parameters are not examined within an epoch"
         if load:
@@ -109,25 +106,13 @@ def test_moved_parameter_is_noticed_after_a_load_and_at_a_new_epoch() -> None:
         # One eager step, then new graphs.
         assert run_steps(graphs, captures, 3, epoch=epoch) == [False, True, True]
         assert captures.calls == ["begin", "release", "begin"]
-
-
-def test_check_option_notices_changed_parameters_at_every_step() -> None:
-    graphs, captures, module = make_graphs(CudaGraphs("segments", warmup_steps=1, check=True))
+    graphs, captures, module = make_graphs(warmup_steps=1, check=True)
     assert run_steps(graphs, captures, 2) == [False, True]
     module.bias.requires_grad_(False)
     assert run_steps(graphs, captures, 2) == [False, True]
 
 
-def test_load_that_moves_no_parameter_keeps_the_graphs() -> None:
-    graphs, captures, module = make_graphs()
-    run_steps(graphs, captures, 3)
-    module.load_state_dict(nn.Linear(2, 2).state_dict())
-    graphs.recheck()
-    assert run_steps(graphs, captures, 2, epoch=1) == [True, True]
-    assert captures.calls == ["begin"]
-
-
-def test_rank_with_new_parameters_is_eager_until_the_next_epoch() -> None:
+def test_rank_with_new_parameters_is_eager_until_the_next_epoch():
     graphs, captures, _ = make_graphs()
     run_steps(graphs, captures, 3)
     graphs.note_change()
@@ -136,47 +121,47 @@ def test_rank_with_new_parameters_is_eager_until_the_next_epoch() -> None:
     assert captures.calls == ["begin", "release", "begin"]
 
 
-def test_parts_that_run_eagerly_are_named_once_or_refused() -> None:
-    graphs, captures, _ = make_graphs()
-    run_steps(graphs, captures, 3)
-    captures.eager = {("microbatch tokens (2, 8)", "captured for (4, 8)"): 1}
-    message = "CUDA graphs: microbatch tokens (2, 8), captured for (4, 8): run eagerly"
-    with pytest.warns(SpeedWarning, match=re.escape(message)):
-        run_steps(graphs, captures)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_steps(graphs, captures)
-    graphs, captures, _ = make_graphs(CudaGraphs("segments", warmup_steps=1, on_new_shape="error"))
-    run_steps(graphs, captures, 2)
-    captures.eager = {("tokens (2, 8)", "captured for (4, 8)"): 1}
-    with pytest.raises(
-        UnsupportedError, match="on_new_shape='error' every step .* tokens .2, 8., capt"
-    ):
-        run_steps(graphs, captures)
+FAILURE = "layers 4..5, backward, slot 1: RuntimeError: no memory"
+OFF = re.escape(f"off: rank 0 could not capture {FAILURE}. All ranks continue eagerly.")
 
 
-def test_capture_failure_turns_graphs_off_or_ends_the_fit() -> None:
-    text = "layers 4..5, backward, slot 1: RuntimeError: no memory"
-    graphs, captures, _ = make_graphs(num_capturing=2)
+def test_a_failed_capture_turns_graphs_off_or_ends_the_fit():
+    graphs, captures, _ = make_graphs(options={"num_capturing": 2})
     run_steps(graphs, captures, 3)
-    captures.failure = text
-    message = f"CUDA graphs are off: rank 0 could not capture {text}. All ranks continue eagerly."
-    with pytest.warns(SpeedWarning, match=re.escape(message)):
+    captures.failure = FAILURE
+    with pytest.warns(SpeedWarning, match=OFF):
         run_steps(graphs, captures)
     assert graphs.is_off
     assert run_steps(graphs, captures, 2) == [False, False]
     assert captures.calls == ["begin", "close"]
-    graphs, captures, _ = make_graphs(CudaGraphs("segments", warmup_steps=1, on_failure="error"))
-    captures.failure = text
-    run_steps(graphs, captures)
+    graphs, captures, _ = make_graphs(on_failure="error")
+    captures.failure = FAILURE
+    run_steps(graphs, captures, 2)
     with pytest.raises(CaptureError, match="rank 0 could not capture layers 4"):
         run_steps(graphs, captures)
 
 
-def test_other_shapes_with_fixed_shapes_are_refused() -> None:
-    settings = CudaGraphs("segments", warmup_steps=1, fixed_shapes=True)
-    graphs, captures, _ = make_graphs(settings, joins=True)
-    assert run_steps(graphs, captures, 3) == [False, True, True]
+def test_failures_after_the_first_captures_turn_graphs_off():
+    graphs, captures, _ = make_graphs()
+    run_steps(graphs, captures, 4)
+    captures.failure = FAILURE
+    # One rank fails to capture a new slot; all ranks learn of it at the next examination.
+    run_steps(graphs, captures)
+    assert not graphs.is_off
+    with pytest.warns(SpeedWarning, match=OFF):
+        run_steps(graphs, captures, epoch=1)
+    assert graphs.is_off
+    graphs, captures, _ = make_graphs(on_new_shape="capture")
+    run_steps(graphs, captures, 5)
+    captures.failure, captures.num_graphs = FAILURE, 1
+    with pytest.warns(SpeedWarning, match=OFF):
+        run_steps(graphs, captures)
+    assert graphs.is_off
+
+
+def test_other_shapes_with_fixed_shapes_are_refused():
+    graphs, captures, _ = make_graphs(joins=True, fixed_shapes=True)
+    assert run_steps(graphs, captures, 4) == [False, False, True, True]
     with pytest.raises(RankMismatchError, match="fixed_shapes=True"):
         run_steps(graphs, captures, shapes=(3, 8))
 
@@ -192,9 +177,10 @@ def run_evaluation(
     return replays
 
 
-def test_each_kind_of_evaluation_has_its_own_eager_batches() -> None:
-    settings = CudaGraphs("segments", warmup_steps=2, evaluation=True)
-    graphs, captures, module = make_graphs(settings)
+def test_each_kind_of_evaluation_has_its_own_eager_batches_and_is_eager_by_default():
+    graphs, captures, _ = make_graphs()
+    assert run_evaluation(graphs, captures, "test_step", number=4) == [False] * 4
+    graphs, captures, module = make_graphs(evaluation=True)
     assert run_evaluation(graphs, captures, "validation_step", number=3) == [False, False, True]
     assert run_steps(graphs, captures, 3) == [False, False, True]
     assert run_evaluation(graphs, captures, "validation_step", 1, number=3) == [False, False, True]
@@ -204,61 +190,3 @@ def test_each_kind_of_evaluation_has_its_own_eager_batches() -> None:
     assert run_evaluation(graphs, captures, "validation_step", number=3) == [False, True, True]
     assert captures.calls[3:] == ["release", "begin validation_step"]
     assert run_steps(graphs, captures, 2) == [False, True]
-
-
-def test_evaluation_is_eager_by_default() -> None:
-    graphs, captures, _ = make_graphs()
-    assert run_evaluation(graphs, captures, "test_step", number=4) == [False] * 4
-    assert captures.num_steps == 0
-
-
-def capture_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the messages that report captures, without the times."""
-    messages = [text for text in caplog.messages if text.startswith("CUDA graphs (segments)")]
-    caplog.clear()
-    return [text.partition(", captured in")[0] for text in messages]
-
-
-def test_captured_layers_and_number_of_graphs_are_logged_after_the_captures(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO", logger="lightning.pytorch")
-    graphs, captures, _ = make_graphs(is_joint=True)
-    run_steps(graphs, captures, 5)
-    assert not capture_messages(caplog), "full steps may have more eager steps than the run counts"
-    captures.num_graphs = 3
-    run_steps(graphs, captures)
-    assert not capture_messages(caplog), "the next step may capture, too"
-    run_steps(graphs, captures, 3)
-    assert capture_messages(caplog) == ["CUDA graphs (segments): layers 0..1 in 3 graphs"]
-    graphs, captures, _ = make_graphs(
-        CudaGraphs("segments", warmup_steps=1, on_new_shape="capture")
-    )
-    captures.num_graphs = 6
-    run_steps(graphs, captures, 4)
-    assert capture_messages(caplog) == ["CUDA graphs (segments): layers 0..1 in 6 graphs"]
-    captures.num_graphs = 12
-    run_steps(graphs, captures, 3)
-    assert capture_messages(caplog) == ["CUDA graphs (segments): layers 0..1 in 12 graphs"]
-
-
-def test_failure_after_the_first_captures_turns_graphs_off() -> None:
-    text = "layers 0..1, forward, slot 2: RuntimeError: no memory"
-    graphs, captures, _ = make_graphs()
-    run_steps(graphs, captures, 4)
-    captures.failure = text
-    # One rank fails to capture a new slot; all ranks learn of it at the next examination.
-    run_steps(graphs, captures)
-    assert not graphs.is_off
-    with pytest.warns(SpeedWarning, match=re.escape(f"rank 0 could not capture {text}")):
-        run_steps(graphs, captures, epoch=1)
-    assert graphs.is_off
-    graphs, captures, _ = make_graphs(
-        CudaGraphs("segments", warmup_steps=1, on_new_shape="capture")
-    )
-    run_steps(graphs, captures, 4)
-    captures.failure = text
-    captures.num_graphs = 1
-    with pytest.warns(SpeedWarning, match=re.escape(f"rank 0 could not capture {text}")):
-        run_steps(graphs, captures)
-    assert graphs.is_off

@@ -25,7 +25,7 @@ from tests.worlds.test_own_modules import Around, ResidualAround
 GPU = torch.device("cuda", 0)
 
 
-def test_choice_with_a_remedy_causes_a_warning() -> None:
+def test_choice_with_a_remedy_causes_a_warning():
     slow = TableRow("products of experts", "loop", "torch.float32: for bfloat16", "Use bfloat16.")
     fast = TableRow("attention", "cudnn", "half type")
     expected = "products of experts by loop is slow: torch.float32: for bfloat16. Use bfloat16."
@@ -38,35 +38,22 @@ def test_choice_with_a_remedy_causes_a_warning() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "groups", "capability", "remedy"),
-    [
-        ("bundled", torch.bfloat16, 8, (9, 0), None),
+def test_slow_products_of_experts_on_a_gpu_have_a_remedy(monkeypatch):
+    half = torch.bfloat16
+    for backend, dtype, groups, capability, remedy in (
+        ("bundled", half, 8, (9, 0), None),
         ("loop", torch.float32, 8, (9, 0), "the host waits .*precision='bf16-mixed'"),
-        ("grouped_mm", torch.bfloat16, 8, (9, 0), "lightning-megatron kernels build"),
-        ("grouped_mm", torch.bfloat16, MAX_GROUPS + 1, (9, 0), "raise ep"),
-        ("grouped_mm", torch.bfloat16, 8, (10, 0), None),
-        ("loop", torch.bfloat16, 8, (8, 0), "H100 or H200"),
-    ],
-)
-def test_slow_products_of_experts_on_a_gpu_have_a_remedy(
-    backend: str,
-    dtype: torch.dtype,
-    groups: int,
-    capability: tuple[int, int],
-    remedy: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    actual = run_table.product_remedy(backend, GPU, dtype, groups)
-    if remedy is None:
-        assert actual is None
-    else:
-        assert actual is not None
-        assert re.search(remedy, actual)
+        ("grouped_mm", half, 8, (9, 0), "lightning-megatron kernels build"),
+        ("grouped_mm", half, MAX_GROUPS + 1, (9, 0), "raise ep"),
+        ("grouped_mm", half, 8, (10, 0), None),
+        ("loop", half, 8, (8, 0), "H100 or H200"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, is_=capability: is_)
+        actual = run_table.product_remedy(backend, GPU, dtype, groups)
+        assert actual is None if remedy is None else re.search(remedy, actual or "")
 
 
-def test_missing_fused_kernels_on_a_gpu_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fused_kernels_on_a_gpu_have_a_remedy(monkeypatch):
     missing = KernelChoice(None, "Triton cannot be imported (no module)")
     monkeypatch.setattr(run_table, "choose_kernels", lambda device: missing)
     choice = run_table._kernel_choice(GPU, torch.bfloat16)
@@ -76,34 +63,23 @@ def test_missing_fused_kernels_on_a_gpu_have_a_remedy(monkeypatch: pytest.Monkey
     assert run_table._kernel_choice(GPU, torch.float32).remedy is None
 
 
-@pytest.mark.parametrize(
-    ("transport", "dtype", "value", "is_slow"),
-    [
-        ("ring", torch.bfloat16, "FlexAttention", False),
-        ("ring", torch.float64, "operators of torch", True),
-        ("all_to_all", torch.bfloat16, "FlexAttention", False),
-    ],
-)
-def test_context_parallel_attention_that_stores_scores_has_a_remedy(
-    transport: str,
-    dtype: torch.dtype,
-    value: str,
-    is_slow: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_context_parallel_attention_that_stores_scores_has_a_remedy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     layer = Mock(head_dim=64, value_dim=64, dropout=0.0, kind=AttentionSpan(soft_cap=50.0))
-    layer.context.transport = layer.mesh.context.transport = transport
     layer.mesh.cp.size = 2
-    choice = run_table._attention_choice(layer, GPU, dtype)
-    assert choice.value == value
-    assert ("parts of the keys" in choice.reason) == (transport == "ring")
-    assert (choice.remedy is not None) == is_slow
+    for transport, dtype, value in (
+        ("ring", torch.bfloat16, "FlexAttention"),
+        ("ring", torch.float64, "operators of torch"),
+        ("all_to_all", torch.bfloat16, "FlexAttention"),
+    ):
+        layer.context.transport = layer.mesh.context.transport = transport
+        choice = run_table._attention_choice(layer, GPU, dtype)
+        assert choice.value == value
+        assert ("parts of the keys" in choice.reason) == (transport == "ring")
+        assert (choice.remedy is not None) == (dtype == torch.float64)
 
 
-def test_rotary_embeddings_without_the_fused_kernel_warn_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rotary_embeddings_without_the_fused_kernel_warn_once(monkeypatch):
     monkeypatch.setattr(rotary, "fused_kernels", lambda tensor: object())
     warn_of_slow_path.cache_clear()
     tables = rotary.rotary_tables(5, 8)
@@ -119,9 +95,7 @@ def test_rotary_embeddings_without_the_fused_kernel_warn_once(
 
 
 @pytest.mark.parametrize("case", ["positions", "norms", "part", "interleaved"])
-def test_one_kernel_normalises_and_rotates_heads(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_kernel_normalises_and_rotates_heads(case, monkeypatch):
     kernels = Mock()
     monkeypatch.setattr(rotary, "fused_kernels", lambda tensor: kernels)
     warn_of_slow_path.cache_clear()
@@ -146,17 +120,13 @@ def test_one_kernel_normalises_and_rotates_heads(
     )
 
 
-def test_table_names_blocks_whose_backward_pass_is_not_split_into_halves() -> None:
+def test_table_names_blocks_whose_backward_pass_is_not_split_into_halves():
     module = Around(ResidualAround)
     module.configure_model()
     parallelize(module, mesh_of(pp=2), None, {"body.blocks": "blocks"})
     (choice,) = run_table.whole_backward_choices(module)
     assert (choice.subject, choice.value) == ("backward of body.blocks", "not split into halves")
     assert choice.reason == "Linear computes the gradients of its inputs and its weights at once"
-    assert not run_table.whole_backward_choices(small_gpt())
-
-
-def small_gpt() -> GPT:
     sizes = {"vocab_size": 8, "max_seq_length": 4, "hidden_size": 8, "num_heads": 2}
     with torch.device("meta"):
-        return GPT(GPTConfig.gpt2(**sizes, num_layers=1))
+        assert not run_table.whole_backward_choices(GPT(GPTConfig.gpt2(**sizes, num_layers=1)))

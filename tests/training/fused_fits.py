@@ -1,22 +1,25 @@
-"""Training runs with the fused Adam kernel, compared with the same runs on torch's own steps."""
+"""Fits whose updates run in one kernel, compared with the same fits on torch's own steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor, nn
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import GPTConfig
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.training.loss_scale import DynamicLossScale
-from tests.strategy.tiny import TinyLM, loader
+from tests.fits import GPT2, Job, Language, Report, Tokens, joined, run_job
 
 FIND = "lightning_megatron.training.fused_update._find_kernel"
+SMALL = replace(GPT2, num_layers=2)
 
 
 class PlainKernel:
@@ -39,9 +42,7 @@ class PlainKernel:
         is_decoupled: bool,
     ) -> None:
         type(self).num_calls += 1
-        lr, _, _, _, _, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, _ = (
-            numbers.unbind()
-        )
+        lr, _, _, _, _, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, _ = numbers
         log1, log2 = numbers[1].double() + numbers[2], numbers[3].double() + numbers[4]
         rows = zip(parameters, gradients, averages, squares, steps, halves, strict=True)
         for parameter, gradient, average, square, step, half in rows:
@@ -59,6 +60,20 @@ class PlainKernel:
                 half.copy_(parameter)
 
 
+@contextmanager
+def fused(kernel: Any = PlainKernel) -> Iterator[None]:
+    """Let the plain kernel, or no kernel with None, update parameters inside the block; GPUs have
+    one of their own.
+    """
+    if torch.cuda.is_available() and kernel is not None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainKernel, "num_calls", 0)
+        patch.setattr(FIND, lambda device: (kernel, "torch steps by itself"))
+        yield
+
+
 def fused_groups(module: nn.Module, make: Any) -> dict[str, Any]:
     """Return a fused optimizer of two groups of different learning rates, and its schedule."""
     matrices = [p for p in module.parameters() if p.ndim > 1]
@@ -69,149 +84,128 @@ def fused_groups(module: nn.Module, make: Any) -> dict[str, Any]:
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class FusedLM(TinyLM):
-    """Train two parameter groups of different learning rates with torch's fused Adam or AdamW."""
+class FusedLanguage(Language):
+    """Train two groups of parameters by torch's fused AdamW, or another optimizer."""
 
-    def __init__(self, make: Any = torch.optim.AdamW, scale: float = 1.0, **options: Any) -> None:
-        super().__init__(**options)
-        # Checkpoints store only plain hyperparameters, and a class is not plain.
-        self.hparams.pop("make", None)
-        self.make, self.scale, self.losses = make, scale, []
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return super().forward(batch) * self.scale
-
-    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
+    def __init__(self, config: GPTConfig = SMALL, make: Any = torch.optim.AdamW) -> None:
+        super().__init__(config)
+        self.make = make
 
     def configure_optimizers(self) -> Any:
         return fused_groups(self, self.make)
 
 
-class ClippingModule(FusedLM):
+class Clipping(FusedLanguage):
     """Override Lightning's gradient clipping hook."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, 0.1, "norm")
-        norms = [
-            p.grad.norm()
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        assert float(torch.stack(norms).norm()) <= 0.1 + 1e-5, (
-            "the gradients that a module sees are clipped"
-        )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norms = [p.grad.norm() for p in parameters if p.grad is not None]
+        assert torch.stack(norms).norm() <= 0.1 + 1e-5, "a module sees clipped gradients"
 
 
-class StateChangingModule(FusedLM):
+class StateChanging(FusedLanguage):
     """Change the optimizer's state, gradients or groups before its later steps."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        first, second = optimizer.param_groups
+        parameters = [*first["params"], *second["params"]]
         if self.global_step == 2:
             optimizer.load_state_dict(optimizer.state_dict())
         elif self.global_step == 3:
-            optimizer.state[parameters[0]]["exp_avg"] = (
-                optimizer.state[parameters[0]]["exp_avg"] * 0.5
-            )
+            state = optimizer.state[parameters[0]]
+            state["exp_avg"] = state["exp_avg"] * 0.5
         elif self.global_step == 4:
             parameters[1].grad = parameters[1].grad * 3.0
         elif self.global_step == 5:
             parameters[2].grad = None
         elif self.global_step == 6:
-            optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = (
-                optimizer.param_groups[0]["params"][:-1],
-                [*optimizer.param_groups[1]["params"], optimizer.param_groups[0]["params"][-1]],
-            )
+            second["params"] = [*second["params"], first["params"][-1]]
+            first["params"] = first["params"][:-1]
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Describe a training run.
+class Overflowing(FusedLanguage):
+    """Start with a loss scale at which gradients overflow."""
 
-    Args:
-        precision: Precision of the Trainer.
-        module: Class of the module.
-        make: Class or factory of the optimizer.
-        scale: Factor of the losses.
-        first_scale: First loss scale of ``16-mixed``.
-        trainer: Further arguments of the Trainer.
+    def on_fit_start(self) -> None:
+        plugin: Any = self.trainer.precision_plugin
+        plugin.loss_scale, plugin.skipped_steps = DynamicLossScale(2.0**20, hysteresis=1), 0
+
+
+class Updates(pl.Callback):
+    """Record norms, calls of the kernel and states of the optimizer, and change the settings of the
+    groups before each step if they cycle.
     """
 
-    precision: str = "bf16-mixed"
-    module: type[FusedLM] = FusedLM
-    make: Any = torch.optim.AdamW
-    scale: float = 1.0
-    first_scale: float | None = None
-    trainer: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, cycles: bool = False) -> None:
+        self.cycles = cycles
+        self.norms: list[Tensor] = []
+        self.outcomes: dict[str, Any] = {"norms": [], "calls": [], "groups": [], "states": []}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        for group in trainer.optimizers[0].param_groups if self.cycles else ():
+            group["betas"] = (0.9 - 0.05 * step, 0.99 - 0.01 * step)
+            group["eps"] = 1e-3 / (1 + step)
+            group["weight_decay"] *= 1.5
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        norm = trainer.precision_plugin.last_grad_norm  # type: ignore[attr-defined]
+        if norm is not None:
+            self.norms.append(norm)
+            self.outcomes["norms"].append(float(norm))
+        self.outcomes["calls"].append(PlainKernel.num_calls)
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        # A replay must not overwrite a norm that the user keeps.
+        kept = torch.tensor([float(norm) for norm in self.norms])
+        torch.testing.assert_close(kept.tolist(), self.outcomes["norms"], equal_nan=True)
+        saved = trainer.optimizers[0].state_dict()
+        self.outcomes["groups"] = saved["param_groups"]
+        self.outcomes["states"] = [
+            {name: value.tolist() for name, value in state.items()}
+            for state in saved["state"].values()
+        ]
+        plugin: Any = trainer.precision_plugin
+        self.outcomes["steps"] = trainer.global_step, plugin.values_to_log()
+
+
+def fused_job(model: Any = FusedLanguage, precision: Any = "bf16-mixed", **trainer: Any) -> Job:
+    """Return a job of eight batches."""
+    trainer = {"max_epochs": 1, "gradient_clip_val": None, **trainer}
+    job = Job(model, {}, precision, -1, trainer, partial(Tokens, 64), norms=False)
+    return replace(job, callbacks=lambda: [Updates()])
 
 
 FITS = {
-    "clipped by norm": Fit(trainer={"gradient_clip_val": 0.1}),
-    "clipped by value": Fit(
-        trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    "clipped by value": fused_job(gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+    "clipped by the module": fused_job(Clipping),
+    "not clipped": fused_job(),
+    "optimizer changed between steps": fused_job(StateChanging, gradient_clip_val=0.1),
+    "Adam in float32": fused_job(
+        lambda: FusedLanguage(make=torch.optim.Adam), "32-true", gradient_clip_val=0.1
     ),
-    "clipped by the module": Fit(module=ClippingModule),
-    "not clipped": Fit(),
-    "optimizer changed between steps": Fit(
-        module=StateChangingModule, trainer={"gradient_clip_val": 0.1}
-    ),
-    "Adam in float32": Fit("32-true", make=torch.optim.Adam, trainer={"gradient_clip_val": 0.1}),
-    "accumulated": Fit(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
-    "float16 that overflows": Fit(
-        "16-mixed", first_scale=2.0**24, trainer={"gradient_clip_val": 0.1}
+    "accumulated": fused_job(accumulate_grad_batches=2, gradient_clip_val=0.1),
+    # By name, Lightning would replace this precision on a CPU.
+    "float16 that overflows": fused_job(
+        Overflowing, None, gradient_clip_val=0.1, plugins=[MegatronPrecision("16-mixed")]
     ),
 }
 
 
-def run(fit: Fit, accelerator: str = "cpu") -> tuple[FusedLM, Trainer]:
-    """Train 8 batches."""
-    seed_everything(3, verbose=False)
-    arguments: dict[str, Any] = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    if fit.first_scale is not None:
-        arguments["plugins"] = [MegatronPrecision(fit.precision, DynamicLossScale(fit.first_scale))]
-    else:
-        arguments["precision"] = fit.precision
-    trainer = Trainer(
-        accelerator=accelerator,
-        devices=1,
-        strategy=MegatronStrategy(),
-        max_epochs=1,
-        enable_checkpointing=False,
-        **arguments,
-        **fit.trainer,
-    )
-    module = fit.module(make=fit.make, scale=fit.scale)
-    trainer.fit(module, loader())
-    return module, trainer
-
-
-def check_equal(
-    fit: Fit, monkeypatch: pytest.MonkeyPatch, accelerator: str, tolerance: float
-) -> None:
+def check_equal(job: Job, accelerator: str, tolerance: float) -> Report:
     """Check that the kernel gives the losses, weights and optimizer states of torch's own steps."""
-    fused, trainer = run(fit, accelerator)
-    with monkeypatch.context() as patch:
-        patch.setattr(FIND, lambda device: (None, "torch steps by itself"))
-        plain, plain_trainer = run(fit, accelerator)
-    assert len(fused.losses) == 8
-    assert fused.losses == pytest.approx(plain.losses, abs=tolerance)
-    assert trainer.global_step == plain_trainer.global_step
-    assert (
-        trainer.precision_plugin.values_to_log() == plain_trainer.precision_plugin.values_to_log()
-    )
-    weights = plain.state_dict()
-    for name, weight in fused.state_dict().items():
-        torch.testing.assert_close(weight, weights[name], atol=tolerance, rtol=0, msg=name)
-    states, plain_states = (t.optimizers[0].state_dict()["state"] for t in (trainer, plain_trainer))
-    assert states.keys() == plain_states.keys() != set()
-    for index, state in states.items():
-        for name, value in state.items():
-            torch.testing.assert_close(
-                value, plain_states[index][name], atol=tolerance, rtol=0, msg=name
-            )
+    job = replace(job, trainer={**job.trainer, "accelerator": accelerator})
+    with fused():
+        actual = run_job(job)
+    with fused(None):
+        expected = run_job(job)
+    close = partial(torch.testing.assert_close, atol=tolerance, rtol=0)
+    assert len(actual.losses) == 8
+    close(actual.losses, expected.losses)
+    assert actual.outcomes["steps"] == expected.outcomes["steps"]
+    close(joined([actual]), joined([expected]))
+    assert actual.outcomes["states"]
+    close(actual.outcomes["states"], expected.outcomes["states"])
+    return actual

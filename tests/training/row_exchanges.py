@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -21,16 +21,10 @@ from tests.training.runs import Run
 #: Rows of each rank: none, repeated rows, one row only, and rows that other ranks have too.
 ROWS = ([], [3, 3, 0], [7, 7, 7], [0, 5, 3])
 
-CONFIG = GPTConfig.llama(
-    vocab_size=400,
-    max_seq_length=8,
-    num_layers=2,
-    hidden_size=16,
-    num_heads=2,
-    ffn_hidden_size=24,
-    tie_embeddings=False,
-)
-
+_SIZES: dict[str, Any] = {
+    "vocab_size": 400, "max_seq_length": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 2,
+}  # fmt: skip
+CONFIG = GPTConfig.llama(**_SIZES, ffn_hidden_size=24, tie_embeddings=False)
 WORD = "embedding.word.weight"
 NUM_STEPS = 3
 
@@ -82,6 +76,10 @@ class Training:
         tokens = torch.randint(0, 400, (1, length), generator=generator).to(self.mesh.device)
         return self.model(tokens, tokens.roll(1, 1)).mean()
 
+    def weights(self) -> dict[str, Tensor]:
+        named = self.model.named_parameters()
+        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in named}
+
     def step(self, lengths: list[int], seed: int, replays: bool = False) -> None:
         reducer = self.run.reducer
         self.run.zero_grad()
@@ -115,32 +113,33 @@ def lengths_of(kind: str, rank: int, step: int) -> list[int]:
     return [4, 4]
 
 
+@contextmanager
+def exposed(run: Run) -> Iterator[None]:
+    """Show the gradients of the last backward pass to users inside the block."""
+    begin = run.reducer.begin_last_backward
+
+    def exposing(chunk: int) -> None:
+        begin(chunk)
+        run.reducer.expose_unreduced()
+        run.main.exposed_gradients.withdraw()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.reducer, "begin_last_backward", exposing)
+        yield
+
+
 def weights_after(
     mesh: ParallelMesh, division: DistributedOptimizerConfig, kind: str
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Train, and return the full weights and the numbers of exchanged rows."""
-    training = Training(mesh, division)
+    training, rank = Training(mesh, division), mesh.data.rank
     with counted_exchanges() as exchanges:
         for step in range(NUM_STEPS):
-            lengths = lengths_of(kind, mesh.data.rank, step)
-            seed = 100 * step + mesh.data.rank
-            if kind == "exposed" and mesh.data.rank == 0 and step == 1:
-                begin = training.run.reducer.begin_last_backward
-
-                def exposing(chunk: int, begin: Any = begin) -> None:
-                    begin(chunk)
-                    training.run.reducer.expose_unreduced()
-                    training.run.main.exposed_gradients.withdraw()
-
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(training.run.reducer, "begin_last_backward", exposing)
-                    training.step(lengths, seed)
-            else:
-                training.step(lengths, seed, kind == "replayed")
-    return {
-        name: parameter.detach().to("cpu", copy=True)
-        for name, parameter in training.model.named_parameters()
-    }, exchanges
+            is_exposed = kind == "exposed" and rank == 0 and step == 1
+            with exposed(training.run) if is_exposed else nullcontext():
+                lengths = lengths_of(kind, rank, step)
+                training.step(lengths, 100 * step + rank, kind == "replayed")
+    return training.weights(), exchanges
 
 
 def weights_of_twin(kind: str, num_ranks: int, device: str = "cpu") -> dict[str, Tensor]:
@@ -155,7 +154,7 @@ def weights_of_twin(kind: str, num_ranks: int, device: str = "cpu") -> dict[str,
                 (loss / num_ranks).backward()
         training.run.finish()
         training.run.step()
-    return {name: parameter.detach().cpu() for name, parameter in training.model.named_parameters()}
+    return training.weights()
 
 
 KINDS = ("equal", "unequal", "many", "replayed", "exposed")

@@ -48,27 +48,19 @@ def pieces(mesh: ParallelMesh) -> dict[str, FlatParameter]:
     for layer in range(NUM_LAYERS):
         if layer * mesh.pp.size // NUM_LAYERS != mesh.pp.rank:
             continue
-        name = f"model.layers.{layer}"
         heads = attention_ranges(HEADS, KV_HEADS, HEAD_DIM, tp, index)
-        flat_parameters[f"{name}.norm.weight"] = FlatParameter(
-            replicated_spec(torch.empty(HIDDEN), index, partial=True)
-        )
-        flat_parameters[f"{name}.qkv.weight"] = FlatParameter(
-            ShardSpec((qkv_rows, HIDDEN), heads, partial=tp > KV_HEADS)
-        )
-        flat_parameters[f"{name}.out.weight"] = FlatParameter(
-            ShardSpec((HIDDEN, HIDDEN), (even_range(HIDDEN, tp, index),), dim=1)
-        )
-        flat_parameters[f"{name}.gated.weight"] = FlatParameter(
-            ShardSpec((2 * FFN, HIDDEN), gated_ranges(FFN, tp, index))
-        )
-        flat_parameters[f"{name}.scale"] = FlatParameter(
-            replicated_spec(torch.empty(()), index, partial=True)
-        )
+        specs = {
+            "norm.weight": replicated_spec(torch.empty(HIDDEN), index, partial=True),
+            "qkv.weight": ShardSpec((qkv_rows, HIDDEN), heads, partial=tp > KV_HEADS),
+            "out.weight": ShardSpec((HIDDEN, HIDDEN), (even_range(HIDDEN, tp, index),), dim=1),
+            "gated.weight": ShardSpec((2 * FFN, HIDDEN), gated_ranges(FFN, tp, index)),
+            "scale": replicated_spec(torch.empty(()), index, partial=True),
+        }
+        for name, spec in specs.items():
+            flat_parameters[f"model.layers.{layer}.{name}"] = FlatParameter(spec)
     if mesh.pp.is_last:
-        flat_parameters["model.final_norm.weight"] = FlatParameter(
-            replicated_spec(torch.empty(HIDDEN), index)
-        )
+        norm = replicated_spec(torch.empty(HIDDEN), index)
+        flat_parameters["model.final_norm.weight"] = FlatParameter(norm)
         if mesh.pp.size > 1:
             flat_parameters[HEAD] = FlatParameter(word.spec.tied("embedding.word.weight"), rows)
     return flat_parameters
@@ -78,9 +70,8 @@ def full_tensor(
     kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float64
 ) -> Tensor:
     """Draw the same full tensor on every rank."""
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(derive_seed(kind, name)), dtype=dtype
-    )
+    generator = torch.Generator().manual_seed(derive_seed(kind, name))
+    return torch.randn(shape, generator=generator, dtype=dtype)
 
 
 def full_parameters(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -112,13 +103,13 @@ def full_gradients(num_data_ranks: int) -> dict[str, Tensor]:
     is the sum of both uses.
     """
     shapes = {name: piece.spec.full_shape for name, piece in pieces(ParallelMesh.single()).items()}
-    gradients = {
-        name: sum(_gradient(name, rank, shape) for rank in range(num_data_ranks)) / num_data_ranks
-        for name, shape in shapes.items()
-    }
-    gradients[WORD] += (
-        sum(_gradient(HEAD, rank, shapes[WORD]) for rank in range(num_data_ranks)) / num_data_ranks
-    )
+
+    def mean(name: str, shape: tuple[int, ...]) -> Tensor:
+        parts = [_gradient(name, rank, shape) for rank in range(num_data_ranks)]
+        return torch.stack(parts).sum(0) / num_data_ranks
+
+    gradients = {name: mean(name, shape) for name, shape in shapes.items()}
+    gradients[WORD] += mean(HEAD, shapes[WORD])
     return gradients
 
 

@@ -25,7 +25,8 @@ from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.parameter_gather import ParameterGather
 from tests.fits import VOCABULARY, Job, Module, Report, Tokens
 from tests.graphs import jobs
-from tests.graphs.jobs import FULL, SMALL, run_graphs
+from tests.graphs.jobs import FULL, run_graphs
+from tests.training.fused_fits import SMALL
 from tests.world import run_world
 
 #: Every fifth batch is smaller. A validation follows each third batch, a checkpoint the seventh,

@@ -22,13 +22,12 @@ from tests.graphs.jobs import (
     MODES,
     ROUTED,
     SEGMENTS,
-    SMALL,
     VALIDATED,
     VARIED,
     differences,
     run_graphs,
 )
-from tests.graphs.updates import FusedLanguage, fused
+from tests.training.fused_fits import SMALL, FusedLanguage, fused
 from tests.world import run_world
 
 WIDE, SHORT = replace(SMALL, hidden_size=64), replace(LLAMA, num_layers=2)
