@@ -11,7 +11,6 @@ pytest.importorskip("triton", reason="needs triton, which comes with the CUDA bu
 
 from tests.kernels.adam import (  # noqa: E402
     CASES,
-    Case,
     Slices,
     check_case,
     check_narrow_moments,
@@ -27,30 +26,28 @@ SIZES = (1, 15, 4096, 100_003, 1_000_000)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_steps_of_adams_kernel_equal_torch_steps_in_float64(case: Case) -> None:
+def test_steps_of_adams_kernel_equal_torch_steps_in_float64(case):
     check_case(case, SIZES, "cuda")
 
 
-def test_bfloat16_moments_decay_at_the_expected_rate() -> None:
+def test_bfloat16_moments_decay_at_the_expected_rate():
     check_narrow_moments(SIZES, "cuda")
 
 
-def test_steps_with_bfloat16_moments_are_near_steps_with_float32_moments() -> None:
+def test_steps_with_bfloat16_moments_are_near_steps_with_float32_moments():
     check_narrow_steps(SIZES, "cuda")
 
 
-def test_the_kernel_follows_slices_at_new_addresses() -> None:
+def test_the_kernel_follows_slices_at_new_addresses():
     check_new_addresses("cuda")
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_fits_on_the_kernel_equal_fits_on_torch_steps(
-    name: str,
-) -> None:
+def test_fits_on_the_kernel_equal_fits_on_torch_steps(name):
     check_equal(FITS[name], "gpu", 1e-2 if FITS[name].precision != "32-true" else 1e-4)
 
 
-def test_the_host_does_not_wait_for_the_gpu_after_the_first_step() -> None:
+def test_the_host_does_not_wait_for_the_gpu_after_the_first_step():
     slices = Slices([1000, 3000], CASES[0], "cuda")
     coefficient = torch.tensor(0.3, device="cuda")
     group = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,6 @@ from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import choose_core
 from lightning_megatron.models import encoder_rows
-from lightning_megatron.plan.cuda_graphs import GraphMode
 from tests.fits import Report
 from tests.graphs.jobs import differences, run_graphs
 from tests.models.flash_stand_in import padded_on_the_right
@@ -52,30 +53,33 @@ def losses_and_gradients(model: Encoder, rows: EncoderInput, labels: Tensor) -> 
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("order", ["pre", "post"])
-def test_rows_with_lengths_equal_rows_with_a_mask(
-    order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw = torch.Generator().manual_seed(2)
-    tokens = torch.randint(4, 128, (ROWS, LENGTH), generator=draw).cuda()
-    valid = padded_on_the_right(LENGTHS, LENGTH).cuda()
-    labels = tokens.masked_fill(~valid | (tokens % 3 > 0), -100)
-    lengths = torch.tensor(LENGTHS, device="cuda")
-    options = {"norm_position": order}
-    exact = losses_and_gradients(
-        build_encoder(torch.float32, **options), EncoderInput(tokens, valid=valid), labels
-    )
-    masked = losses_and_gradients(
-        build_encoder(torch.bfloat16, **options), EncoderInput(tokens, valid=valid), labels
-    )
-    model = build_encoder(torch.bfloat16, **options)
-    shapes: list[torch.Size] = []
-    model.layers["1"].register_forward_hook(lambda layer, inputs, out: shapes.append(out.shape))
+@pytest.fixture
+def without_masks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return a function that forbids masks from now on."""
 
     def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("rows with lengths need no mask")
 
-    monkeypatch.setattr(encoder_rows, "prepared", refuse)
+    return partial(monkeypatch.setattr, encoder_rows, "prepared", refuse)
+
+
+@pytest.mark.parametrize("order", ["pre", "post"])
+def test_rows_with_lengths_equal_rows_with_a_mask(order, without_masks):
+    draw = torch.Generator().manual_seed(2)
+    tokens = torch.randint(4, 128, (ROWS, LENGTH), generator=draw).cuda()
+    valid = padded_on_the_right(LENGTHS, LENGTH).cuda()
+    labels = tokens.masked_fill(~valid | (tokens % 3 > 0), -100)
+    exact, masked = (
+        losses_and_gradients(
+            build_encoder(dtype, norm_position=order), EncoderInput(tokens, valid=valid), labels
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    model = build_encoder(torch.bfloat16, norm_position=order)
+    shapes: list[torch.Size] = []
+    model.layers["1"].register_forward_hook(lambda layer, inputs, out: shapes.append(out.shape))
+    without_masks()
+    lengths = torch.tensor(LENGTHS, device="cuda")
     actual = losses_and_gradients(model, EncoderInput(tokens, lengths=lengths), labels)
     assert shapes == [(ROWS * LENGTH, 1, 256)]
     for name, tensor in actual.items():
@@ -85,7 +89,7 @@ def test_rows_with_lengths_equal_rows_with_a_mask(
         assert error < max(1.5 * usual, BOUND), f"{name}: off by {error:.2g}, a mask by {usual:.2g}"
 
 
-def test_keys_and_values_of_padding_get_no_gradients() -> None:
+def test_keys_and_values_of_padding_get_no_gradients():
     query, key, value = (
         torch.randn(LENGTH, ROWS, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
@@ -103,74 +107,58 @@ def test_keys_and_values_of_padding_get_no_gradients() -> None:
             assert gradient.transpose(0, 1)[~hidden].any()
 
 
-def test_both_passes_drop_the_same_attention_weights() -> None:
+def test_both_passes_drop_the_same_attention_weights():
     length, rows, heads, share = 64, 2, 3, 0.25
     draw = torch.Generator("cuda").manual_seed(1)
-    query, key = (
-        torch.randn(
-            length, rows, heads, 64, device="cuda", dtype=torch.bfloat16, generator=draw
-        ).requires_grad_()
-        for _ in range(2)
+    options: Any = {"device": "cuda", "dtype": torch.bfloat16}
+    query, key, outer = (
+        torch.randn(length, rows, heads, 64, generator=draw, **options) for _ in range(3)
     )
     # With unit vectors as values, the output consists of the weights that are not dropped. Scores
     # with a variance of 1 keep all weights far above 0, so that only dropped weights and weights of
     # padding are 0.
-    unit_vectors = torch.eye(length, device="cuda", dtype=torch.bfloat16)
-    value = unit_vectors[:, None, None].expand(-1, rows, heads, -1).contiguous().requires_grad_()
+    value = torch.eye(length, **options)[:, None, None].expand(-1, rows, heads, -1).contiguous()
+    inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
     span = AttentionSpan.padded(torch.tensor([length, 40], device="cuda"), length)
     choice = choose_core(query.device, query.dtype, span, length, dropout=share, head_dim=64)
     assert choice.core == "flash"
     torch.manual_seed(5)
-    output = attend(query, key, value, span, dropout=share)
-    second_output = attend(query, key, value, span, dropout=share)
+    output, second_output = (attend(*inputs, span, dropout=share) for _ in range(2))
     torch.manual_seed(5)
-    assert torch.equal(attend(query, key, value, span, dropout=share), output)
+    assert torch.equal(attend(*inputs, span, dropout=share), output)
     assert not torch.equal(second_output, output), "both calls drop the same weights"
-    wide = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     scores = torch.einsum("sbhd,tbhd->bhst", wide[0], wide[1]) / 8.0
     is_padding = ~padded_on_the_right([length, 40], length).cuda()
     weights = scores.masked_fill(is_padding[:, None, None], -torch.inf).softmax(-1)
     is_kept = (output.unflatten(-1, (heads, -1)) > 0).permute(1, 2, 0, 3)
     is_attended = (~is_padding)[:, None, None].expand_as(is_kept)
     assert float(is_kept[is_attended].double().mean()) == pytest.approx(1 - share, abs=0.03)
-    expected_output = torch.einsum(
-        "bhst,tbhd->sbhd", weights * is_kept / (1 - share), wide[2]
-    ).flatten(2)
-    outer = torch.randn(output.shape, device="cuda", dtype=output.dtype, generator=draw)
-    actual_tensors = [output, *torch.autograd.grad(output, (query, key, value), outer)]
-    expected_tensors = [
-        expected_output,
-        *torch.autograd.grad(expected_output, wide, outer.double()),
-    ]
-    for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
+    kept = weights * is_kept / (1 - share)
+    expected_output = torch.einsum("bhst,tbhd->sbhd", kept, wide[2]).flatten(2)
+    outer = outer.flatten(2)
+    gradients = torch.autograd.grad(output, inputs, outer)
+    expected_gradients = torch.autograd.grad(expected_output, wide, outer.double())
+    assert relative_difference(output, expected_output) < BOUND
+    for number, (actual, expected) in enumerate(zip(gradients, expected_gradients, strict=True)):
         assert relative_difference(actual, expected) < BOUND, number
-
-
-def fit_on_gpu(graphs: CudaGraphs | None, **options: Any) -> Report:
-    job = bert_job(**options)
-    gpu = {**job.trainer, "accelerator": "gpu"}
-    return run_graphs(replace(job, precision="bf16-mixed", trainer=gpu), graphs)
 
 
 @pytest.mark.parametrize("dropout", [(0.0, 0.0), (0.1, 0.1)])
 @pytest.mark.parametrize("order", ["pre", "post"])
-def test_graphs_follow_the_lengths_of_each_batch(
-    order: str, dropout: tuple[float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"order": order, "dropout": dropout}
-    by_mask = fit_on_gpu(None, has_lengths=False, **options)
+def test_graphs_follow_the_lengths_of_each_batch(order, dropout, without_masks):
+    def fit(graphs: CudaGraphs | None, **more: Any) -> Report:
+        job = bert_job(order=order, dropout=dropout, **more)
+        trainer = {**job.trainer, "accelerator": "gpu"}
+        return run_graphs(replace(job, precision="bf16-mixed", trainer=trainer), graphs)
 
-    def refuse(*args: Any, **options: Any) -> None:
-        raise AssertionError("rows with lengths need no mask")
-
-    monkeypatch.setattr(encoder_rows, "prepared", refuse)
-    eager = fit_on_gpu(None, **options)
-    repeated = differences(fit_on_gpu(None, **options), eager)
+    by_mask = fit(None, has_lengths=False)
+    without_masks()
+    eager = fit(None)
+    repeated = differences(fit(None), eager)
     if not any(dropout):
         assert eager.losses == pytest.approx(by_mask.losses, rel=0.05)
-    modes: tuple[GraphMode, ...] = ("segments", "full")
-    for mode in modes:
-        settings = CudaGraphs(mode, warmup_steps=2, on_failure="error")
-        by_graphs = fit_on_gpu(settings, **options)
+    for mode in ("segments", "full"):
+        by_graphs = fit(CudaGraphs(mode, warmup_steps=2, on_failure="error"))
         assert by_graphs.graphs[-1] > 0, mode
         assert set(differences(by_graphs, eager)) <= set(repeated), mode

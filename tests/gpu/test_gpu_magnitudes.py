@@ -5,28 +5,24 @@ layers find, on GPUs; ``test_gpu_kernels.py`` checks the kernels themselves.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
 from benchmarks.shapes import SHAPES
-from lightning_megatron import CudaGraphs
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.fits import Job
-from tests.gpu.shared_gpu import gpu_of, require_gpus
-from tests.graphs.jobs import run_graphs
+from tests.gpu.ranks import run_ranks
+from tests.gpu.shared_gpu import gpu_of
 from tests.layers.noted_casts import CONFIGS, GIVEN, compare_hand_over, given
-from tests.training.fused_fits import SMALL
-from tests.world import run_world
 
 #: Layers of Llama 3 8B and of GPT-2 1.2B.
 REAL = {
     name: replace(SHAPES[shape], vocab_size=1024, num_layers=1)
     for name, shape in {"llama": "llama8b_half", "gpt2": "gpt2_1_2b"}.items()
 }
+compare = partial(compare_hand_over, dtype=torch.bfloat16, emulate=False)
 
 
 def expected_of(kind: str, num_layers: int = 2) -> tuple[list[bool], list[bool]]:
@@ -37,18 +33,16 @@ def expected_of(kind: str, num_layers: int = 2) -> tuple[list[bool], list[bool]]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_models_with_hand_over_of_magnitudes_have_the_bits_of_models_without(kind: str) -> None:
-    mesh = ParallelMesh.single("cuda", seed=0)
-    casts = compare_hand_over(CONFIGS[kind], mesh, dtype=torch.bfloat16, emulate=False)
+def test_models_with_hand_over_of_magnitudes_have_the_bits_of_models_without(kind):
+    casts = compare(CONFIGS[kind], ParallelMesh.single("cuda", seed=0))
     assert (given(casts, "input"), given(casts, "gradient")) == expected_of(kind)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["selective", "full", "norms", "activations"])
-def test_recomputed_models_with_hand_over_have_the_bits_of_models_without(recompute: str) -> None:
+def test_recomputed_models_with_hand_over_have_the_bits_of_models_without(recompute):
     mesh = ParallelMesh.single("cuda", seed=0)
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "emulate": False}
-    casts = compare_hand_over(CONFIGS["llama"], mesh, recompute=recompute, **options)
+    casts = compare(CONFIGS["llama"], mesh, recompute=recompute)
     inputs, gradients = expected_of("llama")
     assert sum(given(casts, "input")) >= sum(inputs)
     assert given(casts, "gradient") == gradients
@@ -56,33 +50,11 @@ def test_recomputed_models_with_hand_over_have_the_bits_of_models_without(recomp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "batch", "length"), [("llama", 1, 4096), ("gpt2", 2, 1024)])
-def test_layers_of_real_size_with_hand_over_have_the_bits_of_layers_without(
-    kind: str, batch: int, length: int
-) -> None:
+def test_layers_of_real_size_with_hand_over_have_the_bits_of_layers_without(kind, batch, length):
     mesh = ParallelMesh.single("cuda", seed=0)
-    options: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "emulate": False,
-        "batch": batch,
-        "length": length,
-    }
-    casts = compare_hand_over(REAL[kind], mesh, **options)
+    casts = compare(REAL[kind], mesh, batch=batch, length=length)
     assert (given(casts, "input"), given(casts, "gradient")) == expected_of(kind, 1)
     torch.cuda.empty_cache()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["segments", "full"])
-def test_graphs_with_hand_over_of_magnitudes_equal_eager_steps(mode: Any) -> None:
-    wide = replace(SMALL, hidden_size=64, activation="swiglu")
-    losses = []
-    for graphs in (None, CudaGraphs(mode, warmup_steps=2)):
-        job = Job(wide, {"fp8": FP8("tensorwise")}, "bf16-mixed", 8, {"accelerator": "gpu"})
-        record = run_graphs(job, graphs)
-        assert graphs is None or record.graphs[-1] > 0
-        losses.append(record.losses)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert losses[0][-1] < losses[0][0]
 
 
 def _compare_in_world(rank: int, size: int) -> list[tuple[list[bool], list[bool]]]:
@@ -90,15 +62,13 @@ def _compare_in_world(rank: int, size: int) -> list[tuple[list[bool], list[bool]
     for shares in (False, True):
         layout = ParallelLayout(world_size=size, tp=size)
         mesh = ParallelMesh.create(layout, device=gpu_of(rank), seed=0, sequence_parallel=shares)
-        options: dict[str, Any] = {"dtype": torch.bfloat16, "emulate": False}
-        casts = compare_hand_over(CONFIGS["llama"], mesh, **options)
+        casts = compare(CONFIGS["llama"], mesh)
         handed_over.append((given(casts, "input"), given(casts, "gradient")))
         mesh.destroy()
     return handed_over
 
 
 @pytest.mark.gpu2
-def test_ranks_of_the_tensor_axis_hand_over_the_expected_magnitudes() -> None:
-    require_gpus(2)
-    for handed_over in run_world(_compare_in_world, 2, backend="nccl"):
+def test_ranks_of_the_tensor_axis_hand_over_the_expected_magnitudes():
+    for handed_over in run_ranks(_compare_in_world, 2):
         assert handed_over == 2 * [expected_of("llama")]

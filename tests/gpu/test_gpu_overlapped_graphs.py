@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -21,14 +20,13 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import GraphMode
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.fits import Job, Report
-from tests.gpu.shared_gpu import gpu_of, require_gpus
+from tests.gpu.ranks import on_two_and_four_gpus, run_ranks
+from tests.gpu.shared_gpu import gpu_of
 from tests.graphs.jobs import VARIED, differences, run_graphs
 from tests.training.fused_fits import SMALL
-from tests.world import run_world
 
 FEATURES = 512
 MODES: tuple[GraphMode, ...] = ("segments", "full")
-SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -39,11 +37,9 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 def replay_products(rank: int, size: int) -> int:
     """Count replayed products that equal eager ones, before and after their shared memory grows."""
+    layout = ParallelLayout(size, tp=size)
     mesh = ParallelMesh.create(
-        ParallelLayout(size, tp=size),
-        device=gpu_of(rank),
-        sequence_parallel=True,
-        overlaps_matmul=True,
+        layout, device=gpu_of(rank), sequence_parallel=True, overlaps_matmul=True
     )
     rows = 64
     gathered = draw(rows, 2, FEATURES, seed=rank)
@@ -76,10 +72,10 @@ def replay_products(rank: int, size: int) -> int:
     return num_equal
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_replayed_products_equal_eager_products_after_their_shared_memory_grows(size: int) -> None:
-    require_gpus(size, needs_nccl="products of several ranks transfer their pieces")
-    assert run_world(replay_products, size, backend="nccl") == [8] * size
+@on_two_and_four_gpus
+def test_replayed_products_equal_eager_products_after_their_shared_memory_grows(size):
+    why = "products of several ranks transfer their pieces"
+    assert run_ranks(replay_products, size, needs_nccl=why) == [8] * size
 
 
 def train(graphs: CudaGraphs | None, size: int) -> Report:
@@ -103,7 +99,7 @@ def compare_trainings(rank: int, size: int) -> list[str]:
     return differing
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_trainings_by_graphs_have_the_bits_of_eager_trainings(size: int) -> None:
-    require_gpus(size, needs_nccl="a capture on several ranks has collectives in it")
-    assert run_world(compare_trainings, size, backend="nccl") == [[]] * size
+@on_two_and_four_gpus
+def test_trainings_by_graphs_have_the_bits_of_eager_trainings(size):
+    why = "a capture on several ranks has collectives in it"
+    assert run_ranks(compare_trainings, size, needs_nccl=why) == [[]] * size

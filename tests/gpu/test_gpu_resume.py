@@ -41,9 +41,7 @@ def train(precision: Any, folder: Path, resume_from: Path | None = None) -> Repo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_a_resumed_training_has_the_bits_of_an_uninterrupted_training(
-    precision: str, tmp_path: Path
-) -> None:
+def test_a_resumed_training_has_the_bits_of_an_uninterrupted_training(precision, tmp_path):
     try:
         uninterrupted = train(precision, tmp_path / "whole")
         resumed = train(precision, tmp_path / "resumed", tmp_path / "whole" / "epoch=0.ckpt")

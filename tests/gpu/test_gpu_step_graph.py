@@ -18,10 +18,9 @@ from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from tests.fits import LLAMA, Job, Language, Report
-from tests.gpu.shared_gpu import require_gpus
+from tests.gpu.ranks import on_two_and_four_gpus, run_ranks
 from tests.graphs.jobs import DROPOUT, ROUTED, VARIED, differences, run_graphs
 from tests.graphs.test_step_graph import counted_steps
-from tests.world import run_world
 from tests.worlds import test_graph_readers as updates
 
 pytestmark = pytest.mark.gpu
@@ -44,22 +43,16 @@ def fit_on_gpu(
 ) -> tuple[Report, list[str], int]:
     """Train twenty steps; return also what users are told, and the number of replays."""
     trainer = {**GPU, "gradient_clip_val": None, **options.pop("trainer", {})}
-    job = Job(
-        model,
-        **{"precision": "bf16-mixed", "steps": 20, "data": VARIED, **options},
-        trainer=trainer,
-    )
+    settings = {"precision": "bf16-mixed", "steps": 20, "data": VARIED, **options}
+    job = Job(model, **settings, trainer=trainer)
     with counted_steps() as (texts, replays):
         return run_graphs(job, graphs, size), texts, len(replays)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("batches", [1, 3])
-def test_replayed_steps_have_the_bits_of_eager_steps(kind: str, batches: int) -> None:
-    options: dict[str, Any] = {
-        "trainer": {"accumulate_grad_batches": batches},
-        "steps": 21 // batches,
-    }
+def test_replayed_steps_have_the_bits_of_eager_steps(kind, batches):
+    options: Any = {"trainer": {"accumulate_grad_batches": batches}, "steps": 21 // batches}
     first, eager, (graphs, said, num_replays) = (
         fit_on_gpu(MODELS[kind], settings, **options) for settings in (None, None, FULL)
     )
@@ -68,7 +61,7 @@ def test_replayed_steps_have_the_bits_of_eager_steps(kind: str, batches: int) ->
     assert num_replays >= 16, said
 
 
-def test_the_scale_of_the_loss_may_change_between_replays() -> None:
+def test_the_scale_of_the_loss_may_change_between_replays():
     eager, (graphs, said, num_replays) = (
         fit_on_gpu(LLAMA_SMALL, settings, precision="16-mixed") for settings in (None, FULL)
     )
@@ -85,7 +78,7 @@ class Reading(Language):
         return loss
 
 
-def test_a_step_that_waits_for_the_device_continues_eagerly() -> None:
+def test_a_step_that_waits_for_the_device_continues_eagerly():
     model = partial(Reading, DROPOUT)
     eager, (graphs, said, num_replays) = (
         fit_on_gpu(model, settings, steps=7) for settings in (None, FULL)
@@ -95,7 +88,7 @@ def test_a_step_that_waits_for_the_device_continues_eagerly() -> None:
     assert "not permitted when stream is capturing" in said[0]
 
 
-def test_draws_from_the_cpu_generator_are_refused_inside_random_streams() -> None:
+def test_draws_from_the_cpu_generator_are_refused_inside_random_streams():
     streams = RandomStreams(3, device="cuda")
     backend = CudaBackend()
     pool = GeneratorPool(torch.device("cuda"), 1)
@@ -132,10 +125,9 @@ def _world(rank: int, size: int) -> None:
         assert num_replays >= 14, (name, said)
 
 
-@pytest.mark.parametrize("size", CASES)
-def test_replayed_steps_of_several_ranks_have_the_bits_of_eager_steps(size: int) -> None:
-    require_gpus(size, needs_nccl="a captured step holds collectives")
-    run_world(_world, size, backend="nccl")
+@on_two_and_four_gpus
+def test_replayed_steps_of_several_ranks_have_the_bits_of_eager_steps(size):
+    run_ranks(_world, size, needs_nccl="a captured step holds collectives")
 
 
 def _reading(rank: int, size: int, folder: Path) -> dict[str, tuple[set[str], set[str], bool]]:
@@ -153,9 +145,10 @@ def _reading(rank: int, size: int, folder: Path) -> dict[str, tuple[set[str], se
     return outcomes
 
 
-def test_graphs_of_two_ranks_gather_and_sum_like_eager_steps(tmp_path: Path) -> None:
-    require_gpus(2, needs_nccl="a captured step holds collectives")
-    for outcomes in run_world(_reading, 2, tmp_path, backend="nccl"):
+@pytest.mark.gpu2
+def test_graphs_of_two_ranks_gather_and_sum_like_eager_steps(tmp_path):
+    why = "a captured step holds collectives"
+    for outcomes in run_ranks(_reading, 2, tmp_path, needs_nccl=why):
         for name, (repeated, by_graphs, gathers) in outcomes.items():
             assert by_graphs <= repeated, name
             assert gathers == name.startswith("dp2"), name

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -30,12 +30,11 @@ from lightning_megatron.layers.transformer_engine.engine_regions import (
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling, engine_recipe
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.layered import single_mesh
-from tests.fits import BATCH, Job, Language, Report, Tokens, run_job, run_jobs
-from tests.gpu.shared_gpu import require_gpus
+from tests.fits import Job, Language, Report, Tokens, run_job, run_jobs
+from tests.gpu.ranks import assert_near, gpu_job, run_ranks
 from tests.layers.noted_casts import spread as draw
 from tests.oracles import relative_difference
 from tests.training.fused_fits import SMALL
-from tests.world import run_world
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="the extra te is not installed")
 
@@ -46,16 +45,14 @@ CUDA = torch.device("cuda", 0)
 RECIPES = (None, "tensorwise", "blockwise")
 LAYERS = {"column": (column_linear, engine_column_linear), "row": (row_linear, engine_row_linear)}
 _SIZES = {"vocab_size": 300, "max_seq_length": 16, "num_layers": 4, "num_heads": 4}
+_LLAMA = {**_SIZES, "hidden_size": 64, "num_kv_heads": 2, "ffn_hidden_size": 64}
 #: Sizes of all ranks are multiples of 16 with tp 2, or of 128 for blocks.
 CONFIGS = {
-    "te": GPTConfig.llama(**_SIZES, hidden_size=64, num_kv_heads=2, ffn_hidden_size=64),
+    "te": GPTConfig.llama(**_LLAMA),
     "te, gpt2": GPTConfig.gpt2(**_SIZES, hidden_size=64),
-    "te, offset": GPTConfig.llama(
-        **_SIZES, hidden_size=64, num_kv_heads=2, ffn_hidden_size=64, qk_norm=True, norm_offset=1.0
-    ),
+    "te, offset": GPTConfig.llama(**_LLAMA, qk_norm=True, norm_offset=1.0),
     "te, blocks": GPTConfig.llama(**_SIZES, hidden_size=256, num_kv_heads=4, ffn_hidden_size=256),
 }
-STEPS = 5
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2+sp": ("te", {"tp": 2}),
     "tp2": ("te, gpt2", {"tp": 2, "sequence_parallel": False}),
@@ -85,12 +82,9 @@ def gap(actual: Tensor | None, expected: Tensor | None) -> float:
 
 def leaves() -> tuple[Tensor, Tensor, Tensor]:
     """Return an input of 94 tokens, a weight and a bias."""
-    hidden = bf16(94, 1024).view(47, 2, 1024).requires_grad_()
-    return (
-        hidden,
-        bf16(512, 1024, seed=1).requires_grad_(),
-        bf16(1, 512, seed=2)[0].requires_grad_(),
-    )
+    hidden = bf16(94, 1024).view(47, 2, 1024)
+    weight, bias = bf16(512, 1024, seed=1), bf16(1, 512, seed=2)[0]
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
 
 
 def run(layer: Any, hidden: Tensor, weight: Tensor, bias: Tensor, *more: Any) -> list[Tensor]:
@@ -101,15 +95,15 @@ def run(layer: Any, hidden: Tensor, weight: Tensor, bias: Tensor, *more: Any) ->
     return [output.detach(), *(grad for grad in grads if grad is not None)]
 
 
-def settings(recipe: str | None) -> FP8 | None:
-    return None if recipe is None else FP8(recipe)  # type: ignore[arg-type]
+def scaling_of(recipe: Any) -> EngineScaling:
+    return EngineScaling(FP8(recipe) if recipe else None, CUDA)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layers_of_transformer_engine_agree_with_layers_of_this_package(kind, recipe):
     native, engine = LAYERS[kind]
-    actual_tensors = run(engine, *leaves(), EngineScaling(settings(recipe), CUDA))
+    actual_tensors = run(engine, *leaves(), scaling_of(recipe))
     expected_tensors = run(native, *leaves())
     assert len(actual_tensors) == len(expected_tensors) == 4
     for actual, expected in zip(actual_tensors, expected_tensors, strict=True):
@@ -126,17 +120,11 @@ def test_layers_agree_with_the_linear_module_of_transformer_engine(recipe):
         module.weight.copy_(weight)
         module.bias.copy_(bias)
     twin = hidden.detach().clone().requires_grad_()
-    options = (
-        {"enabled": False}
-        if recipe is None
-        else {"enabled": True, "recipe": engine_recipe(settings(recipe))}
-    )
-    with te.autocast(**options):
+    options = {} if recipe is None else {"recipe": engine_recipe(FP8(recipe))}
+    with te.autocast(enabled=recipe is not None, **options):
         expected = module(twin)
     expected.backward(bf16(128, 512, seed=3))
-    actual = engine_column_linear(
-        hidden, weight, bias, single_mesh(0), EngineScaling(settings(recipe), CUDA)
-    )
+    actual = engine_column_linear(hidden, weight, bias, single_mesh(0), scaling_of(recipe))
     actual.backward(bf16(128, 512, seed=3))
     # The module adds the bias before it rounds the output; the layer adds it afterwards.
     assert gap(actual, expected) < 4e-3
@@ -146,12 +134,11 @@ def test_layers_agree_with_the_linear_module_of_transformer_engine(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(("scale", "is_split"), [(1.0, False), (0.5, True)])
 def test_weight_gradients_of_transformer_engine_are_added_to_their_sum_in_place(
     recipe, scale, is_split
 ):
-    scaling = EngineScaling(settings(recipe), CUDA)
+    scaling = scaling_of(recipe)
     sums = torch.full((512, 1024), 7.0, device="cuda")
     parts = [GradientSlot(part, lambda: None, scale=scale) for part in sums.split([128, 384])]
     full_slot = GradientSlot(sums, lambda: None, scale=scale)
@@ -172,17 +159,17 @@ def test_delayed_scales_equal_delayed_scales_of_this_package():
     for is_engine in (True, False):
         fp8 = FP8("delayed", history=2, margin=1)
         scales = DelayedScales(fp8, ["one"], CUDA)
-        ours = Scaling(fp8, False, scales.layer(0))
-        engine = EngineScaling(fp8, CUDA, scales.layer(0))
+        layer: Any = engine_column_linear if is_engine else fp8_column_linear
+        own = scales.layer(0)
+        scaling = EngineScaling(fp8, CUDA, own) if is_engine else Scaling(fp8, False, own)
         weight = bf16(512, 1024, seed=1).requires_grad_()
         tensors = []
         for step in range(4):
             hidden = (bf16(94, 1024, seed=step) * (1.0 + step)).view(47, 2, 1024).requires_grad_()
-            layer: Any = engine_column_linear if is_engine else fp8_column_linear
-            output = layer(hidden, weight, None, single_mesh(0), engine if is_engine else ours)
+            output = layer(hidden, weight, None, single_mesh(0), scaling)
             with torch.no_grad():
                 # Evaluations do not change the scales.
-                layer(hidden * 100.0, weight, None, single_mesh(0), engine if is_engine else ours)
+                layer(hidden * 100.0, weight, None, single_mesh(0), scaling)
             output.backward(bf16(94, 512, seed=step + 9).view(47, 2, 512))
             scales.end_step(single_mesh(0))
             assert weight.grad is not None
@@ -195,28 +182,22 @@ def test_delayed_scales_equal_delayed_scales_of_this_package():
 
 def test_settings_of_a_recipe_object_are_used():
     recipes = import_module("transformer_engine.common.recipe")
-    powers = recipes.Float8CurrentScaling(use_power_2_scales=True)
-    scaling = EngineScaling(FP8(te_recipe=powers), CUDA)
-    scaling.cast(bf16(16, 64), "input", columns=True, counts=True)
-    cast = scaling.cast(bf16(16, 64), "input", columns=True, counts=True)
-    assert float(cast._scale_inv.log2()) == round(float(cast._scale_inv.log2()))
-    plain_scaling = EngineScaling(FP8("tensorwise"), CUDA)
-    plain_cast = plain_scaling.cast(bf16(16, 64), "input", columns=True, counts=True)
-    assert float(plain_cast._scale_inv.log2()) != round(float(plain_cast._scale_inv.log2()))
-    delayed = recipes.DelayedScaling(margin=2, amax_history_len=7)
-    assert (FP8(te_recipe=delayed).history, FP8(te_recipe=delayed).margin) == (7, 2)
+    powers = FP8(te_recipe=recipes.Float8CurrentScaling(use_power_2_scales=True))
+    for fp8, are_powers in ((powers, True), (FP8("tensorwise"), False)):
+        cast = EngineScaling(fp8, CUDA).cast(bf16(16, 64), "input", columns=True, counts=True)
+        exponent = float(cast._scale_inv.log2())
+        assert (exponent == round(exponent)) == are_powers
+    delayed = FP8(te_recipe=recipes.DelayedScaling(margin=2, amax_history_len=7))
+    assert (delayed.history, delayed.margin) == (7, 2)
 
 
-@pytest.mark.parametrize("kind", ["layer", "layer without bias", "rms", "rms with offset"])
 @pytest.mark.parametrize("is_added", [False, True])
-def test_norms_equal_those_of_torch(kind, is_added):
-    mesh = single_mesh(0)
-    norm: Any = {
-        "layer": lambda: LayerNorm(256, mesh),
-        "layer without bias": lambda: LayerNorm(256, mesh, bias=False),
-        "rms": lambda: RMSNorm(256, mesh),
-        "rms with offset": lambda: RMSNorm(256, mesh, offset=1.0),
-    }[kind]()
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(LayerNorm, {}), (LayerNorm, {"bias": False}), (RMSNorm, {}), (RMSNorm, {"offset": 1.0})],
+)
+def test_norms_equal_those_of_torch(make, options, is_added):
+    norm = make(256, single_mesh(0), **options)
     norm.uses_engine = True
     norm = norm.to("cuda", torch.bfloat16)
     with torch.no_grad():
@@ -227,103 +208,59 @@ def test_norms_equal_those_of_torch(kind, is_added):
     stream, output = norm(hidden, update, with_stream=True)
     output.backward(bf16(12, 256, seed=2).view(3, 4, 256))
     twin = stream.detach().double().requires_grad_()
-    weight, *biases = (
-        parameter.detach().double().requires_grad_() for parameter in norm.parameters()
-    )
-    if kind.startswith("layer"):
+    weight, *biases = wide = [p.detach().double().requires_grad_() for p in norm.parameters()]
+    if make is LayerNorm:
         expected = F.layer_norm(twin, (256,), weight, biases[0] if biases else None, norm.eps)
     else:
         expected = F.rms_norm(twin, (256,), weight + norm.offset, norm.eps)
     expected.backward(bf16(12, 256, seed=2).view(3, 4, 256).double())
     assert gap(output, expected) < 5e-3
     assert gap(hidden.grad, twin.grad) < 1e-2
-    for actual_parameter, expected_parameter in zip(
-        norm.parameters(), (weight, *biases), strict=True
-    ):
+    for actual_parameter, expected_parameter in zip(norm.parameters(), wide, strict=True):
         assert gap(actual_parameter.grad, expected_parameter.grad) < 1e-2
 
 
 def job(kind: str, layout: dict[str, Any], backend: str = "te") -> Job:
-    options, on_gpu = {**layout, "backend": backend}, {"accelerator": "gpu"}
-    data = partial(Tokens, STEPS * BATCH)
-    return Job(CONFIGS[kind], options, "bf16-mixed", STEPS, on_gpu, data)
+    return gpu_job(CONFIGS[kind], {**layout, "backend": backend}, "bf16-mixed", steps=5)
 
 
-def assert_near(actual: Report, expected: Report, tolerance: float, where: str) -> None:
-    assert len(actual.losses) == len(expected.losses) == STEPS
-    gaps = [abs(a - b) for a, b in zip(actual.losses, expected.losses, strict=True)]
-    assert max(gaps) < tolerance, f"{where}: {gaps}"
-    norms = [abs(a - b) / b for a, b in zip(actual.norms, expected.norms, strict=True)]
-    assert max(norms) < 10 * tolerance, f"{where}: {norms}"
+def assert_near_and_learning(actual: Report, expected: Report, recipe: Any, where: str) -> None:
+    assert_near(actual, expected, TOLERANCE[recipe], where)
     assert actual.losses[-1] < actual.losses[0] - 0.3, where
 
 
 @pytest.mark.parametrize("kind", ["te", "te, gpt2", "te, offset"])
-def test_training_with_transformer_engine_is_near_native_training(kind, capsys):
-    actual = run_job(job(kind, {}))
-    expected = run_job(job(kind, {}, "native"))
-    assert_near(actual, expected, TOLERANCE[None], kind)
+def test_training_with_transformer_engine_is_near_native_training(kind):
+    actual, expected = run_job(job(kind, {})), run_job(job(kind, {}, "native"))
+    assert_near_and_learning(actual, expected, None, kind)
     assert actual.pieces.keys() == expected.pieces.keys()
     for name, (weight, _) in actual.pieces.items():
         assert gap(weight, expected.pieces[name][0]) < 3e-2, name
-    with capsys.disabled():
-        print("\nlosses", kind, actual.losses, expected.losses)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
-def test_training_in_8_bits_is_near_training_in_16_bits(recipe, capsys):
+def test_training_in_8_bits_is_near_training_in_16_bits(recipe):
     kind = "te, blocks" if recipe == "blockwise" else "te"
-    actual = run_job(job(kind, {"fp8": recipe}))
-    expected = run_job(job(kind, {}, "native"))
-    assert_near(actual, expected, TOLERANCE[recipe], recipe)
+    actual, expected = run_job(job(kind, {"fp8": recipe})), run_job(job(kind, {}, "native"))
+    assert_near_and_learning(actual, expected, recipe, recipe)
     assert actual.losses != expected.losses
-    with capsys.disabled():
-        print("\nlosses", recipe, actual.losses, expected.losses)
 
 
 @pytest.mark.gpu2
-def test_layouts_of_two_ranks_match_one_gpu(capsys):
-    require_gpus(2)
+def test_layouts_of_two_ranks_match_one_gpu():
     jobs = {name: job(kind, layout) for name, (kind, layout) in LAYOUTS.items()}
-    twins = {
-        (kind, layout.get("fp8")): job(kind, {"fp8": layout.get("fp8")})
-        for kind, layout in LAYOUTS.values()
-    }
-    expected = {key: run_job(twin_job) for key, twin_job in twins.items()}
-    for rank, reports in enumerate(run_world(run_jobs, 2, jobs, backend="nccl")):
+    ranks = run_ranks(run_jobs, 2, jobs)
+    cases = {(kind, layout.get("fp8")) for kind, layout in LAYOUTS.values()}
+    expected = {(kind, recipe): run_job(job(kind, {"fp8": recipe})) for kind, recipe in cases}
+    for rank, reports in enumerate(ranks):
         for name, report in reports.items():
             kind, layout = LAYOUTS[name]
             recipe = layout.get("fp8")
-            with capsys.disabled():
-                print("\nlosses", name, rank, report.losses, expected[kind, recipe].losses)
-            assert_near(report, expected[kind, recipe], TOLERANCE[recipe], f"{name}, rank {rank}")
+            where = f"{name}, rank {rank}"
+            assert_near_and_learning(report, expected[kind, recipe], recipe, where)
 
 
-def tiny_fit(strategy: MegatronStrategy, folder: Path | None = None, **options: Any) -> list[float]:
-    """Train a small GPT, and return the losses of its steps."""
-    seed_everything(3, verbose=False)
-    module = Language(replace(SMALL, hidden_size=64))
-    ckpt = options.pop("ckpt_path", None)
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_steps=options.pop("max_steps", 6),
-        callbacks=[losses := Losses()],
-        **options,
-    )
-    # All epochs have the same single batch, so the position in an epoch does not matter.
-    trainer.fit(module, DataLoader(Tokens(4), batch_size=4), ckpt_path=ckpt, weights_only=False)
-    if folder is not None:
-        trainer.save_checkpoint(folder)
-    return losses.values
-
-
-class Losses(import_module("lightning.pytorch").Callback):  # type: ignore[misc]
+class Losses(Callback):
     """Record the losses of all steps."""
 
     def __init__(self) -> None:
@@ -333,8 +270,25 @@ class Losses(import_module("lightning.pytorch").Callback):  # type: ignore[misc]
         self.values.append(float(outputs["loss"]))
 
 
+def tiny_fit(strategy: MegatronStrategy, folder: Path | None = None, **options: Any) -> list[float]:
+    """Train a small GPT, and return the losses of its steps."""
+    seed_everything(3, verbose=False)
+    module = Language(replace(SMALL, hidden_size=64))
+    ckpt = options.pop("ckpt_path", None)
+    losses = Losses()
+    trainer = Trainer(
+        accelerator="gpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[losses],
+        **{"max_steps": 6, **options},
+    )  # fmt: skip
+    # All epochs have the same single batch, so the position in an epoch does not matter.
+    trainer.fit(module, DataLoader(Tokens(4), batch_size=4), ckpt_path=ckpt, weights_only=False)
+    if folder is not None:
+        trainer.save_checkpoint(folder)
+    return losses.values
+
+
 def test_the_precision_plugin_of_lightning_selects_transformer_engine():
-    plugins = import_module("lightning.pytorch.plugins.precision")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         strategy = MegatronStrategy()
@@ -347,31 +301,28 @@ def test_the_precision_plugin_of_lightning_selects_transformer_engine():
     assert named == explicit
     assert named[-1] < named[0]
     recipe = import_module("transformer_engine.common.recipe").Float8CurrentScaling()
-    plugin = plugins.TransformerEnginePrecision(
+    plugin = import_module("lightning.pytorch.plugins.precision").TransformerEnginePrecision(
         weights_dtype=torch.float32, fallback_compute_dtype=torch.bfloat16, recipe=recipe
     )
     mixed = tiny_fit(MegatronStrategy(), plugins=plugin)
+    explicit = tiny_fit(MegatronStrategy(backend="te", fp8="tensorwise"), precision="bf16-mixed")
+    assert mixed == explicit
     plain = tiny_fit(MegatronStrategy(), precision="bf16-mixed")
-    assert mixed == tiny_fit(
-        MegatronStrategy(backend="te", fp8="tensorwise"), precision="bf16-mixed"
-    )
     assert mixed[:3] == pytest.approx(plain[:3], rel=2e-2)
     assert mixed != plain
 
 
-def test_checkpoints_resume_with_the_other_backend(tmp_path):
-    kinds: dict[str, Any] = {
-        "native": MegatronStrategy,
-        "te": lambda **more: MegatronStrategy(backend="te", **more),
-    }
-    for first, second in (("native", "te"), ("te", "native")):
-        folder = tmp_path / first
-        uninterrupted = tiny_fit(kinds[first](fp8="delayed"), precision="bf16-mixed", max_steps=6)
-        tiny_fit(kinds[first](fp8="delayed"), folder, precision="bf16-mixed", max_steps=3)
-        resumed = tiny_fit(
-            kinds[second](fp8="delayed"), precision="bf16-mixed", max_steps=6, ckpt_path=folder
-        )
-        assert resumed == pytest.approx(uninterrupted[3:], rel=2e-2)
+@pytest.mark.parametrize(("first", "second"), [("native", "te"), ("te", "native")])
+def test_checkpoints_resume_with_the_other_backend(first, second, tmp_path):
+    fit = partial(tiny_fit, precision="bf16-mixed")
+    before, after = (
+        lambda backend=backend: MegatronStrategy(backend=backend, fp8="delayed")
+        for backend in (first, second)
+    )
+    uninterrupted = fit(before())
+    fit(before(), tmp_path / "half", max_steps=3)
+    resumed = fit(after(), ckpt_path=tmp_path / "half")
+    assert resumed == pytest.approx(uninterrupted[3:], rel=2e-2)
 
 
 def test_a_format_that_the_chip_lacks_is_refused():

@@ -55,7 +55,7 @@ class UpdatedSlices:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_captured_kernel_reads_the_numbers_of_each_step(case: Case) -> None:
+def test_a_captured_kernel_reads_the_numbers_of_each_step(case):
     eager, captured = UpdatedSlices(case), UpdatedSlices(case)
     settings = CudaGraphs("full", warmup_steps=2, optimizer=True)
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -84,7 +84,7 @@ FITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_a_fit_with_captured_updates_has_the_bits_of_an_eager_fit(name: str) -> None:
+def test_a_fit_with_captured_updates_has_the_bits_of_an_eager_fit(name):
     clipping, settings_of_fit = FITS[name]
     trainer = {"accelerator": "gpu", **clipping}
     options: dict[str, Any] = {"steps": 12, "data": VARIED, "trainer": trainer, **settings_of_fit}
