@@ -197,6 +197,10 @@ def test_unsupported_prompts_and_options_of_a_generation_are_refused(
         (generation_of(own[0], "--tokenizer nobody"), "tokenizer 'nobody' does not exist"),
         (generation_of(folder, "--beams 2 --sample"), "a beam search cannot sample tokens"),
         (generation_of(folder, "--top-p 0.5"), "--top-p needs --sample"),
+        (generation_of(folder, "--length-penalty 0"), "--length-penalty needs --beams"),
+        (generation_of(folder, "--samples 2"), "--samples 2 needs --sample"),
+        (generation_of(tmp_path), "has neither config.json nor the header of a checkpoint"),
+        ([*file, str(tmp_path / "none")], "the prompts must be a file"),
         ([*generation_of(folder), "--stop", ""], "stop string must have at least one character"),
         ([*file, str(lines)], f"{lines}:2"),
     ):

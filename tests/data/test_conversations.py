@@ -225,6 +225,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, model):
         ({"messages": [QUESTION, turn("assistant", " ")]}, "answer without text"),
         ({"messages": [{"role": "user"}, ANSWER]}, "must have a text"),
         ({"messages": "why"}, "must be a non-empty list"),
+        ({"messages": ["why"]}, "message 1 must be an object with role and content"),
         ({"prompt": "why"}, "either messages or both"),
         ({**good, "tools": "a"}, "tools must be a list"),
         (7, "must hold a JSON object"),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from lightning_megatron.data import token_file
+from lightning_megatron.data.checked_files import check_once
 from lightning_megatron.data.datamodule import TokenDataModule
 from lightning_megatron.data.description import read_description
 from lightning_megatron.data.preprocess import EncodingOptions, preprocess
@@ -228,6 +229,20 @@ def test_checksums_are_compared_once_and_again_when_a_file_changes(sources, tmp_
             each.setup("fit")
     data[4].setup("fit")
     assert len(calls) == 2
+
+
+def test_files_are_checked_by_one_process_if_the_result_cannot_be_stored(
+    sources, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr("lightning_megatron.data.checked_files.SETTLING_NS", 0)
+    (tmp_path / "file").write_text("")
+    calls: list[int] = []
+    for in_charge in (False, True):
+        assert not calls
+        files, results = [Path(f"{sources[0]}.bin")], tmp_path / "file" / "results"
+        check_once(results, files, lambda: calls.append(1), in_charge)
+    assert calls == [1]
+    assert "every run reads the files again" in caplog.text
 
 
 def test_a_description_of_version_1_is_read_without_checksums(sources, tmp_path):

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lightning_megatron.data import samples as samples_module
+from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.datamodule import TokenDataModule
-from lightning_megatron.data.samples import GPTSamples, SampleOptions
+from lightning_megatron.data.samples import GPTSamples, SampleOptions, Samples
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
@@ -82,8 +83,16 @@ def write_text(prefix: Path, texts: list[str]) -> str:
     return str(prefix)
 
 
+class Endless(ByteTokenizer):
+    eod = None
+
+
 def test_the_label_after_an_end_of_document_can_be_ignored(tmp_path):
     prefix = write_text(tmp_path / "c", ["abc", "de"])
+    with TokenFileWriter(tmp_path / "d", tokenizer=Endless()) as writer:
+        writer.add_document(range(30), num_bytes=30)
+    with pytest.raises(UnsupportedError, match="mask_after_eod needs an end-of-document token"):
+        TokenDataModule(str(tmp_path / "d"), seq_length=4, mask_after_eod=True).train_dataloader()
     for masked, label in ((False, 100), (True, -100)):
         data = TokenDataModule(val=prefix, seq_length=6, mask_after_eod=masked)
         [batch] = list(data.val_dataloader())
@@ -147,7 +156,7 @@ def test_corpora_of_other_tokenizers_and_invalid_settings_are_refused(tmp_path):
     )
 
 
-def windows_of(samples: GPTSamples) -> list[list[int]]:
+def windows_of(samples: Samples) -> list[list[int]]:
     return [samples[number].tolist() for number in range(len(samples))]
 
 
@@ -175,7 +184,8 @@ def test_few_tokens_wrong_ids_and_invalid_options_are_refused(tmp_path):
     assert samples[1].tolist() == [4, 5, 6, 7, 8]
     with pytest.raises(CorruptDataError, match=r"of 10 tokens: sample 2 .* holds 8 to 12"):
         samples[2]
-    check_refusals(SampleOptions, [((0,), "seq_length"), ((4, 1, "random"), "order must be")])
+    cases = [((0,), "seq_length"), ((4, 1, "random"), "order must be"), ((4, 2**32), "the seed of")]
+    check_refusals(SampleOptions, cases)
 
 
 def test_the_index_is_cached_under_a_key_with_every_option(tmp_path, monkeypatch, caplog):
@@ -202,3 +212,16 @@ def test_the_index_is_cached_under_a_key_with_every_option(tmp_path, monkeypatch
     assert windows_of(GPTSamples(corpus, options, num_samples=30)) == windows_of(first)
     assert not list(cache.glob("*.lock")), "an existing cache is read without writing"
     assert caplog.text == ""
+
+
+def test_without_a_writable_cache_the_index_stays_in_memory(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    corpora = [(write_documents(tmp_path / f"c{n}", [50], n), None) for n in (0, 99)]
+    blends = []
+    for cache in (str(tmp_path / "cache"), None, str(tmp_path / "file" / "cache")):
+        assert caplog.text == ""
+        blends.append(
+            windows_of(blend_samples(corpora, [1, 2], SampleOptions(8, cache_dir=cache), 9))
+        )
+    assert "is built in memory" in caplog.text
+    assert blends[0] == blends[1] == blends[2]

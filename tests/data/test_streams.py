@@ -361,9 +361,12 @@ def test_unsupported_settings_of_a_stream_are_refused(tmp_path, model):
     few = {"context_windows": 4, "streaming": Streaming(max_conversations=7)}
     with pytest.raises(ParallelPlanError, match=r"at least 2 \* context_windows \(8\)"):
         data_of("chat", path, model, seq_length=248, **few)
+    assert Streaming(max_conversations=8).max_pieces(248, 4) == 8
     empty = write_lines(tmp_path / "empty.jsonl", [{"text": ""}] * 3)
-    with pytest.raises(CorruptDataError, match="document of at least 2 tokens.*3 were read"):
-        data_of("text", empty, model, append_eod=False).training_samples(None)[0]
+    for streaming in (Streaming(7), None):
+        data = data_of("text", empty, model, append_eod=False, streaming=streaming)
+        with pytest.raises(CorruptDataError, match="document of at least 2 tokens.*3 were read"):
+            data.training_samples(None)[0]
 
 
 def test_wrong_states_and_changed_settings_of_a_stream(tmp_path, model):

@@ -110,7 +110,11 @@ def test_damaged_and_missing_files_are_refused_with_the_reason(golden):
             TokenFile(golden)
         path.write_bytes(content)
     bin_path(golden).unlink()
-    for prefix, reason in ((golden, "bin is missing"), (f"{golden}-other", "idx cannot be read")):
+    for prefix, reason in (
+        (golden, "bin is missing"),
+        (f"{golden}-other", "idx cannot be read"),
+        ("a\0", "cannot be read: .*null"),
+    ):
         with pytest.raises(CorruptDataError, match=reason):
             TokenFile(prefix)
 
@@ -138,6 +142,7 @@ def test_a_writer_refuses_invalid_tokens_and_lengths(tmp_path):
         (plain, [1.5], None, "must be whole numbers: document 0 has ids of type float64"),
         (plain, [1, 2], [3, -1], "lengths must not be negative"),
         (plain, [1, 2], [1], "sum to 1"),
+        ({"dtype": "f4"}, [1], None, "tokens of a type in .* float32 was given"),
     ):
         with (
             pytest.raises(CorruptDataError, match=reason),

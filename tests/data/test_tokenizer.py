@@ -14,12 +14,19 @@ from hypothesis import strategies as st
 
 from lightning_megatron.cli.preprocess import main
 from lightning_megatron.data import speeches
+from lightning_megatron.data.installed import locate_installed
 from lightning_megatron.data.sentences import split_sentences
 from lightning_megatron.data.speeches import load_speeches, prepare_speeches
 from lightning_megatron.data.token_file import TokenFile
-from lightning_megatron.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    vocab_size_of,
+)
+from lightning_megatron.errors import CorruptDataError, MissingExtraError, UnsupportedError
 from tests.corpora import GPT2_BPE, MINILM, SPEECHES, need
+from tests.refusals import check_refusals
 
 
 @given(st.text())
@@ -120,6 +127,19 @@ def test_damaged_tokenizer_files_are_refused_by_name(tmp_path):
         (tmp_path / "vocab.txt").write_bytes(lines)
         with pytest.raises(CorruptDataError, match=reason):
             load_tokenizer(tmp_path / "vocab.txt")
+    cases = [
+        (([], "x"), "x has no tokens"),
+        (([0, 10**6], "x"), "x has 2 tokens and the id 1000000"),
+    ]
+    check_refusals(vocab_size_of, cases, CorruptDataError)
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_extra():
+    for package in ("not-installed", "numpy"):
+        with pytest.raises(
+            MissingExtraError, match=rf"x of the package {package} .*megatron\[text"
+        ):
+            locate_installed(package, "x", extra="text")
 
 
 SENTENCES = [

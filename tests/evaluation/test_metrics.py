@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from lightning_megatron import GPT, GPTConfig, ParallelLayout, ParallelMesh
-from lightning_megatron.errors import CorruptDataError, ParallelPlanError
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.evaluation import ClozeAccuracy, WordPerplexity, token_losses, token_scores
 from lightning_megatron.evaluation.lambada import ClozeRows, Passage, read_passages
 from lightning_megatron.evaluation.wikitext import (
@@ -189,6 +189,21 @@ def test_errors_name_a_line_without_a_passage(tmp_path):
     passages = [Passage("abc", "def", "file:7")]
     with pytest.raises(ParallelPlanError, match=r"file:7 has 6 tokens .* window \(5\)"):
         ClozeRows(passages, lambda text: list(text.encode()), window=5)
+    with pytest.raises(CorruptDataError, match="file:7 has a context of 0 tokens"):
+        ClozeRows(passages, lambda text: [] if text == "abc" else [1])
     path.write_bytes(b"good\nb\xffad\n")
     with pytest.raises(CorruptDataError, match=r"bad.jsonl:2 is not UTF-8: .* at byte 1"):
         read_wikitext(path)
+
+
+def test_files_without_text_are_refused(tmp_path):
+    empty, none = tmp_path / "empty.jsonl", tmp_path / "none.jsonl"
+    empty.write_text("\n")
+    for read, missing, reason in (
+        (read_passages, "LAMBADA must be a file of JSON lines", "has no passage"),
+        (read_wikitext, "text to evaluate on must be a file", "has no word in 1 lines"),
+    ):
+        with pytest.raises(UnsupportedError, match=missing):
+            read(none)
+        with pytest.raises(CorruptDataError, match=reason):
+            read(empty)

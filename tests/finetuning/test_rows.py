@@ -15,7 +15,7 @@ import torch
 from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy
 
 from lightning_megatron import GlueDataModule, RaceDataModule, SquadDataModule
-from lightning_megatron.errors import CorruptDataError, ParallelPlanError
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.finetuning.glue import GLUE_TASKS, read_glue
 from lightning_megatron.finetuning.race import race_files, read_race
 from lightning_megatron.finetuning.scores import ClassScores
@@ -128,6 +128,23 @@ def test_malformed_lines_of_glue_are_named_or_counted(tmp_path):
     write_table(tmp_path / "dev.tsv", ["id", "question1", "question2"], [["1", "a", "b"]])
     with pytest.raises(CorruptDataError, match=r"dev.tsv:1 must name .* is_duplicate missing"):
         glue_of(tmp_path).setup("validate")
+
+
+def test_folders_without_data_or_without_a_tokenizer_are_refused(tmp_path):
+    for make, phrase in (
+        (glue_of, "files of the task qqp must exist: .*train.tsv"),
+        (lambda folder: RaceDataModule(str(folder), ""), "folder of RACE must have files"),
+        (
+            lambda folder: PairTokenizer(str(folder)),
+            "local folder with tokenizer.json or vocab.txt",
+        ),
+    ):
+        with pytest.raises(UnsupportedError, match=phrase):
+            make(tmp_path)
+    folder = save_byte_tokenizer(tmp_path / "damaged", is_named=False)
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(CorruptDataError, match="no tokenizer that transformers can read"):
+        PairTokenizer(str(folder))
 
 
 def test_damaged_files_of_race_are_named(tmp_path):

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 from lightning_megatron import GPT, GPTConfig
 from lightning_megatron.errors import ParallelPlanError, SpeedWarning
-from lightning_megatron.generation import fused_pass
+from lightning_megatron.generation import decoding, fused_pass
 from lightning_megatron.generation.fused_pass import reason_against_fused_pass
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import TokenPass, reason_against_replay
@@ -136,6 +136,36 @@ def test_a_failed_capture_is_reported_and_changes_nothing():
         _, token_pass = check_passes(small_gpt("llama"), PROMPTS, RefusingBackend())
     assert not token_pass.is_captured
     assert len([1 for warning in caught if warning.category is SpeedWarning]) == 1
+
+
+class CountingSession:
+    """Session of one row that counts upwards, in passes that are captured from the second on."""
+
+    num_prompts, max_new_tokens = 1, 5
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @property
+    def is_captured(self) -> bool:
+        return "pass 2" in self.events
+
+    def logits(self, tokens: torch.Tensor | None) -> torch.Tensor:
+        self.events.append(f"pass {sum('pass' in event for event in self.events) + 1}")
+        return torch.zeros(1) if tokens is None else tokens
+
+    def broadcast_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+
+def test_a_replay_is_launched_before_the_last_token_is_read(monkeypatch):
+    monkeypatch.setattr(decoding, "_start_read", lambda tokens: tokens.long().tolist)
+    session: Any = CountingSession()
+    sampler: Any = lambda logits: logits + 1  # noqa: E731
+    for (token,) in decoding._chosen_tokens(session, sampler):
+        session.events.append(f"got {token:.0f}")
+    expected = "pass 1, got 1, pass 2, pass 3, got 2, pass 4, got 3, pass 5, got 4, got 5"
+    assert ", ".join(session.events) == expected
 
 
 LIMITS = SimpleNamespace(MAX_PAIRED_WIDTH=64, MAX_SUM_WIDTH=64)

@@ -172,7 +172,9 @@ def test_invalid_prompts_lengths_and_settings_raise():
         ((model, [[1, 53]]), "prompt 0 has 53"),
         ((model, [[1, 2, 3]], GenerationSettings(30)), "at most 29 new tokens"),
     ]
-    check_refusals(generate, cases)
+    check_refusals(generate, [*cases, ((torch.nn.Linear(1, 1), [[1]]), "Linear has 0")])
+    searches = [((model, [[1]], GenerationSettings(1, beams=2)), "knows its first token only")]
+    check_refusals(lambda *given: next(generated_tokens(*given)), searches)
     assert len(generate(model, [[1, 2, 3]], GenerationSettings(29))[0]) == 29
     wrong = {"max_new_tokens": 0, "temperature": 0.0, "top_p": 1.5, "seed": -1}
     settings = [({name: value}, name) for name, value in wrong.items()]

@@ -76,6 +76,8 @@ def test_the_learning_rate_warms_up_and_decays():
         assert factors == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, middle, end, end])
     with pytest.raises(UnsupportedError, match="cosine schedule needs a last step"):
         WarmupSchedule("cosine", 0, None, 0.0)
+    with pytest.raises(UnsupportedError, match="one of cosine, linear, constant: it is 'step'"):
+        WarmupSchedule("step", 0, 10, 0.0)  # type: ignore[arg-type]
 
 
 RATE_SCHEDULE = partial(WSDSchedule, num_steps=8, decay_steps=4, decay="linear", warmup_steps=2)
@@ -115,3 +117,10 @@ def test_invalid_schedules_raise_in_the_constructor():
     for options, message in INVALID:
         with pytest.raises(ParallelPlanError, match=message):
             CausalLM(CONFIG, **options)
+
+
+def test_a_device_mesh_of_another_strategy_is_refused():
+    module = CausalLM(CONFIG)
+    module._device_mesh = object()  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="CausalLM cannot be sharded over a object"):
+        module.configure_model()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.encoder import Encoder, EncoderResult
 from lightning_megatron.models.encoder_config import EncoderConfig
@@ -19,6 +19,8 @@ from lightning_megatron.plan.layout import ParallelLayout
 from tests.models.flash_stand_in import flash_stand_in, padded_on_the_right
 from tests.models.test_settings import in_float64
 from tests.oracles import assert_equal, full_gradients
+from tests.refusals import check_refusals
+from tests.swap.parts import mesh_of
 
 SIZES: dict[str, Any] = {"vocab_size": 53, "num_positions": 20, "num_layers": 4, "hidden_size": 24}
 SIZES |= {"num_heads": 4, "ffn_hidden_size": 32, "padding_id": 1}
@@ -97,6 +99,20 @@ def test_inconsistent_settings_and_layouts_raise():
     ):
         with pytest.raises(ParallelPlanError, match=message):
             config.check_layout(ParallelLayout(max(sizes.values()), **sizes), **options)
+    rows: list[Any] = [
+        ({"valid": VALID, "lengths": torch.tensor(LENGTHS)}, "either valid or lengths"),
+        (
+            {"tokens": ROWS, "lengths": torch.tensor([3, 4])},
+            "each of the 3 rows: its shape is (2,)",
+        ),
+    ]
+    check_refusals(EncoderInput, rows, UnsupportedError)
+
+
+def test_a_first_stage_has_placeholders_of_the_results_of_each_head():
+    for head, name, shape in (("pooler", "pooled", (3, 24)), ("span", "logits", (3, 12, 2))):
+        model = build_encoder(mesh_of(pp=2), head=head)
+        assert getattr(model._placeholders(3, 12, False), name).shape == shape
 
 
 # ---- padding

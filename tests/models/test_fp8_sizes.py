@@ -13,6 +13,7 @@ from lightning_megatron import FP8, MegatronStrategy, ParallelPlanError
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.low_rank import LowRank, LowRankUpdates
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.fp8_layers import _linears, _local_sizes, set_fp8
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
@@ -71,6 +72,17 @@ def test_indivisible_sizes_are_refused_before_processes_start():
         check_fp8_sizes(1, **given)
     with pytest.raises(ParallelPlanError, match=r"'\*.mlp.gate' matches none of .*layers.N.mlp.up"):
         check_fp8_sizes(1, INDIVISIBLE, keep=("*.mlp.gate",))
+    encoder = EncoderConfig(
+        vocab_size=64,
+        num_positions=16,
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        ffn_hidden_size=72,
+    )
+    with pytest.raises(ParallelPlanError, match="layers.0.mlp.up has 72 output"):
+        check_fp8_sizes(1, encoder)
+    check_fp8_sizes(1, encoder, keep=("*.mlp.*",))
     check_fp8_sizes(1, EXPERTS, keep=("*.mlp.shared.*",))
 
 

@@ -12,13 +12,17 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from lightning_megatron import DPO, PreferenceDataModule
-from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron import DPO, ChatDataModule, PreferenceDataModule
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    ParallelPlanError,
+    UnsupportedError,
+)
 from lightning_megatron.models.lora import LoraSettings
 from lightning_megatron.preferences.pair_loss import PairLoss
 from lightning_megatron.preferences.reference import ReferenceLogProbs
 from tests import fits
-from tests.chat_folder import preferences, save_chat_llama, write_lines
+from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
 from tests.data.recorder import StopAfter
 from tests.fits import Job
 from tests.preferences.parts import as_messages, loss_and_rewards, perturbed
@@ -167,6 +171,20 @@ def test_a_trained_model_is_refused_as_reference_unless_adapters_can_be_disabled
     assert all(".lora_" in key for key in names)
     test, train = (module.reference.state()[part]["values"] for part in ("test", "train"))
     torch.testing.assert_close(test, train, rtol=0, atol=1e-10)
+
+
+def test_unsupported_settings_and_data_are_refused(folder):
+    for options, phrase in (
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "must be 0 with loss_type 'ipo'"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "must be below 0.5"),
+        ({"token_weighted": False}, "does not accept token_weighted and bytes_per_token"),
+    ):
+        with pytest.raises(ParallelPlanError, match=phrase):
+            module_of(folder, **options)
+    path = write_lines(folder / "chats.jsonl", conversations(NUM))
+    data = ChatDataModule(path, str(folder / "model"), seq_length=250)
+    with pytest.raises(UnsupportedError, match="module of the Trainer is ChatDataModule"):
+        trainer_of(folder).fit(module_of(folder), data)
 
 
 def test_log_probabilities_of_unknown_pairs_are_nan():

@@ -47,6 +47,8 @@ def test_best_scores_of_a_fit_belong_to_its_best_result(tmp_path):
     assert torch.equal(scores_of_best.scores, torch.full((3, 2), 10.0))
     with pytest.raises(CheckpointMismatchError, match="must have scores of the part 'test'"):
         best_scores(tmp_path, "test", "accuracy")
+    with pytest.raises(CheckpointMismatchError, match="must be one of accuracy: it is 'f1'"):
+        best_scores(tmp_path, "val", "f1")
 
 
 def test_several_seeds_have_a_median_and_an_ensemble(tmp_path, capfd, monkeypatch):
