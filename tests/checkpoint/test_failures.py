@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -75,6 +76,17 @@ def test_the_error_names_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointSaveError, match=r"NotADirectoryError.*file/\.a\.unfinished"):
         save_checkpoint(tmp_path / "file" / "a", entries(), {}, {}, MESH)
+
+
+def test_errors_of_any_kind_are_raised_as_save_errors_but_not_interrupts(tmp_path, monkeypatch):
+    for error, expected in (
+        (ZeroDivisionError("a bug"), CheckpointSaveError),
+        (KeyboardInterrupt("a bug"), KeyboardInterrupt),
+    ):
+        cleaning = Mock(side_effect=error)
+        monkeypatch.setattr("lightning_megatron.checkpoint.directory.clean_unfinished", cleaning)
+        with pytest.raises(expected, match="a bug"):
+            save_checkpoint(tmp_path / "a", entries(), {}, {}, MESH)
 
 
 def test_a_process_that_dies_while_saving_leaves_a_complete_checkpoint(tmp_path):

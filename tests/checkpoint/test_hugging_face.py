@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,4 +48,8 @@ def test_invalid_paths_options_and_checkpoints_are_refused(tmp_path, capsys):
     run_job(Job(strategy={}, steps=1, save=str(tmp_path / "plain.ckpt")))
     with pytest.raises(CheckpointMismatchError, match=r"plain\.ckpt holds none.*consolidate"):
         export_model(tmp_path / "plain.ckpt", out)
+    config = Path(folder, "config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [3]}))
+    with pytest.raises(CheckpointMismatchError, match=r"a list of names.*they are \[3\]"):
+        import_model(folder, out)
     assert not Path(out).exists()

@@ -25,7 +25,7 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.directory import RemoteCheckpointPath
 from lightning_megatron.checkpoint.header import HEADER
 from lightning_megatron.checkpoint.storage import RemoteFolder
-from lightning_megatron.errors import CheckpointSaveError, CorruptDataError
+from lightning_megatron.errors import CheckpointSaveError, CorruptDataError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from tests.checkpoint.pieces import entries, value_in
 
@@ -127,3 +127,8 @@ def test_a_writer_saves_in_the_background_and_removes_remote_checkpoints(memory)
     assert list_checkpoints(ROOT) == [f"{ROOT}/b"]
     writer.remove(f"{ROOT}/b")
     assert file_names(memory) == []
+
+
+def test_a_url_of_an_unknown_protocol_is_refused():
+    with pytest.raises(UnsupportedError, match="nosuch://run.*Protocol not known"):
+        list_checkpoints("nosuch://run")

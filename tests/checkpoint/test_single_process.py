@@ -134,7 +134,13 @@ def test_hyperparameters_of_other_types_are_refused(tmp_path):
         group["hyperparameters"] = {**known, **changes}
         load_optimizer(tmp_path / "c", 0, run.optimizer, run.main, MESH, metadata)
 
-    for key, value in (("lr", True), ("lr", [0.1]), ("maximize", 7), ("momentum", "0.9")):
+    for key, value in (
+        ("lr", True),
+        ("lr", [0.1]),
+        ("lr", torch.tensor(0.1)),
+        ("maximize", 7),
+        ("momentum", "0.9"),
+    ):
         message = f"'{key}' of group 0 of optimizer 0 is .*{type(value).__name__}"
         with pytest.raises(CheckpointMismatchError, match=message):
             load({key: value})
@@ -157,6 +163,8 @@ def test_names_that_do_not_fit_are_listed(tmp_path):
     many = {f"layer.{index:02}": entry_of(torch.ones(1)) for index in range(25)}
     with pytest.raises(CheckpointMismatchError, match=r"layer\.09 and 15 more"):
         load_tensors(tmp_path / "c", many, MESH)
+    with pytest.raises(CheckpointMismatchError, match="absent are not in"):
+        read_full(tmp_path / "c", ["absent"])
 
 
 def test_another_format_and_a_damaged_header_are_refused(tmp_path):

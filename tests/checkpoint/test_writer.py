@@ -22,7 +22,7 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.entries import assign_writers, boxes_to_write
 from lightning_megatron.checkpoint.save import CollectiveSave
-from lightning_megatron.checkpoint.staging import HostCopies
+from lightning_megatron.checkpoint.staging import HostCopies, choose_fitting
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import replicated_spec
@@ -120,6 +120,13 @@ def test_removal_waits_for_the_pending_save(tmp_path, writer, gate):
     gate.set()
     writer.wait()
     assert names_in(tmp_path) == ["new"]
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    writer.remove(tmp_path / "link")
+    assert names_in(tmp_path) == ["new"], "only the link is removed"
+
+
+def test_tensors_that_fit_into_spare_memory_are_chosen_in_order():
+    assert choose_fitting([5, 3, 4, 1, 1], 9) == [True, True, False, True, False]
 
 
 def test_a_checkpoint_stays_when_the_save_of_its_replacement_fails(
