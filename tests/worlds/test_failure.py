@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -63,10 +64,14 @@ def processes_with(argument: str) -> list[str]:
     return found
 
 
+#: Launchers and the signals that end them: a kill, and Ctrl-C.
+ENDS = [("own", "SIGKILL"), ("own", "SIGINT")]
+
+
 @ON_LINUX
-@pytest.mark.parametrize("launcher", chosen(["own", "torchrun"], "own"))
-def test_launched_ranks_end_after_the_process_that_launched_them(launcher, tmp_path):
-    marker = f"marker-{launcher}-{os.getpid()}"
+@pytest.mark.parametrize(("launcher", "number"), chosen([*ENDS, ("torchrun", "SIGKILL")], *ENDS))
+def test_launched_ranks_end_after_the_process_that_launched_them(launcher, number, tmp_path):
+    marker = f"marker-{launcher}-{number}-{os.getpid()}"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with subprocess.Popen(
         [
@@ -82,7 +87,7 @@ def test_launched_ranks_end_after_the_process_that_launched_them(launcher, tmp_p
         for _ in range(2 if launcher == "torchrun" else 1):
             while "waits forever" not in process.stderr.readline():
                 assert process.poll() is None
-        process.kill()
+        process.send_signal(getattr(signal, number))
         process.wait()
         wait_until(lambda: not processes_with(marker), "the end of all processes")
     assert not list(tmp_path.glob("lightning_megatron*"))
