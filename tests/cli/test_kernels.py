@@ -59,11 +59,15 @@ def test_show_prints_the_kernels_chosen_for_a_shape_and_the_reasons(printed, ref
     shown = [" ".join(line.split()) for line in text.splitlines()]
     assert shown[0] == "32768 rows in 32 groups (1024 each), n 1536, k 2048"
     assert "forward_pingpong_128x192_1x2 along M: 1536 columns fill multiples of 384" in shown
+    text = printed("kernels show --rows 32768 --groups 32 --n 1528 --k 2048")
+    assert "SwiGLU apart" in text
+    assert "1528 rows of a weight are not a multiple of 16" in text
     assert "--n and --k describe one shape: some" in refused("kernels show --rows 5")
 
 
 def test_build_without_nvcc_and_check_without_library_are_refused(kit, refused):
     assert "nvcc is not in /nowhere/bin" in refused("kernels build --cuda-home /nowhere")
+    assert "must be a whole number of at least 1: it is '0'" in refused("kernels build --jobs 0")
     message = refused(f"kernels check --cache {kit.folder / 'cache'}")
     assert "Build one: lightning-megatron kernels build" in message
 

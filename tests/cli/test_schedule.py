@@ -116,6 +116,7 @@ def test_a_custom_schedule_is_written_and_read_and_checked_after_an_edit(tmp_pat
     path = tmp_path / "mine.csv"
     assert shown(f"--name zb-v {SIZES} --csv {path}").endswith(f"\nactions: {path}\n")
     assert read_schedule(path).rows == build_schedule("zb-v", 4, 8, 2).rows
+    assert "2 chunks in a V\n" in shown(f"--name {path} --pp 4")
     rows = rows_of(shown(f"--compare --name {path} --chunks 4"))
     assert rows[str(path)][1:] == rows["zb-v"][1:]
     assert "--pp must be that of the file: it is 2," in refused(f"schedule --name {path} --pp 2")
@@ -154,6 +155,7 @@ LISTS = "forward: [1, 1]\ninput_half: [1, 1]\nweight_half: [1, 1]\n"
 INVALID_COSTS = {
     LISTS + "backward: [1, 1]\n": "costs has no setting 'backward'. Its settings are forward,",
     LISTS.replace("1]", "1.5]"): "forward[1] must be a whole number of at least 1",
+    LISTS.replace("1]", "'1']"): "forward[1] must be a whole number of at least 1: it is '1'",
     LISTS + "kept: [1]\n": "kept must have a size for every virtual stage: it has 1",
     LISTS + "weight_half_share: 1.5\n": "weight_half_share must be a finite number of at least 0",
     LISTS.replace("[1, 1]", "[1]", 1): "the lengths of the lists are {'forward': 1,",

@@ -45,9 +45,17 @@ def test_linear_sizes_equal_those_of_the_built_layers():
             assert actual == expected
 
 
-def check_fp8_sizes(tp: int, config: Any = None, model: Any = None, **settings: Any) -> None:
+class Configures(LightningModule):
+    """Module that may build its model in ``configure_model``."""
+
+    def configure_model(self) -> None: ...
+
+
+def check_fp8_sizes(
+    tp: int, config: Any = None, model: Any = None, kind: Any = LightningModule, **settings: Any
+) -> None:
     """Check a module whose constructor keeps a configuration, or builds a model."""
-    module = LightningModule()
+    module = kind()
     if config is not None:
         module.config = config
     if model is not None:
@@ -84,6 +92,7 @@ def test_indivisible_sizes_are_refused_before_processes_start():
         check_fp8_sizes(1, encoder)
     check_fp8_sizes(1, encoder, keep=("*.mlp.*",))
     check_fp8_sizes(1, EXPERTS, keep=("*.mlp.shared.*",))
+    check_fp8_sizes(2, model=GPT(INDIVISIBLE, seed=1), kind=Configures)
 
 
 def test_lora_factors_are_not_counted_as_layers():

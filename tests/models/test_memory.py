@@ -181,7 +181,9 @@ def test_memory_in_8_bits_with_recomputation_and_excluded_layers_equals_the_esti
         check_change(EIGHT_BITS[kind], FP8(emulate=True, first_bf16=1, keep=("*.mlp.*",)))
 
 
-@pytest.mark.parametrize(("kind", "recipe"), [("gpt2", "delayed"), ("llama", "blockwise")])
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("gpt2", "delayed"), ("llama", "rowwise"), ("llama", "blockwise")]
+)
 def test_the_estimate_counts_casts_of_weights_and_histories(kind, recipe):
     config, history = EIGHT_BITS[kind], {"history": 5} if recipe == "delayed" else {}
     settings = FP8(recipe, emulate=True, last_bf16=1, **history)

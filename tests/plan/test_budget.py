@@ -229,6 +229,7 @@ def test_invalid_training_shapes_are_refused():
         estimate_memory,
         [
             ((GPT2, layout(), replace(STEP, seq_length=0)), "seq_length must be"),
+            ((GPT2, layout(), replace(STEP, zero=2)), "zero must be 0 or 1: it is 2"),
             ((LLAMA, layout(pp=2, vpp=2), replace(STEP, schedule="zb-v")), "Use shape='v' for"),
             ((LLAMA, layout(tp=2), odd), "Use a seq_length of 1002"),
             ((replace(GPT2, num_layers=1), layout(pp=2), STEP), "at least one layer"),

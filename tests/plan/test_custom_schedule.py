@@ -109,6 +109,8 @@ def test_illegal_rows_are_refused_with_the_reason():
     check_refusals(lambda *given: custom_schedule(last_first, *given), sizes)
     forwards = custom_schedule(lambda *_: [F1, F0], 2, 2, forward_only=True)
     assert simulate(forwards).length == 3
+    with pytest.raises(ParallelPlanError, match="A stage without backwards runs each microbatch"):
+        custom_schedule(lambda *_: [F0, F1, B1, B0], 2, 2, forward_only=True)
 
 
 def test_a_deadlock_names_the_stages_that_wait_for_each_other():

@@ -5,9 +5,11 @@ from __future__ import annotations
 from lightning_megatron.plan.grouped_gemm import (
     VARIANTS,
     Pass,
+    VariantChoice,
     choose_variant,
     pass_of,
     reason_against_fusion,
+    workspace_bytes,
 )
 from tests.refusals import check_refusals
 
@@ -45,6 +47,7 @@ def test_measured_shapes_get_their_fastest_variants():
 def test_swiglu_is_not_fused_where_a_separate_product_has_a_faster_variant():
     assert reason_against_fusion(1536, 2048) is None
     assert "the reduction over 7168 is at least 6144" in str(reason_against_fusion(4096, 7168))
+    assert "over 4096 is at least 4096, and" in str(reason_against_fusion(1024, 4096))
     assert "520 rows of a weight are not a multiple of 16" in str(reason_against_fusion(520, 2048))
 
 
@@ -70,6 +73,17 @@ def test_walks_through_tiles_follow_the_sizes():
     for which in (Pass.FORWARD, Pass.FORWARD_SWIGLU):
         assert choose_variant(which, *tall).band == 16
         assert choose_variant(which, 32768, 32, 1536, 2048).band == 0
+
+
+def test_a_variant_can_be_requested_and_has_a_reason():
+    name = f"forward_{C}"
+    assert choose_variant(Pass.FORWARD, 1000, 8, 384, 384).variant != name
+    asked_for = choose_variant(Pass.FORWARD, 1000, 8, 384, 384, variant=name)
+    assert asked_for == VariantChoice(name, along_n=False, band=0, reason="it was asked for")
+
+
+def test_the_workspace_of_many_groups_is_small():
+    assert 256 * 132 < workspace_bytes(256, 132) < 200_000
 
 
 def test_sizes_and_variants_that_the_kernels_do_not_support_are_refused():

@@ -59,6 +59,7 @@ def test_invalid_layouts_are_refused_with_the_rule_and_valid_sizes():
             ({"world_size": 0}, "world_size must be a whole number of at least 1: it is 0."),
             ({"world_size": 16, "tp": 3}, "Use tp of 1, 2, 4, 8 or 16, or a multiple of 3 ranks"),
             ({"world_size": 16, "tp": 4, "pp": 8}, "Use tp of 1 or 2, or pp of 1, 2 or 4, or a"),
+            ({"world_size": 16, "tp": 3, "pp": 5}, "Use sizes whose product is 1, 2, 4, 8 or 16"),
             ({"world_size": 8, "tp": 2, "ep": 8}, "Use etp of 1, or ep of 1, 2 or 4, or a"),
             ({"world_size": 16, "order": "tp-tp-dp"}, "names tp 2 times, so its place is ambig"),
             ({"world_size": 16, "order": "tp-dq"}, "'tp-dq' names 'dq'"),

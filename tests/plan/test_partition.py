@@ -107,6 +107,8 @@ def test_stage_layers_that_do_not_fit_the_model_are_refused():
         lambda *sizes: GPTConfig.llama().check_layout(layout(*sizes)),
         [
             ((4, 1, [8, 8, 16]), "and pp x vpp is 4 x 1 = 4. Name 4."),
+            ((2, 1, [8, 8, 8, 8]), "Name 2, or use vpp=2."),
+            ((2, 1, "t)|t"), "must open every bracket that it closes: 't)|t' has ')'"),
             ((4, 1, [8, 0, 16, 8]), "every virtual stage except the first and the last"),
             ((2, 1, [0, 0]), "and at least one layer"),
             ((4, 1, [8, 8, 8, 9]), "Use numbers with the sum 32, such as [8, 9, 9, 6]."),

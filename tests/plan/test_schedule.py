@@ -224,10 +224,12 @@ def test_schedules_that_cannot_run_are_refused_with_the_rule_and_a_remedy():
         [
             (((1, 1), (1,), (1, 1)), "{'forward': 2, 'input_half': 1, "),
             (((1, 1), (1, 0), (1, 1)), "each time of input_half must be a whole number"),
+            (((1,), (1,), (1,), -1), "transfer must not be negative: it is -1"),
         ],
     )
     costs = StageCosts((1, 1), (1, 1), (1, 1))
     check_refusals(simulate, [((build_schedule("zb-v", 2, 4, 2), costs), "Use 4 times")])
+    check_refusals(costs.merged, [((3,), "Use 3 times in each list, or a multiple of 3.")])
 
 
 def test_a_schedule_is_drawn_as_text():

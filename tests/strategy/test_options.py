@@ -55,6 +55,7 @@ INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"pp": 2, "stage_layers": [1, 2, 3]}, ParallelPlanError, "it names 3 of them"),
     ({"pp": 2, "stage_layers": "Et|t,m|L"}, UnsupportedError, "'m' at position 6"),
     ({"pp": 2, "vpp": 2, "schedule": "zb-h2"}, ParallelPlanError, "must be 'interleaved'"),
+    ({"pp": 2, "vpp": 4, "schedule": "auto", "microbatch_group_size": 4}, ParallelPlanError, r"\(4\) must be None with schedule='auto'"),
     ({"schedule": "no/such.csv"}, ParallelPlanError, "no/such.csv cannot be read"),
     ({"pp": 2, "schedule": print, "microbatch_group_size": 2}, ParallelPlanError, "must be None with a custom schedule .print."),
     *(({"microbatch_size": size}, ParallelPlanError, "at least 1, batch or None") for size in (True, 1.5, "all")),

@@ -33,8 +33,8 @@ ENCODER = SIZES | {"num_positions": 16, "ffn_hidden_size": 16}
 ROWS = torch.randint(32, (12, 9), generator=torch.Generator().manual_seed(1))
 
 
-def decoder() -> GPT:
-    return GPT(GPTConfig.llama(**SIZES, max_seq_length=16))
+def decoder(**changes: Any) -> GPT:
+    return GPT(GPTConfig.llama(**SIZES, max_seq_length=16, **changes))
 
 
 def encoder(part: nn.Module) -> Encoder:
@@ -113,19 +113,20 @@ def test_modules_that_cannot_be_split_by_positions_are_refused_before_a_launch(
         assert message in str(caught.value)
         assert "cp (2)" in str(caught.value)
         assert "se cp=1" in str(caught.value), "the remedy"
-    for changes, options, message in (
-        (
-            {"attention_dropout": 0.1, "head": "pretraining"},
-            {"cp": 2, "cp_transport": "ring"},
-            "cannot be used with attention dropout",
-        ),
-        (
-            {"head": "masked_lm"},
-            {"cp": 2, "tp": 4},
-            r"attention_heads \(2\) must be a multiple of tp",
-        ),
+    ring, dropout = {"cp": 2, "cp_transport": "ring"}, {"attention_dropout": 0.1}
+    without_ring = "cannot be used with attention dropout"
+    heads = r"attention_heads \(2\) must be a multiple of tp"
+    cut_heads = {"cp": 2, "tp": 4}
+
+    def bert(**changes: Any) -> BERTPretraining:
+        return BERTPretraining(EncoderConfig(**ENCODER | changes))
+
+    for module, options, message in (
+        (bert(head="pretraining", **dropout), ring, without_ring),
+        (bert(head="masked_lm"), cut_heads, heads),
+        (Regress(partial(decoder, **dropout)), ring, without_ring),
+        (Regress(decoder), cut_heads, heads),
     ):
-        module = BERTPretraining(EncoderConfig(**ENCODER | changes))
         with pytest.raises((ParallelPlanError, UnsupportedError), match=message):
             trainer_of(Job(strategy=options), 8).fit(module, DataLoader(ROWS))
 
