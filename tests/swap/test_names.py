@@ -84,6 +84,8 @@ REFUSED: tuple[Callable[[Any], object], ...] = (
     lambda model: model.resize_token_embeddings(V + 8),
     lambda model: model.set_input_embeddings(nn.Embedding(V, 48)),
     lambda model: model.push_to_hub("somewhere"),
+    lambda model: model.model.compile(),
+    lambda model: model.model.layers.compile(),
 )
 
 

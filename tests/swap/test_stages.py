@@ -15,7 +15,7 @@ from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.models.step_plan import StepPlan
 from lightning_megatron.swap import parallelize
-from tests.swap.families import transformers
+from tests.swap.families import transformers, twin_of
 from tests.swap.parts import mesh_of
 
 
@@ -123,6 +123,12 @@ def test_hugging_face_models_declare_their_blocks_and_refuse_unsupported_calls()
     for options in ({"output_hidden_states": True}, {"use_cache": True}):
         with pytest.raises(UnsupportedError, match="set by the call, cannot be used with pp above"):
             model(tokens, **options)
+    calls: list[dict[str, Any]] = []
+    model.register_forward_pre_hook(lambda *given: calls.append(given[2]), with_kwargs=True)
+    with pytest.raises(UnsupportedError, match="outside of steps"):
+        model(tokens, position_ids=torch.tensor([[0, 1, 0]]))
+    # Without a cache and a mask, the model would separate sequences by their positions.
+    assert (calls[0]["use_cache"], calls[0]["attention_mask"].tolist()) == (False, [[1, 1, 1]])
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
     own_stages = refusal(llama, {"model.model.layers": "blocks"}, ParallelPlanError)
     assert "with its own stages" in own_stages
@@ -130,3 +136,11 @@ def test_hugging_face_models_declare_their_blocks_and_refuse_unsupported_calls()
     assert "the configuration of Olmo2" in refusal(
         transformers.Olmo2ForCausalLM(config), None, UnsupportedError
     )
+
+
+def test_blocks_are_compiled_on_their_own_stage():
+    model = twin_of("llama", num_hidden_layers=2)
+    parallelize(nn.ModuleDict({"model": model}), mesh_of(pp=2))
+    for block in model.model.layers:
+        block.compile(backend="eager")
+    assert [layer._compiled_call_impl is None for layer in model.body.layers.values()] == [False]

@@ -95,7 +95,12 @@ class ModuleStub(nn.Module):
         Raises:
             UnsupportedError: If no single layer computes it.
         """
-        parts = vars(self).get(_COUNTERPARTS, ())
+        # The list of the layers is a counterpart, too, if this stage has one layer; it never runs.
+        parts = [
+            part
+            for part in vars(self).get(_COUNTERPARTS, ())
+            if not isinstance(part, nn.ModuleDict | nn.ModuleList)
+        ]
         if parts:
             parts[0].compile(*args, **kwargs)
         elif not self._is_on_other_stage:
