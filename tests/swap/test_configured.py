@@ -221,6 +221,15 @@ def test_a_model_that_the_plan_keeps_gets_its_values(is_pretrained, tmp_path):
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in actual.items())
 
 
+def test_a_body_taken_out_of_its_model_has_the_values_of_the_folder(tmp_path):
+    saved_folder("mixtral", tmp_path)
+    plain, body = changed_with_and_without_weights(tmp_path, lambda model: model.model)
+    parallelized(body)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(body.get_parameter(name), parameter), name
+    assert_equal(body(TOKENS).last_hidden_state, plain(TOKENS).last_hidden_state, "states", 1e-5)
+
+
 def test_models_that_keep_their_own_code_keep_a_loaded_state_dict(tmp_path):
     # A model that its table refuses.
     positions = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}

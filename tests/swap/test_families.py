@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_megatron.families import Family, family_of
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.swap import build_on_meta, parallelize
 from lightning_megatron.swap.hugging_face.class_tensors import (
     ClassTensors,
@@ -336,6 +338,18 @@ def test_expert_biases_stay_in_float32_beside_bfloat16_weights(tmp_path):
     assert all(torch.equal(full[name], bias) for name, bias in biases.items())
 
 
+def test_a_gpt_built_before_parallelize_keeps_its_expert_biases():
+    experts = ExpertsConfig(
+        num_experts=4, top_k=2, ffn_hidden_size=8, scoring="sigmoid", expert_bias=True
+    )
+    source: Any = GPT(replace(our_config_of("llama", num_hidden_layers=1), experts=experts), seed=1)
+    bias = source.layers["0"].mlp.router.expert_bias.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
+    root: Any = nn.ModuleDict({"model": source})
+    parallelize(root, ParallelMesh.single())
+    assert root["model"] is not source
+    assert torch.equal(root["model"].layers["0"].mlp.router.expert_bias, bias)
+
+
 def test_state_dicts_for_other_strategies_have_the_tensors_of_the_class():
     # Shares of the step, which routers with a balancing loss of a step count, are left out.
     twin = twin_of("mixtral", expert_settings={"aux_loss": 0.1, "aux_loss_scope": "global"})
@@ -348,6 +362,19 @@ def test_state_dicts_for_other_strategies_have_the_tensors_of_the_class():
     theirs = to_class_names(ClassTensors.from_checkpoint(models), ours)
     assert_same(theirs, expected, "of the class")
     assert to_package_names(root, theirs).keys() == ours.keys()
+
+
+def test_bert_without_pooler_is_replaced_and_exported_without_pooler(tmp_path):
+    config, options = transformers.BertConfig(**ENCODERS["bert"][1]), {"add_pooling_layer": False}
+    twin = transformers.BertModel(config, **options).eval()
+    root: Any = nn.ModuleDict({"model": deepcopy(twin)})
+    parallelize(root, ParallelMesh.single())
+    (hidden,) = root["model"](TOKENS, return_dict=False)
+    assert torch.allclose(hidden, twin(TOKENS)[0], atol=1e-5)
+    family, tensors = family_of("BertModel"), full_tensors(root["model"]).items()
+    export_folder(tensors, family, config.to_dict(), tmp_path, has_class_names=True)
+    reloaded = transformers.BertModel.from_pretrained(tmp_path, **options)
+    assert_same(reloaded.state_dict(), twin.state_dict(), "reloaded")
 
 
 # ---- optimizer states of the class

@@ -35,6 +35,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": None}}, "high_freq_factor .* None"),
     ("llama", {"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor must be left out: it is 2.0"),
     ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one mapping for all layers"),
+    ("llama", {"rope_parameters": 3}, "must be a mapping or None, .*: it is 3"),
+    ("llama", {"model_type": "unknown", "note": 1}, "note of a Llama configuration must be None or False: it is 1"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0: it is 0.5"),
     ("llama", {"rope_interleaved": True}, "rope_interleaved of a Llama configuration .*True"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config .*bits"),
@@ -48,6 +50,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention .*True"),
     ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop must equal resid_pdrop: they are 0.2 and 0.1"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention .*True"),
+    ("gemma", {"hidden_activation": "silu"}, "hidden_activation .*'silu'"),
     ("gemma3", {"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention must be of rope_type default"),
     ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "a mapping for full_attention and for sliding_attention"),
     ("gemma3", {"attn_logit_softcapping": 1.5}, "attn_logit_softcapping .*1.5"),
@@ -78,6 +81,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq of a DeepSeek-V3 .*2"),
     ("deepseek_v3", {"n_group": 4}, "num_groups .* must be 1, 2 or 3"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method of a DeepSeek-V2 .*'noaux_tc'"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "topk_group": None}, "topk_group of a DeepSeek-V2 .* None"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob of a DeepSeek-V2 .* True"),
     ("bert", {"is_decoder": True}, "is_decoder of a BERT configuration must be False"),
     ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type of a BERT"),
@@ -96,6 +100,8 @@ def test_unsupported_settings_are_refused_by_name():
     for config in (None, [], "x", 3, {1: 2}, {None: 1}):
         with pytest.raises(CheckpointMismatchError, match="must be a mapping of fields"):
             family_of("llama").config(config)
+    with pytest.raises(UnsupportedError, match=r"'opt' is not.*llama \(LlamaForCausalLM\)"):
+        family_of("opt")
 
 
 def test_all_fields_of_hugging_face_are_known_and_have_its_defaults():

@@ -24,6 +24,7 @@ from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.cli import convert as cli_convert
 from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.swap import build_on_meta
 from lightning_megatron.swap.weights.safetensors_folder import (
     DTYPES,
     INDEX,
@@ -31,7 +32,7 @@ from lightning_megatron.swap.weights.safetensors_folder import (
     SafetensorsFolder,
 )
 from tests.data.test_damaged_files import Gadget
-from tests.swap.families import twin_of
+from tests.swap.families import transformers, twin_of
 
 safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -138,6 +139,8 @@ def test_several_files_are_read_as_one_and_missing_ones_are_named(tmp_path):
         SafetensorsFolder("meta-llama/Llama-3.1-8B")
     index = save_indexed_files(tmp_path)
     assert not check_folder(tmp_path, "indexed")
+    with pytest.raises(CheckpointMismatchError, match="must have a config.json"):
+        _ = SafetensorsFolder(tmp_path).config
     with pytest.raises(CheckpointMismatchError, match="has no 'absent'. It has 'half'"):
         SafetensorsFolder(tmp_path).read("absent")
     content = json.loads(index.read_text())
@@ -243,6 +246,19 @@ def test_edited_headers_indexes_and_bytes_are_refused_or_give_the_saved_tensors(
     assert num_refused > 60
 
 
+def test_weights_must_be_floating_point_numbers_of_one_type_of_a_width(tmp_path):
+    for tensors, phrase in (
+        ({"a": torch.ones(2, dtype=torch.int32)}, "'a' of .* is torch.int32"),
+        (
+            {"a": torch.ones(2).bfloat16(), "b": torch.ones(2).half()},
+            "'a' of .*, and 'b' torch.float16",
+        ),
+    ):
+        save_single_file(tmp_path, tensors)
+        with pytest.raises(CorruptDataError, match=phrase):
+            opened(tmp_path)
+
+
 MALFORMED_INDEXES = (
     "", "{", "[]", "null", '{"weight_map": {}}', "{}", '{"weight_map": {"a": NaN}}', "[" * 100_000, '{"weight_map": 3}',
     '{"weight_map": ' + '{"a": ' * 50 + '"x"' + "}" * 51, '{"weight_map": {"a": "\\ud800.safetensors"}}',
@@ -323,6 +339,12 @@ def test_configuration_files_must_be_strict_json_of_limited_size_and_depth(tmp_p
         with pytest.raises(CorruptDataError, match=r"model/config\.json"):
             import_model(folder, tmp_path / f"out{number}")
         assert not (tmp_path / f"out{number}").exists()
+    save_llama(folder, intermediate_size=-3)
+    with (
+        pytest.raises(CheckpointMismatchError, match=r"model/config\.json: intermediate_size"),
+        build_on_meta(),
+    ):
+        transformers.LlamaForCausalLM.from_pretrained(folder)
 
 
 # ---- code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import nullcontext
+from copy import copy
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.families import family_of
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.hugging_face.packed_rows import PackedRow, span_of
 from tests.oracles import assert_equal, float32_as_float64
 from tests.swap.families import CASES, EXPERTS, WITH_SLOPES, V, config_of, exact_twin, twin_of
 from tests.swap.parts import (
@@ -125,6 +127,40 @@ def test_slopes_over_padding_between_tokens_match_hugging_face(case):
     ignored = mask * F.pad(mask, (1, 0), value=1)[:, :-1] == 0
     call |= {"attention_mask": mask, "labels": call["labels"].masked_fill(ignored, -100)}
     check_call(swapped(exact_twin(case)), MESH, call, expected_of(exact_twin(case), call), case)
+
+
+def test_padding_uses_a_mask_only_where_lengths_do_not_suffice():
+    mask, scattered = torch.tensor([[1, 1, 1, 0], [1] * 4]), torch.tensor([[1, 0, 1, 0], [1] * 4])
+    labels, gaps = torch.tensor([[5, 6, -100, -100], [1, 2, 3, -100]]), torch.arange(4)[None] * 2
+    plain, shape = PackedRow(), mask.shape
+    assert span_of(mask, None, plain, shape, labels) is span_of(mask, None, plain, shape) is None
+    left = span_of(mask.flip(1), None, plain, shape, labels.flip(1))
+    assert left is not None
+    assert (left.mask, left.lengths.tolist()) == (None, [[1, 3], [0, 4]])
+    span = span_of(scattered, None, plain, shape)
+    assert span is not None
+    assert span.lengths is None
+    assert torch.equal(span.mask, scattered.bool()[:, None, None])
+    span = span_of(None, gaps, PackedRow(by_positions="minimum"), gaps.shape)
+    assert span is not None
+    assert span.lengths is None, "the positions begin no further sequence"
+    with pytest.raises(UnsupportedError, match="either attention_mask or cu_seq_lens_q: both"):
+        span_of(mask, None, PackedRow(torch.tensor([0, 2, 4])), shape)
+
+
+def test_outputs_are_read_by_position_and_copied_and_lose_their_logits_in_the_backward_pass():
+    model, call = swapped(exact_twin("llama")), inputs()["whole"]
+    output, late = model(**call), model(**call)
+    loss, logits = output.to_tuple()[:2]
+    assert output[0] is loss
+    assert output[1] is logits is output.logits
+    assert all(a is b for a, b in zip(output[:2], output.values(), strict=False))
+    copied = copy(output)
+    assert type(copied).__module__.startswith("transformers")
+    assert copied.logits is logits
+    late.loss.backward()
+    with pytest.raises(RuntimeError, match="before the backward pass of the loss"):
+        _ = late.logits
 
 
 # ---- experts

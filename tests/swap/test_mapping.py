@@ -56,6 +56,10 @@ def test_split_restores_the_joined_tensors():
         back = tensor.split(full_of(tensor, TensorsInMemory(theirs)))
         assert back.keys() == theirs.keys()
         assert all(torch.equal(back[name], theirs[name]) for name in theirs)
+    with pytest.raises(ValueError, match="w has 24, its sources have 20"):
+        TensorMap("w", (24, 10), (Source("a", 20),))
+    with pytest.raises(ValueError, match=r"w must have shape \(24, 10\): \(10, 24\)"):
+        MAPS["whole"].split(torch.zeros(10, 24))
 
 
 def test_rows_by_heads_become_all_query_then_key_then_value_rows():

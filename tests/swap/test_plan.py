@@ -111,6 +111,8 @@ def test_plans_that_cannot_be_honoured_are_refused_and_change_nothing():
     # One tensor rank swaps nothing but still checks the plan.
     refuse(Classifier(), mesh_of(), {"embeding": "vocab"}, "'embeding'")
     assert kinds_of(Classifier(), CLASSIFIER_PLAN, tp=1) == {}
+    absent = changed(mlp(), lambda m: m.register_module("absent", None))
+    assert kinds_of(absent, {"0": "column_gather"}) == {"0": "column_gather"}
 
 
 class WholeModel(Classifier):
