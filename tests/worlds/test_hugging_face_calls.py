@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_megatron import GPT, GPTConfig, ReplicaMismatchError, UnsupportedError
 from lightning_megatron.models.stage import StageCursor
@@ -62,6 +63,34 @@ class Call(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Preference(Call):
+    """Prefer chosen answers to rejected answers of another length, as DPO does."""
+
+    def log_probability(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[:, :-1]
+        return logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).sum((1, 2))
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        chosen, rejected = self.log_probability(tokens), self.log_probability(tokens[:, :4].flip(1))
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+class Contrast(Call):
+    """Compare the outputs of an encoder for two texts."""
+
+    model_class = "BertModel"
+    extra = {
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "intermediate_size": 24,
+    }
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        first, second = self.model(input_ids=tokens), self.model(input_ids=tokens[:, :3])
+        mean = first.last_hidden_state.mean(1) * second.last_hidden_state[:, 0]
+        return (first.pooler_output - second.pooler_output + mean).pow(2).mean()
+
+
 class InALoop(Call):
     """Sum the losses of three calls."""
 
@@ -93,6 +122,15 @@ class Checkpointed(Positions):
         super().configure_model()
         self.model.gradient_checkpointing_enable()
         self.model.train()
+
+
+class Compiled(Call):
+    """Compile every block; blocks of other stages are compiled there."""
+
+    def on_fit_start(self) -> None:
+        torch.compiler.reset()
+        for block in self.model.model.layers:
+            block.compile(backend="aot_eager")
 
 
 class Pictures(Call):
@@ -130,6 +168,18 @@ class Smoothed(Call):
         smoother = transformers.trainer_pt_utils.LabelSmoother(0.1)
         smoothed = smoother(output, tokens, shift_labels=True)
         return smoothed + {**output}["logits"].square().mean() + logits.abs().mean() + loss
+
+
+class Returned(Call):
+    """Return the output of the model from the step."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        output = self.model(input_ids=batch, labels=batch)
+        self.log("loss", output.loss)
+        return output
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.log("squares", outputs["logits"].detach().square().mean())
 
 
 class Kept(Call):
@@ -244,8 +294,9 @@ class Dropped(InALoop):
 #: What a call does matters in stages; tp changes the tokens of a call, and its outputs.
 IN_STAGES = (
     InALoop, Positions, Checkpointed, Pictures, Smoothed, Kept, Taught, OwnTaught, PerLayer, SharedKeys,
+    Preference, Contrast, Compiled, Returned,
 )  # fmt: skip
-UNDER_TP = (Smoothed, Kept, Positions, Pictures, PerLayer, Prompted)
+UNDER_TP = (Smoothed, Returned, Kept, Positions, Pictures, PerLayer, Prompted)
 FITS: list[tuple[type[Call], str]] = [(kind, "pp2") for kind in IN_STAGES]
 FITS += [(kind, "tp2") for kind in UNDER_TP]
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}}

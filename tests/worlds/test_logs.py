@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,6 +46,8 @@ WRITTEN: dict[str, Any] = {
 WAYS: dict[str, dict[str, Any]] = {
     "step": {"on_step": True, "on_epoch": False},
     "both": {"on_step": True, "on_epoch": True},
+    "epoch": {"on_step": False, "on_epoch": True},
+    "min": {"on_step": True, "on_epoch": True, "reduce_fx": min},
     "synced": {"on_step": True, "on_epoch": True, "sync_dist": True},
     "sum": {"on_step": False, "on_epoch": True, "reduce_fx": "sum", "sync_dist": True},
     "max": {"on_step": True, "on_epoch": True, "reduce_fx": torch.max, "sync_dist": True},
@@ -231,12 +234,21 @@ class Writes(Logs):
                 file.write(f"{batch_idx} ")
         return loss
 
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.loss(batch)
+        print("in a test")
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.logger.experiment.add_scalar("predicted", loss, batch_idx)
+        return loss
+
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.write(batch, self.loss(batch), "validation")
 
 
 def write(strategy: Any, size: int, folder: Path) -> dict[str, Any]:
-    """Fit, and return what the steps have written on this rank."""
+    """Fit, predict and test, and return what the steps have written on this rank."""
     logger, module = ListLogger(), Writes(folder)
     folder.mkdir(exist_ok=True)
     options = dict.fromkeys(("limit_train_batches", "limit_val_batches"), 2)
@@ -244,13 +256,17 @@ def write(strategy: Any, size: int, folder: Path) -> dict[str, Any]:
     loggers = [logger, CSVLogger(folder, "csv", version=0)]
     runner = trainer(strategy, size, logger=loggers, **options)
     loader = DataLoader(data(), 4)
-    printed = io.StringIO()
+    printed, tested = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed):
         runner.fit(module, loader, loader)
+    runner.predict(module, loader)
+    with contextlib.redirect_stdout(tested):
+        runner.test(module, loader, verbose=False)
     is_first = rank_zero_only.rank == 0
     return {
         "rows": logger.kept.rows,
         "printed": printed.getvalue(),
+        "tested": tested.getvalue().count("in a test"),
         "csv": rows_of(folder) if is_first else [],
         "lines": (folder / "lines").read_text().split() if is_first else [],
     }
@@ -312,6 +328,24 @@ def test_steps_write_to_loggers_files_and_standard_output_once_for_a_batch(ranks
     assert second["printed"] == ""
     # A batch has four microbatches; the probe, which has no values, runs the line once more.
     assert first["lines"].count("1") == 4
+
+
+def test_trials_print_nothing(ranks: list[Any]) -> None:
+    """Four batches of four microbatches; only the last stage runs the code after the model."""
+    assert [written["tp2"]["tested"] for _, written in ranks] == [16, 16]
+    assert [written["pp2"]["tested"] for _, written in ranks] == [0, 16]
+
+
+def test_an_unknown_reduction_raises_lightnings_error() -> None:
+    class Strange(Logs):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.log("strange", loss, on_epoch=True, reduce_fx=lambda values: values.median())
+            return loss
+
+    for strategy in (None, {}):
+        with pytest.raises(MisconfigurationException, match="reduce_fx"):
+            trainer(strategy, 1, max_epochs=1).fit(Strange(), DataLoader(data(), 4))
 
 
 def test_arguments_that_cannot_be_kept_are_refused_with_their_line() -> None:

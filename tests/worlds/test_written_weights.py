@@ -220,6 +220,16 @@ def exchange_data(module: Any) -> None:
     module.net.last.bias.data = module.net.last.bias.data + 0.1
 
 
+def fill_from_vector(module: Any) -> None:
+    vector = nn.utils.parameters_to_vector(module.parameters()).detach()
+    nn.utils.vector_to_parameters(0.5 * vector, module.parameters())
+
+
+def halve_in_inference_mode(module: Any) -> None:
+    with torch.inference_mode():
+        halve(module)
+
+
 def load_eighths(module: Any) -> None:
     state = module.state_dict()
     module.load_state_dict({name: torch.full_like(value, 0.125) for name, value in state.items()})
@@ -231,6 +241,8 @@ WRITES: dict[str, tuple[str, Act]] = {
     "loaded when an epoch starts": ("on_train_epoch_start", load_eighths),
     "halved before the optimizer steps": ("on_before_optimizer_step", halve),
     "clipped through .data after every step": ("on_train_batch_end", clamp_data),
+    "taken from a vector after every epoch": ("on_train_epoch_end", fill_from_vector),
+    "halved in inference mode": ("on_train_batch_start", halve_in_inference_mode),
     "exchanged after every step": ("on_train_batch_end", exchange_data),
 }
 #: Writes that two data ranks test, too.
