@@ -4,6 +4,7 @@ rank reads the samples that it reads under ``ddp``.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,23 +17,30 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     Checkpoint,
+    DeviceStatsMonitor,
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateFinder,
     ModelPruning,
+    ModelSummary,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
+    ThroughputMonitor,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_summary import summarize
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     Sampler,
+    SequentialSampler,
     TensorDataset,
 )
 
@@ -76,6 +84,10 @@ class Net(Module):
     def loss(self, batch: list[Tensor]) -> Tensor:
         return F.mse_loss(self(batch[0]), batch[1])
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.outcomes["inference mode"] = torch.is_inference_mode_enabled()
+
     def test_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.loss(batch)
         self.log_dict({"test_loss": loss, "test_half": loss / 2}, sync_dist=True)
@@ -84,14 +96,18 @@ class Net(Module):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.5)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=self.lr, momentum=0.5)
 
 
 class Watch(pl.Callback):
-    """Keep the rates of batches, and where the fit ended."""
+    """Keep the rates of batches, the steps of validations, and where the fit ended."""
 
     def __init__(self) -> None:
-        self.outcomes: dict[str, Any] = {"rates": []}
+        self.outcomes: dict[str, Any] = {"rates": [], "validated at": []}
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.outcomes["validated at"].append(trainer.global_step)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.outcomes["rates"].append([g["lr"] for g in trainer.optimizers[0].param_groups])
@@ -140,6 +156,10 @@ def loaders(trainer: pl.Trainer) -> tuple[DataLoader, DataLoader]:
 
 
 Feature = Callable[[Bench], Report]
+
+
+def setting(steps: int = -1, **options: Any) -> Feature:
+    return lambda bench: bench.fit(trainer=options, steps=steps)
 
 
 def with_callback(make: Callable[[], pl.Callback]) -> Feature:
@@ -202,15 +222,67 @@ def excepted(bench: Bench) -> Report:
     return bench.fit(resume=str(bench.folder / "failed.ckpt"))
 
 
+def resumed(bench: Bench) -> Report:
+    """Stop within an epoch; a new Trainer continues."""
+    path = str(bench.folder / "middle.ckpt")
+    bench.fit(steps=3, save=path)
+    return bench.fit(resume=path)
+
+
+class NotesSummary(ModelSummary):
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        summary = summarize(pl_module, 2)
+        rows = zip(summary.layer_names, summary.in_sizes, summary.out_sizes, strict=True)
+        pl_module.outcomes["text"] = repr(list(rows))
+
+
+def logged(make: Callable[[], pl.Callback]) -> Feature:
+    """Fit with a callback that logs; keep what rank 0 writes, and how many ranks' samples it counts."""
+
+    def fit(bench: Bench) -> Report:
+        logger = CSVLogger(bench.folder, "csv", version=0)
+        report = bench.fit(make(), trainer={"logger": logger, "max_epochs": 1})
+        report.metrics = {name: v for name, v in report.metrics.items() if "loss" in name}
+        if bench.size == 1 or torch.distributed.get_rank() == 0:
+            with (bench.folder / "csv" / "version_0" / "metrics.csv").open() as file:
+                rows = list(csv.DictReader(file))
+            report.outcomes["text"] = repr((sorted(rows[0]), len(rows)))
+            rates = "train/samples_per_sec", "train/device/samples_per_sec"
+            pairs = [[float(row[rate]) for rate in rates] for row in rows if row.get(rates[0])]
+            report.outcomes["ranks"] = [whole / part for whole, part in pairs]
+        return report
+
+    return fit
+
+
 FEATURES: dict[str, Feature] = {
     "a smaller last batch": lambda bench: bench.fit(data=partial(points, 28)),
-    "fast_dev_run": lambda bench: bench.fit(trainer={"fast_dev_run": True}),
+    "fast_dev_run": setting(fast_dev_run=True),
     "evaluated": evaluated,
     "fitted again": fitted_again,
     "averaged": averaged,
     "excepted": excepted,
     "rate found": with_callback(lambda: LearningRateFinder(1e-4, 0.3, num_training_steps=10)),
-}
+    "resumed": resumed,
+    "finetuned": with_callback(
+        lambda: BackboneFinetuning(1, backbone_initial_lr=0.01, verbose=False)
+    ),
+    "summarized": with_callback(lambda: NotesSummary(2)),
+    "validation by steps": setting(val_check_interval=3, check_val_every_n_epoch=None, steps=7),
+    "overfit_batches": setting(overfit_batches=2),
+    "accumulated by a schedule": with_callback(lambda: GradientAccumulationScheduler({0: 1, 1: 3})),
+    "no inference mode": setting(inference_mode=False),
+    "device statistics": logged(DeviceStatsMonitor),
+    "profiled by torch": setting(profiler="pytorch", max_epochs=1),
+    "barebones": setting(
+        barebones=True,
+        **dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary",
+             "log_every_n_steps", "default_root_dir")
+        ),
+    ),
+    "throughput": logged(lambda: ThroughputMonitor(lambda batch: len(batch[0]), window_size=2)),
+}  # fmt: skip
 #: Features that need the whole model, and what the layouts that cannot have them say.
 WHOLE: dict[str, tuple[Feature, dict[str, str]]] = {
     "pruned": (
@@ -232,11 +304,11 @@ WHOLE: dict[str, tuple[Feature, dict[str, str]]] = {
 ALL = FEATURES | {name: feature for name, (feature, _) in WHOLE.items()}
 #: Features of each layout; what does not depend on how a model is divided runs on one rank alone.
 CASES = {
-    "dp2": ("a smaller last batch", "evaluated", "rate found"),
-    "tp2": ("averaged", "excepted"),
+    "dp2": ("a smaller last batch", "evaluated", "rate found", "resumed", "finetuned"),
+    "tp2": ("averaged", "excepted", "summarized", "finetuned"),
     "pp2": (
         *("a smaller last batch", "fast_dev_run", "evaluated", "fitted again", "averaged"),
-        "rate found",
+        *("rate found", "validation by steps", "resumed", "finetuned", "summarized"),
     ),
 }
 
@@ -246,6 +318,24 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Tensor]:
         yield from torch.arange(12.0)
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 12
+
+
+class GrowingBatches(BatchSampler):
+    """Give batches of one, two, three and more samples."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices, size = list(self.sampler), 1
+        while len(indices) >= size:
+            yield indices[:size]
+            indices, size = indices[size:], size + 1
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class Backwards(Sampler):
@@ -298,8 +388,19 @@ DATA: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "shuffled by a generator": (
         lambda: numbers(shuffle=True, generator=torch.Generator().manual_seed(7)), {},
     ),
+    "no distributed sampler": (
+        lambda: numbers(shuffle=True, generator=torch.Generator().manual_seed(7)), {"use_distributed_sampler": False},
+    ),
+    "drop_last": (lambda: numbers(14, drop_last=True), {}),
     "a sampler": (lambda: numbers(sampler=Backwards()), {}),
+    "single samples": (lambda: numbers(batch_size=None, sampler=Backwards()), {}),
+    "batches that grow": (lambda: numbers(batch_size=1, batch_sampler=GrowingBatches(SequentialSampler(range(16)), 4, False)), {}),
     "a stream": (lambda: DataLoader(Stream(), 4), {"val_check_interval": 2}),
+    "a stream of known length": (lambda: DataLoader(SizedStream(), 4), {}),
+    "a list of tensors": (lambda: [torch.arange(4.0), torch.arange(4.0) + 4], {}),
+    "a part of the batches": (lambda: numbers(32), {"limit_train_batches": 0.5}),
+    "overfit_batches": (lambda: numbers(32, shuffle=True), {"overfit_batches": 2}),
+    "loaders made again": (numbers, {"reload_dataloaders_every_n_epochs": 1}),
     "loaders in turn": (lambda: CombinedLoader({"long": numbers(), "short": numbers(8, 2)}, "max_size"), {}),
     "a data module": (NumbersModule, {"num_sanity_val_steps": 1}),
     "a schedule of accumulation": (lambda: numbers(20), {"schedule": {0: 1, 1: 2, 2: 4}, "max_epochs": 3}),
@@ -330,6 +431,8 @@ def two_ranks(rank: int, size: int, folder: Path) -> dict[Any, Any]:
             results[layout, name] = ALL[name](bench)
         except UnsupportedError as error:
             results[layout, name] = str(error)
+    for layout, strategy in (("ddp", "ddp"), ("dp2", {})):
+        results[layout, "throughput"] = ALL["throughput"](Bench(strategy, size, folder / layout))
     for layout, strategy in (
         *(("ddp", "ddp"), ("dp2", {})),
         ("tp2", {"tp": 2, "tensor_parallel_plan": {}}),
@@ -358,11 +461,18 @@ def assert_close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
+def numbers_of(results: Any) -> Any:
+    return (
+        {k: v for k, v in results.items() if k != "text"} if isinstance(results, dict) else results
+    )
+
+
 def assert_same(reports: Sequence[Any], expected: Any) -> None:
     for report in reports:
         assert isinstance(report, Report), report
+        assert report.outcomes.get("text") == expected.outcomes.get("text")
         for name in ("losses", "norms", "metrics", "outcomes"):
-            assert_close(getattr(report, name), getattr(expected, name))
+            assert_close(numbers_of(getattr(report, name)), numbers_of(getattr(expected, name)))
     assert_close(joined(reports), joined([expected]))
 
 
@@ -377,7 +487,20 @@ def test_features_do_in_one_process_what_they_do_without_the_strategy(name, tmp_
 
 @pytest.mark.parametrize(("layout", "name"), [(k, name) for k, v in CASES.items() for name in v])
 def test_features_do_on_two_ranks_what_they_do_in_one_process(ranks, layout, name):
-    assert_same([results[layout, name] for results in ranks], alone(name))
+    expected = alone(name)
+    if (layout, name) == ("pp2", "summarized"):
+        # A summary of a stage has no sizes.
+        for report in (expected, *(results[layout, name] for results in ranks)):
+            report.outcomes.pop("text", None)
+    assert_same([results[layout, name] for results in ranks], expected)
+
+
+def test_throughput_is_that_of_ddp(ranks):
+    for results in ranks:
+        assert_same([results["dp2", "throughput"]], results["ddp", "throughput"])
+    counted = ranks[0]["dp2", "throughput"].outcomes["ranks"]
+    assert counted == pytest.approx([2.0] * len(counted))
+    assert counted
 
 
 def test_features_that_need_the_whole_model_are_refused(ranks):
