@@ -90,6 +90,13 @@ EXPERTS = {"bias": False, "experts": {"num_experts": 6, "top_k": 2, "ffn_hidden_
 REFUSED: list[tuple[dict[str, Any], Any, int, dict[str, Any], str]] = [
     ({"num_heads": 9}, None, 4, {"tp": 2}, NINE_HEADS),
     ({}, None, 4, {"pp": 4}, "num_layers (2) must be at least pp x vpp (4 x 1 = 4)"),
+    ({}, None, 4, {"tp": 3}, "world_size (4) must be a multiple of tp x cp x pp"),
+    ({"num_layers": 3}, None, 2, {"pp": 2, "vpp": 2}, "Use pp of 1 with vpp 2, or vpp of 1 with pp 2."),
+    (
+        {"num_layers": 4}, None, 2, {"pp": 2, "vpp": 2, "microbatch_group_size": 5},
+        "microbatch groups must have at least pp microbatches and at most all",
+    ),
+    ({}, loader_of(3), 2, {"tp": 2, "microbatch_size": 2}, UNEQUAL),
     ({}, tokens_of(batch_size=3), 2, {"tp": 2, "microbatch_size": 2}, UNEQUAL),
     (
         {"num_layers": 8}, loader_of(6), 4, {"pp": 4, "vpp": 2, "schedule": "dualpipe-v"},
@@ -134,6 +141,8 @@ def test_invalid_arguments_of_the_strategy_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"cp_transport": "ring"}, "Use cp of 2 or more, or leave cp_transport out."),
         ({"order": "tp-cp-xp-dp-pp"}, "'tp-cp-xp-dp-pp' names 'xp'"),
+        ({"order": "tp-cp-tp-dp-pp"}, "names tp 2 times, so its place is ambiguous"),
+        ({"nccl_options": {"pipeline": {"max_ctas": 4}}}, "'pipeline' is not such an axis"),
         ({"tp": 2, "order": "cp-dp-pp"}, "'cp-dp-pp' leaves out tp (2)"),
         ({"schedule": "zb-h3"}, "a path that ends in .csv, a function or None: it is 'zb-h3'"),
     ]
@@ -162,6 +171,10 @@ DOCUMENTS: list[tuple[dict[str, Any], str]] = [
         "cu_seq_lens_q must rise from 0 to at most the 8 tokens of the row: it is [0, 3, 9]",
     ),
     (
+        row(1, 8, cu_seq_lens_q=torch.tensor([0, 5, 3])),
+        "must rise from 0 to at most the 8 tokens of the row: it is [0, 5, 3]",
+    ),
+    (
         row(1, 8, cu_seq_lens_q=torch.tensor([0, 5, 8]), max_length_q=4),
         "the length of a document must be from 0 to 4 tokens: row 0 has [5, 3]",
     ),
@@ -188,7 +201,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None
         fit(data=loader_of(seq_length=32))
 
 
-def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_corpus_of_another_tokenizer_or_with_a_truncated_index_is_refused(tmp_path: Path) -> None:
     class OtherBytes(ByteTokenizer):
         name, fingerprint = "other", "0123456789abcdef"
 
@@ -196,6 +209,10 @@ def test_a_corpus_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     data.tokenizer = OtherBytes()
     with pytest.raises(CorruptDataError, match="Use tokenizer 'bytes' or write the corpus again"):
         fit(data=data)
+    path = tmp_path / "text.idx"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CorruptDataError, match=r"text.idx is truncated: \d+ bytes expected"):
+        fit(data=TokenDataModule(train=str(tmp_path / "text"), seq_length=8, batch_size=4))
 
 
 class NeverBuiltLM(CausalLM):

@@ -157,6 +157,13 @@ class Reentrant(Body):
         return x
 
 
+class TermsOfModules(TermsOfBlocks):
+    def middle(self, x: Tensor) -> Tensor:
+        x = super().middle(x)
+        self.penalty = sum(part.term for part in self.modules() if hasattr(part, "term"))
+        return x
+
+
 class WeightsOfBlocks(Body):
     def middle(self, x: Tensor) -> Tensor:
         x = super().middle(x)
@@ -187,6 +194,28 @@ class OnBothSides(Body):
         return self.enter(super().middle(x))
 
 
+class InnerLists(Body):
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            for part in block:
+                x = part(x)
+        return x
+
+
+class WrittenByABlock(BlocksInPlace):
+    def middle(self, x: Tensor) -> Tensor:
+        return x + super().middle(x)
+
+
+class ReadByTheHost(Body):
+    def middle(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.abs().max() > 1e6:
+                raise FloatingPointError
+        return x
+
+
 class WritesWeights(Body):
     def middle(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -211,6 +240,10 @@ class DropoutBeside(Body):
 REFUSED: dict[type[Body], str] = {
     NormsBetween: "'body.norms.0' is called between the blocks 'body.blocks'.*Wrap every block together",
     WrittenInPlace: r"the result of 'body.blocks.0'.*__setitem__ uses it.*x\[:, 0\] = 0.0",
+    ReadByTheHost: "the result of 'body.blocks.0'.*if x.abs\\(\\).max\\(\\) > 1e6",
+    TermsOfModules: r"the modules of 'body.blocks' cannot be listed in a step.*for part in self.modules\(\)",
+    InnerLists: r"'body.blocks.0.0' is called outside of its block.*x = part\(x\)",
+    WrittenByABlock: r"'body.blocks.0' has changed it in place.*return x \+ super\(\).middle\(x\)",
     Reentrant: r"with use_reentrant=False.*x = checkpoint\(block, x, use_reentrant=True\)",
     WeightsOfBlocks: r"the parameter 'body.blocks.0.0.weight'.*block\[0\].weight.norm\(\)",
     TermsInAList: "'body.blocks.0' must return all its results.*changes a list",

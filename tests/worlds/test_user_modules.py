@@ -123,6 +123,20 @@ class ChangesBatch(Net):
         super().validation_step(batch, batch_idx)
 
 
+class GroupsBlocks(Net):
+    """Build a parameter group for each block, and groups of parameters inside of the blocks."""
+
+    def configure_optimizers(self) -> Any:
+        groups: list[dict[str, Any]] = [{"params": list(self.first.parameters()), "lr": 0.01}]
+        for number, block in enumerate(self.blocks):
+            groups.append({"params": [block.inner[0].weight], "lr": 0.1 * 0.5**number})
+        named = [pair for block in self.blocks for pair in block.named_parameters()]
+        groups.append({"params": [p for name, p in named if name.endswith("bias")], "lr": 0.2})
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        optimizer.add_param_group({"params": self.last.parameters()})
+        return optimizer
+
+
 class DrawsInValidation(Net):
     """Draw a frozen weight in each validation, that before the training included."""
 
@@ -143,6 +157,13 @@ class SumsBefore(Net):
         return super().training_step([batch[0] / total, batch[1]], batch_idx)
 
 
+class SumsAfter(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+
 class TakesItems(Net):
     """Take further data from an iterator of the module, made in the first step."""
 
@@ -157,6 +178,12 @@ class GivesModule(Net):
         self.blocks[0].inner = nn.Identity()
 
 
+class TakesMadeItems(TakesItems):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = itertools.cycle([1.0, 2.0, 3.0])
+
+
 class SetsLate(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -165,11 +192,12 @@ class SetsLate(Net):
 
 
 class Waves(Regress):
-    """Learn a filter in the frequency domain."""
+    """Learn a filter in the frequency domain, or have a fixed one."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_learnt: bool = True) -> None:
         super().__init__(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-        self.filter = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        values = torch.randn(8, dtype=torch.complex64)
+        self.filter: Tensor = nn.Parameter(values) if is_learnt else nn.Buffer(values)
 
     def loss(self, batch: Any) -> Tensor:
         hidden = torch.fft.fft(self.net[0](batch[0])) * self.filter
@@ -383,12 +411,16 @@ EQUAL = {
     "keeps weights": job(KeepsWeights, PP),
     "sets attributes": job(SetsAttributes, PP),
     "changes the batch": job(ChangesBatch, PP),
+    "groups blocks": job(GroupsBlocks, PP),
     "draws in validation": job(DrawsInValidation, {**PP, "check_microbatches": False}),
     "complex parameters": job(Waves, {}, gradient_clip_val=0.01),
+    "complex buffers": job(partial(Waves, False), {}),
 }
 #: What the errors of modules name that cannot train in stages.
 REFUSED: dict[type[Net], str] = {
     SumsBefore: r"allreduce at .*: 'dist.all_reduce\(total\)'. Only the last stage",
+    SumsAfter: r"allreduce at .*: 'dist.all_reduce\(loss.detach\(\).clone\(\)\)'",
+    TakesMadeItems: r"takes an item of self.more at .*next\(self.more\), batch\[1\]\]",
     TakesItems: r"takes an item of self.more in the step",
     GivesModule: r"'blocks.0' gets a new module .* 'inner'.*self.blocks\[0\].inner = nn.Ident",
     SetsLate: r"'scale' after the block has run.*self.blocks\[0\].scale = 0.5",
