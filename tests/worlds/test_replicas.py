@@ -155,6 +155,24 @@ class Penalty(Regress):
         return super().training_step(batch, index) + penalty
 
 
+class CompiledPenalty(Penalty):
+    """Hold a compiled module, which a guard would disturb."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__(make)
+        self.aside = torch.compile(nn.Identity(), backend="eager")
+
+
+class LogsNorm(Regress):
+    """Log the norms of a weight that all ranks hold and of a cut weight."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        assert self.net.down.weight.dtype == torch.float64
+        self.log("replicated", self.net.norm.weight.norm())
+        self.log("size", self.net.down.weight.data.norm())
+        return super().training_step(batch, index)
+
+
 class Gated(Net):
     """Multiply a part of the features by a value that does not come from a column layer."""
 
@@ -248,6 +266,11 @@ def random_noise(x: Tensor) -> Tensor:
     return F.dropout(x + torch.randn_like(x), 0.5) + drawn
 
 
+def asserts_sizes(x: Tensor) -> Tensor:
+    assert x.shape[-1] == 12
+    return x.tanh()
+
+
 def plain_net() -> nn.Module:
     return Net(nn.GELU())
 
@@ -291,6 +314,12 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     ),
     "not from a column layer": (lambda: Regress(lambda: Gated(nn.GELU())), TP, "'net.norm.(weight|bias)' is used there"),
     "penalty": (lambda: Penalty(plain_net), TP, rf"'net.up.weight' is cut over tp \(2\), and .*{LINE} reads it: 'penalty"),
+    "penalty that a compiler hides": (lambda: CompiledPenalty(plain_net), TP, r"'net.(up|down).(weight|bias)' is read by other code"),
+    "norm of a cut weight": (lambda: LogsNorm(plain_net), TP, r"'net.down.weight' .* reads it: 'self.log\(\"size\""),
+    "a norm of all features, by hand": (
+        lambda: ByHand(lambda: Net(nn.LayerNorm(12))), TP, r"6 of 12 features, .*move it after the 'row' .*'column_gather'",
+    ),
+    "an assertion of sizes": (module_with(asserts_sizes), TP, r"AssertionError: .*'net.up' \('column'\).*x.shape\[-1\]"),
     "a row for every feature": (lambda: Regress(lambda: Net(nn.PReLU(12))), TP, r"6 of 12 features.*\{'net.between': 'features'\}"),
     "a layer that sums": (plain, planned(up="column"), r"6 of 12 features, .*Use \{'net.down': 'row'\}"),
     "a penalty of activations": (
@@ -312,6 +341,13 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         f"random numbers {name}": (module_with(function), TP, rf"tp \(2\).*{LINE} \(.*\), which {reason}.*the kind 'dropout'")
         for name, (function, reason) in DRAWS_WITHOUT_OWN_STREAM.items()
     },
+    "a Hugging Face model that is not cut": (
+        lambda: Predict(language_model("GPTBigCodeForCausalLM", {"n_embd": 32, "n_layer": 2, "n_head": 4})), {"tp": 2},
+        r"Predict has none\..*'net.transformer.h.\*.mlp.c_fc': 'column'",
+    ),
+    "an attack over stages": (
+        lambda: Attack(lambda: nn.Sequential(plain_net(), plain_net())), STAGES, rf"derivatives itself with pp \(2\).*{LINE} ",
+    ),
     "a penalty on gradients": (lambda: GradientPenalty(plain_net), TP, rf"not differentiate twice .*tp \(2\) cuts.*{LINE} "),
     "a penalty on gradients over stages": (
         lambda: GradientPenalty(lambda: nn.Sequential(plain_net(), plain_net())), STAGES,
