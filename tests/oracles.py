@@ -43,14 +43,6 @@ def gather_full(
     return all_reduce_(full, mesh.tp)
 
 
-def full_weights(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
-    """Return every full parameter of this rank's layers by name."""
-    placed = {
-        name: (p.detach(), shard_spec_of(p, mesh.tp.rank)) for name, p in module.named_parameters()
-    }
-    return gather_all(placed, mesh, sum_copies=False)
-
-
 def full_gradients(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
     """Return every full gradient of this rank's layers by name, with copies added where they are
     parts of a sum.

@@ -5,7 +5,7 @@ agree with torch's operators.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +27,6 @@ from tests.gpu.grouped import assert_close, captured
 from tests.kernels.checks import Draw
 from tests.kernels.expert_checks import CHECKS, ONLY_FLOAT32, REAL, SMALL
 from tests.oracles import relative_difference
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

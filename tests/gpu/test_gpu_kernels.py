@@ -5,7 +5,6 @@ them agree with torch's operators.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,9 +20,6 @@ if importlib.util.find_spec("triton") is None:
 
 from tests.kernels.checks import CHECKS, REAL, SMALL, Draw
 from tests.kernels.models import KINDS, compare_model
-
-if TYPE_CHECKING:
-    pass
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
