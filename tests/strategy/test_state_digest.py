@@ -75,6 +75,25 @@ def test_digests_change_only_with_their_objects():
         assert digest(value) != old_digest, name
 
 
+def content_of(value: Any) -> str:
+    held = vars(value) if isinstance(value, UserObject) else value
+    return repr(held.tolist() if isinstance(held, Tensor) else held)
+
+
+def test_what_a_repeated_run_of_a_step_changes_is_undone_in_place():
+    for name, (make, change) in VALUES.items():
+        module = Language()
+        module.value, module.part = make(), torch.nn.Module()
+        module.part.value = ({"in": module.value},)
+        value, before = module.value, content_of(module.value)
+        with AttributeSync(module, last_of_two_stages()).trial():
+            change(value)
+            module.value, module.other = make(), 1
+            assert content_of(value) != before, name
+        assert module.value is value and not hasattr(module, "other"), name
+        assert content_of(value) == before, name
+
+
 def test_unpacked_values_are_modules_of_the_receiver_and_writable_tensors():
     sender, receiver = Language(), Language()
     for module in (sender, receiver):

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import MetricCollection
+from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_megatron import UnsupportedError
@@ -337,12 +337,21 @@ class KeepsState(Language):
         self.train_histogram = torch.zeros(VOCABULARY)
         self.train_meter, self.val_meter = (SimpleNamespace(sum=0.0) for _ in STAGES)
         self.train_total, self.val_total = 0.0, 0.0
-        self.train_begun, self.val_begun = 0, 0
+        self.samples = nn.ModuleDict({f"of_{s}": SumMetric() for s in STAGES})
+        self.train_begun, self.val_begun = (
+            SimpleNamespace(number=0, rows=[[0]], counts=Counter[str](), tensor=torch.zeros(1))
+            for _ in STAGES
+        )
         self.outcomes["within"] = []
 
     def step(self, batch: dict[str, Tensor], stage: str) -> dict[str, Tensor]:
         assert self.model is not None, "configure_model ran"
-        setattr(self, f"{stage}_begun", getattr(self, f"{stage}_begun") + len(batch["tokens"]))
+        begun, size = getattr(self, f"{stage}_begun"), len(batch["tokens"])
+        begun.number += size
+        begun.rows[0][0] += size
+        begun.counts[stage] += size
+        begun.tensor.add_(size)
+        self.samples[f"of_{stage}"].update(size)
         losses = self.model(batch["tokens"], batch["labels"])
         labels, loss = batch["labels"].reshape(-1), losses.mean()
         # A token with a small loss counts as a correct prediction.
@@ -372,11 +381,19 @@ class KeepsState(Language):
             "meter": torch.tensor(meter.sum / count, dtype=torch.float64),
             "total": torch.tensor(getattr(self, f"{stage}_total") / count, dtype=torch.float64),
             **self.metrics[f"of_{stage}"].compute(),
+            "samples": self.samples[f"of_{stage}"].compute(),
         }
         for name, value in means.items():
             self.log(f"{stage}_{name}", value.double(), sync_dist=True)
         histogram = getattr(self, f"{stage}_histogram")[: VOCABULARY // 2].sum() + 0.0
-        sums = {"histogram": histogram, "begun": float(getattr(self, f"{stage}_begun"))}
+        begun = getattr(self, f"{stage}_begun")
+        sums = {
+            "histogram": histogram,
+            "begun": float(begun.number),
+            "begun_rows": float(begun.rows[0][0]),
+            "begun_counts": float(begun.counts[stage]),
+            "begun_tensor": begun.tensor.sum(),
+        }
         for name, value in sums.items():
             self.log(f"{stage}_{name}", value, sync_dist=True, reduce_fx="sum")
         self.outcomes[stage] = (count, len(self.losses[stage]), self.array.tolist())
@@ -384,7 +401,10 @@ class KeepsState(Language):
         self.losses[stage].clear()
         setattr(self, f"{stage}_meter", SimpleNamespace(sum=0.0))
         setattr(self, f"{stage}_total", 0.0)
-        setattr(self, f"{stage}_begun", 0)
+        begun.number, begun.rows[0][0] = 0, 0
+        begun.counts.clear()
+        begun.tensor.zero_()
+        self.samples[f"of_{stage}"].reset()
 
     def on_train_epoch_end(self) -> None:
         self.finish("train")

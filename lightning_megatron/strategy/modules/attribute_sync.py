@@ -16,6 +16,7 @@ from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule
+from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.modules.serialization import pack, unpack
 from lightning_megatron.strategy.modules.state_digest import ListDigest, digest, num_kept
 from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
@@ -165,18 +166,12 @@ class AttributeSync:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        """Undo attributes that the block sets and list items that it adds, after a trial step."""
-        held = vars(self._module)
-        before = dict(held)
-        lengths = {name: len(value) for name, value in before.items() if type(value) is list}
+        """Undo what a run of the step changes outside of the model, because another repeats it."""
+        state = ModuleState(self._module, _outside_model(self._module))
         try:
             yield
         finally:
-            for name in held.keys() - before.keys():
-                del held[name]
-            held.update(before)
-            for name, length in lengths.items():
-                del before[name][length:]
+            state.put_back()
 
     def _packed(self) -> bytes | None:
         if self._before is None:
@@ -248,6 +243,14 @@ class AttributeSync:
             }
             values |= {(name, True, key): value for key, value in part._buffers.items()}
         return values
+
+
+def _outside_model(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and its submodules that are not parts of a model in stages, with names."""
+    yield name, module
+    for key, part in module.named_children():
+        if not isinstance(part, (PipelinedModule, ModuleStub)):
+            yield from _outside_model(part, f"{name}.{key}" if name else key)
 
 
 def _held(part: nn.Module, is_buffer: bool) -> dict[str, Any]:

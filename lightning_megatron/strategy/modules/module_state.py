@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy as shallow_copy
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.strategy.modules.state_digest import IGNORED_TYPES
 from lightning_megatron.strategy.modules.tensor_copies import copy_all_
 
 #: Packages whose objects, other than modules, steps only read.
@@ -26,6 +28,9 @@ _READ_ONLY = frozenset(
 _PACKAGE = __name__.partition(".")[0]
 #: Classes of this package whose objects accumulate something in a forward pass.
 _ACCUMULATING = frozenset({"RouterStatistics", "RankRows"})
+_IMMUTABLE = frozenset({int, float, complex, str, bytes, bool, type(None)})
+#: Longest container whose items a step may change in place; longer ones are lists of results.
+_MAX_SEARCHED_ITEMS = 128
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,9 @@ class ModuleState:
     """Snapshot of a module's buffers and attributes, to find and undo changes.
 
     The snapshot covers numbers, tensors, containers of both, generators and plain objects of the
-    user's classes. It leaves out parameters, modules and objects of known libraries. Hooks of
-    modules are restored, too, because attributes may note which hooks are registered.
+    user's classes. It leaves out parameters, modules and objects of known libraries, and what the
+    items of a long container hold. Hooks of modules are restored, too, because attributes may note
+    which hooks are registered.
 
     Args:
         module: Module to record, with all its submodules.
@@ -96,7 +102,26 @@ class ModuleState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore every recorded value."""
+        """Restore every recorded value that has changed."""
+        self._restore_entries()
+        for recorded in self._recorded.values():
+            if not _holds(recorded):
+                _put_back(recorded)
+
+    @torch.inference_mode()
+    def put_back(self) -> None:
+        """Restore every recorded value; the host reads no tensor to see which have changed."""
+        self._restore_entries()
+        tensors = []
+        for recorded in self._recorded.values():
+            if isinstance(recorded.value, Tensor):
+                tensors.append(recorded)
+            elif not _is_same(recorded):
+                _put_back(recorded)
+        # Writes through .data do not count as changes of tensors that a backward pass needs.
+        copy_all_([item.value.data for item in tensors], [item.copy for item in tensors])
+
+    def _restore_entries(self) -> None:
         for attributes in self._held:
             for key in attributes.now().keys() - attributes.kept.keys():
                 del attributes.held[key]
@@ -105,9 +130,6 @@ class ModuleState:
             if hooks != earlier:
                 hooks.clear()
                 hooks.update(earlier)
-        for recorded in self._recorded.values():
-            if not _holds(recorded):
-                _put_back(recorded)
 
     def _is_as_recorded(self, earlier: Any, current: Any, tolerance: float) -> bool:
         if earlier is current:
@@ -120,12 +142,11 @@ class ModuleState:
         )
 
     def _record(self, name: str, value: Any) -> None:
-        if id(value) in self._recorded:
+        if type(value) in _IMMUTABLE or id(value) in self._recorded:
             return
         copy = _copy(value)
-        if copy is None:
-            return
-        self._recorded[id(value)] = _Recorded(name, _kind(value), value, copy)
+        if copy is not None:
+            self._recorded[id(value)] = _Recorded(name, _kind(value), value, copy)
         for child in _children(value):
             self._record(name, child)
 
@@ -223,17 +244,17 @@ def _copy(value: Any) -> Any:
     return dict(vars(value)) if _is_users(value) else None
 
 
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, deque)):
-        return list(value)
-    return list(vars(value).values()) if _is_users(value) else []
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, (dict, list, tuple, deque)):
+        if len(value) > _MAX_SEARCHED_ITEMS:
+            return ()
+        return value.values() if isinstance(value, dict) else value
+    return vars(value).values() if _is_users(value) else ()
 
 
 def _is_users(value: Any) -> bool:
     kind = type(value)
-    if isinstance(value, (type, nn.Module)) or not hasattr(value, "__dict__"):
+    if isinstance(value, IGNORED_TYPES) or not hasattr(value, "__dict__"):
         return False
     package = kind.__module__.partition(".")[0]
     return package not in _READ_ONLY and (package != _PACKAGE or kind.__name__ in _ACCUMULATING)
@@ -241,16 +262,27 @@ def _is_users(value: Any) -> bool:
 
 def _holds(recorded: _Recorded, tolerance: float = 0.0) -> bool:
     """Return whether a value still equals its recorded content."""
-    reader = next(
-        (read for kind, (read, _) in _GENERATORS.items() if isinstance(recorded.value, kind)), None
-    )
-    if reader is not None:
-        return _almost_equal(recorded.copy, reader(recorded.value), tolerance)
-    return _almost_equal(
-        recorded.copy,
-        vars(recorded.value) if recorded.kind == "object" else recorded.value,
-        tolerance,
-    )
+    return _almost_equal(recorded.copy, _content(recorded.value), tolerance)
+
+
+def _content(value: Any) -> Any:
+    """Return what a snapshot copies: the state of a generator, or the attributes of an object."""
+    for kind, (read, _) in _GENERATORS.items():
+        if isinstance(value, kind):
+            return read(value)
+    return vars(value) if _kind(value) == "object" else value
+
+
+def _is_same(recorded: _Recorded) -> bool:
+    """Return whether a container or an object still has the same items; False if unknown."""
+    now, earlier = _content(recorded.value), recorded.copy
+    if isinstance(now, set):
+        return bool(now == earlier)
+    if isinstance(now, dict):
+        now, earlier = (*now, *now.values()), (*earlier, *earlier.values())
+    elif not isinstance(now, (list, deque)):
+        return False
+    return len(now) == len(earlier) and all(map(is_, now, earlier))
 
 
 def _almost_equal(earlier: Any, current: Any, tolerance: float) -> bool:

@@ -25,7 +25,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 
 #: Types whose content is ignored: code, objects that are checked elsewhere and objects that steps
 #: only read.
-_IGNORED_TYPES = (
+IGNORED_TYPES = (
     *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
     *(
         nn.Module,
@@ -142,7 +142,7 @@ def _parts(*parts: Any) -> None:
 
 
 def _parts_of(obj: Any) -> tuple[Any, ...]:
-    if isinstance(obj, _IGNORED_TYPES):
+    if isinstance(obj, IGNORED_TYPES):
         return ()
     if isinstance(obj, Tensor):
         return _parts_of_tensor(obj)
