@@ -90,7 +90,8 @@ def test_what_a_repeated_run_of_a_step_changes_is_undone_in_place():
             change(value)
             module.value, module.other = make(), 1
             assert content_of(value) != before, name
-        assert module.value is value and not hasattr(module, "other"), name
+        assert module.value is value, name
+        assert not hasattr(module, "other"), name
         assert content_of(value) == before, name
 
 
