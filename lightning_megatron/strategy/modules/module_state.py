@@ -275,14 +275,14 @@ def _content(value: Any) -> Any:
 
 def _is_same(recorded: _Recorded) -> bool:
     """Return whether a container or an object still has the same items; False if unknown."""
-    now, earlier = _content(recorded.value), recorded.copy
+    now = _content(recorded.value)
+    earlier = recorded.copy
     if isinstance(now, set):
         return bool(now == earlier)
-    if isinstance(now, dict):
-        now, earlier = (*now, *now.values()), (*earlier, *earlier.values())
-    elif not isinstance(now, (list, deque)):
+    if not isinstance(now, (dict, list, deque)) or len(now) != len(earlier):
         return False
-    return len(now) == len(earlier) and all(map(is_, now, earlier))
+    values_are_same = not isinstance(now, dict) or all(map(is_, now.values(), earlier.values()))
+    return values_are_same and all(map(is_, now, earlier))
 
 
 def _almost_equal(earlier: Any, current: Any, tolerance: float) -> bool:
