@@ -188,6 +188,9 @@ def test_scores_equal_torchmetrics_in_any_order_of_rows():
         part = order[groups[order] == number]
         expected[f"accuracy_{name}"] = float(accuracy(chosen[part], labels[part]))
     assert actual == pytest.approx(expected, abs=1e-7)
+    # An ensemble's scores are the mean of its models' probabilities.
+    tables = torch.tensor([[[0.0, 0.0]], [[0.0, 50.0]]])
+    torch.testing.assert_close(ClassScores.combined(tables), torch.tensor([[0.25, 0.75]]))
 
 
 PAIRS = (["the cat sees", "a dog"], ["who runs", "the old house near the river"])

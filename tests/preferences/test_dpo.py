@@ -95,6 +95,24 @@ def test_losses_and_rewards_are_those_of_plain_logits(folder):
         assert actual == pytest.approx(expected_rewards, rel=0, abs=1e-10)
 
 
+def test_losses_of_a_pair_are_those_of_the_papers():
+    chosen, rejected, counts = 0.7, 0.2, (4, 5)
+    x, share = BETA * (chosen - rejected), 0.1
+    right, wrong = (math.log1p(math.exp(-side * x)) for side in (1, -1))
+    expected = {
+        ("sigmoid", 0.0): right,
+        ("sigmoid", share): (1 - share) * right + share * wrong,
+        ("robust", share): ((1 - share) * right - share * wrong) / (1 - 2 * share),
+        ("hinge", 0.0): 1 - x,
+        ("ipo", 0.0): (chosen / 4 - rejected / 5 - 1 / (2 * BETA)) ** 2,
+        ("apo_zero", 0.0): 1 - 1 / (1 + math.exp(-BETA * chosen)) + 1 / (1 + math.exp(-BETA * rejected)),
+    }  # fmt: skip
+    ratios, numbers = torch.tensor([[chosen, rejected]]).double(), torch.tensor([counts])
+    for (name, smoothing), value in expected.items():
+        loss = PairLoss(name, BETA, smoothing).of(ratios, numbers)
+        assert float(loss) == pytest.approx(value, abs=1e-6), name
+
+
 WHOLE_BATCHES = {"microbatch_size": None}
 
 
