@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -29,6 +30,10 @@ class Notices:
         self._store = dist.PrefixStore(f"lightning_megatron/{job}", store.clone())
         self._patience = patience
         self.answers = True
+        self._lock = threading.Lock()
+        self._requests: set[threading.Thread] = set()
+        # A request that returns while Python shuts down would abort the process.
+        atexit.register(self._end)
 
     def post(self, name: str, text: str) -> None:
         """Write a notice, which replaces the previous one of that name."""
@@ -56,8 +61,6 @@ class Notices:
         self._ask(lambda: self._store.delete_key(name), None)
 
     def _ask(self, question: Callable[[], _T], unknown: _T) -> _T:
-        if not self.answers:
-            return unknown
         answer: list[_T] = []
 
         def run() -> None:
@@ -65,12 +68,24 @@ class Notices:
                 answer.append(question())
             except RuntimeError:  # torch's errors for a store whose process has ended
                 self.answers = False
+            self._requests.discard(threading.current_thread())
 
         # A request to a stopped process never returns, regardless of the store's timeout.
         thread = threading.Thread(target=run, daemon=True, name="notices")
-        thread.start()
+        with self._lock:
+            if not self.answers:
+                return unknown
+            self._requests.add(thread)
+            thread.start()
         thread.join(self._patience)
         if not answer:
             self.answers = False
             return unknown
         return answer[0]
+
+    def _end(self) -> None:
+        """Send no further requests, and wait for the answers to those that were sent."""
+        with self._lock:
+            self.answers = False
+        for thread in tuple(self._requests):
+            thread.join(self._patience)

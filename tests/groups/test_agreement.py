@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_megatron.errors import RankMismatchError
-from lightning_megatron.groups import fingerprint
+from lightning_megatron.groups import fingerprint, notices
 from lightning_megatron.groups.agent_store import agree_on_name
 from lightning_megatron.groups.fingerprint import _is_timeout, check_same_in_store
 from lightning_megatron.groups.sources import digest_of_sources
@@ -126,3 +126,20 @@ def test_a_timeout_of_a_file_store_is_recognized(tmp_path: Path) -> None:
         store.wait(["nothing"], timedelta(seconds=0.01))
     assert _is_timeout(caught.value)
     assert not _is_timeout(RuntimeError("Connection reset by peer"))
+
+
+def test_no_notice_is_under_way_when_the_process_ends(monkeypatch):
+    ends: list[Callable[[], None]] = []
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    monkeypatch.setattr(notices.atexit, "register", ends.append)
+    monkeypatch.setattr(notices, "default_store", lambda: store)
+    held = notices.Notices("job")
+    held.post("name", "text")
+    watch = threading.Thread(target=lambda: [held.read(["name"]) for _ in range(1000)])
+    watch.start()
+    assert held.read(["name"]) == {"name": "text"}
+    (end,) = ends
+    end()
+    assert "notices" not in {thread.name for thread in threading.enumerate()}
+    assert held.read(["name"]) == {}
+    watch.join()
