@@ -93,8 +93,18 @@ def summed(
 def liger(function: Any, hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     """Compute the mean loss by liger-kernel, which sums the head's gradient in float32."""
     loss: Tensor = function.apply(
-        *(hidden, head, labels, None, None, IGNORED, 0.0, smoothing),
-        *("mean", None, False, torch.float32),
+        hidden,
+        head,
+        labels,
+        None,
+        None,
+        IGNORED,
+        0.0,
+        smoothing,
+        "mean",
+        None,
+        False,
+        torch.float32,
     )[0]
     return loss
 

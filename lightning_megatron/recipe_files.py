@@ -23,9 +23,10 @@ _MAX_DIGITS = 100
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = frozenset(
     f"{_TAG}{name}"
-    for name in (
-        *("bool", "float", "int", "map", "merge", "null"),
-        *("seq", "str", "timestamp", "value"),
+    for name in tuple(
+        """
+        bool float int map merge null seq str timestamp value
+        """.split()
     )
 )
 #: Reference to another value, relative if it begins with dots.

@@ -16,7 +16,11 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.storage import HashingStream
 
 _METADATA_CLASSES = (
-    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
     "TensorStorageMetadata",
 )
 

@@ -34,15 +34,14 @@ EXAMPLE = """examples:
 
 #: Files of a Hugging Face folder that checkpoints do not store, copied by ``--tokenizer``.
 _COPIED_FILES = (
-    *(
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.*",
-        "merges.txt",
-        "chat_template*",
-    ),
-    *("generation_config.json", "spiece.model"),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "spiece.model",
 )
 #: Number of tokens that ``--verify`` runs through both models.
 _NUM_TOKENS = 32

@@ -133,9 +133,11 @@ def write_files(
         writer.writerows(records)
 
 
-_HEADER = (
-    *("hidden", "heads", "layers", "parameters", "tp", "dp", "devices", "batch"),
-    *("tokens/s", "TFLOP/s/device", "efficiency", "speed-up", "paper", "GiB"),
+_HEADER = tuple(
+    """
+    hidden heads layers parameters tp dp devices batch tokens/s TFLOP/s/device
+    efficiency speed-up paper GiB
+    """.split()
 )
 
 

@@ -12,13 +12,11 @@ _GAP = re.compile(r"[\s—–/]+")
 _INITIALS = re.compile(r"(?:[A-Za-z]\.)+")
 #: Abbreviations whose period does not end a sentence, in lower case and without the period.
 ABBREVIATIONS = frozenset(
-    {
-        *("mr", "mrs", "ms", "messrs", "mme", "dr", "prof", "st", "hon", "rev", "gov", "sen"),
-        *("rep", "pres", "gen", "lieut", "lt", "col", "capt", "maj", "cmdr", "adm", "sgt", "jr"),
-        *("sr", "esq", "vs", "viz", "cf", "etc", "al", "approx", "dept", "univ", "inc", "ltd"),
-        *("co", "corp", "bros", "jan", "feb", "mar", "apr", "jun", "jul", "aug", "sept", "oct"),
-        *("nov", "dec", "mt", "ft", "ave", "fig", "vol"),
-    }
+    """
+    mr mrs ms messrs mme dr prof st hon rev gov sen rep pres gen lieut lt col capt
+    maj cmdr adm sgt jr sr esq vs viz cf etc al approx dept univ inc ltd co corp
+    bros jan feb mar apr jun jul aug sept oct nov dec mt ft ave fig vol
+    """.split()
 )
 #: Abbreviations whose period does not end a sentence before a number, in the same form.
 BEFORE_NUMBERS = frozenset({"no", "nos", "art", "sec", "secs", "p", "pp", "ch"})

@@ -34,8 +34,14 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r'"\s*([^"]*?)\s*"', r'"\1"'),
     (r"'\s*([^']*?)\s*'", r"'\1'"),
     # headings, degrees, ends of lines, numbers that were replaced, genitives
-    *(("= = = =", "===="), ("= = =", "==="), ("= =", "==")),
-    *((" ° ", "°"), (" \n", "\n"), ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s")),
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
 )
 _COMPILED = tuple((re.compile(pattern), result) for pattern, result in _RULES)
 

@@ -15,8 +15,14 @@ T = TypeVar("T")
 
 #: Errors by which a computation shows that it cannot be captured.
 CAPTURE_ERRORS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError),
-    *(OSError, RuntimeError, TypeError, ValueError),
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
 )
 
 

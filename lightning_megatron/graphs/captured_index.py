@@ -6,13 +6,14 @@ from typing import Any, NoReturn
 
 from lightning_megatron.errors import UnsupportedError
 
-_READS = (
-    *("__bool__", "__index__", "__int__", "__float__", "__hash__", "__repr__", "__str__"),
-    *("__format__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__neg__", "__abs__"),
-    *("__floordiv__", "__rfloordiv__", "__truediv__", "__rtruediv__", "__mod__", "__rmod__"),
-    *("__divmod__", "__rdivmod__", "__pow__", "__rpow__", "__and__", "__rand__", "__or__"),
-    *("__ror__", "__xor__", "__rxor__", "__lshift__", "__rshift__", "__round__"),
+_READS = tuple(
+    """
+    __bool__ __index__ __int__ __float__ __hash__ __repr__ __str__ __format__ __eq__
+    __ne__ __lt__ __le__ __gt__ __ge__ __add__ __radd__ __sub__ __rsub__ __mul__
+    __rmul__ __neg__ __abs__ __floordiv__ __rfloordiv__ __truediv__ __rtruediv__
+    __mod__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__ __and__ __rand__ __or__
+    __ror__ __xor__ __rxor__ __lshift__ __rshift__ __round__
+    """.split()
 )
 
 

@@ -140,7 +140,7 @@ def scaled_matmul_reduce_scatter(
     name = axis.group.group_name
     shape = [x.shape[0], matrix.shape[1]]
     return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
-        *(x, matrix, *scales, "sum", 0, 0, name, shape), out_dtype=dtype, use_fast_accum=fast
+        x, matrix, *scales, "sum", 0, 0, name, shape, out_dtype=dtype, use_fast_accum=fast
     )
 
 

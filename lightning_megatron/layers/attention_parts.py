@@ -229,7 +229,13 @@ def _flash_call(query: Tensor, key: Tensor, span: AttentionSpan, keys: KeyRows |
         right = keys.behind
     is_plainly_causal = span.causal and span.window is None and not keys.behind
     return FlashCall(
-        *(span.borders, keys.borders, bounds[0], bounds[1], is_plainly_causal, left, right),
+        span.borders,
+        keys.borders,
+        bounds[0],
+        bounds[1],
+        is_plainly_causal,
+        left,
+        right,
         scale_of(span, query),
         span.soft_cap or 0.0,
     )
@@ -275,7 +281,11 @@ def _flash_backward(
         _rows(tensor, packed) for tensor in (grad_out, query, key, value, out)
     )
     gradients = kernel.backward(
-        *(grad_rows, queries, keys_of, values, out_rows),
+        grad_rows,
+        queries,
+        keys_of,
+        values,
+        out_rows,
         (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous(),
         call,
     )

@@ -82,7 +82,9 @@ _COMMON_ARGUMENTS = ("cu_seqlens_q", "max_seqlen_k", "softmax_scale", "softcap",
 #: Packages in the order of preference.
 PACKAGES = (
     FlashPackage(
-        *(FlashAttention3, FlashAttention3.name, "flash_attn_interface"),
+        FlashAttention3,
+        FlashAttention3.name,
+        "flash_attn_interface",
         (
             ("_flash_attn_forward", (*_COMMON_ARGUMENTS, "causal")),
             ("_flash_attn_backward", (*_COMMON_ARGUMENTS, "is_causal", "dq", "deterministic")),
@@ -90,7 +92,9 @@ PACKAGES = (
         _obstacle_to_third,
     ),
     FlashPackage(
-        *(FlashAttention4, FlashAttention4.name, "flash_attn.cute.interface"),
+        FlashAttention4,
+        FlashAttention4.name,
+        "flash_attn.cute.interface",
         (
             ("_flash_attn_fwd", (*_COMMON_ARGUMENTS, "causal", "return_lse")),
             ("_flash_attn_bwd", (*_COMMON_ARGUMENTS, "causal", "deterministic")),

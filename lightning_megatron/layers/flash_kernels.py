@@ -107,8 +107,16 @@ class TorchFlash:
     ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
         """Return the output and the log-sum-exps."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(query, key, value, call.query_borders, call.key_borders),
-            *(call.longest_query, call.longest_key, 0.0, call.causal, False),
+            query,
+            key,
+            value,
+            call.query_borders,
+            call.key_borders,
+            call.longest_query,
+            call.longest_key,
+            0.0,
+            call.causal,
+            False,
             scale=call.scale,
             window_size_left=call.left,
             window_size_right=call.right,
@@ -128,8 +136,19 @@ class TorchFlash:
         """Return the gradients of queries, keys and values."""
         without_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         gradients: Gradients = torch.ops.aten._flash_attention_backward(
-            *(grad_out, query, key, value, out, lse, call.query_borders, call.key_borders),
-            *(call.longest_query, call.longest_key, 0.0, call.causal, without_dropout),
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            call.query_borders,
+            call.key_borders,
+            call.longest_query,
+            call.longest_key,
+            0.0,
+            call.causal,
+            without_dropout,
             torch.empty(0, device=query.device),
             scale=call.scale,
             window_size_left=call.left,
@@ -154,8 +173,16 @@ def attend_with_dropout(
             device.
     """
     out: Rows = torch.ops.aten._flash_attention_forward(
-        *(query, key, value, call.query_borders, call.key_borders),
-        *(call.longest_query, call.longest_key, dropout, call.causal, False),
+        query,
+        key,
+        value,
+        call.query_borders,
+        call.key_borders,
+        call.longest_query,
+        call.longest_key,
+        dropout,
+        call.causal,
+        False,
         scale=call.scale,
         window_size_left=call.left,
         window_size_right=call.right,
@@ -194,8 +221,15 @@ class TorchCudnn:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *heads_first,
             lse.unsqueeze(-1),
-            *(without_dropout, without_dropout, None, None, None),
-            *(query.shape[1], key.shape[1], 0.0, call.causal),
+            without_dropout,
+            without_dropout,
+            None,
+            None,
+            None,
+            query.shape[1],
+            key.shape[1],
+            0.0,
+            call.causal,
             scale=call.scale,
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
@@ -243,7 +277,12 @@ class FlashAttention3:
             torch.empty_like(tensor, memory_format=like) for tensor in (query, key, value)
         )
         self.module._flash_attn_backward(
-            *(grad_out, query, key, value, out, lse),
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse,
             dq=dq,
             dk=dk,
             dv=dv,
@@ -295,7 +334,12 @@ class FlashAttention4:
     ) -> Gradients:
         """Return the gradients of queries, keys and values."""
         dq, dk, dv = self.module._flash_attn_bwd(
-            *(query, key, value, out, grad_out, lse),
+            query,
+            key,
+            value,
+            out,
+            grad_out,
+            lse,
             **call.of_package(),
             causal=call.causal,
             window_size_left=_bound(call.left),

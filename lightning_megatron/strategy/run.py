@@ -185,8 +185,12 @@ class Run:
         limit = self.mixtures.row_limit
         if limit is not None:
             runner.limited_rows = LimitedRows(
-                *(self.module, self.mesh, limit, self._states),
-                *(self.executor, self.state.gradients),
+                self.module,
+                self.mesh,
+                limit,
+                self._states,
+                self.executor,
+                self.state.gradients,
             )
         return runner
 

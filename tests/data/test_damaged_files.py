@@ -159,8 +159,11 @@ def test_every_field_of_an_index_without_checksums_is_checked(sources, tmp_path)
 
 
 REPLACEMENTS: list[Callable[[Path], Any]] = [
-    *(Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")),
-    *(lambda path: path.symlink_to(path.name), lambda path: path.symlink_to("/dev/zero")),
+    Path.mkdir,
+    os.mkfifo,
+    lambda path: path.symlink_to("nowhere"),
+    lambda path: path.symlink_to(path.name),
+    lambda path: path.symlink_to("/dev/zero"),
 ]
 
 
@@ -272,7 +275,10 @@ def test_a_damaged_cache_gives_the_same_samples(sources, tmp_path):
             assert batches_of(prefix, cache) == expected
     fields = json.loads((folder / "index.json").read_text())
     for edited in (
-        *([], {"arrays": 3}, {**fields, "arrays": {"../x": "0"}}, {**fields, "fields": {}}),
+        [],
+        {"arrays": 3},
+        {**fields, "arrays": {"../x": "0"}},
+        {**fields, "fields": {}},
     ):
         (folder / "index.json").write_text(json.dumps(edited))
         assert batches_of(prefix, cache) == expected

@@ -140,7 +140,15 @@ def test_corpora_of_other_tokenizers_and_invalid_settings_are_refused(tmp_path):
         TokenDataModule([prefix, write_text(tmp_path / "d", ["abc"])]).setup("fit")
     splits = (
         "",
-        *["a,b", "1,2,3,4", "1,-1", "nan,1", "1/0,1", "1e99999999999,1", "0,0", "inf", "١,1"],
+        "a,b",
+        "1,2,3,4",
+        "1,-1",
+        "nan,1",
+        "1/0,1",
+        "1e99999999999,1",
+        "0,0",
+        "inf",
+        "١,1",
     )
     named = "val must give each set a name"
     check_refusals(

@@ -39,8 +39,11 @@ def positions_of(index: PackedIndex, row: int, length: int) -> list[tuple[int, i
 
 
 @given(
-    *(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.sampled_from([1, 2, 4, 8])),
-    *(st.integers(1, 3), st.sampled_from([None, 3]), st.integers(1, 3)),
+    st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 3),
+    st.sampled_from([None, 3]),
+    st.integers(1, 3),
 )
 def test_every_pass_predicts_every_token_once_in_spans_of_windows(
     lengths, num_windows, half, seed, num_passes

@@ -78,9 +78,12 @@ def assert_equal(actual: Batch, expected: Batch) -> None:
 
 
 SECTIONS: list[tuple[str, dict[str, Any]]] = [
-    *(("chat", {}), ("chat", {"packing": False})),
+    ("chat", {}),
+    ("chat", {"packing": False}),
     ("chat", {"seq_length": 248, "context_windows": 4}),
-    *(("pairs", {}), ("pairs", {"length_multiple": None}), ("text", {"seq_length": 32})),
+    ("pairs", {}),
+    ("pairs", {"length_multiple": None}),
+    ("text", {"seq_length": 32}),
     ("text", {"seq_length": 32, "context_windows": 4}),
 ]
 

@@ -54,14 +54,15 @@ def torchrun(host: Host, first: Host) -> tuple[str, ...]:
     """Return the arguments of torchrun on a host. The timeouts concern the loss, not the start."""
     settings = f"is_host={int(host is first)},last_call_timeout=3,keep_alive_interval=2"
     return (
-        *(
-            "--nnodes=1:2",
-            f"--nproc-per-node={RANKS}",
-            "--max-restarts=3",
-            "--monitor-interval=0.1",
-        ),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:29400", "--rdzv-id=faults"),
-        *(f"--rdzv-conf={settings}", f"--local-addr={host.address}"),
+        "--nnodes=1:2",
+        f"--nproc-per-node={RANKS}",
+        "--max-restarts=3",
+        "--monitor-interval=0.1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={first.address}:29400",
+        "--rdzv-id=faults",
+        f"--rdzv-conf={settings}",
+        f"--local-addr={host.address}",
     )
 
 

@@ -150,7 +150,13 @@ def _fit_on_gpu(
     """Train twelve steps with weights in 8 bits, eagerly or by graphs."""
     layout = {**layout, "fp8": FP8(recipe, parameters="fp8"), "microbatch_size": 1}
     job = Job(
-        *(WIDE, layout, "bf16-mixed", 12, {"accelerator": "gpu", **VALIDATED}, VARIED, VARIED),
+        WIDE,
+        layout,
+        "bf16-mixed",
+        12,
+        {"accelerator": "gpu", **VALIDATED},
+        VARIED,
+        VARIED,
         callbacks=lambda: [Stored()],
     )
     return run_graphs(job, graphs, size)

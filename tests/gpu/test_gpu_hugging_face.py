@@ -135,7 +135,11 @@ def compare_adapters(case: str, mesh: ParallelMesh) -> None:
     twin, other = (adapted(larger_twin(case, mesh.device), r=16, lora_alpha=4) for _ in range(2))
     wrapped = swapped(other, mesh)
     check_calls(
-        *(twin, wrapped, mesh, torch.float32, f"{case} with adapters"),
+        twin,
+        wrapped,
+        mesh,
+        torch.float32,
+        f"{case} with adapters",
         # The twin has its gradients after the call, so the given ones are not needed.
         lambda theirs: gradients_of_factors(wrapped, twin, mesh),
     )

@@ -78,7 +78,8 @@ CALLS: dict[str, Callable[[MeshAxis], Tensor]] = {
     "exchanged": lambda axis: _run(
         start_all_to_all,
         axis,
-        *(4 if axis.rank == 0 else 8, 3),
+        4 if axis.rank == 0 else 8,
+        3,
         sizes=((2, 4), (2, 2)) if axis.rank == 0 else ((2, 4), (4, 4)),
     ),
     "broadcast": lambda axis: broadcast_(_rows(axis.rank), axis, 1),

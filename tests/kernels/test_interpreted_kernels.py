@@ -18,8 +18,18 @@ pytestmark = [
     pytest.mark.slow,
 ]
 GROUPS = (
-    *("float32", "bfloat16", "float16", "models", "shards", "hand-over", "fused passes"),
-    *("one shot", "token sums", "experts", "adam", "weight slices"),
+    "float32",
+    "bfloat16",
+    "float16",
+    "models",
+    "shards",
+    "hand-over",
+    "fused passes",
+    "one shot",
+    "token sums",
+    "experts",
+    "adam",
+    "weight slices",
 )
 
 

@@ -92,7 +92,7 @@ def _flash_attn_forward(
 ):  # fmt: skip
     assert (max_seqlen_q is None) == (cu_seqlens_q is None)
     out, lse = _forward(
-        *(q, k, v, cu_seqlens_q, cu_seqlens_k), scale=softmax_scale, cap=softcap, causal=causal,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, cap=softcap, causal=causal,
         left=window_size_left, right=window_size_right,
     )  # fmt: skip
     return out, lse, torch.tensor([]), torch.tensor([])
@@ -105,7 +105,7 @@ def _flash_attn_backward(
     deterministic=False, sm_margin=0,
 ):  # fmt: skip
     gradients = _backward(
-        *(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k), scale=softmax_scale,
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale,
         cap=softcap, causal=is_causal, left=window_size_left, right=window_size_right,
     )  # fmt: skip
     for out_gradient, gradient in zip((dq, dk, dv), gradients, strict=True):

@@ -92,7 +92,8 @@ def test_inconsistent_settings_and_layouts_raise():
     config = EncoderConfig(**SIZES)
     config.check_layout(ParallelLayout(2, cp=2), seq_length=16)
     for sizes, options, message in (
-        *(({"tp": 3}, {}, "heads"), ({"pp": 8}, {}, "layers")),
+        ({"tp": 3}, {}, "heads"),
+        ({"pp": 8}, {}, "layers"),
         ({"cp": 2}, {"seq_length": 18}, r"seq_length \(18\) must be a multiple of 2 cp"),
         ({"ep": 2}, {}, r"ep \(2\) needs a model with experts"),
         ({"tp": 2}, {"seq_length": 21}, r"seq_length \(21\) must not exceed"),

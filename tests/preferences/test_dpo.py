@@ -66,7 +66,9 @@ def plain_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
 
 #: Loss, label smoothing, and whether there is no reference.
 LOSSES: list[tuple[Any, float, bool]] = [
-    *(("sigmoid", 0.1, False), ("sigmoid", 0.0, True), ("ipo", 0.0, False))
+    ("sigmoid", 0.1, False),
+    ("sigmoid", 0.0, True),
+    ("ipo", 0.0, False),
 ]
 
 

@@ -92,7 +92,10 @@ def test_stages_are_idle_as_long_as_the_formulas_say() -> None:
         bubble = simulate(build_schedule("1f1b", stages, microbatches)).bubble
         assert bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
     for name, stages, microbatches, chunks in (
-        *(("1f1b", 2, 3, 1), ("1f1b", 4, 8, 1), ("interleaved", 4, 8, 2), ("interleaved", 2, 6, 3)),
+        ("1f1b", 2, 3, 1),
+        ("1f1b", 4, 8, 1),
+        ("interleaved", 4, 8, 2),
+        ("interleaved", 2, 6, 3),
     ):
         schedule = build_schedule(name, stages, microbatches, chunks)
         rule = MicrobatchRule(None, name, stages, chunks, None)
@@ -101,8 +104,11 @@ def test_stages_are_idle_as_long_as_the_formulas_say() -> None:
 
 def test_no_division_of_the_layers_would_give_the_busiest_stage_less() -> None:
     for layers, head, stages in (
-        *(((1.0,) * 7, 0.0, 3), ((1.0,) * 8, 2.5, 4), ((1.0, 4.0, 1.5, 1.0, 4.0, 1.0), 1.0, 3)),
-        *(((1.0,) * 7 + (4.0, 1.0), 1.0, 4), ((4.0, 1.0, 1.0, 1.0), 0.5, 2)),
+        ((1.0,) * 7, 0.0, 3),
+        ((1.0,) * 8, 2.5, 4),
+        ((1.0, 4.0, 1.5, 1.0, 4.0, 1.0), 1.0, 3),
+        ((1.0,) * 7 + (4.0, 1.0), 1.0, 4),
+        ((4.0, 1.0, 1.0, 1.0), 0.5, 2),
     ):
         costs = LayerCosts(layers, 0.0, head)
         divisions = [

@@ -24,9 +24,11 @@ from tests.import_graph import (
 
 # A room imports itself and the rooms before it. What is beside the rooms (`errors`, `once`, ...) is
 # open to all.
-ROOMS = (
-    *("plan", "kernels", "groups", "layers", "experts", "models", "swap"),
-    *("training", "pipeline", "graphs", "generation", "checkpoint", "strategy"),
+ROOMS = tuple(
+    """
+    plan kernels groups layers experts models swap training pipeline graphs
+    generation checkpoint strategy
+    """.split()
 )
 LEAVES = {
     "data": {"plan"},
@@ -35,19 +37,38 @@ LEAVES = {
     "preferences": {"plan", "groups", "layers", "models", "swap", "data", "evaluation"},
     "finetuning": {"plan", "groups", "models", "swap", "checkpoint", "data"},
 }
-OPEN_TO_ALL = {
-    *("disk_sync", "errors", "extras", "half_types", "nest", "once"),
-    *("recipe_files", "shapes", "strict_json", "user_code", "version"),
-}
+OPEN_TO_ALL = set(
+    """
+    disk_sync errors extras half_types nest once recipe_files shapes strict_json
+    user_code version
+    """.split()
+)
 # The same inside the rooms that have sub-rooms; "" are the files directly in the room.
 SUB_ROOMS = {
     "experts": ("routing", "transport", "compute", ""),
     "swap": (
-        *("tensors", "families", "weights", "blocks", "hugging_face", "pretrained", "decide", ""),
+        "tensors",
+        "families",
+        "weights",
+        "blocks",
+        "hugging_face",
+        "pretrained",
+        "decide",
+        "",
     ),
     "strategy": (
-        *("private", "options", "process", "optimization", "checks", "modules", "logs", "trials"),
-        *("step", "checkpoints", "", "callbacks"),
+        "private",
+        "options",
+        "process",
+        "optimization",
+        "checks",
+        "modules",
+        "logs",
+        "trials",
+        "step",
+        "checkpoints",
+        "",
+        "callbacks",
     ),
 }
 # Sub-rooms that do not know each other.
@@ -56,13 +77,15 @@ STRANGERS = (
     {"experts.routing", "experts.transport", "experts.compute"},
 )
 # Lightning is imported by the strategy and by the modules that it offers to recipes.
-LIGHTNING_FILES = {
-    *("cli/main.py", "cli/model_call.py", "cli/scaling_job.py", "cli/step_timer.py"),
-    *("models/token_module.py", "data/datamodule.py"),
-    *("data/row_datamodule.py", "data/conversation_datamodule.py", "data/bert_datamodule.py"),
-    *("evaluation/datamodules.py", "evaluation/evaluated_lm.py", "preferences/reference.py"),
-    *("finetuning/modules.py", "finetuning/datamodule.py"),
-}
+LIGHTNING_FILES = set(
+    """
+    cli/main.py cli/model_call.py cli/scaling_job.py cli/step_timer.py
+    models/token_module.py data/datamodule.py data/row_datamodule.py
+    data/conversation_datamodule.py data/bert_datamodule.py
+    evaluation/datamodules.py evaluation/evaluated_lm.py preferences/reference.py
+    finetuning/modules.py finetuning/datamodule.py
+    """.split()
+)
 # Triton comes with the CUDA builds of torch. Kernels are written in its language, so their room
 # imports it at once; `layers` imports that room by name, where a GPU has Triton.
 TRITON_ROOM = "kernels/triton"
@@ -78,10 +101,11 @@ RETIRED = re.compile(
     r"let_finetuning_know|settled|crossings|way_out|ways_out|run_aside|rows_again|spread_again|"
     r"look_again)(_|$)"
 )
-RETIRED_CLASSES = {
-    *("Elsewhere", "Turn", "Turns", "Exchange", "Unit", "Position", "Division"),
-    *("Crossings", "Form", "Forms"),
-}
+RETIRED_CLASSES = set(
+    """
+    Elsewhere Turn Turns Exchange Unit Position Division Crossings Form Forms
+    """.split()
+)
 FILES = files_of(PACKAGE)
 
 Fault = tuple[int, str]
@@ -195,6 +219,12 @@ def an_assignment_has_one_value_unless_it_swaps(file: SourceFile) -> Iterator[Fa
                 yield node.lineno, ast.unparse(node)
 
 
+def no_tuple_is_unpacked_where_it_was_made(file: SourceFile) -> Iterator[Fault]:
+    for node in file.nodes:
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List):
+            yield node.lineno, ast.unparse(node)
+
+
 def a_statement_has_at_most_one_conditional_expression(file: SourceFile) -> Iterator[Fault]:
     inside = (ast.stmt, ast.ExceptHandler, ast.match_case)
     for node in file.nodes:
@@ -301,6 +331,7 @@ RULES: tuple[Rule, ...] = (
     optional_packages_are_imported_inside_functions,
     files_and_functions_are_small,
     an_assignment_has_one_value_unless_it_swaps,
+    no_tuple_is_unpacked_where_it_was_made,
     a_statement_has_at_most_one_conditional_expression,
     nothing_is_global_caught_broadly_or_asserted_without_a_message,
     only_the_strategy_and_one_command_read_environment_variables,

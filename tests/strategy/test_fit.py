@@ -255,8 +255,12 @@ def test_earlier_objects_are_frozen_for_garbage_collection_during_a_fit(monkeypa
 
 
 REPLACED = {
-    *("advance", "_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "on_advance_end"),
-    *("_slurm_sigusr_handler_fn", "_requires_distributed_sampler"),
+    "advance",
+    "_broadcast_sigterm_tensor",
+    "_sigterm_notifier_fn",
+    "on_advance_end",
+    "_slurm_sigusr_handler_fn",
+    "_requires_distributed_sampler",
 }
 
 

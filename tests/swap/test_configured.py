@@ -50,7 +50,12 @@ def read_weights(model: Any) -> None:
 
 
 CHANGES: tuple[Callable[[Any], Any], ...] = (
-    *(zero_head, clear_row, load_state, write_key_projection, read_weights, deepcopy),
+    zero_head,
+    clear_row,
+    load_state,
+    write_key_projection,
+    read_weights,
+    deepcopy,
     lambda model: model.lm_head.weight.data.mul_(3),
     lambda model: setattr(model, "lm_head", nn.Linear(48, V, bias=False)),
     lambda model: model.resize_token_embeddings(V + 7),

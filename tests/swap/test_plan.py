@@ -22,8 +22,12 @@ from tests.swap.parts import mesh_of
 
 GPT2 = GPTConfig.gpt2(vocab_size=16, max_seq_length=8, num_layers=1, hidden_size=8, num_heads=2)
 _HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    *("_state_dict_hooks", "_load_state_dict_pre_hooks"),
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
 )
 
 

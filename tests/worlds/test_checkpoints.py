@@ -76,8 +76,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01),
 }
 SAVED = (
-    *(("tp2 pp2", "AdamW"), ("tp4", "Adagrad"), ("dp4", "SGD")),
-    *(("dp4 whole parameters", "AdamW"), ("dp2 pp2 zero0", "AdamW")),
+    ("tp2 pp2", "AdamW"),
+    ("tp4", "Adagrad"),
+    ("dp4", "SGD"),
+    ("dp4 whole parameters", "AdamW"),
+    ("dp2 pp2 zero0", "AdamW"),
 )
 STEPS = 2
 
@@ -328,7 +331,10 @@ def save_repeatedly(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, An
 
 Part = Callable[[int, Any, Path], dict[str, Any]]
 OF_WRITERS: tuple[Part, ...] = (
-    *(save_in_background, fail_in_every_step, damage_files, save_repeatedly),
+    save_in_background,
+    fail_in_every_step,
+    damage_files,
+    save_repeatedly,
 )
 
 

@@ -75,8 +75,12 @@ def test_launched_ranks_end_after_the_process_that_launched_them(launcher, numbe
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with subprocess.Popen(
         [
-            *(sys.executable, *(torchrun if launcher == "torchrun" else [])),
-            *("-m", "tests.worlds.user_script", "hang nowhere", marker),
+            sys.executable,
+            *(torchrun if launcher == "torchrun" else []),
+            "-m",
+            "tests.worlds.user_script",
+            "hang nowhere",
+            marker,
         ],
         cwd=ROOT,
         env=environment(TMPDIR=str(tmp_path)),

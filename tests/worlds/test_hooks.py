@@ -29,9 +29,17 @@ CALLBACK_HOOKS = [name for name in dir(pl.Callback) if name.startswith("on_")]
 CALLBACK_HOOKS += ["setup", "teardown"]
 MODULE_HOOKS = [
     *(name for name in CALLBACK_HOOKS if hasattr(pl.LightningModule, name)),
-    *("on_before_batch_transfer", "on_after_batch_transfer", "training_step", "validation_step"),
-    *("configure_model", "configure_optimizers", "configure_callbacks"),
-    *("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad"),
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "training_step",
+    "validation_step",
+    "configure_model",
+    "configure_optimizers",
+    "configure_callbacks",
+    "backward",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
     "lr_scheduler_step",
 ]
 
@@ -459,8 +467,12 @@ def test_each_microbatch_runs_backward_and_on_after_backward_runs_once() -> None
     step = hooks[first : hooks.index("module.on_before_optimizer_step")]
     per_microbatch = ["training_step", "on_before_backward", "backward"]
     assert [hook.removeprefix("module.") for hook in step if hook.startswith("module.")] == [
-        *(per_microbatch[0], "on_before_zero_grad", "optimizer_zero_grad", *per_microbatch[1:]),
-        *(*per_microbatch, "on_after_backward"),
+        per_microbatch[0],
+        "on_before_zero_grad",
+        "optimizer_zero_grad",
+        *per_microbatch[1:],
+        *per_microbatch,
+        "on_after_backward",
     ]
     halved, whole = HalvesTheLoss(), HalvesTheLoss()
     fit(halved, {"microbatch_size": 2})

@@ -55,12 +55,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "of rank 0": {"on_step": True, "on_epoch": False, "rank_zero_only": True},
 }
 BY_EPOCH_ONLY = (
-    *("on_train_start", "on_train_epoch_start", "on_train_epoch_end"),
-    *("on_validation_epoch_start", "on_validation_epoch_end"),
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
 )
 HOOKS = (
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_after_backward"),
-    *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end"),
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
     *BY_EPOCH_ONLY,
 )
 

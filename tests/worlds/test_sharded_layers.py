@@ -63,8 +63,12 @@ def run_all(rank: int, size: int) -> None:
         layout = ParallelLayout(size, tp=tp)
         mesh = ParallelMesh.create(layout, seed=4, sequence_parallel=sequence_parallel)
         for check in (
-            *(check_linear, check_blocks, check_embedding_and_head, check_padded_rows_are_zero),
-            *(check_slots, check_losses),
+            check_linear,
+            check_blocks,
+            check_embedding_and_head,
+            check_padded_rows_are_zero,
+            check_slots,
+            check_losses,
         ):
             check(mesh)
         if tp == 2:

@@ -362,8 +362,16 @@ def refusals_of_shared_sequences(mesh: ParallelMesh) -> None:
 
 
 CHECKS = (
-    *(linear_layers, classifiers_and_masks, attention, shared_weights, dropout),
-    *(frozen_layers, full_gpt, different_seeds, second_fit, shared_sequences),
+    linear_layers,
+    classifiers_and_masks,
+    attention,
+    shared_weights,
+    dropout,
+    frozen_layers,
+    full_gpt,
+    different_seeds,
+    second_fit,
+    shared_sequences,
 )
 #: Layout, whether ranks share sequences, and checks.
 JOBS: tuple[tuple[dict[str, int], bool, tuple[Callable[[ParallelMesh], None], ...]], ...] = (

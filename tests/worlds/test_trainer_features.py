@@ -307,8 +307,16 @@ CASES = {
     "dp2": ("a smaller last batch", "evaluated", "rate found", "resumed", "finetuned"),
     "tp2": ("averaged", "excepted", "summarized", "finetuned"),
     "pp2": (
-        *("a smaller last batch", "fast_dev_run", "evaluated", "fitted again", "averaged"),
-        *("rate found", "validation by steps", "resumed", "finetuned", "summarized"),
+        "a smaller last batch",
+        "fast_dev_run",
+        "evaluated",
+        "fitted again",
+        "averaged",
+        "rate found",
+        "validation by steps",
+        "resumed",
+        "finetuned",
+        "summarized",
     ),
 }
 
@@ -434,7 +442,8 @@ def two_ranks(rank: int, size: int, folder: Path) -> dict[Any, Any]:
     for layout, strategy in (("ddp", "ddp"), ("dp2", {})):
         results[layout, "throughput"] = ALL["throughput"](Bench(strategy, size, folder / layout))
     for layout, strategy in (
-        *(("ddp", "ddp"), ("dp2", {})),
+        ("ddp", "ddp"),
+        ("dp2", {}),
         ("tp2", {"tp": 2, "tensor_parallel_plan": {}}),
     ):
         results["data", layout] = {name: read(data, strategy, size) for name, data in DATA.items()}

@@ -22,8 +22,13 @@ _TORCH_TARGET = "0x020a000000000000"
 _FLAGS = {
     ".cu": ("-O3", "-DNDEBUG", "-Xcompiler", "-fPIC", "-std=c++17", "--expt-relaxed-constexpr"),
     ".cpp": (
-        *("-O3", "-DNDEBUG", "-Xcompiler", "-fPIC", "-std=c++20"),
-        *("-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={_TORCH_TARGET}"),
+        "-O3",
+        "-DNDEBUG",
+        "-Xcompiler",
+        "-fPIC",
+        "-std=c++20",
+        "-DUSE_CUDA",
+        f"-DTORCH_TARGET_VERSION={_TORCH_TARGET}",
     ),
 }
 _VARIANT = re.compile(r"^ +V\((\w+),", re.MULTILINE)

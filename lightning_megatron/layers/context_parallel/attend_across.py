@@ -114,7 +114,11 @@ def cut_documents(
     if choice.transport == "all_to_all":
         return span
     cut = DocumentCut.of(
-        *(span.borders, num_sequences, seq_length, mesh.cp.size, mesh.cp.rank),
+        span.borders,
+        num_sequences,
+        seq_length,
+        mesh.cp.size,
+        mesh.cp.rank,
         longest=span.longest,
         inner=mesh.cp_inner.size if choice.transport == "hierarchical" else 1,
     )

@@ -231,7 +231,10 @@ class EngineProduct:
         if not sums.is_contiguous() or (scale != 1 and not self.scaling.can_scale):
             return False
         self.scaling.product(
-            *(self.inputs, self.gradient, "weight gradient", sums.dtype),
+            self.inputs,
+            self.gradient,
+            "weight gradient",
+            sums.dtype,
             out=sums,
             adds=not is_empty,
             scale=scale,

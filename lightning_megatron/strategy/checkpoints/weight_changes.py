@@ -8,16 +8,13 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning_megatron.strategy.private.user_module import is_overridden
 
 #: Hooks that run between a save and the end of the next backward pass.
-_HOOKS = (
-    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
-    *(
-        "on_validation_start",
-        "on_validation_epoch_start",
-        "on_validation_batch_start",
-        "on_validation_batch_end",
-    ),
-    *("on_validation_epoch_end", "on_validation_end", "on_before_zero_grad", "optimizer_zero_grad"),
-    *("on_after_backward", "on_before_backward"),
+_HOOKS = tuple(
+    """
+    on_train_batch_start on_train_batch_end on_train_epoch_start on_train_epoch_end
+    on_validation_start on_validation_epoch_start on_validation_batch_start
+    on_validation_batch_end on_validation_epoch_end on_validation_end
+    on_before_zero_grad optimizer_zero_grad on_after_backward on_before_backward
+    """.split()
 )
 _LIBRARY_PACKAGES = ("lightning_megatron", "lightning")
 

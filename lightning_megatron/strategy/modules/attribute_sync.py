@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 #: attributes that are not the step's.
 _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
     "training_step": (
-        *(
-            "on_train_batch_start",
-            "on_after_backward",
-            "on_before_optimizer_step",
-            "configure_gradient_clipping",
-            "optimizer_step",
-        ),
-        *("on_before_zero_grad", "lr_scheduler_step", "on_train_batch_end"),
+        "on_train_batch_start",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "configure_gradient_clipping",
+        "optimizer_step",
+        "on_before_zero_grad",
+        "lr_scheduler_step",
+        "on_train_batch_end",
     ),
     "validation_step": ("on_validation_batch_start", "on_validation_batch_end"),
     "test_step": ("on_test_batch_start", "on_test_batch_end"),
@@ -47,16 +47,15 @@ _Location = tuple[str, bool, str]
 
 #: Exceptions of pickling for objects that cannot be sent, such as locks, generators and open files.
 PICKLING_ERRORS = (
-    *(
-        pickle.PicklingError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        RuntimeError,
-        NotImplementedError,
-        RecursionError,
-    ),
-    *(OSError, KeyError),
+    pickle.PicklingError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    RuntimeError,
+    NotImplementedError,
+    RecursionError,
+    OSError,
+    KeyError,
 )
 
 

@@ -21,11 +21,10 @@ _INIT_FILE = nn.init.normal_.__code__.co_filename
 #: Methods that draw every value of a tensor.
 _DRAWS = frozenset(
     f"{name}_"
-    for name in (
-        *("normal", "uniform", "bernoulli", "exponential", "geometric", "cauchy", "log_normal"),
-        *("random", "kaiming_uniform", "kaiming_normal", "xavier_uniform", "xavier_normal"),
-        *("trunc_normal", "orthogonal", "sparse"),
-    )
+    for name in """
+    normal uniform bernoulli exponential geometric cauchy log_normal random kaiming_uniform
+    kaiming_normal xavier_uniform xavier_normal trunc_normal orthogonal sparse
+    """.split()
 )
 
 

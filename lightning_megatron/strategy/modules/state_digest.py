@@ -26,35 +26,37 @@ from lightning_megatron.groups.mesh import ParallelMesh
 #: Types whose content is ignored: code, objects that are checked elsewhere and objects that steps
 #: only read.
 IGNORED_TYPES = (
-    *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
-    *(
-        nn.Module,
-        ParallelMesh,
-        MeshAxis,
-        Trainer,
-        Strategy,
-        Callback,
-        Logger,
-        LightningDataModule,
-        Dataset,
-        DataLoader,
-        Optimizer,
-    ),
+    type,
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+    ModuleType,
+    torch.dtype,
+    torch.device,
+    nn.Module,
+    ParallelMesh,
+    MeshAxis,
+    Trainer,
+    Strategy,
+    Callback,
+    Logger,
+    LightningDataModule,
+    Dataset,
+    DataLoader,
+    Optimizer,
 )
 #: Packages of large objects that steps only read.
 _IGNORED_PACKAGES = ("tokenizers", "sentencepiece")
 #: Errors that properties and ``__reduce_ex__`` of unsupported objects raise.
 _UNREADABLE = (
-    *(
-        pickle.PicklingError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        RuntimeError,
-        LookupError,
-        ArithmeticError,
-        OSError,
-    ),
+    pickle.PicklingError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    ArithmeticError,
+    OSError,
     AssertionError,
 )
 _LEAF_TYPES = frozenset({int, float, str, bool, bytes, type(None), Tensor})

@@ -12,16 +12,13 @@ from lightning_megatron.strategy.private.user_module import is_overridden
 
 #: Hooks between a step and the next forward pass in which the strategy itself does not wait for
 #: updated parameters.
-_HOOKS = (
-    *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"),
-    *("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end"),
-    *(
-        "on_validation_start",
-        "on_validation_epoch_start",
-        "on_validation_batch_start",
-        "on_validation_model_eval",
-    ),
-    *("on_before_batch_transfer", "on_after_batch_transfer"),
+_HOOKS = tuple(
+    """
+    on_train_batch_start on_train_batch_end on_before_zero_grad on_train_epoch_start
+    on_train_epoch_end on_train_end on_fit_end on_validation_start
+    on_validation_epoch_start on_validation_batch_start on_validation_model_eval
+    on_before_batch_transfer on_after_batch_transfer
+    """.split()
 )
 #: Warning about a hook that reads gradients of a sharded model.
 SHARDED_GRADIENTS_WARNING = (
@@ -48,8 +45,14 @@ _OTHER_HOOKS = (
 #: recording of graphs, and a norm that was computed before.
 _NO_READERS = frozenset(
     {
-        *("zero_grad", "requires_grad", "requires_grad_", "no_grad", "enable_grad", "autograd"),
-        *("set_grad_enabled", "is_grad_enabled"),
+        "zero_grad",
+        "requires_grad",
+        "requires_grad_",
+        "no_grad",
+        "enable_grad",
+        "autograd",
+        "set_grad_enabled",
+        "is_grad_enabled",
         # The norm that the precision plugin has computed.
         "last_grad_norm",
     }
@@ -59,22 +62,11 @@ _DEPTH = 4
 #: Callbacks that read only counters, logged values and clocks, or save through the strategy.
 _HARMLESS_PACKAGES = ("lightning_megatron.", "lightning.pytorch.callbacks.progress")
 _HARMLESS_CALLBACKS = frozenset(
-    {
-        *(
-            "ModelCheckpoint",
-            "OnExceptionCheckpoint",
-            "EarlyStopping",
-            "LearningRateMonitor",
-            "Timer",
-            "ModelSummary",
-        ),
-        *(
-            "RichModelSummary",
-            "DeviceStatsMonitor",
-            "GradientAccumulationScheduler",
-            "ThroughputMonitor",
-        ),
-    }
+    """
+    ModelCheckpoint OnExceptionCheckpoint EarlyStopping LearningRateMonitor Timer
+    ModelSummary RichModelSummary DeviceStatsMonitor GradientAccumulationScheduler
+    ThroughputMonitor
+    """.split()
 )
 
 

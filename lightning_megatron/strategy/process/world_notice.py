@@ -12,10 +12,10 @@ from lightning_megatron.user_code import Line
 
 #: Packages that ask for the number of processes and mean it.
 _LIBRARIES = frozenset(
-    {
-        *("lightning", "lightning_fabric", "lightning_utilities", "lightning_megatron"),
-        *("torch", "torchmetrics", "transformers", "peft", "datasets", "accelerate"),
-    }
+    """
+    lightning lightning_fabric lightning_utilities lightning_megatron torch
+    torchmetrics transformers peft datasets accelerate
+    """.split()
 )
 
 

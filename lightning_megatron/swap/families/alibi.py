@@ -50,9 +50,15 @@ BLOOM = Family(
         # rows, which the class does not read, or are names of earlier code.
         frozenset(
             {
-                *("slow_but_exact", "seq_length", "attention_softmax_in_fp32"),
-                *("masked_softmax_fusion", "bias_dropout_fusion", "skip_bias_add"),
-                *("skip_bias_add_qkv", "offset_alibi", "unk_token_id"),
+                "slow_but_exact",
+                "seq_length",
+                "attention_softmax_in_fp32",
+                "masked_softmax_fusion",
+                "bias_dropout_fusion",
+                "skip_bias_add",
+                "skip_bias_add_qkv",
+                "offset_alibi",
+                "unk_token_id",
             }
         ),
     ),

@@ -36,8 +36,12 @@ KINDS: Mapping[str, Any] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "d_model", "intermediate_size"), Size),
     **dict.fromkeys(
         (
-            *("num_attention_heads", "n_head", "n_heads", "type_vocab_size"),
-            *("num_experts_per_tok", "moe_intermediate_size"),
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "type_vocab_size",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
             "shared_expert_intermediate_size",
         ),
         Size,
@@ -85,7 +89,9 @@ KINDS: Mapping[str, Any] = {
     "sliding_window_pattern": Layers | None,
     **dict.fromkeys(
         (
-            *("attention_bias", "use_sliding_window", "output_router_logits"),
+            "attention_bias",
+            "use_sliding_window",
+            "output_router_logits",
             "use_bidirectional_attention",
         ),
         bool | None,

@@ -20,27 +20,19 @@ logger = logging.getLogger(__name__)
 HARMLESS = frozenset(
     {
         # Unsloth adds these fields to uploaded models.
-        *("unsloth_fixed", "unsloth_version"),
+        "unsloth_fixed",
+        "unsloth_version",
         # Trainers add this noise to embeddings, controlled by training arguments.
         "neftune_noise_alpha",
     }
 )
 #: Code of all models, which reads fields of their configurations.
-_SHARED = (
-    *(
-        "masking_utils",
-        "modeling_utils",
-        "modeling_rope_utils",
-        "modeling_layers",
-        "modeling_attn_mask_utils",
-    ),
-    *(
-        "modeling_flash_attention_utils",
-        "cache_utils",
-        "configuration_utils",
-        "core_model_loading",
-        "activations",
-    ),
+_SHARED = tuple(
+    """
+    masking_utils modeling_utils modeling_rope_utils modeling_layers
+    modeling_attn_mask_utils modeling_flash_attention_utils cache_utils
+    configuration_utils core_model_loading activations
+    """.split()
 )
 
 

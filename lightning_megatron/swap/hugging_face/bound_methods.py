@@ -19,16 +19,12 @@ from lightning_megatron.swap.hugging_face.save_pretrained import save_as_it_is
 
 #: Methods that search for peft's layers. A replaced model has no such layers, so the methods would
 #: silently do nothing.
-_PEFT_METHODS = (
-    *(
-        "add_adapter",
-        "add_weighted_adapter",
-        "delete_adapter",
-        "get_layer_status",
-        "get_model_status",
-    ),
-    *("load_adapter", "merge_adapter", "merge_and_unload", "push_to_hub", "set_adapter"),
-    *("set_requires_grad", "unload", "unmerge_adapter"),
+_PEFT_METHODS = tuple(
+    """
+    add_adapter add_weighted_adapter delete_adapter get_layer_status
+    get_model_status load_adapter merge_adapter merge_and_unload push_to_hub
+    set_adapter set_requires_grad unload unmerge_adapter
+    """.split()
 )
 _BOUND = "base_model_prepare_inputs_for_generation"
 

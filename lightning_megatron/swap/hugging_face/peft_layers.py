@@ -23,17 +23,12 @@ from lightning_megatron.swap.tensors.low_rank import FACTORS, Adapter, LowRankMa
 from lightning_megatron.swap.tensors.mapping import TensorsInMemory, named
 
 #: Settings of LoraConfig with which an update is not just the product of two matrices.
-_UNSUPPORTED = (
-    *(
-        "alora_invocation_tokens",
-        "arrow_config",
-        "bias",
-        "kasa_config",
-        "layer_replication",
-        "lora_bias",
-    ),
-    *("monteclora_config", "trainable_token_indices", "use_bdlora"),
-    *("use_dora", "use_qalora", "velora_config"),
+_UNSUPPORTED = tuple(
+    """
+    alora_invocation_tokens arrow_config bias kasa_config layer_replication
+    lora_bias monteclora_config trainable_token_indices use_bdlora use_dora
+    use_qalora velora_config
+    """.split()
 )
 _NO_VALUES = "Import peft at the top of the file, and leave out low_cpu_mem_usage"
 _NO_EXPERTS = (

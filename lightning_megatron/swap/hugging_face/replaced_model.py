@@ -181,23 +181,13 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-for _name in (
-    *(
-        "resize_token_embeddings",
-        "set_input_embeddings",
-        "set_output_embeddings",
-        "init_weights",
-        "post_init",
-    ),
-    *(
-        "add_adapter",
-        "load_adapter",
-        "set_adapter",
-        "delete_adapter",
-        "enable_adapters",
-        "disable_adapters",
-    ),
-    *("set_attn_implementation", "dequantize", "push_to_hub", "resize_position_embeddings"),
+for _name in tuple(
+    """
+    resize_token_embeddings set_input_embeddings set_output_embeddings init_weights
+    post_init add_adapter load_adapter set_adapter delete_adapter enable_adapters
+    disable_adapters set_attn_implementation dequantize push_to_hub
+    resize_position_embeddings
+    """.split()
 ):
     setattr(ReplacedModel, _name, _refusal(_name))
 
