@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.shapes import Layout
 from lightning_megatron.graphs.cuda import CudaGraph
-from lightning_megatron.graphs.tape import TapeGraph
 from lightning_megatron.groups.launcher import CollectiveLauncher, Work
 from lightning_megatron.layers import attention_core
 from lightning_megatron.layers.choose_core import CoreChoice
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.strategy.step import segment_captures
+from tests.tape import TapeGraph
 
 #: Name of the training without graphs.
 EAGER = "eager"

@@ -60,8 +60,8 @@ from benchmarks.shapes import LAYOUTS, SHAPES
 from benchmarks.step_trace import Trace, Tracer, first_difference, largest_gap
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import CaptureError, ParallelPlanError, UnsupportedError
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.models.config import GPTConfig
+from tests.tape import TapeBackend
 
 #: Prefix of the lines of rank 0 that the main process prints.
 _MARK = "DRIFT "

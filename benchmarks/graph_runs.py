@@ -20,8 +20,8 @@ from benchmarks.random_training import Tokens, Trained
 from benchmarks.step_trace import digest, own_slices, strategy_of
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.graphs.cuda import private_pools
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.models.config import GPTConfig
+from tests.tape import TapeBackend
 
 
 class Validated(Trained):

@@ -30,11 +30,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_megatron import GPT, GPTConfig, MegatronStrategy
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.training.clip import grad_norm
 from lightning_megatron.training.shared_gradients import original_name
 from tests.oracles import assert_equal
+from tests.tape import TapeBackend
 from tests.world import run_world
 
 STEPS, BATCH, SEQUENCE, VOCABULARY = 3, 8, 16, 300

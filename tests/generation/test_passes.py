@@ -19,7 +19,6 @@ from lightning_megatron.generation import decoding, fused_pass
 from lightning_megatron.generation.fused_pass import reason_against_fused_pass
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import TokenPass, reason_against_replay
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
@@ -30,6 +29,7 @@ from tests.generation.models import NEXT, PROMPTS, check_passes, check_rows, ful
 from tests.kernels.models import KINDS, TINY
 from tests.swap import families
 from tests.sweeps import chosen
+from tests.tape import TapeBackend
 
 # The angles of phi3 depend on the longest row: see test_tokens.py.
 CASES = [case for case in (*families.CASES, *families.EXPERTS) if case != "phi3"]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.graphs.effects import EffectObservers, Effects
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.recorded_draws import RecordedDraws
@@ -23,6 +22,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.training import DistributedOptimizerConfig
 from lightning_megatron.training.gradient_bucket import GradientBucket
 from lightning_megatron.training.recorded_gradients import RecordedGradients
+from tests.tape import TapeBackend
 from tests.training.runs import Run
 
 SIZES: dict[str, Any] = {

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.graphs.entries import Operator
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.models.config import GPTConfig
@@ -27,6 +26,7 @@ from tests.graphs.trained import (
     train,
     two_in_flight,
 )
+from tests.tape import Operator
 
 GPT2 = GPTConfig.gpt2(**SIZES, hidden_dropout=0.2, attention_dropout=0.3)
 LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24)

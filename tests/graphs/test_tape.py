@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.experts import ExpertsConfig
 from tests.graphs.steps import SIZES, Step
+from tests.tape import TapeBackend
 
 GPT2 = GPTConfig.gpt2(**SIZES)
 LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.graphs.update_graph import Update, UpdateGraph
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from tests.tape import TapeBackend
 
 
 class Parameters:

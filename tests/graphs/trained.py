@@ -19,7 +19,6 @@ from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
 from lightning_megatron.graphs.step_kind import TRAINING, StepKind
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
@@ -31,6 +30,7 @@ from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.custom_schedule import custom_schedule
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.schedule import Schedule, build_schedule
+from tests.tape import TapeBackend
 from tests.training.runs import Run
 
 EVALUATION = StepKind("validation_step")

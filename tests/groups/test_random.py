@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams, derive_seed
 from lightning_megatron.groups.stream_position import StreamPosition
 from lightning_megatron.layers.recompute import replayed
+from tests.tape import TapeBackend
 
 
 def draw(streams: RandomStreams, name, count: int = 4) -> tuple[float, ...]:

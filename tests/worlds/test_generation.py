@@ -28,7 +28,6 @@ from lightning_megatron import (
 from lightning_megatron.cli.main import main
 from lightning_megatron.generation.session import GenerationSession
 from lightning_megatron.generation.token_pass import reason_against_replay
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.side_calls import SideCalls
 from lightning_megatron.models.stage import StageCursor
@@ -51,6 +50,7 @@ from tests.generation.models import (
 from tests.generation.test_tokens import SIZES, stops_of
 from tests.oracles import float32_as_float64
 from tests.swap.parts import mesh_of
+from tests.tape import TapeBackend
 from tests.tiny_llama import save_tiny_llama
 from tests.world import run_world
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_megatron.errors import CaptureError, SpeedWarning, UnsupportedError
 from lightning_megatron.graphs.agreement import KeyAgreement, failure_of_any, is_true_anywhere
 from lightning_megatron.graphs.effects import EffectObservers
-from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.device_counter import DeviceCounter, DeviceProgress
 from lightning_megatron.groups.generators import GeneratorPool
@@ -23,6 +22,7 @@ from lightning_megatron.strategy.process.rank_status import RankStatus, hang_rep
 from tests.graphs.test_tape import captured
 from tests.graphs.test_update_graph import Parameters, graph_of, run
 from tests.strategy.test_run_graphs import make_graphs, run_steps
+from tests.tape import TapeBackend
 from tests.world import run_world
 
 
