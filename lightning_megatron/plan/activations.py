@@ -298,8 +298,12 @@ def _loss_costs(
     count = batch.num_tokens * rows
     chunk = tokens_of_chunk(option, batch.num_tokens, rows, element)
     if chunk is None:
-        temporary = table.loss_forward * count, table.loss_backward * count
-        return _LossCosts(table.loss_kept * count, *temporary, count * element)
+        return _LossCosts(
+            table.loss_kept * count,
+            table.loss_forward * count,
+            table.loss_backward * count,
+            count * element,
+        )
     # The kernels read the logits in place. Operators of torch copy half types to a wider type.
     chunk_bytes = (table.loss_forward or table.loss_kept) * min(chunk, batch.num_tokens) * rows
     kept = batch.num_tokens * (2 * batch.wide_bytes + _INDEX + 1)

@@ -111,14 +111,15 @@ def search_schedule(
     candidates = list(named)
     for shape in shapes if num_chunks > 1 else shapes[:1]:
         placement = Placement(shape, num_stages, num_chunks)
-        sizes = (num_stages, num_microbatches, num_chunks)
         # Rows that take longer than a schedule that fits are discarded.
         longest = min(
             (candidate.length for candidate in candidates if candidate.fits), default=None
         )
         rules = _rules(placement, kept, limit, weight_half_share, num_microbatches)
         for rows, length in _constructed(placement, num_microbatches, costs, rules, longest):
-            generated = Schedule(AUTOMATIC, *sizes, rows, shape=shape)
+            generated = Schedule(
+                AUTOMATIC, num_stages, num_microbatches, num_chunks, rows, shape=shape
+            )
             candidates.append(evaluate(generated, length))
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:

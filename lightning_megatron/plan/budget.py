@@ -204,9 +204,9 @@ class _BlockCosts:
         training = self._training
         if training.fp8 is None:
             return None
-        shares = training.shares_casts
-        sizes = self._model, layer, self._tp
-        layers = EightBitLayers.of(training.fp8, *sizes, shares_casts=shares)
+        layers = EightBitLayers.of(
+            training.fp8, self._model, layer, self._tp, shares_casts=training.shares_casts
+        )
         return layers if layers.sizes else None
 
     def of(

@@ -156,13 +156,16 @@ class ContextCut:
                 # The last queries see none of these keys, and none of these queries sees the first
                 # keys. Without them, the window of the last query includes the last key.
                 far = max(0, offset - window + 1)
-                rows = range(i * half, (i + 1) * half - far), range(j * half + far, (j + 1) * half)
+                queries = range(i * half, (i + 1) * half - far)
+                keys = range(j * half + far, (j + 1) * half)
                 offset -= far
                 if offset >= half and offset + half <= window:
-                    yield AttentionBlock(*rows)
+                    yield AttentionBlock(queries, keys)
                 else:
                     visible = None if half <= window and not offset else window
-                    yield AttentionBlock(*rows, is_causal=True, offset=offset, window=visible)
+                    yield AttentionBlock(
+                        queries, keys, is_causal=True, offset=offset, window=visible
+                    )
 
     def gathered_blocks(
         self, rank: int, causal: bool, window: int | None = None

@@ -94,17 +94,25 @@ class CustomOrder:
                 )
             return self.table
         placement = self.placement
-        sizes = (placement.num_stages, num_microbatches, placement.num_chunks)
+        num_stages = placement.num_stages
+        num_chunks = placement.num_chunks
         try:
-            return custom_schedule(self.row_of, *sizes, shape=placement.shape, name=self.name)
+            return custom_schedule(
+                self.row_of,
+                num_stages,
+                num_microbatches,
+                num_chunks,
+                shape=placement.shape,
+                name=self.name,
+            )
         except ParallelPlanError:
             raise
         except Exception as error:
             raise ParallelPlanError(
                 f"the function of schedule {self.name!r} must return the rows of every number of "
-                f"microbatches that a step has: for pp {sizes[0]}, {num_microbatches} microbatches "
-                f"and vpp {sizes[2]} it raised {type(error).__name__}: {error}. Use a number of "
-                "microbatches that it supports, or a named schedule."
+                f"microbatches that a step has: for pp {num_stages}, {num_microbatches} "
+                f"microbatches and vpp {num_chunks} it raised {type(error).__name__}: {error}. Use "
+                "a number of microbatches that it supports, or a named schedule."
             ) from error
 
 

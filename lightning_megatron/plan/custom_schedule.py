@@ -47,15 +47,20 @@ def custom_schedule(
     require_positive("num_microbatches", num_microbatches)
     Placement(shape, num_stages, num_chunks)
     title = name or str(getattr(row_of, "__name__", "custom"))
-    sizes = (num_stages, num_microbatches, num_chunks)
     # There are four kinds of actions. One more is a repetition, which `validate` finds, so a
     # function that never ends is not read further.
     max_actions = 4 * num_microbatches * num_chunks + 1
     rows = tuple(
-        _checked(row_of(rank, *sizes), max_actions, f"schedule {title!r}, stage {rank}")
+        _checked(
+            row_of(rank, num_stages, num_microbatches, num_chunks),
+            max_actions,
+            f"schedule {title!r}, stage {rank}",
+        )
         for rank in range(num_stages)
     )
-    schedule = Schedule(title, *sizes, rows, forward_only, shape).validate()
+    schedule = Schedule(
+        title, num_stages, num_microbatches, num_chunks, rows, forward_only, shape
+    ).validate()
     simulate(schedule)
     return schedule
 

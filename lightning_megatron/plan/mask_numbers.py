@@ -73,9 +73,17 @@ class MaskNumbers:
     def as_integers(self) -> list[int]:
         """Return all numbers, for an operator of torch."""
         cut = self.cut
-        dimensions = *self.samples, *self.places, *self.heads
-        rank = cut.offset, cut.piece, cut.early, cut.late, self.first_head, self.first_feature
-        return [*dimensions, *rank]
+        return [
+            *self.samples,
+            *self.places,
+            *self.heads,
+            cut.offset,
+            cut.piece,
+            cut.early,
+            cut.late,
+            self.first_head,
+            self.first_feature,
+        ]
 
     @classmethod
     def of_integers(cls, values: Sequence[int]) -> MaskNumbers:

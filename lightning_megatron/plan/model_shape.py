@@ -174,8 +174,8 @@ class ModelShape:
         )
         embedding = EMBEDDING_COST * sum(layers) / len(layers)
         head = self.vocab_size * self.hidden_size
-        logits = self.max_seq_length, self.vocab_rows(tp), _LOGIT_BYTES
-        if loss_chunk != "forward" and tokens_of_chunk(loss_chunk, *logits) is not None:
+        chunk = tokens_of_chunk(loss_chunk, self.max_seq_length, self.vocab_rows(tp), _LOGIT_BYTES)
+        if loss_chunk != "forward" and chunk is not None:
             return LayerCosts(layers, embedding, head * 4 / 3)
         return LayerCosts(layers, embedding, head)
 

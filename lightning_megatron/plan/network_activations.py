@@ -175,7 +175,7 @@ def mixture_costs(
         # Product with the probabilities, in float32 or wider. In half types the gradient of its
         # result exists beside it, unless recomputation frees as much.
         scaling = 3 * wide + (0 if wide == features or recomputes else features)
-    kept_moments = (
+    largest_kept = max(
         # Second matrix product.
         vectors + max(second_input, features + matrix),
         scaling,
@@ -194,8 +194,8 @@ def mixture_costs(
         kept=parts.total,
         recomputed=recomputed,
         forward=forward,
-        backward=max(*kept_moments, last - recomputed),
-        captured_backward=max(*kept_moments, last - recomputes * recomputed),
+        backward=max(largest_kept, last - recomputed),
+        captured_backward=max(largest_kept, last - recomputes * recomputed),
         backward_start=start,
         # Outputs and their copies exist in place of the gradient of rows.
         recomputed_start=start + table.selection_copies * selections,
@@ -313,8 +313,9 @@ class _RowCounts:
     @classmethod
     def of(cls, experts: ExpertsConfig, batch: MicrobatchShape) -> _RowCounts:
         limit = batch.expert_rows
-        sizes = experts.top_k, batch.ep
-        transport = transport_over_ep(*sizes, batch.transport, is_limited=limit is not None)
+        transport = transport_over_ep(
+            experts.top_k, batch.ep, batch.transport, is_limited=limit is not None
+        )
         sent = batch.local_tokens * batch.etp
         if transport == "all_to_all":
             return cls(sent, sent * experts.top_k, sent * experts.top_k, are_exchanged=True)

@@ -67,8 +67,9 @@ class StageCosts:
                 sum(times[first : first + group_size]) for first in range(0, len(times), group_size)
             )
 
-        halves = (sums(self.input_half), sums(self.weight_half))
-        return StageCosts(sums(self.forward), *halves, self.transfer)
+        return StageCosts(
+            sums(self.forward), sums(self.input_half), sums(self.weight_half), self.transfer
+        )
 
     def ticks(self, kind: Kind, virtual_stage: int) -> int:
         """Return the time of an action in a virtual stage."""
