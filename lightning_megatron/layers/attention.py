@@ -88,11 +88,12 @@ class Attention(nn.Module):
                 its activations.
             sinks: Score of each head's sink; None means no sinks.
         """
-        values = query, key, value, rows, sinks
         if recompute:
-            replayed_core: Tensor = replayed(self._core, self.mesh.random, self.layer, *values)
+            replayed_core: Tensor = replayed(
+                self._core, self.mesh.random, self.layer, query, key, value, rows, sinks
+            )
             return replayed_core
-        return self._core(*values)
+        return self._core(query, key, value, rows, sinks)
 
     def _core(
         self,
@@ -121,8 +122,7 @@ class Attention(nn.Module):
                 span = replace(span, past=None)
 
             def across(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                owner = self.mesh, self.context
-                return attend_across(query, key, value, span, *owner, **drops)
+                return attend_across(query, key, value, span, self.mesh, self.context, **drops)
 
             return with_wide_values(across, query, key, value)
 

@@ -67,8 +67,7 @@ def masked_scores(
     if span.soft_cap is not None:
         scores = span.soft_cap * (scores / span.soft_cap).tanh()
     if span.slopes is not None:
-        rows = length, query.device, scores.dtype, keys
-        scores = scores - biases_of(span, span.slopes, *rows)
+        scores = scores - biases_of(span, span.slopes, length, query.device, scores.dtype, keys)
     if span.mask is not None and span.mask.dtype != torch.bool:
         return scores + span.mask
     visible = seen_pairs(span, num_sequences, length, query.device, keys)

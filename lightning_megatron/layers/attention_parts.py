@@ -194,8 +194,8 @@ def core_of_part(
         keys: Rows of the keys; None means the rows of the queries.
     """
     behind = 0 if keys is None else keys.behind
-    request = query.device, query.dtype, span
-    return choose_part(*request, behind=behind, head_dim=query.shape[-1]).core
+    head_dim = query.shape[-1]
+    return choose_part(query.device, query.dtype, span, behind=behind, head_dim=head_dim).core
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

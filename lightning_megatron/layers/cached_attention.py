@@ -44,8 +44,7 @@ def attend_with_cache(
     """
     past = span.past
     assert past is not None, "the tokens have a cache"
-    new_tokens = key[: past.count], value[: past.count]
-    stored = past.cache.extend(layer, *new_tokens, span.window)
+    stored = past.cache.extend(layer, key[: past.count], value[: past.count], span.window)
     if past.cache.place is not None:
         attended = attend_one_token(query[:1], *stored, past.cache.place, past.padding, span.scale)
         return attended.expand(len(query), -1, -1)
@@ -111,8 +110,9 @@ def _attend_to_stored(
     keys, values = stored
     if _needs_operators(span):
         rows = KeyRows(keys.shape[2], places=past.key_places)
-        whole = keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3)
-        return attend_by_operators(query, *whole, span, dropout, rows).flatten(2)
+        keys = keys.permute(2, 0, 1, 3)
+        values = values.permute(2, 0, 1, 3)
+        return attend_by_operators(query, keys, values, span, dropout, rows).flatten(2)
     length, num_sequences, heads, _ = query.shape
     kv_heads = keys.shape[1]
     settings: dict[str, Any] = {"attn_mask": span.mask, "dropout_p": dropout, "scale": span.scale}

@@ -121,8 +121,9 @@ class ChunkedHead:
         terms = self.terms
         num_valid = terms.num_valid(logits.shape[-1])
         if kernels is not None:
-            sizes = num_valid, terms.smoothing, terms.vocab_size
-            grad = kernels.cross_entropy_gradient(logits, index, normaliser, scale, *sizes, True)
+            grad = kernels.cross_entropy_gradient(
+                logits, index, normaliser, scale, num_valid, terms.smoothing, terms.vocab_size, True
+            )
         else:
             grad = _gradient_by_torch(logits, index, normaliser, scale, terms)
         return grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)

@@ -154,8 +154,9 @@ class ColumnParallelLinear(nn.Module):
         elif isinstance(self.scaling, EngineScaling):
             output = engine_column_linear(hidden, weight, bias, self.mesh, self.scaling)
         else:
-            magnitudes = magnitude, of_gradient
-            output = fp8_column_linear(hidden, weight, bias, self.mesh, self.scaling, *magnitudes)
+            output = fp8_column_linear(
+                hidden, weight, bias, self.mesh, self.scaling, magnitude, of_gradient
+            )
         if self.low_rank is not None:
             output = self.low_rank(hidden, output)
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
@@ -258,8 +259,7 @@ class RowParallelLinear(nn.Module):
         elif isinstance(self.scaling, EngineScaling):
             output = engine_row_linear(hidden, self.weight, bias, self.mesh, self.scaling)
         else:
-            parameters = self.weight, bias, self.mesh, self.scaling
-            output = fp8_row_linear(hidden, *parameters, magnitude)
+            output = fp8_row_linear(hidden, self.weight, bias, self.mesh, self.scaling, magnitude)
         return output if self.low_rank is None else self.low_rank(hidden, output)
 
     @override

@@ -70,8 +70,9 @@ class _Norm(nn.Module):
         kernels = None if self.uses_engine else fused_kernels(hidden)
         if self.uses_engine and hidden.numel() and self.offset in (0.0, 1.0):
             stream = hidden if update is None else hidden + update
-            settings = self.weight, self.bias, self.eps, self.is_rms
-            normalised = engine_norm(stream, *settings, adds_one=self.offset == 1)
+            normalised = engine_norm(
+                stream, self.weight, self.bias, self.eps, self.is_rms, adds_one=self.offset == 1
+            )
         elif kernels is not None and hidden.shape[-1] <= kernels.MAX_NORM_WIDTH:
             scale = self.scale()
             bias = self.bias

@@ -81,7 +81,8 @@ def output_recomputed(output: Shaped[Tensor, "..."], again: Callable[[], Tensor]
     key = storage._cdata
     num_bytes = storage.nbytes()
     kind = output.device.type
-    autocast = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    autocast_dtype = torch.get_autocast_dtype(kind)
+    is_autocast = torch.is_autocast_enabled(kind)
 
     def pack(tensor: Tensor) -> Any:
         is_whole = tensor.numel() * tensor.itemsize == num_bytes and tensor.is_contiguous()
@@ -92,7 +93,7 @@ def output_recomputed(output: Shaped[Tensor, "..."], again: Callable[[], Tensor]
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        with torch.no_grad(), torch.autocast(kind, *autocast):
+        with torch.no_grad(), torch.autocast(kind, autocast_dtype, is_autocast):
             return again().view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -66,8 +66,9 @@ def summed_cross_entropy(
         all-gather of ``hidden`` and a reduce-scatter of its gradient. Backward none.
     """
     if _dtype_of_products(hidden) == torch.float16:
-        settings = mesh, vocab_size, chunk, label_smoothing, ignore_index, form
-        return chunked_cross_entropy(hidden, weight, labels, *settings).sum()
+        return chunked_cross_entropy(
+            hidden, weight, labels, mesh, vocab_size, chunk, label_smoothing, ignore_index, form
+        ).sum()
     check_ids(labels, vocab_size, ignore_index)
     terms = LossTerms(mesh.tp, vocab_size, label_smoothing, ignore_index)
     head = ChunkedHead(terms, mesh, chunk, form or LogitForm(), slot_of(weight))

@@ -231,17 +231,19 @@ def _of_documents(
     span: AttentionSpan, cut: DocumentCut, seq_part: int, rank: int, source: int
 ) -> list[Block]:
     """Return the single block for the keys of a source rank: :meth:`ContextCut.ring_blocks`."""
-    part = cut.part_borders[rank], 2 * cut.longest_piece
-    keys = KeyRows(seq_part, cut.part_borders[source], 2 * cut.longest_piece)
+    borders = cut.part_borders[rank]
+    longest = 2 * cut.longest_piece
+    keys = KeyRows(seq_part, cut.part_borders[source], longest)
     if not span.causal or source == rank:
-        return [Block(_ALL, _ALL, _documents(span, *part, causal=span.causal), keys)]
+        return [Block(_ALL, _ALL, _documents(span, borders, longest, causal=span.causal), keys)]
     half = seq_part // 2
     if source < rank:
         early = KeyRows(half, cut.piece_borders[source], cut.longest_piece)
-        query_span = _documents(span, *part, causal=False)
+        query_span = _documents(span, borders, longest, causal=False)
         return [Block(_ALL, cut.halves[:, source, :half], query_span, early)]
-    late = cut.piece_borders[2 * cut.size - 1 - rank], cut.longest_piece
-    return [Block(cut.halves[:, rank, half:], _ALL, _documents(span, *late, causal=False), keys)]
+    late_borders = cut.piece_borders[2 * cut.size - 1 - rank]
+    late_span = _documents(span, late_borders, cut.longest_piece, causal=False)
+    return [Block(cut.halves[:, rank, half:], _ALL, late_span, keys)]
 
 
 def _documents(

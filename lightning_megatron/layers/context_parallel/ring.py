@@ -186,8 +186,16 @@ def _mixed(
     total = PartialSum(query)
     for source, keys, values in _blocks_of_ranks(key_value, axis):
         for block in blocks[source]:
-            parts = taken(query, block.queries), taken(keys, block.keys), taken(values, block.keys)
-            total.add(block.queries, *forward_part(*parts, block.span, block.key_rows))
+            total.add(
+                block.queries,
+                *forward_part(
+                    taken(query, block.queries),
+                    taken(keys, block.keys),
+                    taken(values, block.keys),
+                    block.span,
+                    block.key_rows,
+                ),
+            )
     out = total.out
     log_sum = total.log_sum
     if sinks is not None:

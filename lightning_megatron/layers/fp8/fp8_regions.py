@@ -151,14 +151,15 @@ class _FP8ColumnLinear(torch.autograd.Function):
             kept = hidden, None
         matrix = scaling.cast_weight(weight, rows=True, columns=False, row_axes=(mesh.tp,))
         _save(ctx, kept if keeps_input else (None, None), weight, matrix)
-        factors = needed(rows), needed(matrix.rows)
+        left = needed(rows)
+        right = needed(matrix.rows)
         dtype = _forward_dtype(hidden)
         emulate = scaling.emulate
         fast = scaling.sums_fast
         if mesh.sequence_parallel and scaling.has_one_scale:
-            _, output = gathered_product(*factors, mesh, dtype, emulate=emulate, fast=fast)
+            _, output = gathered_product(left, right, mesh, dtype, emulate=emulate, fast=fast)
         else:
-            output = product(*factors, dtype, emulate=emulate, fast=fast)
+            output = product(left, right, dtype, emulate=emulate, fast=fast)
         return add_bias(output, bias)
 
     @staticmethod
@@ -226,14 +227,15 @@ class _FP8RowLinear(torch.autograd.Function):
         columns = inputs.columns
         kept = (None, None) if columns is None else (columns.values, columns.scale)
         _save(ctx, kept, weight, matrix)
-        factors = needed(inputs.rows), needed(matrix.rows)
+        left = needed(inputs.rows)
+        right = needed(matrix.rows)
         dtype = _forward_dtype(hidden)
         emulate = scaling.emulate
         fast = scaling.sums_fast
         if mesh.sequence_parallel:
-            output = scattered_product(*factors, mesh, dtype, emulate=emulate, fast=fast)
+            output = scattered_product(left, right, mesh, dtype, emulate=emulate, fast=fast)
         else:
-            output = all_reduce_(product(*factors, dtype, emulate=emulate, fast=fast), mesh.tp)
+            output = all_reduce_(product(left, right, dtype, emulate=emulate, fast=fast), mesh.tp)
         return add_bias(output.view(-1, *hidden.shape[1:-1], weight.shape[0]), bias)
 
     @staticmethod

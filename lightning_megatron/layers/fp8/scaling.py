@@ -156,8 +156,9 @@ class Scaling:
 
         def cast(rows: bool, columns: bool, magnitude: Tensor | None) -> Operands:
             assert matrix is not None, "a weight that is cast was kept"
-            axes = row_axes, column_axes
-            return self._cast(matrix, "weight", "e4m3", rows, columns, *axes, magnitude)
+            return self._cast(
+                matrix, "weight", "e4m3", rows, columns, row_axes, column_axes, magnitude
+            )
 
         if self.stored is not None:
             return self._stored_operands(self.stored, rows, columns)
