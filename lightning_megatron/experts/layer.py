@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,18 +159,23 @@ class MixtureOfExperts(nn.Module):
 
     def _list_segments(self, choice: TransportChoice) -> SegmentList:
         is_static = choice.dispatcher.is_static
-        chosen = ("tokens", "probabilities", "selected")
         dispatch: dict[str, Any] = {"is_static": is_static, "scopes": ("preprocess",)}
         segments = [
             Segment(
                 "route",
                 self._route,
                 ("hidden",),
-                ("entered", *chosen),
+                ("entered", "tokens", "probabilities", "selected"),
                 scopes=("router",),
                 modules=(self.router,),
             ),
-            Segment("prepare", self._prepare, chosen, ("prepared",), scopes=("preprocess",)),
+            Segment(
+                "prepare",
+                self._prepare,
+                ("tokens", "probabilities", "selected"),
+                ("prepared",),
+                scopes=("preprocess",),
+            ),
             Segment("send", self._send, ("prepared",), ("sent",), starts_transfer=True, **dispatch),
         ]
         if self.shared is not None:
@@ -253,8 +260,7 @@ class MixtureOfExperts(nn.Module):
         if not (self.sends_inputs_again and torch.is_grad_enabled()):
             dispatched = replace(dispatched, tokens=None)
         if self.training and not self.mesh.random.position.is_replay:
-            here = dispatched.row_map.needed, dispatched.clones, self.mesh.ep.rank
-            self.rank_rows.add_(*here)
+            self.rank_rows.add_(dispatched.row_map.needed, dispatched.clones, self.mesh.ep.rank)
         return dispatched
 
     def _compute(self, dispatched: ExpertInput) -> Tensor:
@@ -264,12 +270,10 @@ class MixtureOfExperts(nn.Module):
             assert sources is not None, "clones need places"
             clones = sources(dispatched.clones)
         again = self.transport_choice.dispatcher.rows_recipe(dispatched)
-        arguments = dispatched.rows, dispatched.probabilities, dispatched.ends, clones, again
-        return (
-            recomputed(self.experts, *arguments)
-            if self.recomputes_experts
-            else self.experts(*arguments)
-        )
+        experts: Callable[..., Tensor] = self.experts
+        if self.recomputes_experts:
+            experts = partial(recomputed, self.experts)
+        return experts(dispatched.rows, dispatched.probabilities, dispatched.ends, clones, again)
 
     def _send_back(self, rows: Tensor, dispatched: ExpertInput) -> ExpertOutput:
         return self.transport_choice.dispatcher.send_back(rows, dispatched)

@@ -46,8 +46,19 @@ def launch(
     choice, num_sms, num_bytes = _plan_launch(product, a.shape[0], *stack.shape, a.device)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=a.device)
     run = torch.ops.lm_kernels.grouped_gemm.default
-    order = (choice.variant, choice.along_n, choice.band, num_sms)
-    run(result, a, b, ends, workspace, *order, alpha, first_group)
+    run(
+        result,
+        a,
+        b,
+        ends,
+        workspace,
+        choice.variant,
+        choice.along_n,
+        choice.band,
+        num_sms,
+        alpha,
+        first_group,
+    )
     return result
 
 
@@ -76,8 +87,20 @@ def launch_swiglu(
     )
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
     run = torch.ops.lm_kernels.grouped_swiglu.default
-    order = (choice.variant, choice.along_n, choice.band, num_sms)
-    run(result, kept, rows, stack, probabilities, ends, workspace, *order, first_group)
+    run(
+        result,
+        kept,
+        rows,
+        stack,
+        probabilities,
+        ends,
+        workspace,
+        choice.variant,
+        choice.along_n,
+        choice.band,
+        num_sms,
+        first_group,
+    )
 
 
 @lru_cache(_REMEMBERED_LAUNCHES)

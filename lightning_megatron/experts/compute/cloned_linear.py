@@ -103,8 +103,8 @@ def cloned_linear(
     """
     if backend is None:
         out_features, in_features = weights[0].shape
-        sizes = len(weights), in_features, out_features
-        backend = choose_backend(rows.device, rows.dtype, *sizes).backend
+        choice = choose_backend(rows.device, rows.dtype, len(weights), in_features, out_features)
+        backend = choice.backend
     if backend == "grouped_mm":
         warn_of_slow_path(
             "weights of experts and of their clones are copied side by side for each product, "
@@ -113,8 +113,9 @@ def cloned_linear(
         )
     implementation = grouped_operator.implementation_of(backend)
     output = implementation.output_of_both
-    settings = implementation, output, clones, recipe
-    return _ClonedLinear.apply(rows.contiguous(), ends, *settings, *weights)
+    return _ClonedLinear.apply(
+        rows.contiguous(), ends, implementation, output, clones, recipe, *weights
+    )
 
 
 @torch.compiler.disable
@@ -150,8 +151,10 @@ def cloned_swiglu(
     kernels = require_kernels(rows)
     factors = probabilities.detach().float().contiguous()
     if not torch.is_grad_enabled():
-        inputs = rows.contiguous(), weights, clones.fetch(weights), factors, ends
-        return Bundled.swiglu_of_both(*inputs, keep=False)[0], None
+        result, _ = Bundled.swiglu_of_both(
+            rows.contiguous(), weights, clones.fetch(weights), factors, ends, keep=False
+        )
+        return result, None
     activated: list[Tensor] = []
 
     def output(
@@ -162,8 +165,7 @@ def cloned_swiglu(
         activated.append(result)
         return kept
 
-    settings = Bundled, output, clones, recipe
-    inner = _ClonedLinear.apply(rows.contiguous(), ends, *settings, *weights)
+    inner = _ClonedLinear.apply(rows.contiguous(), ends, Bundled, output, clones, recipe, *weights)
     result = kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
     return result, Recipe.of(kernels.apply_weighted_swiglu, inner, probabilities, ends)
 

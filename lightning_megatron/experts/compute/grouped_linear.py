@@ -169,8 +169,7 @@ def weighted_activation(
     kernels = fused_kernels(inner) if activation in _FUSED else None
     if kernels is not None:
         run = getattr(kernels, _FUSED[activation])
-        inputs = inner, probabilities, ends
-        return run(*inputs), Recipe.of(run, *inputs)
+        return run(inner, probabilities, ends), Recipe.of(run, inner, probabilities, ends)
     activated = activate(inner, activation)
     result = _weighted(activated, probabilities)
     if torch.compiler.is_compiling():

@@ -204,17 +204,18 @@ class GroupedMLP(nn.ModuleDict):
             rows = rows.to(autocast_dtype)
             rows_recipe = None if rows_recipe is None else rows_recipe.to(autocast_dtype)
         backends = self._backends(rows, first, down, autocast_dtype is not None)
-        inputs = rows, first, probabilities, ends
         if clones is not None:
             self.config.check_clones()
             if backends.fuses_swiglu:
-                weighted, again = cloned_swiglu(*inputs, clones[0], rows_recipe)
+                weighted, again = cloned_swiglu(
+                    rows, first, probabilities, ends, clones[0], rows_recipe
+                )
             else:
                 inner = cloned_linear(rows, first, ends, clones[0], backends.first, rows_recipe)
                 weighted, again = weighted_activation(inner, probabilities, ends, self.activation)
             return cloned_linear(weighted, down, ends, clones[1], backends.down, again)
         if backends.fuses_swiglu:
-            weighted, again = grouped_swiglu(*inputs, rows_recipe)
+            weighted, again = grouped_swiglu(rows, first, probabilities, ends, rows_recipe)
         else:
             inner = grouped_linear(rows, first, ends, backends.first, rows_recipe)
             if self.has_biases:
@@ -222,8 +223,9 @@ class GroupedMLP(nn.ModuleDict):
             weighted, again = weighted_activation(inner, probabilities, ends, self.activation)
         output = grouped_linear(weighted, down, ends, backends.down, again)
         if self.has_biases:
-            here = self.biases("down"), ends, probabilities, self.first_output
-            output = add_expert_biases(output, *here)
+            output = add_expert_biases(
+                output, self.biases("down"), ends, probabilities, self.first_output
+            )
         return output
 
     def _backends(

@@ -235,8 +235,14 @@ class Router(nn.Module):
             self.config.z_loss / num_tokens if self.training and self.config.z_loss else 0.0
         )
         is_served = kernels is not None and scored.share_sums.dtype == torch.float32
-        sums = scored.share_sums, load_factors, coefficient, scored.square_sum, square_coefficient
-        return RouterLosses(*sums, kernels if is_served else None)
+        return RouterLosses(
+            scored.share_sums,
+            load_factors,
+            coefficient,
+            scored.square_sum,
+            square_coefficient,
+            kernels if is_served else None,
+        )
 
     def _load_factors(self, scored: RouterOutput, num_tokens: int) -> tuple[Tensor | None, float]:
         """Return the auxiliary loss's factors of ``share_sums``, or None, and its coefficient."""

@@ -66,8 +66,9 @@ class RouterStatistics:
             self.sums = self.sums.to(routing.load.device)
         losses = routing.losses
         if losses.kernels is not None:
-            counts = routing.load, routing.entropy_sum, routing.dropped
-            losses.kernels.add_routing(self.sums, *counts, *losses.parts)
+            losses.kernels.add_routing(
+                self.sums, routing.load, routing.entropy_sum, routing.dropped, *losses.parts
+            )
             return
         numbers = self.sums[: RoutingSum.LOAD].unbind()
         self.sums[RoutingSum.LOAD :].add_(routing.load)

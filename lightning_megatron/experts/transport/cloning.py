@@ -100,9 +100,15 @@ def to_physical(
     kernels = _kernels(experts, layout)
     if kernels is None:
         return physical_by_torch(experts, row_map, clones, rank)
-    moved = clones.owners, clones.off[rank]
-    sizes = layout.homes, layout.places
-    return kernels.physical_experts(experts, row_map.rows, row_map.ends, *moved, *sizes)
+    return kernels.physical_experts(
+        experts,
+        row_map.rows,
+        row_map.ends,
+        clones.owners,
+        clones.off[rank],
+        layout.homes,
+        layout.places,
+    )
 
 
 def physical_by_torch(

@@ -214,8 +214,13 @@ class GatherDispatcher:
 
     def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Wait for the gathered tokens, and give them to the inner dispatcher."""
-        gathered = sent.hidden.wait(), sent.probabilities.wait(), sent.experts.wait()
-        return self.inner.receive(self.inner.send(self.inner.prepare(*gathered)))
+        return self.inner.receive(
+            self.inner.send(
+                self.inner.prepare(
+                    sent.hidden.wait(), sent.probabilities.wait(), sent.experts.wait()
+                )
+            )
+        )
 
     def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how the inner dispatcher recomputes the rows from the gathered tokens."""

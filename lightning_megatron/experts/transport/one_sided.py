@@ -73,21 +73,25 @@ class OneSidedDispatcher:
     def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Put tokens into the memory of their experts' ranks, and sort the received tokens."""
         experts = sent.experts.wait()
-        tokens = sent.hidden.wait(), sent.probabilities.wait(), experts
+        tokens = sent.hidden.wait()
+        probabilities = sent.probabilities.wait()
         self.transfer.begin()
-        arrived = to_experts(*tokens, self.local_experts, self.transfer, self.limit)
-        return ExpertInput(*arrived, sent_experts=experts, tokens=tokens[0].detach())
+        arrived = to_experts(
+            tokens, probabilities, experts, self.local_experts, self.transfer, self.limit
+        )
+        return ExpertInput(*arrived, sent_experts=experts, tokens=tokens.detach())
 
     def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how to sort the tokens that the backward pass of :meth:`combine` puts again."""
-        if dispatched.tokens is None:
+        tokens = dispatched.tokens
+        experts = dispatched.sent_experts
+        if tokens is None:
             return None
-        assert dispatched.sent_experts is not None, "these rows were put here"
-        tokens = dispatched.tokens, dispatched.sent_experts
+        assert experts is not None, "these rows were put here"
         # Allocated here, so that a layer that has run forward once can be captured.
-        self.transfer.buffer_again(*tokens)
+        self.transfer.buffer_again(tokens, experts)
         sort = partial(sort_again, self.transfer)
-        return Recipe.of(sort, *tokens, *dispatched.row_map.tensors)
+        return Recipe.of(sort, tokens, experts, *dispatched.row_map.tensors)
 
     def send_back(
         self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
@@ -99,5 +103,10 @@ class OneSidedDispatcher:
     def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
         assert returned.sent_experts is not None, "these rows were put here"
-        rows = returned.rows, returned.row_map, returned.sent_experts
-        return from_experts(*rows, self.transfer, tokens=returned.tokens)
+        return from_experts(
+            returned.rows,
+            returned.row_map,
+            returned.sent_experts,
+            self.transfer,
+            tokens=returned.tokens,
+        )

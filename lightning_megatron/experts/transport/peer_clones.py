@@ -174,8 +174,9 @@ class PeerRound:
         for weights, slots, start in zip(self._matrices, self._slots, layout.starts, strict=True):
             view = cached_stack(weights, slots)
             stack = torch.stack(weights) if view is None else view
-            where = owners, region.pointers, self._peers.axis.rank, start
-            self._peers.kernels.put_weights(stack.detach(), *where)
+            self._peers.kernels.put_weights(
+                stack.detach(), owners, region.pointers, self._peers.axis.rank, start
+            )
 
     def add_gradients(
         self, owners: Int[Tensor, "places"]

@@ -51,9 +51,12 @@ class PeerCloningDispatcher(OneSidedDispatcher):
         physical = to_physical(experts, row_map, clones, peers.axis.rank)
         moved = PeerRound(peers, clones)
         moved.put_weights(clones.owners)
-        tokens = sent.hidden.wait(), sent.probabilities.wait(), physical
-        arrived = to_experts(*tokens, self.local_experts, self.transfer, self.limit, moved)
-        kept = tokens[0].detach()
+        tokens = sent.hidden.wait()
+        probabilities = sent.probabilities.wait()
+        arrived = to_experts(
+            tokens, probabilities, physical, self.local_experts, self.transfer, self.limit, moved
+        )
+        kept = tokens.detach()
         return ExpertInput(*arrived, sent_experts=physical, clones=clones, tokens=kept)
 
     @override
@@ -69,5 +72,11 @@ class PeerCloningDispatcher(OneSidedDispatcher):
         assert returned.sent_experts is not None, "these rows were put here"
         assert returned.clones is not None, "clones were planned"
         moved = PeerRound(self.peers, returned.clones)
-        rows = returned.rows, returned.row_map, returned.sent_experts
-        return from_experts(*rows, self.transfer, moved, returned.tokens)
+        return from_experts(
+            returned.rows,
+            returned.row_map,
+            returned.sent_experts,
+            self.transfer,
+            moved,
+            returned.tokens,
+        )

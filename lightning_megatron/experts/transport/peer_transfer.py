@@ -174,8 +174,15 @@ class Puts:
         buffer = TokenBufferViews.over(self.axis, hidden, probabilities, experts)
         if buffer.layout.count:
             self.axis.note("put_tokens")
-            where = buffer.region.pointers, self.axis.rank, self.experts_each, buffer.layout
-            self.kernels.put_tokens(hidden, probabilities, experts, *where)
+            self.kernels.put_tokens(
+                hidden,
+                probabilities,
+                experts,
+                buffer.region.pointers,
+                self.axis.rank,
+                self.experts_each,
+                buffer.layout,
+            )
             buffer.region.wait()
         return buffer
 
@@ -192,8 +199,15 @@ class Puts:
         buffer = self.buffer_again(hidden, experts)
         if buffer.layout.count:
             self.axis.note("put_tokens_again")
-            where = buffer.region.pointers, self.axis.rank, self.experts_each, buffer.layout
-            self.kernels.put_tokens(hidden, None, experts, *where)
+            self.kernels.put_tokens(
+                hidden,
+                None,
+                experts,
+                buffer.region.pointers,
+                self.axis.rank,
+                self.experts_each,
+                buffer.layout,
+            )
 
     def collect(
         self,
@@ -208,9 +222,16 @@ class Puts:
             no_scales = None if buffer.scales is None else torch.empty_like(buffer.scales)
             return torch.empty_like(buffer.rows), no_scales
         self.axis.note("put_sums")
-        where = buffer.region.pointers, self.axis.rank, buffer.layout
-        placement = row_map.rows, row_map.ends, row_map.needed
-        self.kernels.put_sums(values, scales, *placement, *where)
+        self.kernels.put_sums(
+            values,
+            scales,
+            row_map.rows,
+            row_map.ends,
+            row_map.needed,
+            buffer.region.pointers,
+            self.axis.rank,
+            buffer.layout,
+        )
         buffer.region.wait()
         return self.kernels.add_buffer_rows(buffer.rows, buffer.scales, experts, self.experts_each)
 
