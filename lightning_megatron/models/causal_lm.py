@@ -123,5 +123,5 @@ class CausalLM(TokenModule):
         is_trained: bool,
     ) -> Float[Tensor, ""]:
         smoothing = self.label_smoothing if is_trained else 0.0
-        inputs = batch["tokens"], batch["labels"], smoothing, batch.get("lengths")
-        return self(*inputs, sums=True) / num_tokens.clamp(min=1)
+        total = self(batch["tokens"], batch["labels"], smoothing, batch.get("lengths"), sums=True)
+        return total / num_tokens.clamp(min=1)

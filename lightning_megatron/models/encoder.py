@@ -126,8 +126,9 @@ class Encoder(LayeredModule):
             head computes from the first token.
         """
         given = rows.tokens_or_vectors
-        optional = rows.valid, rows.lengths, rows.positions, rows.token_types
-        check_present(rows.tokens, rows.vectors, *optional)
+        check_present(
+            rows.tokens, rows.vectors, rows.valid, rows.lengths, rows.positions, rows.token_types
+        )
         self.check_has_all_stages()
         # A row may be longer than the position table if its positions are given or skip padding.
         has_row_positions = rows.positions is None and (

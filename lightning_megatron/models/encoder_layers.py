@@ -50,8 +50,9 @@ def context_choice(config: EncoderConfig, mesh: ParallelMesh) -> ContextChoice:
         mesh: Process groups of this rank.
     """
     heads = config.num_heads // mesh.tp.size
-    sizes = mesh.cp.size, heads, heads
-    return choose_context_transport(mesh.context, *sizes, config.attention_dropout)
+    return choose_context_transport(
+        mesh.context, mesh.cp.size, heads, heads, config.attention_dropout
+    )
 
 
 def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
@@ -86,11 +87,11 @@ def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> Transf
         initializer=drawn,
         output_initializer=output,
     )
-    norms = (LayerNorm(size, mesh, eps=config.norm_eps), LayerNorm(size, mesh, eps=config.norm_eps))
     return TransformerBlock(
         attention,
         mlp,
-        *norms,
+        LayerNorm(size, mesh, eps=config.norm_eps),
+        LayerNorm(size, mesh, eps=config.norm_eps),
         mesh=mesh,
         layer=layer,
         norm_position=config.norm_position,

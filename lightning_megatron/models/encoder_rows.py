@@ -131,8 +131,9 @@ class RowAttention:
         # The kernel depends on the kind of the span alone.
         borders = torch.empty(0, dtype=torch.int32)
         like = AttentionSpan(causal=False, borders=borders, key_borders=borders)
-        kind = self.device, self.dtype, like
-        choice = choose_core(*kind, dropout=self.dropout, head_dim=self.head_dim)
+        choice = choose_core(
+            self.device, self.dtype, like, dropout=self.dropout, head_dim=self.head_dim
+        )
         return choice.core == "flash"
 
     def span(self, rows: EncoderInput) -> AttentionSpan | None:

@@ -224,9 +224,17 @@ class GPT(LayeredModule):
                 "past": rows.past,
             }
             layers = self._layers_of_chunk[chunk]
-            parts_of_model = self.config, layers, self.rotary, self.mesh
             dropout = self.config.attention_dropout if self.training else 0.0
-            shared = layer_inputs(*parts_of_model, like, inputs.shape[:2], span, dropout=dropout)
+            shared = layer_inputs(
+                self.config,
+                layers,
+                self.rotary,
+                self.mesh,
+                like,
+                inputs.shape[:2],
+                span,
+                dropout=dropout,
+            )
             return self._run_chunk(chunk, values | shared)
 
         return self.run_stage(

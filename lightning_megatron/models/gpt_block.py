@@ -78,8 +78,9 @@ def context_choice(config: GPTConfig, mesh: ParallelMesh) -> ContextChoice:
         mesh: Process groups of this rank.
     """
     heads, kv_heads = (count // mesh.tp.size for count in (config.num_heads, config.kv_heads))
-    sizes = mesh.cp.size, heads, max(1, kv_heads)
-    return choose_context_transport(mesh.context, *sizes, config.attention_dropout)
+    return choose_context_transport(
+        mesh.context, mesh.cp.size, heads, max(1, kv_heads), config.attention_dropout
+    )
 
 
 def build_rotary(config: GPTConfig, mesh: ParallelMesh) -> dict[str, RotaryTables]:

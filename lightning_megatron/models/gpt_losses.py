@@ -85,11 +85,22 @@ class Targets:
             over cp.
         """
         labels = own_part(self.labels, mesh.cp, 1, self.cut).t()
-        options = mesh, vocab, chunk, self.label_smoothing, self.ignore_index, form
-        if self.are_summed and early_gradients:
-            part = summed_cross_entropy(hidden, weight, labels, *options)
-            return all_gather_sequence(part.reshape(1), mesh.cp).sum()
-        return self._result(chunked_cross_entropy(hidden, weight, labels, *options), mesh)
+        sums_early = self.are_summed and early_gradients
+        compute = summed_cross_entropy if sums_early else chunked_cross_entropy
+        losses = compute(
+            hidden,
+            weight,
+            labels,
+            mesh,
+            vocab,
+            chunk,
+            self.label_smoothing,
+            self.ignore_index,
+            form,
+        )
+        if sums_early:
+            return all_gather_sequence(losses.reshape(1), mesh.cp).sum()
+        return self._result(losses, mesh)
 
     def _result(
         self, losses: Float[Tensor, "seq_part batch"], mesh: ParallelMesh

@@ -48,13 +48,14 @@ def layer_inputs(
         dropout: Probability that an attention weight is dropped.
     """
     rows = span or AttentionSpan()
-    positions = rows.positions, rows.order
     inputs: dict[str, Any] = {}
     for index in layers:
         name = rotary_name(config, index)
         if name not in inputs:
             tables = rotary.get(name)
-            inputs[name] = None if tables is None else tables(shape[1], like, *positions)
+            inputs[name] = (
+                None if tables is None else tables(shape[1], like, rows.positions, rows.order)
+            )
         name = rows_name(config, index)
         if mesh.cp.size > 1 and (span is None or _is_plain_part(span)):
             # The ranks of cp have parts of rows, and need no mask of whole rows.

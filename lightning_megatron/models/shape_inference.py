@@ -223,9 +223,6 @@ def _key_of(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, leaf.device
     if isinstance(leaf, slice):
         bounds = leaf.start, leaf.stop, leaf.step
-        return (
-            ("slice", *bounds)
-            if all(isinstance(bound, (int, type(None))) for bound in bounds)
-            else None
-        )
+        is_plain = all(isinstance(bound, (int, type(None))) for bound in bounds)
+        return ("slice", bounds) if is_plain else None
     return (type(leaf), leaf) if isinstance(leaf, _HASHABLE_TYPES) else None
