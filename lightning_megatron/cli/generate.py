@@ -75,14 +75,15 @@ def _settings(
     options: argparse.Namespace, model: OpenedModel, tokenizer: Tokenizer
 ) -> GenerationSettings:
     ends = model.end_tokens
+    stop_tokens = {*ends, *options.stop_token}
     if not ends and tokenizer.eod is not None:
-        ends = (tokenizer.eod,)
+        stop_tokens.add(tokenizer.eod)
     draws = {name: getattr(options, name) for name in _OF_DRAWS}
     chosen = {name: value for name, value in draws.items() if value is not None}
     return GenerationSettings(
         options.max_new_tokens,
         sample=options.sample,
-        stop_tokens=tuple(sorted({*ends, *options.stop_token})),
+        stop_tokens=tuple(sorted(stop_tokens)),
         seed=options.seed,
         beams=options.beams,
         length_penalty=1.0 if options.length_penalty is None else options.length_penalty,

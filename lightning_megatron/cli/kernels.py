@@ -157,7 +157,8 @@ def run_show(options: argparse.Namespace) -> None:
     """Print compilers, library and variants, or the variants selected for a shape."""
     shape = (options.rows, options.groups, options.n, options.k)
     if None not in shape:
-        print("\n".join(_describe_choices(*shape)))
+        lines = _describe_choices(options.rows, options.groups, options.n, options.k)
+        print("\n".join(lines))
         return
     if any(size is not None for size in shape):
         raise UnsupportedError(

@@ -268,13 +268,14 @@ class HarnessAnswers:
                 row.tokens[len(row.tokens) - row.num_scored :]
             )
         mesh = self._gpt.mesh
-        inputs = tokens.to(mesh.device), labels.to(mesh.device)
+        tokens = tokens.to(mesh.device)
+        labels = labels.to(mesh.device)
         self._gpt.wait_for_parameters()
         with torch.no_grad(), evaluation_mode(self._gpt):
             if mesh.pp.size == 1:
-                scores: Tensor | None = _summed(self._model, *inputs)
+                scores: Tensor | None = _summed(self._model, tokens, labels)
             else:
-                scores = run_stage_by_stage(self._gpt, lambda: _summed(self._model, *inputs))
+                scores = run_stage_by_stage(self._gpt, lambda: _summed(self._model, tokens, labels))
         if scores is None:
             scores = torch.empty(self._batch_size, 2, dtype=torch.float64, device=mesh.device)
         scores = broadcast_(scores, mesh.pp, mesh.layout.loss_stage)

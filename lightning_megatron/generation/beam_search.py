@@ -57,7 +57,13 @@ class BeamSearch:
         self._stop_tokens = torch.tensor(settings.stop_tokens, dtype=torch.long, device=device)
         #: New tokens of the live beams. The beams of a prompt are identical at first, so all but
         #: the first one start with the score that excludes them.
-        self._tokens = torch.zeros(*size, settings.max_new_tokens, dtype=torch.long, device=device)
+        self._tokens = torch.zeros(
+            num_prompts,
+            settings.beams,
+            settings.max_new_tokens,
+            dtype=torch.long,
+            device=device,
+        )
         self._scores = torch.full(size, _LOWEST, device=device)
         self._scores[:, 0] = 0.0
         self._ended_tokens = torch.zeros_like(self._tokens)

@@ -76,7 +76,7 @@ def _reason_against_block(block: Any) -> str | None:
         return "a norm of a layer is not a plain RMSNorm"
     if any(norm is not None and type(norm) is not RMSNorm for norm in head_norms):
         return "a norm of heads is not an RMSNorm"
-    if any(norm is not None and norm.uses_engine for norm in (*norms, *head_norms)):
+    if any(norm is not None and norm.uses_engine for norm in norms + head_norms):
         return "Transformer Engine computes a norm"
     columns = (attention.qkv, network.gate_up)
     rows = (attention.output, network.down)
@@ -84,7 +84,7 @@ def _reason_against_block(block: Any) -> str | None:
         return "a linear layer was replaced"
     if not all(type(layer) is RowParallelLinear for layer in rows):
         return "a linear layer was replaced"
-    if any(layer.low_rank is not None for layer in (*columns, *rows)):
+    if any(layer.low_rank is not None for layer in columns + rows):
         return "a linear layer has a low-rank update"
     biases = (network.gate_up.whole_bias, *(layer.bias for layer in rows))
     if any(bias is not None for bias in biases):

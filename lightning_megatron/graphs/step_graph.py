@@ -243,7 +243,7 @@ class StepGraphs:
             return RanStep(step.run_eagerly())
         form = BatchForm.of(step.microbatches)
         kind = (step.name, step.place, form)
-        key = (*kind, step.variant)
+        key = (step.name, step.place, form, step.variant)
         action = self._action(step, form, kind, key)
         if not self._agreement.is_same((action, key)):
             return RanStep(step.run_eagerly())

@@ -122,10 +122,12 @@ def _all_to_all(
 ) -> Tensor:
     result = x.new_empty((sum(receives), *x.shape[1:]))
     rows = x.contiguous()
-    sizes = list(receives), list(sends)
+    received_sizes = list(receives)
+    sent_sizes = list(sends)
     axis.note("all_to_all")
     axis.launcher.run(
-        lambda: dist.all_to_all_single(result, rows, *sizes, group=axis.group), result
+        lambda: dist.all_to_all_single(result, rows, received_sizes, sent_sizes, group=axis.group),
+        result,
     )
     return result
 

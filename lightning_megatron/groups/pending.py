@@ -119,9 +119,13 @@ def start_all_to_all(
         out.copy_(x)
         return Pending()
     on_wait = _note("all_to_all", axis)
-    sizes = list(receives), list(sends)
+    received_sizes = list(receives)
+    sent_sizes = list(sends)
     work = axis.launcher.start(
-        lambda: dist.all_to_all_single(out, x, *sizes, group=axis.group, async_op=True), out
+        lambda: dist.all_to_all_single(
+            out, x, received_sizes, sent_sizes, group=axis.group, async_op=True
+        ),
+        out,
     )
     return Pending(work, keep=(out, x), on_wait=on_wait)
 

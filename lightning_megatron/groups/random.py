@@ -415,8 +415,16 @@ class RandomStreams:
         # without these features keep their random numbers.
         words = (purpose,) if purpose else ()
         run = (here.run,) if here.run else ()
-        place = (here.step, here.microbatch, here.layer, *run)
-        return derive_seed(self.seed, name, *words, *self._coordinates[name], *place)
+        return derive_seed(
+            self.seed,
+            name,
+            *words,
+            *self._coordinates[name],
+            here.step,
+            here.microbatch,
+            here.layer,
+            *run,
+        )
 
     def _seed_default_generator(self, seed: int) -> None:
         default_generator(self.device).manual_seed(seed)

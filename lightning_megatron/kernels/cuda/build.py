@@ -70,13 +70,18 @@ def build_library(
 def compile_commands(sources: Sources, toolchain: Toolchain, objects: Path) -> list[list[str]]:
     """Return the command line of every file to compile."""
     headers = {".cu": toolchain.cutlass, ".cpp": toolchain.torch / "include"}
-    commands = []
-    for file in sources.translation_units:
-        flags = (*flags_of(file.suffix, sources.architecture), f"-I{headers[file.suffix]}")
-        commands.append(
-            [str(toolchain.nvcc), *flags, "-c", str(file), "-o", str(objects / f"{file.name}.o")],
-        )
-    return commands
+    return [
+        [
+            str(toolchain.nvcc),
+            *flags_of(file.suffix, sources.architecture),
+            f"-I{headers[file.suffix]}",
+            "-c",
+            str(file),
+            "-o",
+            str(objects / f"{file.name}.o"),
+        ]
+        for file in sources.translation_units
+    ]
 
 
 def link_command(sources: Sources, toolchain: Toolchain, objects: Path, library: Path) -> list[str]:
