@@ -285,9 +285,10 @@ class MegatronStrategy(TrainerAnswers):
         self._make_groups(checkpoint)
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         check_training_states(checkpoint, self.optimizers, schedulers)
-        shared = checkpoint["state_dict"], self.user_module, self.run.state.main, self.mesh
+        weights = checkpoint["state_dict"]
+        main = self.run.state.main
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_full_optimizer(optimizer, saved, *shared)
+            load_full_optimizer(optimizer, saved, weights, self.user_module, main, self.mesh)
 
     # ---- training
 

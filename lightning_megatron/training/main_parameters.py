@@ -372,11 +372,12 @@ class MainParameters:
         part = axis.rank if plan.num_parts > 1 else 0
         members = {name: self._parameters[name] for name in names}
         specs = {name: self.spec(name) for name in names}
-        values = members, specs, plan, part, main_dtype, gradient_dtype
         if weights is None:
-            buffer = FlatBuffer(*values)
+            buffer = FlatBuffer(members, specs, plan, part, main_dtype, gradient_dtype)
         else:
-            buffer = EightBitBuffer(*values, weights, self.wait)
+            buffer = EightBitBuffer(
+                members, specs, plan, part, main_dtype, gradient_dtype, weights, self.wait
+            )
         for name in names:
             main_slice = buffer.slices.get(name)
             main = (

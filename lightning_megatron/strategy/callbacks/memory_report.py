@@ -244,8 +244,13 @@ def estimate_of(
             loss_chunk=model.loss_chunk,
             input_bytes=_input_bytes(batch) // (num_samples * seq_length),
         )
-        sizes = model.config.memory_shape(), replace(layout, stage_layers=model.partition.counts)
-        return estimate_memory(*sizes, training, table=kept_activations_of(model))[stage]
+        estimates = estimate_memory(
+            model.config.memory_shape(),
+            replace(layout, stage_layers=model.partition.counts),
+            training,
+            table=kept_activations_of(model),
+        )
+        return estimates[stage]
     main = strategy.run.state.main
     counts = {strategy.mesh.data.size: 0, strategy.mesh.edp.size: 0}
     for name in main.names:

@@ -151,9 +151,9 @@ def _check_products(layer: MixtureOfExperts) -> None:
     """Refuse grouped products on a GPU if the host reads their sizes."""
     for name in (layer.experts.first_name, "down"):
         weights = layer.experts.weights(name)
-        sizes = (weights[0].shape[1], weights[0].shape[0])
+        out_features, in_features = weights[0].shape
         device = weights[0].device
-        choice = choose_backend(device, weights[0].dtype, len(weights), *sizes)
+        choice = choose_backend(device, weights[0].dtype, len(weights), in_features, out_features)
         if device.type == "cuda" and choice.backend == "loop":
             raise UnsupportedError(
                 "cuda_graphs needs grouped products of experts that read sizes on the device: here "

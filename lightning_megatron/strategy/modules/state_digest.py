@@ -173,12 +173,15 @@ def _parts_of(obj: Any) -> tuple[Any, ...]:
 
 def _parts_of_tensor(tensor: Tensor) -> tuple[Any, ...]:
     untraced = tensor.is_inference()
-    form = (str(tensor.dtype), tuple(tensor.shape), None if untraced else tensor._version)
+    version = None if untraced else tensor._version
+    parts: list[Any] = [str(tensor.dtype), tuple(tensor.shape), version]
     is_readable = (
         tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
     )
     if is_readable and (untraced or tensor.numel() <= _MAX_COMPARED_ELEMENTS):
         values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return (*form, values.view(torch.uint8).numpy().tobytes())
-    # A tensor without a version counter that is not read counts as changed.
-    return (*form, secrets.token_bytes(16)) if untraced else form
+        parts.append(values.view(torch.uint8).numpy().tobytes())
+    elif untraced:
+        # A tensor without a version counter that is not read counts as changed.
+        parts.append(secrets.token_bytes(16))
+    return tuple(parts)

@@ -105,8 +105,13 @@ class ScheduleChoice:
 
     def _base(self, num_microbatches: int, forward_only: bool) -> Schedule:
         """Return the schedule that runs while times are measured."""
-        sizes = (self._placement.num_stages, num_microbatches, self._placement.num_chunks)
-        return build_schedule(self._name, *sizes, forward_only=forward_only)
+        return build_schedule(
+            self._name,
+            self._placement.num_stages,
+            num_microbatches,
+            self._placement.num_chunks,
+            forward_only=forward_only,
+        )
 
     def _search(self, measured: MeasuredStages, base: Schedule) -> Schedule:
         # On CPUs the kept memory is unknown; all forward passes then count as equal.

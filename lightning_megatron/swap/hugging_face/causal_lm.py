@@ -157,9 +157,10 @@ class HuggingFaceLM(ReplacedModel):
         caches = _own_caches(past_key_values=past_key_values, cache=cache)
         past = next(iter(caches.values()), None)
         inputs = _one_input(input_ids, inputs_embeds)
-        packed = PackedRow(cu_seq_lens_q, max_length_q, self._cut_by_positions(use_cache))
-        described = attention_mask, position_ids, packed, labels, shift_labels
-        rows = self._rows(input_ids, inputs_embeds, *described, past)
+        pack = PackedRow(cu_seq_lens_q, max_length_q, self._cut_by_positions(use_cache))
+        rows = self._rows(
+            input_ids, inputs_embeds, attention_mask, position_ids, pack, labels, shift_labels, past
+        )
         has_hidden = self._is_chunked(rows.labels)
         gather: Any = partial(self._gather, logits_to_keep, inputs.shape[:2], has_hidden, rows.span)
         run = partial(self._run, rows, num_items_in_batch)
@@ -206,12 +207,12 @@ class HuggingFaceLM(ReplacedModel):
     ) -> _Rows:
         """Return the arguments of a call, padded to the form that the layout needs."""
         inputs = _one_input(input_ids, inputs_embeds)
-        described = attention_mask, position_ids
         # With a cache, the mask also covers earlier tokens, and the cache reads it.
         is_continued = cache is not None and cache.length > 0
-        arguments = (None, None) if is_continued else described
+        own_mask = None if is_continued else attention_mask
+        own_positions = None if is_continued else position_ids
         span, labels = self._span_and_labels(
-            *arguments, packed, inputs.shape[:2], labels, shift_labels
+            own_mask, own_positions, packed, inputs.shape[:2], labels, shift_labels
         )
         multiple = length_multiple(self.gpt.mesh, is_cut=not is_continued)
         rows, extra = self._padding(len(inputs), inputs.shape[1], multiple)
@@ -224,7 +225,9 @@ class HuggingFaceLM(ReplacedModel):
             span = pad_span(span, extra, rows)
         if cache is not None:
             self.gpt.config.check_seq_length(cache.length_after(inputs.shape[1]))
-            span = cache.span_of(span, inputs, *described, extra=extra, num_rows=rows)
+            span = cache.span_of(
+                span, inputs, attention_mask, position_ids, extra=extra, num_rows=rows
+            )
         span = self._padded_span(span, _one_input(input_ids, inputs_embeds))
         return _Rows(input_ids, inputs_embeds, labels, span)
 
@@ -240,11 +243,12 @@ class HuggingFaceLM(ReplacedModel):
         """Return the attention span, and the label of each position's next token."""
         # The host has the labels of the batch, but not the shifted labels that are computed on the
         # device.
-        described = attention_mask, position_ids, packed, shape
         host = self.mesh.host_values
         if shift_labels is None:
-            return span_of(*described, labels, host, shifts=True), shifted(labels)
-        return span_of(*described, shift_labels, host), shift_labels
+            span = span_of(attention_mask, position_ids, packed, shape, labels, host, shifts=True)
+            return span, shifted(labels)
+        span = span_of(attention_mask, position_ids, packed, shape, shift_labels, host)
+        return span, shift_labels
 
     def _with_states(
         self, run: Callable[[], T], span: AttentionSpan | None

@@ -50,8 +50,8 @@ class PackedRows:
             stop = max(start, self.first + (rows.stop - 1) * self.step + 1)
             rows_of_part = slice(start, stop) if self.step == 1 else slice(start, stop, self.step)
             inner = (rows_of_part, *inner[1:])
-        inner = inner[::-1] if self.is_transposed else inner
-        return inner if self.index is None else (slice(self.index, self.index + 1), *inner)
+        stored = inner[::-1] if self.is_transposed else inner
+        return stored if self.index is None else (slice(self.index, self.index + 1), *stored)
 
     def extract(self, part: Tensor) -> Tensor:
         """Return a part of the tensor as a view of ``part``, which was read with :meth:`slices`."""
