@@ -109,12 +109,13 @@ def direction_rows(rounds: int) -> list[str]:
     lines = []
     for shape, start in zip(SHAPES, layout.starts, strict=True):
         stack = torch.zeros(HOMES, *shape, device=DEVICE)
-        operands = stack, owners, pointers, 0, start
-        read_time = median(partial(kernels.add_clone_gradients, *operands), rounds)
+        add = partial(kernels.add_clone_gradients, stack, owners, pointers, 0, start)
+        put = partial(kernels.put_weights, stack, owners, pointers, 0, start)
+        read_time = median(add, rounds)
 
-        def write(operands: tuple[Any, ...] = operands) -> None:
-            kernels.put_weights(*operands)
-            kernels.add_clone_gradients(*operands)
+        def write(put: Callable[[], Any] = put, add: Callable[[], Any] = add) -> None:
+            put()
+            add()
 
         write_time = median(write, rounds)
         lines.append(
@@ -142,22 +143,24 @@ def products_of(n: int, k: int, num_rows: int, ends: Tensor, rounds: int) -> lis
     rows = torch.randn(num_rows, k, device=DEVICE).bfloat16()
     grad = torch.randn(num_rows, n, device=DEVICE).bfloat16()
     stack = torch.randn(groups, n, k, device=DEVICE).bfloat16()
-    weights = stack[:HOMES], stack[HOMES:].clone()
+    homes = stack[:HOMES]
+    clones = stack[HOMES:].clone()
     sums = torch.zeros(groups, n, k, device=DEVICE)
     slots = [GradientSlot(gradient, lambda: None) for gradient in sums]
-    separate = slots[:HOMES], torch.zeros(PLACES, n, k, device=DEVICE)
+    home_slots = slots[:HOMES]
+    clone_sums = torch.zeros(PLACES, n, k, device=DEVICE)
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "forward": (
             partial(Bundled.output, rows, stack, ends),
-            partial(Bundled.output_of_both, rows, *weights, ends),
+            partial(Bundled.output_of_both, rows, homes, clones, ends),
         ),
         "data gradient": (
             partial(Bundled.input_gradient, grad, stack, ends),
-            partial(Bundled.input_gradient_of_both, grad, *weights, ends),
+            partial(Bundled.input_gradient_of_both, grad, homes, clones, ends),
         ),
         "weight gradient": (
             partial(Bundled.add_weight_gradients, grad, rows, ends, slots),
-            partial(Bundled.add_weight_gradients_of_both, grad, rows, ends, *separate),
+            partial(Bundled.add_weight_gradients_of_both, grad, rows, ends, home_slots, clone_sums),
         ),
     }
     lines = []

@@ -191,8 +191,8 @@ class EightBits:
             return multiply_rows(given(self.rows[0]), self.weights, ends, fast=fast)
         if which is Pass.DATA_GRAD:
             return multiply_rows(given(self.grad[0]), self.transposed_weights, ends, fast=fast)
-        columns = given(self.grad[1]), given(self.rows[1])
-        return self._sum(which, multiply_columns(*columns, ends, fast=fast))
+        result = multiply_columns(given(self.grad[1]), given(self.rows[1]), ends, fast=fast)
+        return self._sum(which, result)
 
     def product_with_casts(self, which: Pass) -> Tensor:
         """Cast the tokens that a pass needs, and compute it with cached weights and fast sums."""

@@ -145,9 +145,8 @@ def _row(*cells: object) -> str:
 
 def _speed(measured: Measured, results: Sequence[Measured]) -> str:
     case = measured.case
-    first_cells = (case.work, case.program, case.graphs)
     if measured.failure:
-        return _row(*first_cells, f"failed: {measured.failure}", *[""] * 8)
+        return _row(case.work, case.program, case.graphs, f"failed: {measured.failure}", *[""] * 8)
     figures = measured.figures
     flops = flops_per_token(case.work.config, case.work.config.max_seq_length)
     tokens = measured.tokens_per_ms * measured.waited
@@ -155,7 +154,9 @@ def _speed(measured: Measured, results: Sequence[Measured]) -> str:
     rates = [tokens / time * 1e3 for time in times]
     losses = figures.get("losses") or [figures.get("loss", "")]
     return _row(
-        *first_cells,
+        case.work,
+        case.program,
+        case.graphs,
         measured.waited,
         figures.get("row_ms", "") if measured.is_ours else "",
         measured.row_mean or "",
@@ -209,16 +210,17 @@ def _graphs(measured: Measured, ours: Sequence[Measured]) -> str:
 
 
 def _launches(measured: Measured) -> str:
-    first_cells = (measured.case.work, measured.case.graphs)
+    case = measured.case
     profile = measured.part("Profile")
     if not profile.get("kernels"):
-        return _row(*first_cells, "not profiled", *[""] * 6)
+        return _row(case.work, case.graphs, "not profiled", *[""] * 6)
     launches = profile["launches"]
     busy = profile["step_ms"] - profile["idle_ms"]
     idle_in_row = f"{max(0.0, 1 - busy / measured.row_mean):.1%}" if measured.row_mean else ""
     calls = ", ".join(f"{name} {number:g}" for name, number in launches["calls"].items())
     return _row(
-        *first_cells,
+        case.work,
+        case.graphs,
         f"{launches['graphs']:g}",
         f"{launches['in_graphs']:g}",
         f"{launches['kernels']:g}",

@@ -66,14 +66,13 @@ def calls(
 ) -> dict[str, Callable[[], Tensor]]:
     """Return the variants as functions; all but the plain product return the result of SwiGLU."""
     matrices = weights.unbind()
-    operands = (rows, matrices, probabilities, ends)
     return {
         PRODUCT: lambda: Bundled.output(rows, matrices, ends),
         BOTH: lambda: weighted_activation(
             Bundled.output(rows, matrices, ends), probabilities, ends, "swiglu"
         )[0],
-        KEPT: lambda: Bundled.swiglu(*operands, keep=True)[0],
-        ALONE: lambda: Bundled.swiglu(*operands, keep=False)[0],
+        KEPT: lambda: Bundled.swiglu(rows, matrices, probabilities, ends, keep=True)[0],
+        ALONE: lambda: Bundled.swiglu(rows, matrices, probabilities, ends, keep=False)[0],
     }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,14 +76,14 @@ def norm_passes(config: GPTConfig, tokens: int) -> Passes:
     hidden, update, weight, bias = (
         drawn(*shape).detach() for shape in ((tokens, width), (tokens, width), (width,), (width,))
     )
-    inputs = hidden, update, weight, None if is_rms else bias, 1e-5, is_rms
+    norm = partial(kernels.add_norm, hidden, update, weight, None if is_rms else bias, 1e-5, is_rms)
 
     def measured() -> tuple[Tensor, Tensor]:
         bits = no_magnitude(hidden)
-        return kernels.add_norm(*inputs, magnitudes=bits)[1], bits
+        return norm(magnitudes=bits)[1], bits
 
     name = f"{'RMSNorm' if is_rms else 'LayerNorm'}, {tokens} x {width}"
-    return Passes(name, lambda: kernels.add_norm(*inputs)[1], measured)
+    return Passes(name, lambda: norm()[1], measured)
 
 
 def swiglu_passes(tokens: int, features: int) -> tuple[Passes, Passes]:

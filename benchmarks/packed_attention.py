@@ -96,8 +96,16 @@ def attention_by(product: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
                 'Use one row without padding and dropout, or attention "sdpa".'
             )
         tokens = [rows[0].transpose(0, 1) for rows in (query, key, value)]
-        borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        output = product(*tokens, *borders, scale=scaling, window_size=(-1, 0), **options)
+        output = product(
+            *tokens,
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            window_size=(-1, 0),
+            **options,
+        )
         return output[None], None
 
     return attend

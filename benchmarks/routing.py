@@ -94,8 +94,9 @@ def set_routing(model: GPT, name: str, num_tokens: int, rank: int) -> None:
         layer.router.forced_balance = name == "balanced"
         if popularity is not None:
             config = layer.config
-            sizes = num_tokens, config.top_k, config.num_experts
-            choices = popularity.choices(*sizes, number, rank, layer.mesh.device)
+            choices = popularity.choices(
+                num_tokens, config.top_k, config.num_experts, number, rank, layer.mesh.device
+            )
             # Replace forward instead of adding a hook, because parts with hooks are not captured.
             layer.router.forward = MethodType(_Drawn(choices), layer.router)  # type: ignore[method-assign]
 

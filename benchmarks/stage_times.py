@@ -23,8 +23,12 @@ def measured_costs(figures: dict[str, Any]) -> PipelineCosts:
     """
     costs = figures["StageTimes"]["costs"]
     forward = tuple(costs["forward"])
-    halves = (tuple(costs["input_half"]), tuple(costs["weight_half"]))
-    times = StageCosts(forward, *halves, costs.get("transfer", 0))
+    times = StageCosts(
+        forward,
+        tuple(costs["input_half"]),
+        tuple(costs["weight_half"]),
+        costs.get("transfer", 0),
+    )
     kept = tuple(costs.get("kept", [0.0] * len(forward)))
     return PipelineCosts(times, kept, costs.get("weight_half_share", WEIGHT_HALF_SHARE))
 
