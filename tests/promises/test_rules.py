@@ -223,6 +223,17 @@ def no_tuple_is_unpacked_where_it_was_made(file: SourceFile) -> Iterator[Fault]:
     for node in file.nodes:
         if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List):
             yield node.lineno, ast.unparse(node)
+    for function in file.functions:
+        made = {
+            ast.unparse(target)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+            for target in node.targets
+        }
+        for node in ast.walk(function):
+            is_unpacked = isinstance(node, ast.Starred) and isinstance(node.ctx, ast.Load)
+            if is_unpacked and ast.unparse(node.value) in made:
+                yield node.lineno, ast.unparse(node)
 
 
 def a_statement_has_at_most_one_conditional_expression(file: SourceFile) -> Iterator[Fault]:
