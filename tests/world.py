@@ -40,9 +40,12 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "glo
     results: Any = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        given = fn, store, backend, results, dict(os.environ), args
+        environment = dict(os.environ)
         processes = [
-            context.Process(target=_enter, args=(rank, size, *given)) for rank in range(size)
+            context.Process(
+                target=_enter, args=(rank, size, fn, store, backend, results, environment, args)
+            )
+            for rank in range(size)
         ]
         for process in processes:
             process.start()

@@ -38,8 +38,16 @@ def changed(text: str, seed: int, times: int) -> str:
 
 def clean_to(folder: Path, *options: str, output: str = "out.jsonl") -> tuple[list[str], dict]:
     report = folder / f"{output}.report.json"
-    more = ("--report", str(report), "--no-progress")
-    main([str(folder / "in.jsonl"), str(folder / output), *more, *options])
+    main(
+        [
+            str(folder / "in.jsonl"),
+            str(folder / output),
+            "--report",
+            str(report),
+            "--no-progress",
+            *options,
+        ]
+    )
     return (folder / output).read_text().splitlines(), json.loads(report.read_text())
 
 
@@ -58,8 +66,10 @@ def test_broken_short_test_and_duplicate_documents_are_removed(tmp_path):
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "test.jsonl").write_text(json.dumps({"text": test}) + "\n")
-    options = ("--skip-broken", "--workers", "1", "--test", str(tmp_path / "test.jsonl"))
-    lines_written, report = clean_to(tmp_path, *options)
+    test_file = str(tmp_path / "test.jsonl")
+    lines_written, report = clean_to(
+        tmp_path, "--skip-broken", "--workers", "1", "--test", test_file
+    )
     repaired = json.dumps("schön " + text_of(3), ensure_ascii=False)
     repaired = f'{{"big": 1E400, "text":  {repaired} , "n": 1.10}}'
     assert lines_written == [lines[0], repaired, lines[6]]
@@ -77,9 +87,10 @@ def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeyp
     texts = [changed(text_of(n % 20), n, n % 3) for n in range(60)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     (tmp_path / "test.txt").write_text(text_of(3)[:500])
-    test = ("--test", str(tmp_path / "test.txt"))
+    test_file = str(tmp_path / "test.txt")
     one, three = (
-        clean_to(tmp_path, "--workers", number, *test, output=f"{number}.jsonl") for number in "13"
+        clean_to(tmp_path, "--workers", number, "--test", test_file, output=f"{number}.jsonl")
+        for number in "13"
     )
     assert one == three
     assert one[1]["removed"]["duplicate"] > 20

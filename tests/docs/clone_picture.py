@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from benchmarks.routing import Popularity
 from benchmarks.shapes import SHAPES
@@ -75,8 +75,8 @@ def planned(name: str, places: int) -> Planned:
 def _counts(name: str, layer: int) -> list[list[int]]:
     experts = SHAPE.experts
     assert experts is not None, "the shape has experts"
-    sizes = TOKENS, experts.top_k, experts.num_experts
-    draws = (POPULARITIES[name].choices(*sizes, layer, rank, "cpu") for rank in range(RANKS))
+    choices = partial(POPULARITIES[name].choices, TOKENS, experts.top_k, experts.num_experts, layer)
+    draws = (choices(rank, "cpu") for rank in range(RANKS))
     return [draw.flatten().bincount(minlength=experts.num_experts).tolist() for draw in draws]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,18 +159,18 @@ class ClonedLayer:
             assert self.choice.clone_sources is not None
             source = self.choice.clone_sources(arrived.clones)
             if isinstance(source[0], CloneCollectives):
-                plan = arrived.clones.layout, arrived.clones.owners
-                transfer_arguments = self.mesh.ep, *plan, self.reported
+                clones = arrived.clones
                 source = [
-                    CheckedTransfers(*transfer_arguments, matrix) for matrix in ("up", "down")
+                    CheckedTransfers(
+                        self.mesh.ep, clones.layout, clones.owners, self.reported, matrix
+                    )
+                    for matrix in ("up", "down")
                 ]
             results["moved"] = arrived.clones.amounts.sum()
-        expert_inputs = arrived.rows, arrived.probabilities, arrived.ends, source
-        rows = (
-            recomputed(self.experts, *expert_inputs)
-            if self.case.recomputes
-            else self.experts(*expert_inputs)
-        )
+        experts: Callable[..., Tensor] = self.experts
+        if self.case.recomputes:
+            experts = partial(recomputed, self.experts)
+        rows = experts(arrived.rows, arrived.probabilities, arrived.ends, source)
         output = dispatcher.combine(dispatcher.send_back(rows, arrived))
         self.reported.clear()
         weights = [] if self.slots else list(self.experts.parameters())

@@ -155,9 +155,9 @@ def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], limit: flo
 
 def gradients_of(output: Tensor, routed: Routed, *leaves: Tensor) -> list[Tensor]:
     """Return gradients of tokens, probabilities and leaves, which are 0 for experts without tokens."""
-    leaves = (routed.hidden, routed.probabilities, *leaves)
+    inputs = [routed.hidden, routed.probabilities, *leaves]
     loss = (output * routed.outer).sum()
-    return list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+    return list(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
 
 
 @pytest.mark.parametrize("num_tokens", [9, 1, 0])
@@ -225,11 +225,21 @@ def test_experts_equal_those_of_gpt_oss_within_and_beyond_the_clamp_limits(scale
             getattr(reference, f"{name}_proj").copy_(stack.transpose(1, 2))
             getattr(reference, f"{name}_proj_bias").copy_(bias)
     expected = reference(routed.hidden, routed.experts, routed.probabilities)
-    leaves = (reference.gate_up_proj_bias, reference.down_proj_bias, reference.down_proj)
-    theirs = gradients_of(expected, routed, *leaves)
+    theirs = gradients_of(
+        expected,
+        routed,
+        reference.gate_up_proj_bias,
+        reference.down_proj_bias,
+        reference.down_proj,
+    )
     output = run_mixture(routed, module)
-    biases = (*module.biases("gate_up"), *module.biases("down"))
-    ours = gradients_of(output, routed, *biases, *module.weights("down"))
+    ours = gradients_of(
+        output,
+        routed,
+        *module.biases("gate_up"),
+        *module.biases("down"),
+        *module.weights("down"),
+    )
     first, second, down = stacks(ours[2:])
     results = (output, *ours[:2], alternate(first), second, down.transpose(1, 2))
     assert_near(results, (expected, *theirs), 1e-9)

@@ -169,17 +169,18 @@ def draw_selections() -> torch.Tensor:
 
 def output_and_gradients(experts: torch.Tensor, limit: LayerRows | None) -> list[torch.Tensor]:
     """Square each row, and return the sums of tokens and all gradients."""
-    hidden, probabilities = draw(NUM_TOKENS, SIZE), draw(NUM_TOKENS, TOP_K)
-    leaves = hidden.requires_grad_(), probabilities.requires_grad_()
+    hidden = draw(NUM_TOKENS, SIZE).requires_grad_()
+    probabilities = draw(NUM_TOKENS, TOP_K).requires_grad_()
     dispatcher = LocalDispatcher(LOCAL_EXPERTS, limit)
-    received = dispatcher.receive(dispatcher.send(dispatcher.prepare(*leaves, experts)))
+    prepared = dispatcher.prepare(hidden, probabilities, experts)
+    received = dispatcher.receive(dispatcher.send(prepared))
     rows = received.rows**2 * received.probabilities.unsqueeze(1)
     # Rows past the last end must not count, even if they are NaN.
     is_past_end = torch.arange(rows.shape[0]) >= received.ends[-1]
     rows = rows.masked_fill(is_past_end.unsqueeze(1), torch.nan)
     output = dispatcher.combine(dispatcher.send_back(rows, received))
     output.backward(draw(*output.shape))
-    gradients = [leaf.grad for leaf in leaves]
+    gradients = [hidden.grad, probabilities.grad]
     return [output.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 

@@ -138,8 +138,12 @@ def outputs(job: Job) -> str:
 
 def standalone(max_restarts: int = 0, ranks: int = 2) -> tuple[str, ...]:
     """Return torchrun's arguments for one machine."""
-    options = ("--standalone", f"--nproc-per-node={ranks}", "--monitor-interval=0.1")
-    return (*options, f"--max-restarts={max_restarts}")
+    return (
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "--monitor-interval=0.1",
+        f"--max-restarts={max_restarts}",
+    )
 
 
 def newest_step(job: Job) -> int:

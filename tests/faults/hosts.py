@@ -108,8 +108,8 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         try:
             first = stack.enter_context(host("one", "10.77.0.1"))
             second = stack.enter_context(host("two", "10.77.0.2"))
-            peer = ("peer", "name", second.device, "netns", str(second.pid))
-            run(*first.command, "ip", "link", "add", first.device, "type", "veth", *peer)
+            link = f"{first.device} type veth peer name {second.device} netns {second.pid}"
+            run(*first.command, "ip", "link", "add", *link.split())
             for end in (first, second):
                 run(*end.command, "ip", "address", "add", f"{end.address}/24", "dev", end.device)
                 for device in ("lo", end.device):

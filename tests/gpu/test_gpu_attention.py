@@ -116,7 +116,7 @@ def test_attention_with_values_smaller_than_keys_equals_the_formula(
     )
     inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
     wide = wide_of(inputs)
-    output = attend(*inputs, span)
+    output = attend(query, key, value, span)
     gradients = torch.autograd.grad(output, inputs, outer.flatten(2))
     expected_output = attend_by_operators(*wide, span).flatten(2)
     expected_gradients = torch.autograd.grad(expected_output, wide, outer.double().flatten(2))

@@ -94,10 +94,11 @@ def test_attention_by_blocks_in_half_precision_equals_float64(kv_heads, name, is
             keys, values = (taken(tensor, at.t()) for tensor in full[1:])
             for block in blocks:
                 queries = taken(query, block.queries)
-                rows = (queries, taken(keys, block.keys), taken(values, block.keys))
+                key_rows, value_rows = taken(keys, block.keys), taken(values, block.keys)
                 core = core_of_part(queries, block.span, block.key_rows)
                 assert core in cores, "no scores are stored"
-                total.add(block.queries, *forward_part(*rows, block.span, block.key_rows))
+                out, lse = forward_part(queries, key_rows, value_rows, block.span, block.key_rows)
+                total.add(block.queries, out, lse)
         out, lse = total.out.bfloat16(), total.log_sum
         expected_rows = taken(expected, positions.t())
         torch.testing.assert_close(out.flatten(2).double(), expected_rows, rtol=0, atol=0.02)

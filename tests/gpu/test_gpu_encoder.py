@@ -123,9 +123,9 @@ def test_both_passes_drop_the_same_attention_weights():
     choice = choose_core(query.device, query.dtype, span, length, dropout=share, head_dim=64)
     assert choice.core == "flash"
     torch.manual_seed(5)
-    output, second_output = (attend(*inputs, span, dropout=share) for _ in range(2))
+    output, second_output = (attend(query, key, value, span, dropout=share) for _ in range(2))
     torch.manual_seed(5)
-    assert torch.equal(attend(*inputs, span, dropout=share), output)
+    assert torch.equal(attend(query, key, value, span, dropout=share), output)
     assert not torch.equal(second_output, output), "both calls drop the same weights"
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     scores = torch.einsum("sbhd,tbhd->bhst", wide[0], wide[1]) / 8.0

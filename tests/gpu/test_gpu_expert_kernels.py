@@ -52,7 +52,7 @@ def test_the_product_of_the_router_has_float32_precision(dtype, rounding):
     outer = torch.randn(1000, 2, 128, device=DEVICE)
     # The sums of rows are zero, as in a gradient of softmax, so that early rounding shows.
     outer -= outer.mean(-1, keepdim=True)
-    logits = exact_linear(*inputs)
+    logits = exact_linear(inputs[0], inputs[1])
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected_logits = wide[0] @ wide[1].t()
     assert logits.dtype == torch.float32

@@ -47,15 +47,17 @@ def test_attention_parts_by_a_package_agree_with_operators_of_torch(package, kin
     span = span.laid_out(B, S, torch.device("cuda"))
     shapes = ((S, B, H, D), (S, B, K, D), (S, B, K, D), (S, B, H, D))
     query, key, value, grad = (draw(*shape, seed=seed) for seed, shape in enumerate(shapes, 1))
-    inputs = (query, key, value)
-    wide = (query.double(), key.double(), value.double())
-    results = forward_part(*wide, span, keys)
-    expected_tensors = *results, *backward_part(grad.double(), *wide, *results, span, keys)
+    wide_query, wide_key, wide_value = (tensor.double() for tensor in (query, key, value))
+    results = forward_part(wide_query, wide_key, wide_value, span, keys)
+    expected_tensors = (
+        *results,
+        *backward_part(grad.double(), wide_query, wide_key, wide_value, *results, span, keys),
+    )
     choice = FlashChoice(package.make(module), "", bounds_scores=True)
     monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
-    results = forward_part(*inputs, span, keys)
-    actual_tensors = *results, *backward_part(grad, *inputs, *results, span, keys)
+    results = forward_part(query, key, value, span, keys)
+    actual_tensors = *results, *backward_part(grad, query, key, value, *results, span, keys)
     for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
         distance = relative_difference(actual, expected)
         assert distance < 0.01, f"result {number} is off by {distance:.3g}"

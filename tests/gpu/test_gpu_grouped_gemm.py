@@ -191,7 +191,16 @@ def test_weight_gradients_of_zero_rows_are_zero_or_leave_the_sums_unchanged(vari
 
 def test_the_operator_schema_declares_the_written_tensors():
     a, b, d = operands(Pass.FORWARD, [8, 16], 64, 64)
-    tensors = (d.zero_(), a.nan_to_num(), b, ends_of([8, 16]), workspace_of(2, 8).zero_())
-    arguments = (*tensors, "forward_pingpong_128x128_1x2", False, 0, 8)
+    arguments = (
+        d.zero_(),
+        a.nan_to_num(),
+        b,
+        ends_of([8, 16]),
+        workspace_of(2, 8).zero_(),
+        "forward_pingpong_128x128_1x2",
+        False,
+        0,
+        8,
+    )
     operator = torch.ops.lm_kernels.grouped_gemm.default
     torch.library.opcheck(operator, arguments, test_utils="test_schema")

@@ -5,6 +5,7 @@ those of separate launches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -103,9 +104,18 @@ def test_every_variant_of_the_fused_product_equals_float64(
         memory[:, :n] = draw(len(sizes), n, k, scale=2 / k**0.5)
         weights, workspace = memory[:, :n], workspace_of(len(sizes), num_sms)
         result, kept = untouched(num_rows, n)
-        operands = (rows, weights, probabilities, ends_of(sizes), workspace)
         torch.ops.lm_kernels.grouped_swiglu(
-            result, kept if keeps else None, *operands, variant, along_n, band, num_sms
+            result,
+            kept if keeps else None,
+            rows,
+            weights,
+            probabilities,
+            ends_of(sizes),
+            workspace,
+            variant,
+            along_n,
+            band,
+            num_sms,
         )
         assert (result[last:] == UNTOUCHED).all(), f"{name}: rows of no group were written"
         rest = kept[last if keeps else 0 :]
@@ -130,15 +140,18 @@ def test_a_launch_of_the_last_groups_writes_their_part_of_a_full_launch_alone(va
         results = []
         for first in (0, len(sizes) // 2, len(sizes) - 1):
             written, start = untouched(num_rows, n), sum(sizes[:first])
-            operands = (
+            torch.ops.lm_kernels.grouped_swiglu(
+                *written,
                 rows,
                 weights[first:],
                 probabilities,
                 ends,
                 workspace_of(len(sizes), num_sms),
-            )
-            torch.ops.lm_kernels.grouped_swiglu(
-                *written, *operands, variant, False, 0, num_sms, first
+                variant,
+                False,
+                0,
+                num_sms,
+                first,
             )
             results.append(written)
             what = f"{name}, from group {first}"
@@ -249,8 +262,8 @@ def test_experts_with_one_launch_equal_experts_with_two_launches(recompute, monk
     for fused in (True, False):
         if not fused:
             monkeypatch.setattr(GroupedMLP, "_backends", lambda *_: separate_launches)
-        inputs = (rows, probabilities, ends_of(sizes))
-        output = checkpoint(module, *inputs, use_reentrant=True) if recompute else module(*inputs)
+        run = partial(checkpoint, module, use_reentrant=True) if recompute else module
+        output = run(rows, probabilities, ends_of(sizes))
         output[: sum(sizes)].float().square().sum().backward()
         results.append([output.detach()[: sum(sizes)], *(leaf.grad for leaf in leaves)])
         for leaf in leaves:
@@ -281,19 +294,31 @@ def test_wrong_arguments_of_swiglu_are_refused():
     ):
         with pytest.raises(RuntimeError, match=message):
             run(*arguments[:number], wrong, *arguments[number + 1 :], *settings)
-    narrow = (draw(16, 20), None, rows, draw(2, 40, 64))
+    narrow_result, narrow_weights = draw(16, 20), draw(2, 40, 64)
     with pytest.raises(RuntimeError, match=r"n \(40\) must be a multiple of 16"):
-        run(*narrow, probabilities, ends, workspace, SWIGLU[0], *settings)
+        run(
+            narrow_result,
+            None,
+            rows,
+            narrow_weights,
+            probabilities,
+            ends,
+            workspace,
+            SWIGLU[0],
+            *settings,
+        )
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not stored"])
 def test_the_schema_of_swiglu_declares_the_written_tensors(keeps):
     sizes, num_sms = [8, 24], 8
-    written = (draw(32, 32).zero_(), draw(32, 64).zero_() if keeps else None)
-    operands = (draw(32, 64), draw(2, 64, 64), torch.rand(32, device="cuda"), ends_of(sizes))
     arguments = (
-        *written,
-        *operands,
+        draw(32, 32).zero_(),
+        draw(32, 64).zero_() if keeps else None,
+        draw(32, 64),
+        draw(2, 64, 64),
+        torch.rand(32, device="cuda"),
+        ends_of(sizes),
         workspace_of(2, num_sms).zero_(),
         SWIGLU[0],
         False,

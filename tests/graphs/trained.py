@@ -210,8 +210,9 @@ def batch_of(case: Case, mesh: ParallelMesh, step: int, number: int) -> Microbat
 
 def assert_equal_bits(actual: Trained, expected: Trained, label: str) -> None:
     """Assert that two trainings have equal losses, parameters and numbers of collectives."""
-    losses = [*actual.losses, *actual.evaluated], [*expected.losses, *expected.evaluated]
-    for number, (loss, reference) in enumerate(zip(*losses, strict=True)):
+    losses = [*actual.losses, *actual.evaluated]
+    references = [*expected.losses, *expected.evaluated]
+    for number, (loss, reference) in enumerate(zip(losses, references, strict=True)):
         assert torch.equal(loss, reference), f"{label}: loss {number}: {loss} and {reference}"
     for name, parameter in actual.parameters.items():
         assert torch.equal(parameter, expected.parameters[name]), f"{label}: {name}"

@@ -369,8 +369,10 @@ def check_token_attention(draw: Draw, sizes: Sizes) -> None:
                 stored = torch.cat((keys, values), -1)[:, :, place % slots]
                 assert torch.equal(stored, torch.cat(new, -1)[0]), what
                 result = kernels.attend_one_token(query, keys, values, at, padding, scale)
-                arguments = query.double(), keys.double().nan_to_num(), values.double()
-                expected = attend_by_mask(*arguments, at, padding, scale)
+                wide_keys = keys.double().nan_to_num()
+                expected = attend_by_mask(
+                    query.double(), wide_keys, values.double(), at, padding, scale
+                )
                 # The weights are rounded before they are multiplied by the values.
                 noise = 4e-6 + 2 * ROUNDOFF[query.dtype] * float(values.nan_to_num().abs().max())
                 check_rounded(result, expected, what, noise=noise)

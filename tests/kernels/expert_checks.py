@@ -178,8 +178,9 @@ def check_permute(draw: Draw, sizes: ExpertSizes) -> None:
         tokens, top_k = row_map.rows.shape
         hidden, probabilities = leaf(draw(tokens, width)), leaf(draw(tokens, top_k).float())
         num_rows = row_map.pairs.shape[0]
-        where = row_map.rows, row_map.ends, num_rows
-        rows, scales = kernels.permute_tokens(hidden, probabilities, *where)
+        rows, scales = kernels.permute_tokens(
+            hidden, probabilities, row_map.rows, row_map.ends, num_rows
+        )
         is_here = is_row(row_map, num_rows)
         pairs = row_map.pairs[is_here]
         assert torch.equal(rows[is_here], hidden[pairs // top_k]), what
@@ -195,7 +196,7 @@ def check_permute(draw: Draw, sizes: ExpertSizes) -> None:
         expected[pairs] = scale_grads[is_here]
         expected = expected.view(tokens, top_k)
         assert torch.equal(probabilities.grad, expected), f"{what}: gradient of scales"
-        alone, nothing = kernels.permute_tokens(hidden, None, *where)
+        alone, nothing = kernels.permute_tokens(hidden, None, row_map.rows, row_map.ends, num_rows)
         assert nothing is None, f"{what}: scales of nothing"
         assert torch.equal(alone[is_here], rows[is_here]), f"{what}: without scales"
 
@@ -319,9 +320,9 @@ def check_routed(
     check_choices(actual, choices_of_torch, logits.detach(), bias, config, what)
     slow = wide(logits)
     expected = weigh_selected(slow, actual.experts, actual.experts, config, classes)
-    names = ("probabilities", "share_sums", "square_sum")
-    for name in (*names, "entropy_sum"):
+    for name in ("probabilities", "share_sums", "square_sum", "entropy_sum"):
         check_grad(getattr(actual, name), getattr(expected, name), f"{what}: {name}", noise=1e-5)
+    names = ("probabilities", "share_sums", "square_sum")
     results, twins = ([getattr(output, name) for name in names] for output in (actual, expected))
     outer = [
         torch.randn(result.shape, generator=draw.generator, device=draw.device)
@@ -407,8 +408,14 @@ def check_attached(
     results = []
     for kernels_or_none, dtype in ((kernels, torch.float32), (None, torch.float64)):
         total, x = leaf(totals.to(dtype)), leaf(outer.to(dtype) + 1)
-        numbers = load_factors, 0.3, total[0, num_experts], square_coefficient
-        losses = RouterLosses(total[:, :num_experts], *numbers, kernels_or_none)
+        losses = RouterLosses(
+            total[:, :num_experts],
+            load_factors,
+            0.3,
+            total[0, num_experts],
+            square_coefficient,
+            kernels_or_none,
+        )
         scale = torch.zeros((), dtype=torch.float64, device=draw.device) if is_late else 0.7
         attached = losses.attach_to(x, scale)
         assert torch.equal(attached, x), f"{what}: not the same numbers"

@@ -4,6 +4,7 @@ magnitudes equal those of the stored numbers, and the numbers equal those of ker
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,10 +95,10 @@ def check_norm_magnitudes(draw: Draw, sizes: Sizes) -> None:
                 weight = draw(width)
                 bias = None if is_rms else draw(width)
                 eps = 0.0 if strange == 0.0 else 1e-5
-                arguments = hidden, update, weight, bias, eps, is_rms
-                plain_results = kernels.add_norm(*arguments)
+                norm = partial(kernels.add_norm, hidden, update, weight, bias, eps, is_rms)
+                plain_results = norm()
                 magnitude = no_magnitude(hidden)
-                results = kernels.add_norm(*arguments, magnitudes=magnitude)
+                results = norm(magnitudes=magnitude)
                 for actual, expected in zip(results, plain_results, strict=True):
                     assert_one_rounding(actual, expected, what)
                 assert_magnitude(magnitude, results[1], what)

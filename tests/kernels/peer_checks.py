@@ -4,6 +4,8 @@ and all numbers are integers, so that sums are exact.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -117,18 +119,28 @@ def check_sums(ranks: Ranks, what: str, limit: float = 1.0) -> None:
     total = torch.zeros(count, width, dtype=torch.float64, device=ranks.draw.device)
     gathered = torch.zeros(count * top_k, device=ranks.draw.device)
     for rank in range(ranks.slots.num_ranks):
-        here = rank * ranks.experts_per_rank, ranks.experts_per_rank
-        row_map = sort_by_expert(ranks.experts, *here)
+        sort = partial(
+            sort_by_expert, ranks.experts, rank * ranks.experts_per_rank, ranks.experts_per_rank
+        )
+        row_map = sort()
         if limit < 1.0:
-            row_map = sort_by_expert(ranks.experts, *here, int(limit * int(row_map.needed)))
+            row_map = sort(int(limit * int(row_map.needed)))
         values, scales = (
             ranks.draw_integers(row_map.num_rows, width),
             torch.rand(row_map.num_rows, device=gathered.device),
         )
         end = int(row_map.ends[-1])
         values[end:], scales[end:] = torch.nan, torch.nan
-        placement = row_map.rows, row_map.ends, row_map.needed
-        kernels.put_sums(values, scales, *placement, ranks.pointers, rank, ranks.slots)
+        kernels.put_sums(
+            values,
+            scales,
+            row_map.rows,
+            row_map.ends,
+            row_map.needed,
+            ranks.pointers,
+            rank,
+            ranks.slots,
+        )
         pairs = row_map.pairs[:end]
         total.index_add_(0, pairs // top_k, values[:end].double())
         gathered[pairs] = scales[:end]

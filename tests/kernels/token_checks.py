@@ -116,7 +116,6 @@ def check_token_sums(
     for peer, draw in enumerate(draws):
         draw.generator.manual_seed(peer)
     shared = Draw(torch.device("cpu"), dtype)
-    place = pointers, rank
     num_sums = len(SUMS) + 1
     for repeat in range(3):
         base.add_(num_sums)
@@ -124,8 +123,8 @@ def check_token_sums(
         token = (7 * repeat + 2) % len(table)
         own = table.to(device)[rank * ROWS : (rank + 1) * ROWS]
         tokens = torch.tensor([[token]], device=device)
-        kernels.send_token_vector(tokens, own, *place, 1)
-        total, normed = kernels.add_norm_sums(None, scale.to(device), EPS, *place, 1)
+        kernels.send_token_vector(tokens, own, pointers, rank, 1)
+        total, normed = kernels.add_norm_sums(None, scale.to(device), EPS, pointers, rank, 1)
         what = f"rank {rank} of {size}, {dtype}, repeat {repeat}"
         assert torch.equal(total.cpu(), table[token]), f"{what}: vector of a token"
         expected = F.rms_norm(table[token].double(), (WIDTH,), scale.double(), EPS)
@@ -134,10 +133,10 @@ def check_token_sums(
             vectors = [draw(num_in) for draw in draws]
             weights = [draw(WIDTH, num_in) for draw in draws]
             stream, scale = shared(WIDTH), shared(WIDTH)
-            sent = vectors[rank].to(device), weights[rank].to(device)
-            kernels.send_vector_product(*sent, *place, number)
+            vector, weight = vectors[rank].to(device), weights[rank].to(device)
+            kernels.send_vector_product(vector, weight, pointers, rank, number)
             total, normed = kernels.add_norm_sums(
-                stream.to(device), scale.to(device), EPS, *place, number
+                stream.to(device), scale.to(device), EPS, pointers, rank, number
             )
             parts = [
                 F.linear(vector.double(), weight.double())

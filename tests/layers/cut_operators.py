@@ -44,8 +44,9 @@ def gather_and_multiply(
     assert (dim, biases, result_scales) == (0, [None], [None])
     pieces = all_gathered(x.view(torch.uint8), _resolve_process_group(name))
     options: dict[str, Any] = {"out_dtype": dtypes[0], "use_fast_accum": fast[0]}
-    factors = matrices[0], scale, scales[0]
-    products = [multiply(piece.view(x.dtype), *factors, **options) for piece in pieces]
+    products = [
+        multiply(piece.view(x.dtype), matrices[0], scale, scales[0], **options) for piece in pieces
+    ]
     return torch.cat(pieces).view(x.dtype), [torch.cat(products)]
 
 

@@ -344,10 +344,8 @@ def test_one_rank_holds_each_token_of_packed_documents(size, inner, lengths):
     span = AttentionSpan.packed(lengths, seq_length)
     full_span = span.laid_out(len(lengths), seq_length, CPU)
     assert full_span.borders is not None
-    laid_out = full_span.borders, len(lengths), seq_length, ranks
-    cuts = [
-        DocumentCut.of(*laid_out, rank, longest=span.longest, inner=inner) for rank in range(ranks)
-    ]
+    cut_of = partial(DocumentCut.of, full_span.borders, len(lengths), seq_length, ranks)
+    cuts = [cut_of(rank, longest=span.longest, inner=inner) for rank in range(ranks)]
     first_cut = cuts[0]
     all_positions = torch.arange(seq_length).expand(len(lengths), -1)
     assert torch.equal(first_cut.order.flatten(1).sort(1).values, all_positions)

@@ -71,11 +71,12 @@ def test_products_equal_float64_within_the_sum_of_rounding_errors(recipe):
     left = spread(48, 256)
     right = spread(128, 256, seed=1)
     scaling = make_scaling(recipe)
-    operands = (
+    actual = product(
         needed(scaling.cast_input(left, rows=True, columns=False).rows),
         needed(scaling.cast_weight(right, rows=True, columns=False).rows),
+        torch.float64,
+        emulate=True,
     )
-    actual = product(*operands, torch.float64, emulate=True)
     errors = bound_of(left, "e4m3"), bound_of(right, "e4m3")
     limit = errors[0] @ right.abs().t() + left.abs() @ errors[1].t() + errors[0] @ errors[1].t()
     assert bool(((actual - left @ right.t()).abs() <= limit).all())
@@ -220,11 +221,10 @@ def test_steps_of_a_layer_equal_those_of_the_simulation(layer, form, is_recomput
         for number in range(2):
             hidden, output_gradient = microbatch(step, number)
             hidden.requires_grad_()
-            arguments = hidden, weight, None, MESH, ours
             if is_recomputed:
-                output = checkpoint(layer, *arguments, use_reentrant=False)
+                output = checkpoint(layer, hidden, weight, None, MESH, ours, use_reentrant=False)
             else:
-                output = layer(*arguments)
+                output = layer(hidden, weight, None, MESH, ours)
             output.backward(output_gradient)
             rows, grads = hidden.detach().view(24, 32), output_gradient.view(24, 48)
             inputs, matrix, gradient = (

@@ -67,9 +67,13 @@ class DrawnRows:
     def schedule(self) -> Schedule:
         """Return the schedule with these rows."""
         place = self.placement
-        sizes = place.num_stages, self.microbatches, place.num_chunks
         return custom_schedule(
-            lambda rank, *_: self.rows[rank], *sizes, shape=place.shape, name="mine"
+            lambda rank, *_: self.rows[rank],
+            place.num_stages,
+            self.microbatches,
+            place.num_chunks,
+            shape=place.shape,
+            name="mine",
         )
 
 

@@ -111,8 +111,9 @@ def test_saved_parameter_numbers_map_to_saved_names_or_else_to_the_group_names()
 
 
 def draws() -> list[Any]:
-    normals = np.random.standard_normal(3).tolist(), [random.gauss(0, 1) for _ in range(3)]
-    return [torch.rand(4).tolist(), *normals]
+    of_numpy = np.random.standard_normal(3).tolist()
+    of_python = [random.gauss(0, 1) for _ in range(3)]
+    return [torch.rand(4).tolist(), of_numpy, of_python]
 
 
 def test_random_generators_continue_from_states_that_load_with_weights_only():

@@ -275,8 +275,9 @@ def test_a_fit_and_a_failed_setup_restore_the_replaced_methods_of_the_trainer(mo
     with pytest.raises(ValueError, match="no steps"):
         runners[1].fit(Language(), tokens())
     for runner in runners:
-        owners = (runner.fit_loop, runner.fit_loop.epoch_loop, runner._signal_connector)
-        assert all(REPLACED.isdisjoint(vars(owner)) for owner in (*owners, runner._data_connector))
+        loop = runner.fit_loop
+        owners = (loop, loop.epoch_loop, runner._signal_connector, runner._data_connector)
+        assert all(REPLACED.isdisjoint(vars(owner)) for owner in owners)
 
 
 class RecordsSlots(Language):

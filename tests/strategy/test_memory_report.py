@@ -135,8 +135,8 @@ def test_memory_of_ordinary_modules_is_counted_and_their_peak_is_unknown():
 def test_state_copies_of_optimizers_and_token_shapes_of_batches_are_recognized():
     weight = [nn.Parameter(torch.ones(3))]
     adam = torch.optim.AdamW(weight, amsgrad=True)
-    others = torch.optim.SGD(weight), torch.optim.Adagrad(weight)
-    assert [state_copies(optimizer) for optimizer in (adam, *others)] == [3, 0, 1]
+    optimizers = [adam, torch.optim.SGD(weight), torch.optim.Adagrad(weight)]
+    assert [state_copies(optimizer) for optimizer in optimizers] == [3, 0, 1]
     unknown = torch.optim.RMSprop(weight, momentum=0.9)
     weight[0].grad = torch.ones(3)
     unknown.step()

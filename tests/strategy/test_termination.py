@@ -92,8 +92,8 @@ def test_without_a_checkpoint_callback_the_step_is_saved_in_the_root_folder(tmp_
 
 
 def test_ranks_agree_on_signals_at_intervals_of_batches(tmp_path):
-    callbacks = Signal(2), ModelCheckpoint(tmp_path)
-    fit_until_signal(make_trainer(tmp_path, *callbacks, signal_check_interval=6), tmp_path, 5)
+    runner = make_trainer(tmp_path, Signal(2), ModelCheckpoint(tmp_path), signal_check_interval=6)
+    fit_until_signal(runner, tmp_path, 5)
 
 
 def test_a_second_signal_changes_nothing_and_handlers_are_restored(tmp_path, monkeypatch):

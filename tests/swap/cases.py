@@ -92,8 +92,15 @@ def build_in_float64(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module
 
 def mlp() -> nn.Module:
     """Build a stack of linear layers that uses every way to cut one."""
-    layers = (nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 12), nn.Linear(12, 8), nn.ReLU())
-    return nn.Sequential(*layers, nn.Linear(8, 5), nn.LayerNorm(5))
+    return nn.Sequential(
+        nn.Linear(12, 16),
+        nn.GELU(),
+        nn.Linear(16, 12),
+        nn.Linear(12, 8),
+        nn.ReLU(),
+        nn.Linear(8, 5),
+        nn.LayerNorm(5),
+    )
 
 
 MLP_PLAN = {"0": "column", "2": "row", "3": "column_gather", "5": "vocab"}

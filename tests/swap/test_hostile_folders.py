@@ -113,8 +113,10 @@ def test_tensors_and_their_parts_equal_those_of_the_safetensors_library(tmp_path
     } | {"vector": torch.randn(9), "number": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
     path = save_single_file(tmp_path, tensors)
     folder, before = SafetensorsFolder(tmp_path), path.read_bytes()
-    everything = slice(0, 5), slice(0, 3)
-    slices = ((slice(2, 5), *everything), (slice(6, 7), slice(1, 4), slice(2, 3)))
+    slices = (
+        (slice(2, 5), slice(0, 5), slice(0, 3)),
+        (slice(6, 7), slice(1, 4), slice(2, 3)),
+    )
     assert set(folder.names()) == set(tensors)
     with safetensors.safe_open(path, "pt") as theirs:
         for name, expected in tensors.items():
@@ -127,7 +129,7 @@ def test_tensors_and_their_parts_equal_those_of_the_safetensors_library(tmp_path
                 assert ours.shape == their.shape
                 bits = [x.contiguous().view(-1).view(torch.uint8) for x in (ours, their)]
                 assert torch.equal(*bits), name
-    assert folder.read("F32", (slice(3, 3), *everything)).shape == (0, 5, 3)
+    assert folder.read("F32", (slice(3, 3), slice(0, 5), slice(0, 3))).shape == (0, 5, 3)
     folder.read("F32").zero_()
     assert path.read_bytes() == before, "a read tensor is a copy"
 

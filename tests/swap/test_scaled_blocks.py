@@ -36,9 +36,13 @@ def save_quantized_gpt_oss(folder: Path) -> dict[str, Tensor]:
             stored[name] = tensor
             continue
         experts, inputs, outputs = tensor.shape
-        runs = (experts, outputs, inputs // 32)
-        blocks = torch.randint(0, 256, (*runs, 16), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(117, 126, runs, dtype=torch.uint8, generator=generator)
+        num_runs = inputs // 32
+        blocks = torch.randint(
+            0, 256, (experts, outputs, num_runs, 16), dtype=torch.uint8, generator=generator
+        )
+        scales = torch.randint(
+            117, 126, (experts, outputs, num_runs), dtype=torch.uint8, generator=generator
+        )
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         expected[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})

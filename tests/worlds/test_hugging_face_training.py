@@ -205,9 +205,10 @@ def exact_job(case: str, layout: Mapping[str, Any] | None) -> Job:
 
 
 def adapter_job(folder: Path, kind: str, layout: Any, save: str | None = None) -> Job:
-    paths = str(folder / f"lora {kind}" / "base"), str(folder / f"lora {kind}" / "given")
+    adapters = folder / f"lora {kind}"
+    adapt = partial(Adapt, str(adapters / "base"), str(adapters / "given"))
     return Job(
-        partial(Adapt, *paths), layout and {"microbatch_size": 1, **layout}, save=save,
+        adapt, layout and {"microbatch_size": 1, **layout}, save=save,
         data=partial(Texts, "llama"),
     )  # fmt: skip
 

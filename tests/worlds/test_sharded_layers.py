@@ -154,9 +154,15 @@ def check_blocks(mesh: ParallelMesh) -> None:
     torch.manual_seed(0)
     for position in ("pre", "post"):
         reference = nn.TransformerEncoderLayer(D, H, 24, 0.0, "gelu", norm_first=position == "pre")
-        parts = (SelfAttention(D, H, mesh, causal=False), MLP(D, 24, mesh))
-        norms = (LayerNorm(D, mesh), LayerNorm(D, mesh))
-        block = TransformerBlock(*parts, *norms, mesh=mesh, layer=1, norm_position=position)
+        block = TransformerBlock(
+            SelfAttention(D, H, mesh, causal=False),
+            MLP(D, 24, mesh),
+            LayerNorm(D, mesh),
+            LayerNorm(D, mesh),
+            mesh=mesh,
+            layer=1,
+            norm_position=position,
+        )
         names = {
             "attention.qkv.": "self_attn.in_proj_",
             "attention.output.": "self_attn.out_proj.",
