@@ -21,7 +21,7 @@ from lightning_megatron.experts.routing.balance import tokens_per_expert
 from lightning_megatron.experts.routing.router import Router, Routing
 from lightning_megatron.experts.transport.rank_rows import StepRows, gather_rows
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.clone_cost import CloneCost
+from lightning_megatron.plan.expert_clones import CloneCost
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from benchmarks.step_callbacks import OptimizerTime, Profile, SaveStall
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.plan.clone_cost import CloneCost
+from lightning_megatron.plan.expert_clones import CloneCost
 
 _WITH_RESULTS = (Profile, OptimizerTime, StageTimes, SaveStall, HostTime, GraphFigures, RankLoad)
 

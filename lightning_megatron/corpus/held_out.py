@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.corpus.signatures import NUM_HASHES, Signatures, signature_of
-from lightning_megatron.corpus.words import ngrams_of, words_of
+from lightning_megatron.corpus.signatures import (
+    NUM_HASHES,
+    Signatures,
+    ngrams_of,
+    signature_of,
+    words_of,
+)
 from lightning_megatron.data.documents import find_inputs, parse_chunk, read_chunks
 
 #: Length of the n-grams by which overlap is measured (words).

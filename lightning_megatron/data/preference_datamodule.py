@@ -2,23 +2,106 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, cast
 
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from lightning_megatron.data.conversation_datamodule import ConversationDataModule
+from lightning_megatron.data.conversation_encoder import ConversationEncoder
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.loader import TokenLoader
-from lightning_megatron.data.preference_encoder import PairEncoder
-from lightning_megatron.data.preference_samples import PairBatches, PairSamples, PreferenceSamples
-from lightning_megatron.data.preference_stream import StreamedPairs
+from lightning_megatron.data.packing import pack_once
+from lightning_megatron.data.preference_pairs import pair_of
+from lightning_megatron.data.preference_samples import (
+    PairBatches,
+    PairRows,
+    PairSamples,
+    PreferenceSamples,
+    one_row_each,
+)
+from lightning_megatron.data.row_files import FileRow
+from lightning_megatron.data.row_tokens import EncodedText, RowTokens
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.stream_loader import OnePassLoader, OnePassSampler
+from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.data.streaming import Streaming
-from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
+
+
+class StreamedPairs(StreamedSamples[PairRows]):
+    """Preference pairs of a stream.
+
+    Args:
+        options: Arguments of ``StreamedSamples`` except ``max_documents``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(max_documents=PairRows.max_documents, **options)
+
+    def pair(self, index: int) -> int:
+        """Return the number of the pair of a sample, which is that of its row in the files.
+
+        Args:
+            index: Number of the sample.
+        """
+        pairs, number = self.in_section(index)
+        return pairs.pair(number)
+
+    def text(self, index: int, side: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the tokens of a conversation, and a mask of those that belong to answers.
+
+        Args:
+            index: Number of the sample.
+            side: 0 for the chosen conversation, 1 for the rejected one.
+        """
+        pairs, number = self.in_section(index)
+        return pairs.text(number, side)
+
+    @override
+    def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> PairRows:
+        lengths = one_row_each(len(rows.numbers))
+        return PairRows(rows, pack_once(lengths, 1, random, False, 1, None))
+
+
+@dataclass(frozen=True)
+class PairEncoder(ConversationEncoder):
+    """Encoder of the rows of files as preference pairs, the chosen conversation of each pair first.
+
+    A pair is left out if one of its conversations is left out, or if truncation makes both equal.
+
+    Args:
+        tokenizer: Tokenizer with its chat template.
+        seq_length: Tokens that a conversation predicts; it has at most one more (tokens).
+        too_long: Treatment of pairs with a longer conversation: cut its end, leave the pair out, or
+            raise an error.
+    """
+
+    plural = "pairs"
+    num_texts = 2
+
+    @override
+    def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
+        pair = pair_of(row)
+        chosen = self.encode(pair.chosen)
+        rejected = self.encode(pair.rejected)
+        if chosen is None or rejected is None:
+            return None
+        if not np.array_equal(chosen.tokens, rejected.tokens):
+            return chosen, rejected
+        if chosen.was_cut or rejected.was_cut:
+            return None
+        raise CorruptDataError(
+            f"{row.place}: chosen and rejected must have different tokens, because equal ones "
+            f"express no preference: the chat template of {self.tokenizer.folder} makes the same "
+            f"{len(chosen.tokens)} tokens of both. Let the template write the content of each "
+            "message, or remove the row."
+        )
+
 
 #: Field by which keys of streams of pairs differ from those of conversations.
 _STREAM_KEY = {"num_texts": PairEncoder.num_texts}

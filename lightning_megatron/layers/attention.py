@@ -18,10 +18,9 @@ from lightning_megatron.layers.dropout import WeightDropout, tensor_region_strea
 from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.norm import RMSNorm
+from lightning_megatron.layers.norm import RMSNorm, ShardedRMSNorm
 from lightning_megatron.layers.recompute import replayed
 from lightning_megatron.layers.rotary import split_heads
-from lightning_megatron.layers.sharded_norm import ShardedRMSNorm
 from lightning_megatron.plan.context_transport import choose_context_transport
 from lightning_megatron.plan.shards import ShardRange, attention_ranges, even_range
 from lightning_megatron.shapes import Float

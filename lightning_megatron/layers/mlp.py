@@ -1,25 +1,106 @@
-"""The MLP of a Transformer block, with its inner features sharded over the tensor axis."""
+"""The MLP of a Transformer block, sharded over the tensor axis, and its activations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.clamped_swiglu import apply_clamped_swiglu
-from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude, no_magnitude
+from lightning_megatron.layers.fp8.magnitude import (
+    GradientMagnitude,
+    Magnitude,
+    find_magnitude,
+    no_magnitude,
+)
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.recompute import output_recomputed, recomputed
-from lightning_megatron.layers.swiglu import apply_swiglu
-from lightning_megatron.plan.activation_kinds import GATED, Activation
+from lightning_megatron.plan.activation_kinds import FEATURE_LIMIT, GATE_FACTOR, GATED, Activation
 from lightning_megatron.plan.shards import gated_ranges
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Int
+
+
+def apply_swiglu(
+    gate_up: Float[Tensor, "*tokens gate_up"],
+    magnitudes: Int[Tensor, "parts"] | None = None,
+    of_gradient: GradientMagnitude | None = None,
+) -> Float[Tensor, "*tokens gate_up//2"]:
+    """Multiply the SiLU of the first half of the features by the second half.
+
+    The fused kernel finds magnitudes in the pass over memory that computes the values.
+
+    Args:
+        gate_up: The features.
+        magnitudes: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude of
+            the output; None computes no magnitude.
+        of_gradient: Object in which the backward pass stores the largest magnitude of the gradient
+            of ``gate_up``; None computes no magnitude.
+
+    Source: Shazeer 2020.
+    """
+    kernels = fused_kernels(gate_up)
+    if kernels is not None:
+        take = None if of_gradient is None else of_gradient.put
+        return kernels.apply_swiglu(gate_up, magnitudes, take)
+    if of_gradient is not None and gate_up.requires_grad:
+        gate_up.register_hook(of_gradient.find)
+    gate, up = gate_up.chunk(2, dim=-1)
+    output = F.silu(gate) * up
+    if magnitudes is not None:
+        find_magnitude(output, magnitudes)
+    return output
+
+
+def apply_clamped_swiglu(
+    gate_up: Float[Tensor, "*tokens gate_up"],
+) -> Float[Tensor, "*tokens gate_up//2"]:
+    """Clamp both halves of the features, and multiply the gated first half by the second plus 1.
+
+    Equal to ``gate * sigmoid(1.702 * gate) * (up + 1)``, where ``gate`` is the first half, clamped
+    to at most 7, and ``up`` is the second half, clamped to [-7, 7]. Features outside of these
+    bounds get the gradient 0; one that equals a bound gets that of a feature inside, as in torch
+    before 2.15. The backward pass recomputes everything from the input.
+
+    Source: the reference implementation of OpenAI 2025 (gpt-oss).
+    """
+    return _ClampedSwiGLU.apply(gate_up)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=FEATURE_LIMIT)
+        result = (gate * GATE_FACTOR).sigmoid_().mul_(gate)
+        del gate
+        return result.mul_(up.clamp(-FEATURE_LIMIT, FEATURE_LIMIT).add_(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        first, second = gate_up.chunk(2, dim=-1)
+        # Both halves of the result also hold intermediate values.
+        result = torch.empty_like(gate_up)
+        of_gate, of_up = result.chunk(2, dim=-1)
+        torch.clamp(first, max=FEATURE_LIMIT, out=of_gate)
+        sigmoid = (of_gate * GATE_FACTOR).sigmoid_()
+        glu = of_gate * sigmoid
+        # d glu / d gate = sigmoid * (1 + factor * gate * (1 - sigmoid))
+        of_gate.sub_(glu).mul_(GATE_FACTOR).add_(1).mul_(sigmoid)
+        del sigmoid
+        torch.clamp(second, -FEATURE_LIMIT, FEATURE_LIMIT, out=of_up)
+        of_gate.mul_(of_up.add_(1)).mul_(grads[0]).masked_fill_(first > FEATURE_LIMIT, 0)
+        torch.mul(glu, grads[0], out=of_up).masked_fill_(second.abs() > FEATURE_LIMIT, 0)
+        return result
 
 
 class MLP(nn.Module):
@@ -28,7 +109,7 @@ class MLP(nn.Module):
     Equal to Linear, GELU (or ReLU), Linear. With ``swiglu`` equal to
     ``down(silu(gate(x)) * up(x))``, where gate and up are one fused layer. ``geglu`` and
     ``geglu_tanh`` use GELU in place of SiLU; ``clamped_swiglu`` uses
-    :func:`~lightning_megatron.layers.clamped_swiglu.apply_clamped_swiglu`.
+    :func:`~lightning_megatron.layers.mlp.apply_clamped_swiglu`.
 
     Args:
         hidden_size: Size of each vector (elements).

@@ -5,8 +5,7 @@ from __future__ import annotations
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.block import TransformerBlock
-from lightning_megatron.layers.embedding import VocabParallelEmbedding
-from lightning_megatron.layers.encoder_embedding import EncoderEmbedding
+from lightning_megatron.layers.embedding import EncoderEmbedding, VocabParallelEmbedding
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm

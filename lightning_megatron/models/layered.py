@@ -21,7 +21,6 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.offload import HostOffload
 from lightning_megatron.layers.segments import Segment, SegmentList, names_from_outside
 from lightning_megatron.models.remote_tensor import RemoteTensor
-from lightning_megatron.models.runner import ChunkRunner
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
@@ -29,6 +28,29 @@ from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.partition import LayerPartition
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.shapes import Float, Int, Shaped
+
+
+class ChunkRunner(Protocol):
+    """Runner of the segments of a chunk, such as one that replays CUDA graphs."""
+
+    def run(
+        self,
+        chunk: int,
+        segments: SegmentList,
+        values: tuple[Any, ...],
+        is_last: bool,
+        is_training: bool,
+    ) -> tuple[Any, ...]:
+        """Run a chunk. Outputs and gradients equal those of ``segments(values)``.
+
+        Args:
+            chunk: Index of this rank's chunk.
+            segments: Segments of the chunk; the same list in every call.
+            values: Inputs of the segments.
+            is_last: Whether the chunk is the last virtual stage, whose outputs the model returns.
+            is_training: Whether the model is in training mode.
+        """
+
 
 #: Name of the word embedding, which a tied head shares.
 WORD_EMBEDDING = "embedding.word.weight"

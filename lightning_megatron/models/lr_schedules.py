@@ -10,17 +10,36 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.models.decay_shapes import DecayShape, decay_factor
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.settings import Count, Index, NotNegative, Range, coerced_arguments
 from lightning_megatron.shapes import Float
+
+#: A straight line, half a cosine wave, or 1 minus a square root, which falls fastest at its start.
+DecayShape = Literal["linear", "cosine", "1-sqrt"]
+
+
+def decay_factor(shape: DecayShape, done: float) -> float:
+    """Return the factor of a decay from 1 to 0.
+
+    It is ``1 - done`` for ``linear``, ``(1 + cos(pi * done)) / 2`` for ``cosine``, and
+    ``1 - sqrt(done)`` for ``1-sqrt``.
+
+    Args:
+        shape: Shape of the decay.
+        done: Completed fraction of the decay, from 0 to 1.
+    """
+    if shape == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    return 1.0 - (done if shape == "linear" else math.sqrt(done))
+
 
 #: Fraction of the peak.
 Ratio = Annotated[float, Range(minimum=0, maximum=1)]
@@ -330,3 +349,48 @@ def _decay_of(arguments: dict[str, Any]) -> int:
             f"from 0 to {arguments['num_steps'] - 1}, or a larger num_steps."
         )
     return steps
+
+
+@dataclass(frozen=True)
+class WarmupSchedule:
+    """Learning rate with a linear warm-up and a decay to a minimum, at which it stays.
+
+    Args:
+        shape: Shape of the decay: ``cosine``, ``linear``, or ``constant`` for no decay.
+        warmup_steps: Length of the warm-up (steps).
+        num_steps: Step at which the decay ends; not needed for ``constant`` (steps).
+        min_ratio: Minimum of the learning rate as a fraction of its peak.
+
+    Raises:
+        UnsupportedError: If the shape is unknown, or the end of the decay is not known.
+    """
+
+    shape: Literal["cosine", "linear", "constant"]
+    warmup_steps: int
+    num_steps: int | None
+    min_ratio: float
+
+    def __post_init__(self) -> None:
+        if self.shape not in ("cosine", "linear", "constant"):
+            raise UnsupportedError(
+                f"schedule must be one of cosine, linear, constant: it is {self.shape!r}."
+            )
+        if self.shape != "constant" and self.num_steps is None:
+            raise UnsupportedError(
+                f"the {self.shape} schedule needs a last step, at which the decay ends: max_steps "
+                "is None and the Trainer has no limit. Set max_steps of the model or the Trainer, "
+                "or use schedule 'constant'."
+            )
+
+    def factor(self, step: int) -> float:
+        """Return the learning rate as a fraction of its peak; it is positive at every step.
+
+        Args:
+            step: Number of completed optimizer steps (steps).
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.num_steps is None or self.shape == "constant":
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps))
+        return self.min_ratio + (1.0 - self.min_ratio) * decay_factor(self.shape, done)

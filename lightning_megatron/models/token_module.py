@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.evaluated_set import EvaluatedSet, log_means_of_all_sets
-from lightning_megatron.models.learning_rate import WarmupSchedule
+from lightning_megatron.models.lr_schedules import WarmupSchedule
 from lightning_megatron.models.scheduler_settings import SchedulerSettings
 from lightning_megatron.models.step_count import total_steps
 from lightning_megatron.plan.settings import (

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.models.decay_shapes import decay_factor
-from lightning_megatron.models.lr_schedules import StepScheduler
+from lightning_megatron.models.lr_schedules import StepScheduler, decay_factor
 from lightning_megatron.plan.settings import Count, NotNegative, coerced_arguments
 from lightning_megatron.shapes import Float
 

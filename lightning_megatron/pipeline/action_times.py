@@ -1,21 +1,56 @@
-"""Times and activation memory of the actions on a stage, measured in training steps."""
+"""Times of the actions and transfers of a stage, and activation memory, as measured in steps."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.device_clock import DeviceClock
+from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.stage_costs import StageCosts
+
+
+class DeviceClock:
+    """Clock that marks moments on a device.
+
+    A mark on a GPU is an event of the current stream; on a CPU it is the time itself.
+
+    Args:
+        device: Device whose work is timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Any:
+        """Return a mark of the moment when the device reaches this point."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def finish(self) -> None:
+        """Wait until the device has reached all marks."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """Return the time between two marks that the device has reached (seconds)."""
+        if self._device.type != "cuda":
+            return float(stop - start)
+        return float(start.elapsed_time(stop)) / 1e3
+
 
 _TICKS_PER_SECOND = 1_000_000
 
@@ -193,3 +228,69 @@ def gather_measurements(
     slowest = round(max(seconds for *_, seconds in ranks) * _TICKS_PER_SECOND)
     costs = StageCosts(tuple(ticks["F"]), tuple(ticks["I"]), tuple(ticks["W"]), slowest)
     return MeasuredStages(costs, tuple(kept), max(shares), min(limits, default=None))
+
+
+_WARMUP_ROUNDS = 2
+"""First round trips, which wait for the other stage and open connections."""
+_ROUNDS = 7
+"""Round trips after them, which are measured."""
+
+
+def measure_transfer(num_bytes: int, mesh: ParallelMesh) -> float:
+    """Measure how long a message takes from a stage to the next one.
+
+    One stage of each pair of neighbours sends a message, and the other one returns it at once. The
+    time of a message is half of that of a round trip, so the clocks of two stages are not compared.
+
+    Args:
+        num_bytes: Size of this stage's messages; the measurement uses the largest size of all
+            stages (bytes).
+        mesh: The groups of this rank.
+
+    Returns:
+        The median time of a message of the slowest pair in which this rank sends first; 0 if there
+        is none (seconds).
+
+    Communication: one gather over pp on the CPU, and nine round trips of a message between all
+    neighbours on pp.
+    """
+    largest = max(all_gather_objects(num_bytes, mesh.pp_cpu))
+    message = torch.zeros(largest, dtype=torch.uint8, device=mesh.device)
+    slowest = 0.0
+    for begins, answers in neighbours(mesh.layout.placement):
+        if mesh.pp.rank == begins:
+            slowest = max(slowest, _round_trip(message, answers, mesh) / 2)
+        elif mesh.pp.rank == answers:
+            for _ in range(_WARMUP_ROUNDS + _ROUNDS):
+                start_transfers([], [(message, begins)], mesh.pp).wait()
+                start_transfers([(message, begins)], [], mesh.pp).wait()
+    return slowest
+
+
+def neighbours(placement: Placement) -> list[tuple[int, int]]:
+    """List the pairs of stages between which microbatches pass, each once.
+
+    If every stage processes its pairs in this order, pairs without a common stage run at the same
+    time.
+
+    Args:
+        placement: Placement of the virtual stages.
+    """
+    owners = [placement.owner(virtual)[0] for virtual in range(placement.num_virtual_stages)]
+    pairs = {
+        (min(pair), max(pair)) for pair in zip(owners, owners[1:], strict=False) if len({*pair}) > 1
+    }
+    return sorted(pairs, key=lambda pair: (pair[0] % 2, pair))
+
+
+def _round_trip(message: Tensor, peer: int, mesh: ParallelMesh) -> float:
+    """Return the median time in which a message goes to a peer and back (seconds)."""
+    clock = DeviceClock(mesh.device)
+    marks = []
+    for _ in range(_WARMUP_ROUNDS + _ROUNDS):
+        start = clock.mark()
+        start_transfers([(message, peer)], [], mesh.pp).wait()
+        start_transfers([], [(message, peer)], mesh.pp).wait()
+        marks.append((start, clock.mark()))
+    clock.finish()
+    return statistics.median(clock.seconds(*pair) for pair in marks[_WARMUP_ROUNDS:])

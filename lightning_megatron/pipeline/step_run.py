@@ -16,9 +16,8 @@ from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
-from lightning_megatron.pipeline.action_observer import ActionObserver
+from lightning_megatron.pipeline.action_observer import ActionObserver, BackwardObserver
 from lightning_megatron.pipeline.action_times import ActionTimes
-from lightning_megatron.pipeline.backward_observer import BackwardObserver
 from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, TensorSpec, signature_of

@@ -1,13 +1,114 @@
-"""Settings of clones of busy experts, as users give them."""
+"""Clones of busy experts: the settings that users give, their memory and their cost."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.clone_cost import CloneCost
 from lightning_megatron.plan.cloning import CloneSettings
+from lightning_megatron.plan.legal_values import require_positive
 from lightning_megatron.plan.settings import Count, Index, coerce_fields
+
+#: Alignment of every stack (bytes): more than tensor maps and the widest accesses need.
+_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class CloneMemory:
+    """Layout of one stack over a rank's places for every matrix of an expert.
+
+    Args:
+        places: Number of places on every rank (places).
+        shapes: Shape of each matrix of an expert.
+        element: Size of an element (bytes).
+    """
+
+    places: int
+    shapes: tuple[tuple[int, int], ...]
+    element: int
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Return the offset of every stack (bytes)."""
+        return self._ends[:-1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the memory (bytes)."""
+        return self._ends[-1]
+
+    @property
+    def _ends(self) -> tuple[int, ...]:
+        sizes = [self.places * prod(shape) * self.element for shape in self.shapes]
+        return (0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+
+
+# Floating-point operations for each row and parameter, forward and backward.
+_OPERATIONS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloneCost:
+    """Speed of products and of links, and the bytes that a clone moves over the links.
+
+    Rows that move to a clone save the busiest rank ``6 * rows * parameters / products`` seconds,
+    and the clone's transfers take ``num_bytes * parameters / bandwidth`` seconds of the links. The
+    number of parameters of an expert cancels.
+
+    Args:
+        products: Speed of the experts' products (FLOP/s).
+        bandwidth: Speed of the links between two GPUs, in one direction (bytes/s).
+        weight: Size of a weight that is sent (bytes).
+        gradient: Size of a weight's gradient that is returned (bytes).
+        sends_again: Whether the weights are sent again for the backward pass.
+
+    Raises:
+        ParallelPlanError: For a value that is not positive.
+    """
+
+    products: float
+    bandwidth: float
+    weight: int = 2
+    gradient: int = 4
+    sends_again: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("weight", "gradient"):
+            require_positive(name, getattr(self, name))
+        for name in ("products", "bandwidth"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ParallelPlanError(
+                    f"{name} must be a positive speed: it is {value!r}. Use the measured rate of "
+                    f"{name} per second."
+                )
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that move for each parameter of a clone."""
+        return self.weight * (2 if self.sends_again else 1) + self.gradient
+
+    def seconds_saved(self, rows: float, clones: float, num_parameters: int) -> float:
+        """Return the time that clones save in a microbatch, less that of their transfers (seconds).
+
+        Transfers are counted as if nothing overlapped with them.
+
+        Args:
+            rows: Rows of the busiest rank without clones less those with clones (rows).
+            clones: Clones of the experts of one rank, whose links all their transfers use (clones).
+            num_parameters: Parameters of an expert on its rank (elements).
+        """
+        saved = _OPERATIONS * rows * num_parameters / self.products
+        return saved - clones * self.num_bytes * num_parameters / self.bandwidth
+
+    @property
+    def min_rows(self) -> int:
+        """Return the break-even number of rows of a clone in one microbatch, to the nearest row."""
+        return round(self.num_bytes * self.products / (_OPERATIONS * self.bandwidth))
+
 
 #: Grouped products in bfloat16 and puts between two GPUs, as measured on H200s.
 _GPU_COST = CloneCost(products=650e12, bandwidth=350e9)

@@ -22,9 +22,8 @@ from lightning_megatron.cli import separate_job
 from lightning_megatron.cli.scaling_cases import SIZES, STUDIES, cases_of, found_in_paper
 from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of
 from lightning_megatron.cli.separate_job import reason_in, run_job
-from lightning_megatron.cli.tune import TunedRun, Tuning, advice_of
+from lightning_megatron.cli.tune import Machine, TunedRun, Tuning, advice_of, candidates_of
 from lightning_megatron.cli.tune import table_of as table_of_runs
-from lightning_megatron.cli.tune_candidates import Machine, candidates_of
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.model_flops import flops_per_token

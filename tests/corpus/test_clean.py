@@ -18,8 +18,7 @@ from scipy.sparse.csgraph import connected_components
 from lightning_megatron.cli.clean import main
 from lightning_megatron.cli.main import main as command_line
 from lightning_megatron.corpus.clusters import find_clusters, find_matches
-from lightning_megatron.corpus.signatures import least_equal, signature_of
-from lightning_megatron.corpus.words import shingles_of
+from lightning_megatron.corpus.signatures import least_equal, shingles_of, signature_of
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 
 

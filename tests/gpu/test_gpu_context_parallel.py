@@ -19,7 +19,7 @@ from lightning_megatron.layers.context_parallel.blocks import (
     ring_blocks,
     taken,
 )
-from lightning_megatron.layers.context_parallel.partial_sum import PartialSum
+from lightning_megatron.layers.context_parallel.ring import PartialSum
 from lightning_megatron.layers.context_parallel.sequence_order import in_rank_order
 from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.context import ContextCut

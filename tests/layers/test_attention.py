@@ -21,7 +21,7 @@ from lightning_megatron.layers.attention_operators import attend_by_operators
 from lightning_megatron.layers.attention_parts import attend_by_parts, forward_part
 from lightning_megatron.layers.attention_span import AttentionSpan, document_of_tokens
 from lightning_megatron.layers.choose_core import choose_core, choose_part
-from lightning_megatron.layers.context_parallel.partial_sum import PartialSum
+from lightning_megatron.layers.context_parallel.ring import PartialSum
 from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
 from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.models.config import GPTConfig

@@ -20,9 +20,8 @@ from lightning_megatron.layers.fp8.fp8_regions import fp8_column_linear, fp8_row
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude, no_magnitude
 from lightning_megatron.layers.fp8.operand import Operand, needed, product
 from lightning_megatron.layers.fp8.scaling import Scaling
-from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.layers.mlp import MLP, apply_swiglu
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
-from lightning_megatron.layers.swiglu import apply_swiglu
 from lightning_megatron.models.layered import single_mesh
 from lightning_megatron.plan.fp8 import FP8
 from tests.layers.noted_casts import CONFIGS, GIVEN, compare_hand_over, given, noting_casts, spread

@@ -16,7 +16,7 @@ from lightning_megatron import WeightDecaySchedule, WSDSchedule
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.causal_lm import CausalLM
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.learning_rate import WarmupSchedule
+from lightning_megatron.models.lr_schedules import WarmupSchedule
 
 CONFIG = GPTConfig.gpt2(
     vocab_size=20, max_seq_length=8, num_layers=1, hidden_size=16, num_heads=2, hidden_dropout=0.1

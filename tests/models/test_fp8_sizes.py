@@ -16,8 +16,8 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.fp8_layers import _linears, _local_sizes, set_fp8
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.eight_bits import linear_sizes
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.linear_sizes import linear_sizes
 from lightning_megatron.strategy.options.sizes import check_sizes
 from tests.models.memory import CONFIGS
 from tests.swap.parts import mesh_of

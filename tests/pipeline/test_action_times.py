@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lightning_megatron.pipeline import device_clock
-from lightning_megatron.pipeline.action_times import ActionTimes
-from lightning_megatron.pipeline.transfer_times import neighbours
+from lightning_megatron.pipeline.action_times import ActionTimes, neighbours
 from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.placement import Placement
 

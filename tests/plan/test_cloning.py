@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from lightning_megatron.plan.clone_cost import CloneCost
 from lightning_megatron.plan.cloning import (
     ClonePlan,
     ExpertPlaces,
@@ -18,6 +17,7 @@ from lightning_megatron.plan.cloning import (
     physical_experts,
     plan_clones,
 )
+from lightning_megatron.plan.expert_clones import CloneCost
 from tests.plan.clone_draws import DrawnCounts, drawn_counts, drawn_selections
 from tests.refusals import check_refusals
 from tests.sweeps import all_run

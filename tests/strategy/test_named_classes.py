@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from lightning_megatron.strategy.cli import MegatronCLI
-from lightning_megatron.strategy.named_classes import named_class
+from lightning_megatron.strategy.cli import MegatronCLI, named_class
 
 BERT = "lightning_megatron.BERTDataModule"
 

@@ -52,7 +52,7 @@ from lightning_megatron.layers.gradient_slot import (
     slots_of,
 )
 from lightning_megatron.layers.handed_gradients import add_to_slots
-from lightning_megatron.plan.clone_memory import CloneMemory
+from lightning_megatron.plan.expert_clones import CloneMemory
 from lightning_megatron.shapes import Float, Int
 
 #: Function that returns each matrix of all experts at home on this rank.

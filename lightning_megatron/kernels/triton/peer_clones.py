@@ -2,7 +2,7 @@
 
 Ranks write counts and weights to other ranks, and read gradients from them. Which matrices move is
 read from the plan on the device, so that launches depend on shapes only.
-:class:`~lightning_megatron.plan.clone_memory.CloneMemory` defines the memory layout of matrices.
+:class:`~lightning_megatron.plan.expert_clones.CloneMemory` defines the memory layout of matrices.
 """
 
 from __future__ import annotations

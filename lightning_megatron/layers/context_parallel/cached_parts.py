@@ -56,7 +56,7 @@ def attend_to_held(
 
     All ranks have all new tokens. Each rank computes attention to the tokens that it holds, and the
     results are merged exactly, as in
-    :class:`~lightning_megatron.layers.context_parallel.partial_sum.PartialSum`. No gradients flow
+    :class:`~lightning_megatron.layers.context_parallel.ring.PartialSum`. No gradients flow
     to the keys of other ranks.
 
     Args:

@@ -13,9 +13,16 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.graphs.cuda import private_pools
 from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_core import choose_core
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.context_parallel.attend_across import transport_of
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.gpt_block import attention_kind
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.nest import leaves
 from lightning_megatron.plan.budget import (
@@ -26,10 +33,62 @@ from lightning_megatron.plan.budget import (
 )
 from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.kept_activations import (
+    KeptActivations,
+    eager_activations,
+    fused_activations,
+)
 from lightning_megatron.plan.settings import Count, coerced_arguments
 from lightning_megatron.plan.stage_memory import StageMemory
-from lightning_megatron.strategy.callbacks.kept_activations import kept_activations_of
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
+
+
+def kept_activations_of(model: GPT) -> KeptActivations:
+    """Return the activations that layers keep for the backward pass on the model's device.
+
+    The result depends on the kernels that the device supports, since fused kernels keep fewer
+    activations.
+
+    Args:
+        model: Model, already on its device.
+    """
+    parameter = next(model.parameters())
+    make = fused_activations if fused_kernels(parameter) is not None else eager_activations
+    table = make(model.config.memory_shape(), parameter.element_size())
+    config = model.config
+    sizes: Any = {"head_dim": config.head_size, "value_dim": config.value_size}
+    dropout = config.attention_dropout
+    choice = choose_core(
+        parameter.device, parameter.dtype, _scores_of(config), dropout=dropout, **sizes
+    )
+    repeats = int(config.kv_heads < config.num_heads and choice.expand_kv)
+    activations = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
+    # Attention over parts of the keys keeps no scores, because its backward pass recomputes them.
+    transport = transport_of(attention_kind(config, 0), model.mesh, model.context)
+    has_parts_of_keys = model.mesh.cp.size > 1 and transport != "all_to_all"
+    activations = replace(
+        activations, stores_scores=choice.core == "operators" and not has_parts_of_keys
+    )
+    return replace(activations, expert_gradients=int(_makes_expert_gradients(model)))
+
+
+def _scores_of(config: GPTConfig) -> AttentionSpan:
+    """Return the attention span of a model over whole rows, which determines the kind of scores."""
+    kind = attention_kind(config, 0)
+    sinks = torch.zeros(config.num_heads) if config.attention_sinks else None
+    return replace(kind, window=None, sinks=sinks)
+
+
+def _makes_expert_gradients(model: GPT) -> bool:
+    """Return whether the gradients of all experts exist at once before their accumulation."""
+    for layer in model.mixtures().values():
+        first, *rest = layer.experts.weights("down")
+        kind = choose_backend(
+            first.device, first.dtype, 1 + len(rest), first.shape[1], first.shape[0]
+        )
+        return kind.backend == "grouped_mm"
+    return False
+
 
 _STATIC = ("parameters", "gradients", "main_parameters", "optimizer")
 _PER_STEP = ("activations", "loss", "workspace", "communication", "libraries", "casts")

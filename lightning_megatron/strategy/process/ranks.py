@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from types import FrameType
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
@@ -30,7 +31,54 @@ from lightning_megatron.strategy.process.membership import Membership
 from lightning_megatron.strategy.process.mesh_communication import MeshCommunication
 from lightning_megatron.strategy.process.rendezvous import check_backend
 from lightning_megatron.strategy.process.reserved_port import ReservedPort
-from lightning_megatron.strategy.process.world_notice import WorldNotice
+from lightning_megatron.user_code import Line
+
+#: Packages that ask for the number of processes and mean it.
+_LIBRARIES = frozenset(
+    """
+    lightning lightning_fabric lightning_utilities lightning_megatron torch
+    torchmetrics transformers peft datasets accelerate
+    """.split()
+)
+
+
+class WorldNotice:
+    """Warning, once in a run, that the ranks of a model replica read the same data."""
+
+    def __init__(self) -> None:
+        self._is_given = False
+
+    def note(self, frame: FrameType | None, layout_of: Callable[[], ParallelLayout]) -> None:
+        """Warn of a read of the number of processes by user code.
+
+        Args:
+            frame: Frame that reads it, or a property of Lightning that this frame reads.
+            layout_of: Function that returns the sizes of the axes, which Lightning may not know
+                when it reads the number itself.
+        """
+        while frame is not None and frame.f_code.co_name == "world_size":
+            frame = frame.f_back
+        if self._is_given or frame is None or _package_of(frame) in _LIBRARIES:
+            return
+        layout = layout_of()
+        if layout.dp == layout.world_size:
+            return
+        self._is_given = True
+        line = Line.of(frame)
+        rank_zero_warn(
+            f"{line.place} reads the number of processes, {layout.world_size}, in "
+            f"{line.text!r}. The number of data-parallel ranks, which "
+            f"read different data, is {layout.dp}: {layout.world_size // layout.dp} processes "
+            "(tp x pp x cp) share each batch. A learning rate or a number of samples that is "
+            "scaled by the number of processes is too large by this factor. Use "
+            "trainer.strategy.data_parallel_size, and self.all_gather or trainer.strategy.reduce "
+            "in the place of collectives of torch.distributed."
+        )
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from lightning_megatron.pipeline.action_times import (
     ActionTimes,
     MeasuredStages,
     gather_measurements,
+    measure_transfer,
 )
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.transfer_times import measure_transfer
 from lightning_megatron.plan.automatic_schedule import (
     Candidate,
     SearchResult,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,13 +26,76 @@ from lightning_megatron.swap.pretrained.deferred import (
     is_part_of_deferred,
     read_deferred,
 )
-from lightning_megatron.swap.pretrained.late_import import call_on_import
 from lightning_megatron.swap.pretrained.unchanged_models import describe_modules
 from lightning_megatron.swap.pretrained.without_weights import without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
 from lightning_megatron.swap.tensors.mapping import named
 from lightning_megatron.swap.weights.safetensors_folder import QUANTIZATION, SafetensorsFolder
 from lightning_megatron.swap.weights.scaled_blocks import is_read_as_numbers
+
+
+@contextmanager
+def call_on_import(name: str, act: Callable[[ModuleType], None]) -> Iterator[None]:
+    """Call a function with a module, now or as soon as the module is imported inside the block.
+
+    Args:
+        name: Full name of the module.
+        act: Function that is called with the module.
+    """
+    if name in sys.modules:
+        act(sys.modules[name])
+        yield
+        return
+    finder = _Finder(name, act)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        finder.leave()
+
+
+class _Finder(MetaPathFinder):
+    """Import finder that delegates to others and runs a callback after the import."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._act = act
+
+    def leave(self) -> None:
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        self.leave()
+        specs = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._act)
+        return spec
+
+
+class _Loader(Loader):
+    """Import loader that delegates to another and runs a callback after the load."""
+
+    def __init__(self, loader: Loader, act: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._act = act
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Requests for the module's source go to the other loader.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._act(module)
+
 
 #: Attribute of a model built on the meta device, with the folder of its weights.
 _FOLDER = "weights_folder"
