@@ -54,6 +54,8 @@ class PipelineExecutor:
             that builds it.
         microbatch_group_size: Number of microbatches that run through one chunk before the next
             chunk runs; None means one for each stage (interleaved only).
+        around_passes: Function from the number of microbatches to a context manager, in which a run
+            with backward passes runs its passes; None means no such context.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class PipelineExecutor:
         model: PipelinedModule | None,
         schedule: ScheduleName | BuildSchedule = "1f1b",
         microbatch_group_size: int | None = None,
+        around_passes: Callable[[int], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.mesh = mesh
         self.model = model
         self._num_chunks = model.num_chunks if model is not None else 1
         self._schedule = schedule
         self._group_size = microbatch_group_size
+        self._around_passes = around_passes
         self._programs: dict[tuple[int, bool], tuple[Schedule, Program, Points]] = {}
         self.plans = StepPlans(self.call)
         #: Observer of the actions of steps; None without one.
@@ -78,9 +82,6 @@ class PipelineExecutor:
         #: Function that is called after the last forward pass of this rank in each run, and returns
         #: a function that is called after the last pass of the run; None calls nothing.
         self.after_forwards: Callable[[], Callable[[], None]] | None = None
-        #: Function from the number of microbatches to a context manager, in which a run with
-        #: backward passes runs its passes.
-        self.around_passes: Callable[[int], AbstractContextManager[None]] = _no_context
 
     def run(
         self,
@@ -158,7 +159,9 @@ class PipelineExecutor:
         )
         if self.model is not None and self.mesh.pp.size > 1:
             self._prepare(run, self.model, trial or Trial())
-        around = self.around_passes(len(microbatches)) if backward else nullcontext()
+        around: AbstractContextManager[None] = nullcontext()
+        if backward and self._around_passes is not None:
+            around = self._around_passes(len(microbatches))
         with around, run.whole_step():
             self._run_program(run, observer)
         return run.results
@@ -283,10 +286,6 @@ class PipelineExecutor:
         finally:
             self.model.cursor = None
             self.model.side_calls = None
-
-
-def _no_context(num_microbatches: int) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _last_forward(instructions: Sequence[Instruction]) -> Instruction:

@@ -22,8 +22,8 @@ from lightning_megatron.strategy.checks.graph_checks import check_static_experts
 from lightning_megatron.strategy.optimization.training_state import TrainingState
 from lightning_megatron.strategy.step.run_graphs import RunGraphs, StepCaptures
 from lightning_megatron.strategy.step.segment_captures import SegmentCaptures
-from lightning_megatron.strategy.step.training_steps import TrainingSteps
 from lightning_megatron.strategy.step.whole_captures import WholeCaptures
+from lightning_megatron.strategy.step.whole_steps import WholeSteps
 
 #: Function that creates the backend that captures.
 MakeBackend = Callable[[ParallelMesh], CaptureBackend]
@@ -34,18 +34,18 @@ def build_graphs(
     module: LightningModule,
     executor: PipelineExecutor,
     state: TrainingState,
-    steps: TrainingSteps,
     make_backend: MakeBackend | None,
     is_final: Callable[[], bool],
-) -> RunGraphs | None:
-    """Build the CUDA graphs of a run; warn and return None if no part can be captured.
+) -> tuple[RunGraphs | None, WholeSteps | None]:
+    """Return the CUDA graphs of a run, and its whole steps if the graphs hold these.
+
+    Without a part that can be captured, warn and return neither.
 
     Args:
         settings: Settings of the graphs.
         module: The sharded module.
         executor: Executor of the schedule.
         state: Owner of the gradients.
-        steps: Training and evaluation steps of the run.
         make_backend: Function that creates the backend that captures; None means CUDA itself.
         is_final: Function that returns whether the schedule of the steps is final; its result is
             the same on all ranks.
@@ -63,25 +63,28 @@ def build_graphs(
         rank_zero_warn(
             f"CUDA graphs ({settings.mode}): nothing is captured. {reason}", category=SpeedWarning
         )
-        return None
+        return None, None
     if mesh.world.size > 1:
         mesh.journal.device = DeviceCounter(mesh.device)
     backend = CudaBackend() if make_backend is None else make_backend(mesh)
-    models = layered_modules(module)
     update: UpdateGraph[Tensor | None] | None = None
     if settings.optimizer:
         update = UpdateGraph(backend, mesh, settings, rank_zero_info, _warn)
     state.update_graph = update
     captures: StepCaptures
+    whole_steps: WholeSteps | None = None
     if settings.mode == "full":
-        captures = WholeCaptures(settings, steps, mesh, backend, models, update)
+        captures = WholeCaptures(settings, module, state, mesh, backend, update)
+        whole_steps = captures.steps
         # StepGraphs counts the eager steps of each form of a step itself.
         num_eager = 0
     else:
-        captures = SegmentCaptures(settings, models[0], executor, state, backend)
+        (model,) = layered_modules(module)
+        captures = SegmentCaptures(settings, model, executor, state, backend)
         num_eager = settings.warmup_steps
     num_capturing = module.trainer.accumulate_grad_batches + 1
-    return RunGraphs(settings, captures, module, mesh, num_eager, num_capturing, is_final, update)
+    graphs = RunGraphs(settings, captures, module, mesh, num_eager, num_capturing, is_final, update)
+    return graphs, whole_steps
 
 
 def _warn(sentence: str) -> None:

@@ -70,6 +70,7 @@ from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.scheduled_loop import install_scheduled_loop
 from lightning_megatron.strategy.step.shared_casts import SharedCasts
 from lightning_megatron.strategy.step.training_steps import TrainingSteps
+from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
 
@@ -126,18 +127,24 @@ class Run:
             undo.callback(MetricGroups(module, mesh).restore)
             check_synchronised_norms(module, mesh)
             self.buffers = SharedBuffers(module, mesh)
+            self._casts = SharedCasts(layered_modules(module), options)
             self.executor = PipelineExecutor(
                 mesh,
                 pipelined_module(module, mesh),
                 options.custom_order.build if options.custom_order else options.schedule_name,
                 options.microbatch_group_size,
+                self._casts.around,
             )
-            self._casts = SharedCasts(layered_modules(module), options)
-            self.executor.around_passes = self._casts.around
+            if options.schedule == "auto" and self.is_fit and mesh.pp.size > 1:
+                self._choice = ScheduleChoice(mesh, self.executor, options.schedule_name)
             kept = AttributeSync(module, mesh)
             self.state = self._training_state(precision, optimizers, previous)
             undo.callback(self.state.release)
             precision.bind(self.state)
+            #: CUDA graphs of the steps; None without any.
+            self.graphs, whole_steps = self._build_graphs(make_backend)
+            if self.graphs is not None:
+                undo.callback(self.graphs.close)
             #: Comparison of batches between the ranks of a model replica.
             self.comparison = BatchComparison(mesh, options.replica_check_interval)
             self.steps = TrainingSteps(
@@ -148,15 +155,11 @@ class Run:
                 mixtures,
                 self._states,
                 self.buffers,
-                self._step_runner(kept),
+                self._step_runner(kept, whole_steps),
                 self.comparison,
                 options.overlap_gradients,
+                self.graphs,
             )
-            #: CUDA graphs of the steps; None without any.
-            self.graphs = self._graphs(make_backend)
-            self.steps.use(self.graphs)
-            if self.graphs is not None:
-                undo.callback(self.graphs.close)
             self._patch_trainer(kept, undo)
             if self.is_fit:
                 self._patch_fit(undo)
@@ -164,7 +167,7 @@ class Run:
 
     # ---- parts
 
-    def _step_runner(self, kept: AttributeSync) -> StepRunner:
+    def _step_runner(self, kept: AttributeSync, whole_steps: WholeSteps | None) -> StepRunner:
         trials = None
         if self._options.check_microbatches:
             trials = (
@@ -178,21 +181,21 @@ class Run:
                 FeatureTrials(self.module, self.mesh),
             )
         rule = self._options.microbatches(self.mesh.layout)
-        if self._options.schedule == "auto" and self.is_fit and self.mesh.pp.size > 1:
-            name = self._options.schedule_name
-            self._choice = ScheduleChoice(self.mesh, self.executor, name)
-        runner = StepRunner(self.mesh, self.executor, rule, kept, trials, self._choice)
         limit = self.mixtures.row_limit
+        limited_rows: LimitedRows | None = None
         if limit is not None:
-            runner.limited_rows = LimitedRows(
+            limited_rows = LimitedRows(
                 self.module,
                 self.mesh,
                 limit,
                 self._states,
                 self.executor,
                 self.state.gradients,
+                self.graphs,
             )
-        return runner
+        return StepRunner(
+            self.mesh, self.executor, rule, kept, trials, self._choice, whole_steps, limited_rows
+        )
 
     def _suspend_graphs(self) -> None:
         """Run the rest of the running step without graphs."""
@@ -226,10 +229,12 @@ class Run:
             options.replica_check_interval,
         )
 
-    def _graphs(self, make_backend: MakeBackend | None) -> RunGraphs | None:
+    def _build_graphs(
+        self, make_backend: MakeBackend | None
+    ) -> tuple[RunGraphs | None, WholeSteps | None]:
         settings = self._options.graphs
         if settings is None or not (self.is_fit or settings.evaluation):
-            return None
+            return None, None
         if not self.is_fit:
             settings = replace(settings, optimizer=False)
         choice = self._choice
@@ -238,7 +243,6 @@ class Run:
             self.module,
             self.executor,
             self.state,
-            self.steps,
             make_backend,
             lambda: choice is None or choice.measured is not None,
         )

@@ -42,7 +42,7 @@ def test_a_program_of_the_readme_runs(name: str, folder: Path) -> None:
     assert printed == printed_text().get(name, printed)
     if name == "main":
         (log,) = folder.rglob("metrics.csv")
-        rows = [row for row in csv.DictReader(log.open()) if row["val_loss"]]
+        rows = [row for row in csv.DictReader(log.read_text().splitlines()) if row["val_loss"]]
         losses = [float(row["val_loss"]) for row in rows]
         assert len(losses) >= 2
         assert losses[-1] < losses[0]

@@ -66,6 +66,7 @@ class LimitedRows:
         states: State that the layers of this rank accumulate during a step.
         executor: Executor of the passes.
         gradients: Gradients of the trained parameters.
+        graphs: Graphs of the steps; None without any.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class LimitedRows:
         states: LayerStates,
         executor: PipelineExecutor,
         gradients: StepGradients,
+        graphs: LimitedGraphs | None = None,
     ) -> None:
         self._module = module
         self._mesh = mesh
@@ -85,8 +87,7 @@ class LimitedRows:
         self._gradients = gradients
         self._parts = own_parts(module)
         self._earlier: list[_EarlierBatch] = []
-        #: Graphs of the steps; None without any.
-        self.graphs: LimitedGraphs | None = None
+        self._graphs = graphs
         #: Number of steps that ran again.
         self.num_failures = 0
 
@@ -157,8 +158,8 @@ class LimitedRows:
             return result
         # The second run may need the memory that the outputs of the first run occupy.
         del result
-        if self.graphs is not None:
-            self.graphs.suspend()
+        if self._graphs is not None:
+            self._graphs.suspend()
         try:
             restore()
             with self._limit.measure_rows() as measured:
@@ -208,8 +209,8 @@ class LimitedRows:
         if self.num_failures >= _FAILURES_BEFORE_GROWTH:
             self._limit.grow(grown_factor(need.rows, need.share))
             message += f", and expert_rows is {self._limit.factor:g} from now on"
-            if self.graphs is not None:
-                self.graphs.capture_again(f"expert_rows has grown to {self._limit.factor:g}")
+            if self._graphs is not None:
+                self._graphs.capture_again(f"expert_rows has grown to {self._limit.factor:g}")
         rank_zero_warn(f"{message}.", category=SpeedWarning)
 
 

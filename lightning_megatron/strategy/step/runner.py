@@ -61,6 +61,8 @@ class StepRunner:
         trials: Trials of steps at their first batch, for microbatches and for features that tp
             shards; None skips them.
         choice: Choice of the schedule by the times of the first steps; None keeps the executor's.
+        whole_steps: Graphs of whole steps; None without such graphs.
+        limited_rows: Steps whose experts have a limit on their rows; None without a limit.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class StepRunner:
         kept: AttributeSync,
         trials: tuple[MicrobatchTrials, FeatureTrials] | None = None,
         choice: ScheduleChoice | None = None,
+        whole_steps: WholeSteps | None = None,
+        limited_rows: LimitedRows | None = None,
     ) -> None:
         self._mesh = mesh
         self._executor = executor
@@ -80,10 +84,9 @@ class StepRunner:
         self._choice = choice
         self._order_check = CustomOrderCheck(mesh, rule.schedule)
         self.reads = WeightReads(mesh)
+        self._whole_steps = whole_steps
         #: Steps whose experts have a limit on their rows; None without a limit.
-        self.limited_rows: LimitedRows | None = None
-        #: Graphs of whole steps; None without such graphs.
-        self.whole_steps: WholeSteps | None = None
+        self.limited_rows = limited_rows
         self._has_said_size = False
         self._replay = LogReplay(mesh)
         self._output = StepOutput(mesh)
@@ -197,7 +200,7 @@ class StepRunner:
                 )
             return MicrobatchOutputs(outputs, log, losses)
 
-        graphs = self.whole_steps
+        graphs = self._whole_steps
         limited = self.limited_rows
         is_choosing = self._choice is not None and self._choice.measured is None
 
@@ -257,7 +260,7 @@ class StepRunner:
         def eagerly() -> RanStep[MicrobatchOutputs]:
             return RanStep(run(microbatches, args))
 
-        graphs = self.whole_steps
+        graphs = self._whole_steps
         limited = self.limited_rows
         first = eagerly
         if graphs is not None and graphs.evaluates:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_megatron.graphs.backend import CaptureBackend
-from lightning_megatron.graphs.step_graph import StepAgreement, StepGraphs
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import count_samples
 from lightning_megatron.pipeline.step_plans import signature_of
-from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.checks.batch_comparison import BatchComparison
 from lightning_megatron.strategy.modules.buffers import SharedBuffers
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
@@ -38,7 +34,6 @@ from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.runner import StepRunner
 from lightning_megatron.strategy.step.scheduled_loop import ClearGradients
 from lightning_megatron.strategy.step.step_values import BackwardPasses, StepResult
-from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.unsharded_modules import name_unsharded_modules
 
 #: Names of batches in error texts, by step.
@@ -59,6 +54,7 @@ class TrainingSteps:
         runner: Runner of the user's steps on microbatches.
         comparison: Comparison of batches between ranks that must read the same ones.
         overlaps_gradients: Whether sums of gradients may start during the backward pass.
+        graphs: CUDA graphs of the steps; None to run all steps eagerly.
     """
 
     def __init__(
@@ -73,6 +69,7 @@ class TrainingSteps:
         runner: StepRunner,
         comparison: BatchComparison,
         overlaps_gradients: bool,
+        graphs: RunGraphs | None = None,
     ) -> None:
         self._module = module
         self._mesh = mesh
@@ -84,44 +81,10 @@ class TrainingSteps:
         self._runner = runner
         self._comparison = comparison
         self._overlaps_gradients = overlaps_gradients
-        self._graphs: RunGraphs | None = None
+        self._graphs = graphs
         self._growth = BatchGrowth(module.trainer)
         self._num_batches = 0
         self._clear_gradients: ClearGradients | None = None
-
-    def use(self, graphs: RunGraphs | None) -> None:
-        """Run steps with CUDA graphs from now on, where graphs support them.
-
-        Args:
-            graphs: The graphs; None to run all steps eagerly.
-        """
-        self._graphs = graphs
-        if self._runner.limited_rows is not None:
-            self._runner.limited_rows.graphs = graphs
-
-    def capture_whole(
-        self,
-        backend: CaptureBackend,
-        settings: CudaGraphs,
-        agreement: StepAgreement | None = None,
-        say: Callable[[str], None] = lambda sentence: None,
-    ) -> StepGraphs:
-        """Capture whole steps as graphs from now on, once enough steps have run eagerly.
-
-        Args:
-            backend: Backend that captures.
-            settings: Settings of the graphs.
-            agreement: Agreement with the other ranks; None without other ranks.
-            say: Function that logs a message.
-
-        Returns:
-            The graphs, which must be released before the process groups are destroyed.
-        """
-        mesh = self._mesh
-        observers = self._state.effect_observers
-        graphs = StepGraphs(backend, observers, mesh.random, settings, mesh.device, agreement, say)
-        self._runner.whole_steps = WholeSteps(self._module, mesh, self._state, graphs)
-        return graphs
 
     def prepare(self, clear_gradients: ClearGradients | None) -> None:
         """Set the function that clears the previous step's gradients; None while they accumulate.

@@ -6,18 +6,21 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.errors import RankMismatchError, SpeedWarning
 from lightning_megatron.graphs.agreement import KeyAgreement, eager_warning, failure_of_any
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.report import GraphReport
+from lightning_megatron.graphs.step_graph import StepGraphs
 from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
-from lightning_megatron.strategy.step.training_steps import TrainingSteps
+from lightning_megatron.strategy.optimization.training_state import TrainingState
+from lightning_megatron.strategy.step.whole_steps import WholeSteps
 
 
 class WorldAgreement:
@@ -101,26 +104,36 @@ class WholeCaptures:
 
     Args:
         settings: Settings of the graphs.
-        steps: Training and evaluation steps of the run.
+        module: The user's module.
+        state: Main parameters and gradients of the run.
         mesh: The groups of this rank.
         backend: Backend that captures.
-        models: Models of this package in the module.
         update: Graph of the update of the parameters; None without one.
     """
 
     def __init__(
         self,
         settings: CudaGraphs,
-        steps: TrainingSteps,
+        module: LightningModule,
+        state: TrainingState,
         mesh: ParallelMesh,
         backend: CaptureBackend,
-        models: Sequence[LayeredModule],
         update: UpdateGraph[Any] | None = None,
     ) -> None:
-        self._agreement = WorldAgreement(settings, mesh, models, update)
+        self._agreement = WorldAgreement(settings, mesh, layered_modules(module), update)
         if settings.fixed_shapes:
             settings = replace(settings, on_new_shape="error")
-        self._graphs = steps.capture_whole(backend, settings, self._agreement, _warn)
+        self._graphs = StepGraphs(
+            backend,
+            state.effect_observers,
+            mesh.random,
+            settings,
+            mesh.device,
+            self._agreement,
+            _warn,
+        )
+        #: The steps that these graphs run.
+        self.steps = WholeSteps(module, mesh, state, self._graphs)
 
     @property
     def communicates_across_data(self) -> bool:
