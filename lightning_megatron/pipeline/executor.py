@@ -56,6 +56,9 @@ class PipelineExecutor:
             chunk runs; None means one for each stage (interleaved only).
         around_passes: Function from the number of microbatches to a context manager, in which a run
             with backward passes runs its passes; None means no such context.
+        after_forwards: Function that is called after the last forward pass of this rank in each
+            run, and returns a function that is called after the last pass of the run; None calls
+            nothing.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class PipelineExecutor:
         schedule: ScheduleName | BuildSchedule = "1f1b",
         microbatch_group_size: int | None = None,
         around_passes: Callable[[int], AbstractContextManager[None]] | None = None,
+        after_forwards: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self.mesh = mesh
         self.model = model
@@ -72,6 +76,7 @@ class PipelineExecutor:
         self._schedule = schedule
         self._group_size = microbatch_group_size
         self._around_passes = around_passes
+        self._after_forwards = after_forwards
         self._programs: dict[tuple[int, bool], tuple[Schedule, Program, Points]] = {}
         self.plans = StepPlans(self.call)
         #: Observer of the actions of steps; None without one.
@@ -79,9 +84,6 @@ class PipelineExecutor:
         #: Tensor from which attached losses read the weight of every microbatch, as
         #: :class:`MicrobatchWeights` describes; None makes new tensors in each step.
         self.fixed_weight: Tensor | None = None
-        #: Function that is called after the last forward pass of this rank in each run, and returns
-        #: a function that is called after the last pass of the run; None calls nothing.
-        self.after_forwards: Callable[[], Callable[[], None]] | None = None
 
     def run(
         self,
@@ -187,7 +189,7 @@ class PipelineExecutor:
             self.actions.begin_step(schedule)
         num_actions = 0
         instructions = program.instructions(self.mesh.pp.rank)
-        last = None if self.after_forwards is None else _last_forward(instructions)
+        last = None if self._after_forwards is None else _last_forward(instructions)
         finish: Callable[[], None] | None = None
         for instruction in instructions:
             if isinstance(instruction, Compute):
@@ -195,8 +197,8 @@ class PipelineExecutor:
                 if observer is not None and any(point.early for point in due):
                     run.announce(instruction.action, observer)
                 run.compute(instruction.action)
-                if self.after_forwards is not None and instruction is last:
-                    finish = self.after_forwards()
+                if self._after_forwards is not None and instruction is last:
+                    finish = self._after_forwards()
                 _reduce(due, observer)
                 num_actions += 1
             else:

@@ -134,6 +134,7 @@ class Run:
                 options.custom_order.build if options.custom_order else options.schedule_name,
                 options.microbatch_group_size,
                 self._casts.around,
+                None if mixtures.row_limit is None else mixtures.row_limit.start_read,
             )
             if options.schedule == "auto" and self.is_fit and mesh.pp.size > 1:
                 self._choice = ScheduleChoice(mesh, self.executor, options.schedule_name)
@@ -189,7 +190,6 @@ class Run:
                 self.mesh,
                 limit,
                 self._states,
-                self.executor,
                 self.state.gradients,
                 self.graphs,
             )

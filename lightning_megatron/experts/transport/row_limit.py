@@ -128,12 +128,14 @@ class RowLimit:
     def start_read(self) -> Callable[[], None]:
         """Start to copy to the host whether the passes of the block have had enough rows so far.
 
+        Nothing is copied outside of :meth:`limit_rows`.
+
         Returns:
             Function to call when the last pass has been started.
 
         Communication: that of :meth:`RowExcess.start`.
         """
-        return self._excess.start()
+        return self._excess.start() if self._holds else _nothing
 
     def was_too_small(self) -> bool:
         """Wait for the copy of :meth:`start_read`; return whether rows were missing on any rank.
@@ -141,6 +143,10 @@ class RowLimit:
         The result is the same on all ranks.
         """
         return self._excess.wait() > 0
+
+
+def _nothing() -> None:
+    """Do nothing after the last pass, because no copy was started."""
 
 
 @dataclass(frozen=True)

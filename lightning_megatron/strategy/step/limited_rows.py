@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
@@ -16,7 +15,6 @@ from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.experts.transport.row_limit import RowLimit, RowNeed
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.plan.row_limit import grown_factor, limited_rows, smallest_factor
 from lightning_megatron.strategy.modules.module_state import ModuleState, own_parts
 from lightning_megatron.strategy.modules.tensor_copies import copies_of, copy_all_
@@ -64,7 +62,6 @@ class LimitedRows:
         mesh: The groups of this rank.
         limit: Limit of all layers.
         states: State that the layers of this rank accumulate during a step.
-        executor: Executor of the passes.
         gradients: Gradients of the trained parameters.
         graphs: Graphs of the steps; None without any.
     """
@@ -75,7 +72,6 @@ class LimitedRows:
         mesh: ParallelMesh,
         limit: RowLimit,
         states: LayerStates,
-        executor: PipelineExecutor,
         gradients: StepGradients,
         graphs: LimitedGraphs | None = None,
     ) -> None:
@@ -83,7 +79,6 @@ class LimitedRows:
         self._mesh = mesh
         self._limit = limit
         self._states = states
-        self._executor = executor
         self._gradients = gradients
         self._parts = own_parts(module)
         self._earlier: list[_EarlierBatch] = []
@@ -152,7 +147,7 @@ class LimitedRows:
     def _run(
         self, first: Callable[[], _Ran], again: Callable[[], _Ran], restore: Callable[[], None]
     ) -> _Ran:
-        with self._limit.limit_rows(), self._reading():
+        with self._limit.limit_rows():
             result = first()
         if not self._limit.was_too_small():
             return result
@@ -180,15 +175,6 @@ class LimitedRows:
             self._states,
             copies_of(self._states.step_tensors),
         )
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Start to read the number of missing rows after the last forward pass inside the block."""
-        self._executor.after_forwards = self._limit.start_read
-        try:
-            yield
-        finally:
-            self._executor.after_forwards = None
 
     def _warn(self, needs: Sequence[RowNeed]) -> None:
         """Warn of the buffer that needed the most rows, and let the limit grow on all ranks."""
