@@ -75,7 +75,7 @@ class PipelineExecutor:
         self._num_chunks = model.num_chunks if model is not None else 1
         self._schedule = schedule
         self._group_size = microbatch_group_size
-        self._around_passes = around_passes
+        self._around_passes = around_passes or _no_context
         self._after_forwards = after_forwards
         self._programs: dict[tuple[int, bool], tuple[Schedule, Program, Points]] = {}
         self.plans = StepPlans(self.call)
@@ -161,9 +161,7 @@ class PipelineExecutor:
         )
         if self.model is not None and self.mesh.pp.size > 1:
             self._prepare(run, self.model, trial or Trial())
-        around: AbstractContextManager[None] = nullcontext()
-        if backward and self._around_passes is not None:
-            around = self._around_passes(len(microbatches))
+        around = self._around_passes(len(microbatches)) if backward else nullcontext()
         with around, run.whole_step():
             self._run_program(run, observer)
         return run.results
@@ -288,6 +286,10 @@ class PipelineExecutor:
         finally:
             self.model.cursor = None
             self.model.side_calls = None
+
+
+def _no_context(num_microbatches: int) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _last_forward(instructions: Sequence[Instruction]) -> Instruction:

@@ -128,13 +128,14 @@ class Run:
             check_synchronised_norms(module, mesh)
             self.buffers = SharedBuffers(module, mesh)
             self._casts = SharedCasts(layered_modules(module), options)
+            limit = mixtures.row_limit
             self.executor = PipelineExecutor(
                 mesh,
                 pipelined_module(module, mesh),
                 options.custom_order.build if options.custom_order else options.schedule_name,
                 options.microbatch_group_size,
                 self._casts.around,
-                None if mixtures.row_limit is None else mixtures.row_limit.start_read,
+                limit and limit.start_read,
             )
             if options.schedule == "auto" and self.is_fit and mesh.pp.size > 1:
                 self._choice = ScheduleChoice(mesh, self.executor, options.schedule_name)

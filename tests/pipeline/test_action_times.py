@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_megatron.pipeline import device_clock
+from lightning_megatron.pipeline import action_times
 from lightning_megatron.pipeline.action_times import ActionTimes, neighbours
 from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.placement import Placement
@@ -35,7 +35,7 @@ class Clock:
 
 def test_medians_are_computed_for_each_chunk_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, times = Clock(), ActionTimes(torch.device("cpu"))
-    monkeypatch.setattr(device_clock, "time", clock)
+    monkeypatch.setattr(action_times, "time", clock)
     clock.work(times, 0)
     clock.work(times, 1, slower=10)
     for chunk, medians in enumerate(times.medians(2)):

@@ -79,7 +79,7 @@ STRANGERS = (
 # Lightning is imported by the strategy and by the modules that it offers to recipes.
 LIGHTNING_FILES = set(
     """
-    cli/main.py cli/model_call.py cli/scaling_job.py cli/step_timer.py
+    cli/main.py cli/model_call.py cli/scaling_job.py
     models/token_module.py data/datamodule.py data/row_datamodule.py
     data/conversation_datamodule.py data/bert_datamodule.py
     evaluation/datamodules.py evaluation/evaluated_lm.py preferences/reference.py

@@ -22,7 +22,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule
-from lightning_megatron.pipeline import device_clock
+from lightning_megatron.pipeline import action_times
 from lightning_megatron.pipeline.action_times import ActionTimes, gather_measurements
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, split_batch
@@ -289,7 +289,7 @@ def check_named(name: ScheduleName, pp: int, kind: str, freezes: bool, size: int
 def check_times(size: int) -> None:
     """All ranks get the times of all virtual stages."""
     clock: Any = Clock()
-    device_clock.time = clock
+    action_times.time = clock
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2, vpp=2), device="cpu")
     times, place, rank = ActionTimes(mesh.device), Placement("loop", 2, 2), mesh.rank
     for chunk in range(2):
