@@ -129,13 +129,14 @@ class Run:
             self.buffers = SharedBuffers(module, mesh)
             self._casts = SharedCasts(layered_modules(module), options)
             limit = mixtures.row_limit
+            read_missing_rows = None if limit is None else limit.start_read
             self.executor = PipelineExecutor(
                 mesh,
                 pipelined_module(module, mesh),
                 options.custom_order.build if options.custom_order else options.schedule_name,
                 options.microbatch_group_size,
                 self._casts.around,
-                limit and limit.start_read,
+                read_missing_rows,
             )
             if options.schedule == "auto" and self.is_fit and mesh.pp.size > 1:
                 self._choice = ScheduleChoice(mesh, self.executor, options.schedule_name)
