@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -40,8 +41,10 @@ class NotRun:
             chosen = {"-k": config.option.keyword, "-m": config.option.markexpr}
             options = "".join(f" {name} {value!r}" for name, value in chosen.items() if value)
             paths = " ".join(config.args)
+            absent = [path for path in config.args if not Path(path.partition("::")[0]).exists()]
+            remedy = f"pytest --collect-only -q {paths} lists what there is."
+            if absent:
+                remedy = f"There is no {' and no '.join(absent)}."
             terminalreporter.write_line(
-                f"No test is selected by {paths}{options}. "
-                f"pytest --collect-only -q {paths} lists what there is.",
-                red=True,
+                f"No test is selected by {paths}{options}. {remedy}", red=True
             )
