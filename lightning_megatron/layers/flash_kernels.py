@@ -106,22 +106,7 @@ class TorchFlash:
         self, query: Rows, key: Rows, value: Rows, call: FlashCall
     ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
         """Return the output and the log-sum-exps."""
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query,
-            key,
-            value,
-            call.query_borders,
-            call.key_borders,
-            call.longest_query,
-            call.longest_key,
-            0.0,
-            call.causal,
-            False,
-            scale=call.scale,
-            window_size_left=call.left,
-            window_size_right=call.right,
-        )
-        return out, lse
+        return _torch_flash(query, key, value, call, dropout=0.0)
 
     def backward(
         self,
@@ -172,7 +157,13 @@ def attend_with_dropout(
         dropout: Probability that a weight is dropped, by random numbers of torch's generator of the
             device.
     """
-    out: Rows = torch.ops.aten._flash_attention_forward(
+    return _torch_flash(query, key, value, call, dropout)[0]
+
+
+def _torch_flash(
+    query: Rows, key: Rows, value: Rows, call: FlashCall, dropout: float
+) -> tuple[Rows, Float[Tensor, "... heads _"]]:
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
@@ -186,8 +177,8 @@ def attend_with_dropout(
         scale=call.scale,
         window_size_left=call.left,
         window_size_right=call.right,
-    )[0]
-    return out
+    )
+    return out, lse
 
 
 class TorchCudnn:

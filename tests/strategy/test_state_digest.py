@@ -7,6 +7,7 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torchmetrics import MeanMetric
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.serialization import pack, unpack
@@ -93,6 +95,19 @@ def test_what_a_repeated_run_of_a_step_changes_is_undone_in_place():
         assert module.value is value, name
         assert not hasattr(module, "other"), name
         assert content_of(value) == before, name
+
+
+def test_placeholders_of_other_stages_are_undone_like_other_values():
+    module = Language()
+    owner: Any = SimpleNamespace(cursor=None)
+    module.results, module.last = [RemoteTensor.of(torch.zeros(2), owner, "the loss")], None
+    held = [*module.results]
+    with AttributeSync(module, last_of_two_stages()).trial():
+        module.last = module.new = RemoteTensor.of(torch.zeros(2), owner, "the logits")
+        module.results.append(module.new)
+    assert [*map(id, module.results)] == [*map(id, held)]
+    assert module.last is None
+    assert not hasattr(module, "new")
 
 
 def test_unpacked_values_are_modules_of_the_receiver_and_writable_tensors():

@@ -41,6 +41,8 @@ _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
     "test_step": ("on_test_batch_start", "on_test_batch_end"),
     "predict_step": ("on_predict_batch_start", "on_predict_batch_end"),
 }
+#: Longest container whose items are searched in every run of a step; longer ones hold results.
+_MOST_ITEMS = 128
 #: Location of a value: name of the module, whether the value is a buffer, name of the attribute.
 _Location = tuple[str, bool, str]
 
@@ -166,7 +168,7 @@ class AttributeSync:
     @contextmanager
     def trial(self) -> Iterator[None]:
         """Undo what a run of the step changes outside of the model, because another repeats it."""
-        state = ModuleState(self._module, _outside_model(self._module))
+        state = ModuleState(self._module, _outside_model(self._module), _MOST_ITEMS)
         try:
             yield
         finally:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import copy as shallow_copy
 from dataclasses import dataclass
 from operator import is_
@@ -29,8 +30,7 @@ _PACKAGE = __name__.partition(".")[0]
 #: Classes of this package whose objects accumulate something in a forward pass.
 _ACCUMULATING = frozenset({"RouterStatistics", "RankRows"})
 _IMMUTABLE = frozenset({int, float, complex, str, bytes, bool, type(None)})
-#: Longest container whose items a step may change in place; longer ones are lists of results.
-_MAX_SEARCHED_ITEMS = 128
+_CONTAINERS = (dict, list, tuple, deque)
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,23 @@ class ModuleState:
     """Snapshot of a module's buffers and attributes, to find and undo changes.
 
     The snapshot covers numbers, tensors, containers of both, generators and plain objects of the
-    user's classes. It leaves out parameters, modules and objects of known libraries, and what the
-    items of a long container hold. Hooks of modules are restored, too, because attributes may note
-    which hooks are registered.
+    user's classes. It leaves out parameters, modules and objects of known libraries. Hooks of
+    modules are restored, too, because attributes may note which hooks are registered.
 
     Args:
         module: Module to record, with all its submodules.
         parts: Submodules to record, with their names; None records all.
+        most_items: Length of the longest container whose items are searched for values that a step
+            may change in place; longer ones only keep their items.
     """
 
     def __init__(
-        self, module: nn.Module, parts: Iterable[tuple[str, nn.Module]] | None = None
+        self,
+        module: nn.Module,
+        parts: Iterable[tuple[str, nn.Module]] | None = None,
+        most_items: float = math.inf,
     ) -> None:
+        self._most_items = most_items
         parts = list(module.named_modules() if parts is None else parts)
         self._held = list(_dictionaries(parts))
         self._hooks = [(hooks, hooks.copy()) for _, part in parts for hooks in _hooks_of(part)]
@@ -87,12 +92,15 @@ class ModuleState:
         """
         kinds = {}
         for attributes in self._held:
-            now = attributes.now() if attributes.is_watched else attributes.kept
-            for key in now.keys() | attributes.kept.keys():
+            if not attributes.is_watched:
+                continue
+            now = _on_this_stage(attributes.now())
+            kept = _on_this_stage(attributes.kept)
+            for key in now.keys() | kept.keys():
                 if (
-                    key not in attributes.kept
+                    key not in kept
                     or key not in now
-                    or not self._is_as_recorded(attributes.kept[key], now[key], tolerance)
+                    or not self._is_as_recorded(kept[key], now[key], tolerance)
                 ):
                     kinds[f"{attributes.prefix}.{key}"] = _kind(now.get(key))
         for recorded in self._recorded.values():
@@ -147,8 +155,10 @@ class ModuleState:
         copy = _copy(value)
         if copy is not None:
             self._recorded[id(value)] = _Recorded(name, _kind(value), value, copy)
-        for child in _children(value):
-            self._record(name, child)
+        children = _children(value)
+        if len(children) <= self._most_items or not isinstance(value, _CONTAINERS):
+            for child in children:
+                self._record(name, child)
 
 
 @dataclass(frozen=True)
@@ -205,11 +215,12 @@ def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
 
 def _values(held: dict[str, Any], skipped: frozenset[str]) -> dict[str, Any]:
     """Return the entries of a dictionary that the snapshot covers."""
-    return {
-        key: value
-        for key, value in held.items()
-        if key not in skipped and not isinstance(value, RemoteTensor)
-    }
+    return {key: value for key, value in held.items() if key not in skipped}
+
+
+def _on_this_stage(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that are no placeholders for tensors of another stage."""
+    return {key: value for key, value in values.items() if not isinstance(value, RemoteTensor)}
 
 
 def _kind(value: Any) -> str:
@@ -227,7 +238,7 @@ def _copy(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         is_plain = (
-            not isinstance(value, nn.Parameter)
+            not isinstance(value, (nn.Parameter, RemoteTensor))
             and value.layout == torch.strided
             and value.device.type != "meta"
         )
@@ -244,10 +255,8 @@ def _copy(value: Any) -> Any:
     return dict(vars(value)) if _is_users(value) else None
 
 
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, (dict, list, tuple, deque)):
-        if len(value) > _MAX_SEARCHED_ITEMS:
-            return ()
+def _children(value: Any) -> Collection[Any]:
+    if isinstance(value, _CONTAINERS):
         return value.values() if isinstance(value, dict) else value
     return vars(value).values() if _is_users(value) else ()
 
