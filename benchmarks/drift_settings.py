@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.shapes import Layout
 from lightning_megatron.graphs.cuda import CudaGraph
-from lightning_megatron.groups.launcher import CollectiveLauncher, Work
+from lightning_megatron.groups.axis import CollectiveLauncher, Work
 from lightning_megatron.layers import attention_core
 from lightning_megatron.layers.choose_core import CoreChoice
 from lightning_megatron.models.config import GPTConfig

@@ -20,11 +20,10 @@ from benchmarks.data_parallel import TABLE, run_ours, run_peer
 from benchmarks.shapes import LAYOUTS, SHAPES
 from benchmarks.train_shapes import parser
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.plan.budget import GIB, TrainingShape, estimate_memory
+from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.kept_activations import fused_activations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Recompute
-from lightning_megatron.plan.stage_memory import StageMemory
 
 SHAPE = "qwen3_48"
 #: Sequences per GPU and step.

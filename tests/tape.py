@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.backend import GraphPool
 from lightning_megatron.graphs.host_reads import direct_reads_pass, host_read_error, reads_host
+from lightning_megatron.groups.axis import CollectiveLauncher, Work
 from lightning_megatron.groups.generators import GeneratorPool, draw_from
-from lightning_megatron.groups.launcher import CollectiveLauncher, Work
 
 #: Entry of a tape.
 Entry = Callable[[], None]

@@ -27,8 +27,7 @@ from lightning_megatron.checkpoint.rewrite import write_checkpoint
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.legal_values import join_or
-from lightning_megatron.plan.settings import shown
+from lightning_megatron.plan.settings import join_or, shown
 from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.hugging_face.own_code import (
     OWN_CODE,

@@ -20,10 +20,10 @@ from lightning_megatron.cli.schedule_outcome import (
 )
 from lightning_megatron.cli.schedule_table import describe_comparison, describe_outcome
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import join_or, require_positive
 from lightning_megatron.plan.live_microbatches import check_peak
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.schedule_csv import format_schedule, read_schedule
+from lightning_megatron.plan.settings import join_or, require_positive
 
 DESCRIPTION = """Simulate a pipeline schedule, or compare all of them: step time, bubble and memory.
 No process starts, and no GPU is needed."""

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_megatron.data.dataset_folders import is_dataset_folder
 from lightning_megatron.data.row_files import REMEDY, FileRow
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
-from lightning_megatron.plan.legal_values import join_or
+from lightning_megatron.plan.settings import join_or
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")

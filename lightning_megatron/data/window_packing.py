@@ -10,7 +10,7 @@ import numpy.typing as npt
 from lightning_megatron.data.best_fit import best_fit
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.context import legal_context_lengths
-from lightning_megatron.plan.legal_values import join_or, powers_of_two_around
+from lightning_megatron.plan.settings import join_or, powers_of_two_around
 
 #: Number of a gap, which takes positions of a row but has no tokens, instead of a document's.
 GAP = -1

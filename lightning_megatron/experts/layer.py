@@ -33,9 +33,9 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.recompute import recomputed
 from lightning_megatron.layers.segments import Segment, SegmentList
-from lightning_megatron.plan.activation_kinds import Activation
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
+from lightning_megatron.plan.model_shape import Activation
 from lightning_megatron.shapes import Float
 
 

@@ -10,7 +10,7 @@ from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.replicated import ReplicatedLinear
-from lightning_megatron.plan.activation_kinds import Activation
+from lightning_megatron.plan.model_shape import Activation
 from lightning_megatron.shapes import Float
 
 

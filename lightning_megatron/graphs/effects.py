@@ -7,11 +7,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.generators import GeneratorPool, StreamPosition
 from lightning_megatron.groups.journal import Journal, RecordedCall
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.recorded_draws import DrawRecorder, RecordedDraws
-from lightning_megatron.groups.stream_position import StreamPosition
 from lightning_megatron.layers.slot_states import mark_filled, state_of
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.parameter_gather import ParameterGather, RecordedGather

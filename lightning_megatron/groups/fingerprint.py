@@ -1,13 +1,16 @@
-"""Comparison of configurations over all ranks before any rank computes."""
+"""Comparison of configurations and of the source files over all ranks before any rank computes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from hashlib import blake2b
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -15,8 +18,8 @@ from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
 
+_PACKAGE = Path(__file__).parents[1]
 Fields = Mapping[str, str | int | float | None]
-
 _REMEDY = "Start every rank with the same command, environment and files."
 #: Time for which rank 0 waits until the other ranks have read the failure. The store may end with
 #: rank 0.
@@ -24,6 +27,22 @@ _READING = timedelta(seconds=30)
 #: Shortest and longest interval between reads of the store by a waiting rank (seconds).
 _MIN_PAUSE_SECONDS = 0.002
 _MAX_PAUSE_SECONDS = 0.5
+
+
+def digest_of_sources(folder: Path) -> str:
+    """Return a hash of the names and contents of all Python files below a folder, 12 hex digits."""
+    digest = hashlib.sha1(usedforsecurity=False)
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]
+
+
+@cache
+def package_hash() -> str:
+    """Return the hash of this package's files, computed once per process."""
+    return digest_of_sources(_PACKAGE)
 
 
 def check_same_everywhere(

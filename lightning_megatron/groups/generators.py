@@ -7,12 +7,54 @@ stream of a captured computation therefore gets a generator of its own from a po
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from array import array
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from lightning_megatron.groups.mask_keys import MaskKeys
+from lightning_megatron.shapes import Int
+
+StreamName = Literal["replicated", "tensor", "expert"]
+#: Integers of a key.
+KEY_SIZE = 4
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """Position in training at which a random stream draws.
+
+    Args:
+        step: Optimizer step (steps).
+        microbatch: Index of the microbatch within the step, over all data ranks (microbatches).
+        layer: Index of the layer in the whole model (layers).
+        is_replay: Whether activations are being recomputed. Draws do not depend on it.
+        run: Number of earlier runs of the layer in the microbatch; above 0 if a step calls the
+            model several times.
+        first_sample: Number of the microbatch's first sample in the batch of all data ranks.
+        sample_stride: Distance between the numbers of neighbouring samples.
+        num_samples: Samples of the microbatch; 0 if each row is a sample (samples).
+    """
+
+    step: int = 0
+    microbatch: int = 0
+    layer: int = 0
+    is_replay: bool = False
+    run: int = 0
+    first_sample: int = 0
+    sample_stride: int = 1
+    num_samples: int = 0
+
+    def rows_of_sample(self, num_rows: int) -> int:
+        """Return the rows of each sample in a call of the model, whose samples follow one another.
+
+        Args:
+            num_rows: Rows of the call (rows).
+        """
+        is_multiple = self.num_samples > 0 and num_rows % self.num_samples == 0
+        return num_rows // self.num_samples if is_multiple else 1
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -148,3 +190,54 @@ def _is_fresh(generator: torch.Generator) -> bool:
     unused = torch.Generator(generator.device)
     unused.manual_seed(generator.initial_seed())
     return torch.equal(unused.get_state(), generator.get_state())
+
+
+class MaskKeys:
+    """Keys of the masks of one captured computation, in the order in which it takes them.
+
+    Args:
+        device: Device of the computation.
+        size: Number of keys; None creates each one when it is taken, which a capture of a CUDA
+            graph does not allow (keys).
+    """
+
+    def __init__(self, device: torch.device, size: int | None = None) -> None:
+        self._device = device
+        #: Number of keys that are taken.
+        self.num_taken = 0
+        self._table = None
+        if size and device.type != "cpu":
+            self._table = torch.zeros(size, KEY_SIZE, dtype=torch.int64, device=device)
+        #: Memory of keys on the CPU. It is written without operators, which a recording of
+        #: operators would repeat.
+        self._host: list[array[int]] = []
+
+    def take(self, values: Sequence[int] | None) -> Int[torch.Tensor, "4"]:
+        """Return the next key.
+
+        Args:
+            values: Its values; None inside of a capture, before whose replays :meth:`write` runs.
+        """
+        self.num_taken += 1
+        if self._device.type == "cpu":
+            self._host.append(array("q", values or [0] * KEY_SIZE))
+            return torch.frombuffer(self._host[-1], dtype=torch.int64)
+        if values is not None:
+            # On the CPU, as outside of recordings: a recomputation compares the places of tensors.
+            return torch.tensor(values, dtype=torch.int64)
+        assert self._table is not None, "keys of a capture are counted in an eager run before it"
+        return self._table[self.num_taken - 1]
+
+    def write(self, keys: Sequence[Sequence[int]]) -> None:
+        """Set the values of all keys before a replay.
+
+        Args:
+            keys: Values of each key, in the order in which they were taken.
+        """
+        for memory, values in zip(self._host, keys, strict=False):
+            for index, value in enumerate(values):
+                memory[index] = value
+        if self._table is not None:
+            # The allocator of pinned memory reuses it only after the copy.
+            pinned = torch.tensor(keys, dtype=torch.int64).pin_memory()
+            self._table[: len(keys)].copy_(pinned, non_blocking=True)

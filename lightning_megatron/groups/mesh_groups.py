@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from lightning_megatron.errors import ParallelPlanError, RankMismatchError
 from lightning_megatron.groups.agent_store import default_store
-from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.fingerprint import check_same_in_store
+from lightning_megatron.groups.axis import CollectiveLauncher, MeshAxis
+from lightning_megatron.groups.fingerprint import check_same_in_store, package_hash
 from lightning_megatron.groups.journal import Journal
-from lightning_megatron.groups.launcher import CollectiveLauncher
 from lightning_megatron.groups.nccl_options import (
     GROUP_NAMES,
     NcclOptions,
     read_nccl_options,
     torch_options,
 )
-from lightning_megatron.groups.sources import package_hash
 from lightning_megatron.plan.context_groups import context_group_sizes
 from lightning_megatron.plan.layout import ParallelLayout
 
@@ -37,6 +40,10 @@ DEFAULT_TIMEOUTS = {
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
 #: Axes whose messages must not queue behind large ones on a GPU.
 _HIGH_PRIORITY = ("cp", "pp", "ep")
+#: Number of group numbers that are reserved for one mesh.
+_GROUPS = 2**32
+#: Number of mesh numbers that are reserved for the layouts with the same first rank.
+_MESHES = 2**32
 
 
 @dataclass(frozen=True)
@@ -226,3 +233,54 @@ class GroupBuilder:
         if backend == "nccl":
             only_nccl = {"pg_options": torch_options(options), "device_id": self.device}
         return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, **only_nccl)
+
+
+@contextmanager
+def groups_of_part(rank_offset: int, number: int) -> Iterator[None]:
+    """Let ``new_group`` run on the ranks of one layout only.
+
+    Every rank numbers its groups by itself, and torch uses these numbers as names in the shared
+    store. torch also splits NCCL communicators from that of all ranks, which requires all ranks to
+    take part. Inside this context, the numbers are unique to this layout and mesh, and torch
+    creates communicators from scratch.
+
+    Args:
+        rank_offset: First rank of the layout, which identifies it among the layouts of the job.
+        number: Number of meshes that the ranks of this layout have created before.
+    """
+    world = distributed_c10d._world
+    default = distributed_c10d._get_default_group()
+    count = world.group_count
+    device = default.bound_device_id
+    world.group_count = ((rank_offset + 1) * _MESHES + number) * _GROUPS
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.group_count = count
+        default.bound_device_id = device
+
+
+def watch_world_size(note: Callable[[FrameType], None]) -> Callable[[], None]:
+    """Call a function whenever ``torch.distributed.get_world_size()`` is called without a group.
+
+    Args:
+        note: Function of the frame that calls it.
+
+    Returns:
+        Function that ends the watch.
+    """
+    original = dist.get_world_size
+
+    @wraps(original)
+    def get_world_size(group: Any | None = None) -> int:
+        if group is None:
+            note(sys._getframe(1))
+        return original(group)
+
+    dist.get_world_size = get_world_size
+
+    def end() -> None:
+        dist.get_world_size = original
+
+    return end

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.axis import MeshAxis, Work
 from lightning_megatron.groups.journal import NEIGHBOURS
-from lightning_megatron.groups.launcher import Work
 
 
 class PendingTransfers:

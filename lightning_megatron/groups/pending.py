@@ -11,14 +11,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.axis import MeshAxis, Work
 from lightning_megatron.groups.collectives import (
     REDUCE_OPS,
     ReduceOp,
     all_gather_into,
     reduce_scatter_into,
 )
-from lightning_megatron.groups.launcher import Work
 
 
 class Pending:

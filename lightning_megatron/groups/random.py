@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.generators import GeneratorPool, default_generator
+from lightning_megatron.groups.generators import (
+    GeneratorPool,
+    StreamName,
+    StreamPosition,
+    default_generator,
+)
 from lightning_megatron.groups.recorded_draws import (
     Draw,
     DrawRecorder,
@@ -21,7 +26,6 @@ from lightning_megatron.groups.recorded_draws import (
     MoveKind,
     RecordedDraws,
 )
-from lightning_megatron.groups.stream_position import StreamName, StreamPosition
 from lightning_megatron.shapes import Int
 
 #: State of a default generator, or the generator that takes its place in a captured computation.

@@ -8,9 +8,7 @@ from typing import Literal
 
 import torch
 
-from lightning_megatron.groups.generators import GeneratorPool
-from lightning_megatron.groups.mask_keys import MaskKeys
-from lightning_megatron.groups.stream_position import StreamName, StreamPosition
+from lightning_megatron.groups.generators import GeneratorPool, MaskKeys, StreamName, StreamPosition
 from lightning_megatron.shapes import Int
 
 #: Kinds of moves of the random streams: ``stay`` at the position where the recording began,

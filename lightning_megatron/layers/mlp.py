@@ -22,7 +22,7 @@ from lightning_megatron.layers.fp8.magnitude import (
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.recompute import output_recomputed, recomputed
-from lightning_megatron.plan.activation_kinds import FEATURE_LIMIT, GATE_FACTOR, GATED, Activation
+from lightning_megatron.plan.model_shape import FEATURE_LIMIT, GATE_FACTOR, GATED, Activation
 from lightning_megatron.plan.shards import gated_ranges
 from lightning_megatron.shapes import Float, Int
 

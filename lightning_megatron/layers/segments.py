@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.plan.segment_scopes import SegmentScope, expanded_scopes
+from lightning_megatron.plan.cuda_graphs import SegmentScope, expanded_scopes
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,12 +18,17 @@ from lightning_megatron.models.config_checks import (
     check_windows,
     require,
 )
-from lightning_megatron.plan.activation_kinds import GATED, MEMORY_OF, Activation
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.loss_chunks import LossChunk
-from lightning_megatron.plan.model_shape import ModelShape, window_of_layer
+from lightning_megatron.plan.model_shape import (
+    GATED,
+    MEMORY_OF,
+    Activation,
+    LossChunk,
+    ModelShape,
+    window_of_layer,
+)
 from lightning_megatron.plan.partition import LayerPartition, partition_of
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.settings import (

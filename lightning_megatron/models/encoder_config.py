@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from lightning_megatron.models.config_checks import check_expert_axes, check_length, require
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.loss_chunks import LossChunk
-from lightning_megatron.plan.model_shape import COUNTED_LENGTH, EMBEDDING_COST
+from lightning_megatron.plan.model_shape import COUNTED_LENGTH, EMBEDDING_COST, LossChunk
 from lightning_megatron.plan.partition import LayerCosts, LayerPartition, partition_of
 from lightning_megatron.plan.settings import Count, Index, NotNegative, Probability, coerce_fields
 from lightning_megatron.plan.shards import attention_ranges, even_range

@@ -44,7 +44,7 @@ from lightning_megatron.models.layer_inputs import layer_inputs, rows_name
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule
 from lightning_megatron.models.layered import single_mesh as single_mesh
 from lightning_megatron.models.remote_tensor import check_present
-from lightning_megatron.plan.loss_chunks import LossChunk, tokens_of_chunk
+from lightning_megatron.plan.model_shape import LossChunk, tokens_of_chunk
 from lightning_megatron.plan.shards import padded_vocab_size
 from lightning_megatron.shapes import Float, Int
 

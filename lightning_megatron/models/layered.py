@@ -24,7 +24,7 @@ from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.loss_chunks import LossChunk
+from lightning_megatron.plan.model_shape import LossChunk
 from lightning_megatron.plan.partition import LayerPartition
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.shapes import Float, Int, Shaped

@@ -27,7 +27,7 @@ from lightning_megatron.pipeline.step_run import (
     WeightOf,
 )
 from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
-from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
+from lightning_megatron.plan.simulate import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import Compute, Instruction, Program, plan_transfers
 
 #: Function that returns the schedule for a number of microbatches, and a flag that is True if the

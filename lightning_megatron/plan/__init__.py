@@ -8,7 +8,7 @@ from lightning_megatron.plan.buckets import (
     plan_by_elements,
     plan_by_parameters,
 )
-from lightning_megatron.plan.budget import TrainingShape, estimate_memory
+from lightning_megatron.plan.budget import StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.custom_schedule import custom_schedule
 from lightning_megatron.plan.graph_slots import GraphSlots
@@ -35,11 +35,15 @@ from lightning_megatron.plan.shards import (
     padded_vocab_size,
     vocab_range,
 )
-from lightning_megatron.plan.simulate import Timeline, render, simulate
+from lightning_megatron.plan.simulate import (
+    ReductionPoint,
+    Timeline,
+    reduction_points,
+    render,
+    simulate,
+)
 from lightning_megatron.plan.stage_costs import StageCosts
-from lightning_megatron.plan.stage_memory import StageMemory
 from lightning_megatron.plan.stage_string import read_stage_string
-from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import (
     Compute,
     Program,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_megatron.plan.attention_activations import AttentionCosts, attention_costs
 from lightning_megatron.plan.eight_bits import EightBitCosts, EightBitLayers
 from lightning_megatron.plan.kept_activations import KeptActivations
-from lightning_megatron.plan.loss_chunks import LossChunk, tokens_of_chunk
-from lightning_megatron.plan.model_shape import ModelShape
+from lightning_megatron.plan.model_shape import LossChunk, ModelShape, tokens_of_chunk
 from lightning_megatron.plan.network_activations import (
     MicrobatchShape,
     NetworkCosts,

@@ -9,7 +9,6 @@ from itertools import product
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRule
-from lightning_megatron.plan.legal_values import require_positive
 from lightning_megatron.plan.live_microbatches import (
     WEIGHT_HALF_SHARE,
     is_within,
@@ -21,6 +20,7 @@ from lightning_megatron.plan.schedule import (
     Schedule,
     build_schedule,
 )
+from lightning_megatron.plan.settings import require_positive
 from lightning_megatron.plan.simulate import Timeline, simulate
 from lightning_megatron.plan.stage_costs import StageCosts
 

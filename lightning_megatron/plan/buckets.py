@@ -9,7 +9,7 @@ from functools import cached_property
 from math import lcm
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import require_index, require_positive
+from lightning_megatron.plan.settings import require_index, require_positive
 
 BUCKET_SIZE = 40_000_000
 """Elements at which a bucket closes: enough for full bandwidth, few enough for an early start."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import require_positive
+from lightning_megatron.plan.settings import require_positive
 
 #: Owner of a place that has no clone.
 NO_EXPERT = -1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import join_or, require_index, require_positive
+from lightning_megatron.plan.settings import join_or, require_index, require_positive
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.context import ContextCut, check_context_length
-from lightning_megatron.plan.legal_values import (
+from lightning_megatron.plan.settings import (
     join_or,
     powers_of_two_around,
     require_index,

@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.context_groups import ContextGroupsChoice
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.legal_values import divisors
+from lightning_megatron.plan.settings import divisors
 
 #: How ranks that share a sequence exchange keys and values.
 ContextTransport = Literal["ring", "all_to_all", "all_gather", "hierarchical"]

@@ -1,18 +1,22 @@
-"""Settings of CUDA graphs, and the settings of a run that they cannot be combined with."""
+"""Settings of CUDA graphs, the parts of a model that they may capture, and the settings of a run
+that they cannot be combined with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.experts import ChosenTransport, Transport
 from lightning_megatron.plan.settings import Count, coerce_fields, coerced
 
+SegmentScope = Literal[
+    "embedding", "attention", "mlp", "router", "preprocess", "experts", "combine", "head"
+]
 GraphMode = Literal["segments", "full"]
 """Whether graphs hold parts of a chunk, or a whole step up to the update of the parameters."""
-
 GraphScope = Literal[
     "embedding",
     "attention",
@@ -25,14 +29,31 @@ GraphScope = Literal[
     "all",
 ]
 """Part of a model that mode "segments" captures, as :class:`CudaGraphs` describes it."""
-
 _GRAPH_COMPILE_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
-
 #: Precisions whose main parameters are float32, and whose updates need no value on the host.
 _PRECISIONS = ("32-true", "bf16-mixed")
-
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def expanded_scopes(names: Iterable[str]) -> frozenset[str]:
+    """Return a set of scopes, in which ``all`` stands for every scope.
+
+    Args:
+        names: Names of scopes, or ``all``.
+
+    Raises:
+        UnsupportedError: If a name is neither a scope nor ``all``.
+    """
+    known = get_args(SegmentScope)
+    listed = tuple(names)
+    wrong = [name for name in listed if name not in (*known, "all")]
+    if wrong:
+        raise UnsupportedError(
+            f"a scope must be one of {', '.join(known)}, all: {', '.join(map(repr, wrong))}. These "
+            "are the scopes of a model's segments."
+        )
+    return frozenset(known if "all" in listed else listed)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Action
-from lightning_megatron.plan.legal_values import require_positive
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.schedule import Schedule
-from lightning_megatron.plan.settings import shown
+from lightning_megatron.plan.settings import require_positive, shown
 from lightning_megatron.plan.simulate import simulate
 
 RowFunction = Callable[[int, int, int, int], Iterable[Action]]

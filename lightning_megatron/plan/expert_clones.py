@@ -9,8 +9,7 @@ from math import prod
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.cloning import CloneSettings
-from lightning_megatron.plan.legal_values import require_positive
-from lightning_megatron.plan.settings import Count, Index, coerce_fields
+from lightning_megatron.plan.settings import Count, Index, coerce_fields, require_positive
 
 #: Alignment of every stack (bytes): more than tensor maps and the widest accesses need.
 _ALIGNMENT = 128

@@ -1,18 +1,22 @@
-"""Configuration of a mixture of experts, and the choice of the transport for its tokens."""
+"""Configuration of a mixture of experts, the choice of the transport for its tokens, and the
+sizes of the buffers that contain them.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.plan.legal_values import divisors, join_or
 from lightning_megatron.plan.settings import (
     Count,
     NotNegative,
     Positive,
     Probability,
     coerce_fields,
+    divisors,
+    join_or,
 )
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -20,6 +24,29 @@ BalanceScope = Literal["microbatch", "sequence", "global"]
 #: ``auto`` means a transport with static sizes if top_k >= ep, else an all-to-all.
 Transport = Literal["auto", "all_gather", "all_to_all", "one_sided"]
 ChosenTransport = Literal["none", "all_gather", "all_to_all", "one_sided"]
+#: Limits are multiples of the tile of a grouped product (rows).
+ROW_MULTIPLE = 128
+#: Growth of a factor relative to the one that would have been enough.
+_GROWTH = 1.1
+#: Alignment of the widest load of a GPU (bytes).
+_ALIGNMENT = 16
+#: Size of an expert index, an int64 (bytes).
+_NUMBER = 8
+
+
+class RoutingSum:
+    """Index of a sum; the number of selections of each expert starts at :attr:`LOAD`.
+
+    The indices are plain integers, because ``torch.compile`` cannot index with the members of an
+    enumeration.
+    """
+
+    DROPPED: Final = 0
+    ENTROPY: Final = 1
+    BALANCE_LOSS: Final = 2
+    Z_LOSS: Final = 3
+    NUM_MICROBATCHES: Final = 4
+    LOAD: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,3 +251,81 @@ def transport_over_ep(
     if top_k < ep and not is_limited:
         return "all_to_all"
     return "one_sided" if can_put else "all_gather"
+
+
+def limited_rows(factor: float, share: int) -> int:
+    """Return the rows of a buffer: the factor times an even share, to the next multiple of 128.
+
+    Args:
+        factor: Factor of ``expert_rows``, at least 1.
+        share: Rows of a rank if all ranks get equally many (rows).
+    """
+    return -(-math.ceil(factor * share) // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def smallest_factor(needed: int, share: int) -> float:
+    """Return the smallest factor in hundredths that has room for a number of rows.
+
+    Args:
+        needed: Rows that a rank gets (rows).
+        share: Rows of a rank if all ranks get equally many (rows).
+    """
+    return -(-needed * 100 // share) / 100
+
+
+def grown_factor(needed: int, share: int) -> float:
+    """Return a factor in hundredths with a tenth more room than a number of rows needs.
+
+    Args:
+        needed: Rows that a rank gets (rows).
+        share: Rows of a rank if all ranks get equally many (rows).
+    """
+    return math.ceil(_GROWTH * needed / share * 100) / 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBuffer:
+    """Layout of one row for every token of all ranks: features, probabilities, selected experts.
+
+    Row ``rank * num_tokens + t`` belongs to token t of a rank. The buffer contains the features of
+    all rows, then the probabilities of all rows, then the selected experts of all rows.
+
+    Args:
+        num_ranks: Number of ranks with tokens (ranks).
+        num_tokens: Number of tokens of each rank (tokens).
+        width: Features of a token (elements).
+        top_k: Number of selected experts of a token (experts).
+        element: Size of a feature (bytes).
+        scale: Size of a probability (bytes).
+    """
+
+    num_ranks: int
+    num_tokens: int
+    width: int
+    top_k: int
+    element: int
+    scale: int
+
+    @property
+    def count(self) -> int:
+        """Count the rows."""
+        return self.num_ranks * self.num_tokens
+
+    @property
+    def scales_at(self) -> int:
+        """Return the offset of the probabilities (bytes)."""
+        return _aligned(self.count * self.width * self.element)
+
+    @property
+    def experts_at(self) -> int:
+        """Return the offset of the selected experts (bytes)."""
+        return self.scales_at + _aligned(self.count * self.top_k * self.scale)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the buffer (bytes)."""
+        return self.experts_at + self.count * self.top_k * _NUMBER
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

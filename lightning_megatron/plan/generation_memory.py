@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from lightning_megatron.plan.context import context_multiple
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.legal_values import require_positive
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.partition import partition_of
+from lightning_megatron.plan.settings import require_positive
 
 
 @dataclass(frozen=True, kw_only=True)

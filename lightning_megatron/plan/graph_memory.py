@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.activations import ActivationCosts
-from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.cuda_graphs import CudaGraphs, SegmentScope
 from lightning_megatron.plan.graph_slots import GraphSlots
 from lightning_megatron.plan.schedule import Schedule
-from lightning_megatron.plan.segment_scopes import SegmentScope
 from lightning_megatron.plan.step_points import ChunkCosts, moments
 
 #: Size of a token's id or label, and of its loss (bytes).

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.actions import PipelineUnit
-from lightning_megatron.plan.legal_values import require_index
 from lightning_megatron.plan.live_microbatches import LIVE_CHANGE, live_microbatches
 from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.plan.settings import require_index
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.plan.legal_values import join_or
+from lightning_megatron.plan.settings import join_or
 
 
 class Pass(StrEnum):

@@ -9,9 +9,16 @@ from math import prod
 from typing import Any
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import divisors, join_or, require_index
 from lightning_megatron.plan.placement import Placement, PlacementShape
-from lightning_megatron.plan.settings import Count, Index, coerce_fields, shown
+from lightning_megatron.plan.settings import (
+    Count,
+    Index,
+    coerce_fields,
+    divisors,
+    join_or,
+    require_index,
+    shown,
+)
 from lightning_megatron.plan.stage_string import read_stage_string
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"

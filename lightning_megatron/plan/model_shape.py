@@ -1,19 +1,54 @@
-"""Sizes of a GPT-like model that determine its memory, and the parameter counts of ranks."""
+"""Sizes of a GPT-like model that determine its memory, its activations by name, and the parameter
+counts of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from lightning_megatron.plan.activation_kinds import MemoryKind
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.loss_chunks import LossChunk, tokens_of_chunk
 from lightning_megatron.plan.partition import LayerCosts
+from lightning_megatron.plan.settings import Count
 from lightning_megatron.plan.shards import attention_ranges, padded_vocab_size
 
+Activation: TypeAlias = Literal[
+    "gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh", "clamped_swiglu"
+]
+"""Activation without a gate (``gelu`` is exact) or with one. ``clamped_swiglu`` is that of gpt-oss.
+"""
+MemoryKind: TypeAlias = Literal["gelu", "relu", "swiglu", "geglu", "clamped_swiglu"]
+"""Activations with the same memory use."""
+
+#: Factor of the gate inside the sigmoid of ``clamped_swiglu``, which makes it close to GELU.
+GATE_FACTOR = 1.702
+#: Bound of the features of ``clamped_swiglu``: gates have it above only.
+FEATURE_LIMIT = 7.0
+#: Activations that multiply one half of the features by the other.
+GATED: frozenset[Activation] = frozenset(("swiglu", "geglu", "geglu_tanh", "clamped_swiglu"))
+#: Kind with the same memory use.
+MEMORY_OF: Mapping[Activation, MemoryKind] = {
+    "gelu": "gelu",
+    "gelu_tanh": "gelu",
+    "relu": "relu",
+    "swiglu": "swiglu",
+    "geglu": "geglu",
+    "geglu_tanh": "geglu",
+    "clamped_swiglu": "clamped_swiglu",
+}
+#: Tokens of a chunk; ``auto`` divides only large logits, ``forward`` divides all, and computes the
+#: gradients of summed losses in the forward pass. None divides none.
+LossChunk = Count | Literal["auto", "forward"] | None
+
+#: Largest logits of a microbatch that ``auto`` stores: a fortieth of a GPU with 80 GiB (bytes).
+MAX_STORED_BYTES = 2**31
+#: Logits of a chunk of ``auto`` and ``forward`` (bytes).
+_CHUNK = 2**29
+#: Matrix products are fastest with a multiple of this many rows (tokens).
+_ROWS = 256
 #: Cost of the embedding (lookup, sum of positions, dropout) relative to one layer.
 EMBEDDING_COST = 0.1
 #: Longest sequence that the costs of layers count. Most trainings use shorter sequences than the
@@ -21,6 +56,26 @@ EMBEDDING_COST = 0.1
 COUNTED_LENGTH = 4096
 #: Size of a logit of half type (bytes).
 _LOGIT_BYTES = 2
+
+
+def tokens_of_chunk(
+    option: LossChunk, num_tokens: int, vocab_rows: int, element_bytes: int
+) -> int | None:
+    """Return how many tokens the head and the loss compute at once; None means all, stored.
+
+    Args:
+        option: Setting of the user.
+        num_tokens: Tokens of a microbatch on one rank, those of all ranks of tp (tokens).
+        vocab_rows: Columns of the logits on one rank (tokens).
+        element_bytes: Size of a logit (bytes).
+    """
+    if option is None or isinstance(option, int):
+        return option
+    row = vocab_rows * element_bytes
+    if option == "auto" and num_tokens * row <= MAX_STORED_BYTES:
+        return None
+    fitting = max(1, _CHUNK // row)
+    return fitting - fitting % _ROWS if fitting > _ROWS else fitting
 
 
 def window_of_layer(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_megatron.plan.experts import ExpertsConfig, Transport, transport_over_ep
+from lightning_megatron.plan.experts import (
+    ExpertsConfig,
+    TokenBuffer,
+    Transport,
+    limited_rows,
+    transport_over_ep,
+)
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.model_shape import ModelShape
-from lightning_megatron.plan.row_limit import limited_rows
-from lightning_megatron.plan.token_buffer import TokenBuffer
 
 #: Size of an int64, the type of row positions and expert indices (bytes).
 _INDEX = 8

@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.legal_values import join_or, require_positive
 from lightning_megatron.plan.placement import Placement
+from lightning_megatron.plan.settings import join_or, require_positive
 
 
 @dataclass(frozen=True)

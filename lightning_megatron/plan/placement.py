@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import require_index, require_positive
+from lightning_megatron.plan.settings import require_index, require_positive
 
 T = TypeVar("T")
 

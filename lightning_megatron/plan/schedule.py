@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Action, Kind, RowBuilder
-from lightning_megatron.plan.legal_values import join_or, require_index, require_positive
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.schedule_sizes import check_chunks, check_group, check_v
+from lightning_megatron.plan.settings import join_or, require_index, require_positive
 from lightning_megatron.plan.zero_bubble import (
     dual_pipe_v_row,
     zero_bubble_row,

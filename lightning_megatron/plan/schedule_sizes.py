@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import join_or, require_positive
+from lightning_megatron.plan.settings import join_or, require_positive
 
 
 def check_v(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.legal_values import (
+from lightning_megatron.plan.settings import (
     divisors,
     join_or,
     require_index,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Kind
-from lightning_megatron.plan.legal_values import require_positive
+from lightning_megatron.plan.settings import require_positive
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.plan.actions import Action
-from lightning_megatron.plan.legal_values import require_index
 from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.plan.settings import require_index
 from lightning_megatron.plan.simulate import UNIT_COSTS, Span, consumer_of, simulate
 from lightning_megatron.plan.stage_costs import StageCosts
 

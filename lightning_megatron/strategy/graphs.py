@@ -13,7 +13,7 @@ from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.graphs.user_hooks import describe_user_hook
-from lightning_megatron.groups.device_counter import DeviceCounter
+from lightning_megatron.groups.journal import DeviceCounter
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.pipeline.executor import PipelineExecutor

@@ -16,7 +16,7 @@ from lightning_megatron.models.fp8_layers import set_fp8, set_norms, unset_fp8
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.models.stage import pipelined_modules
-from lightning_megatron.plan.loss_chunks import LossChunk
+from lightning_megatron.plan.model_shape import LossChunk
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.strategy.checks.fp8_checks import emulates
 from lightning_megatron.strategy.checks.run_checks import check_is_sharded, check_module

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.backend import collection_paused
 from lightning_megatron.graphs.cuda import CudaBackend
-from lightning_megatron.groups.device_counter import DeviceCounter, DeviceProgress
 from lightning_megatron.groups.generators import GeneratorPool
-from lightning_megatron.groups.journal import Journal
+from lightning_megatron.groups.journal import DeviceCounter, DeviceProgress, Journal
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from tests.graphs.steps import SIZES, Step

@@ -16,9 +16,8 @@ from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
-from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.experts import ExpertsConfig, limited_rows
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.row_limit import limited_rows
 from tests.fits import MIXTURE, Report, run_job
 from tests.gpu.grouped import captured
 from tests.gpu.ranks import gpu_job, on_two_and_four_gpus, run_ranks

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.groups import fingerprint, notices
 from lightning_megatron.groups.agent_store import agree_on_name
-from lightning_megatron.groups.fingerprint import _is_timeout, check_same_in_store
-from lightning_megatron.groups.sources import digest_of_sources
+from lightning_megatron.groups.fingerprint import (
+    _is_timeout,
+    check_same_in_store,
+    digest_of_sources,
+)
 
 PATIENCE = timedelta(seconds=30)
 Answers = dict[int, Any]

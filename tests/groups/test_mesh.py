@@ -22,7 +22,7 @@ from lightning_megatron.groups.journal import Call, Journal
 from lightning_megatron.groups.mesh import GROUP_NAMES, ParallelMesh
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.peer_memory import PeerMemory
-from lightning_megatron.plan.token_buffer import TokenBuffer
+from lightning_megatron.plan.experts import TokenBuffer
 from tests.worlds.test_collectives import PAIRS
 
 CPU = torch.device("cpu")

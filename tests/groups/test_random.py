@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.generators import GeneratorPool, StreamPosition
 from lightning_megatron.groups.random import RandomStreams, derive_seed
-from lightning_megatron.groups.stream_position import StreamPosition
 from lightning_megatron.layers.recompute import replayed
 from tests.tape import TapeBackend
 

@@ -18,8 +18,7 @@ from lightning_megatron.experts.routing.scores import RouterOutput, score_tokens
 from lightning_megatron.experts.routing.statistics import RouterStatistics
 from lightning_megatron.experts.transport.permute import RowMap, sort_by_expert
 from lightning_megatron.kernels import triton as kernels
-from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.plan.routing_sums import RoutingSum
+from lightning_megatron.plan.experts import ExpertsConfig, RoutingSum
 from tests.kernels.checks import Draw, check_rounded, leaf, wide
 from tests.kernels.clone_checks import CloneSizes, check_clones
 from tests.kernels.peer_checks import check_peer_rows

@@ -29,7 +29,6 @@ from lightning_megatron.kernels.triton import (
     peer_clones,
     peer_rows,
     route,
-    route_settings,
     token_rows,
     two_halves,
     weight_slices,
@@ -111,7 +110,7 @@ normed_rotary._PROGRAMS = 3
 adamw._CHUNK, adamw._BLOCK = 256, 128
 weight_slices._BLOCK = 256
 expert_sort._BLOCK, expert_sort._EXPERTS, expert_sort._ROWS = 32, 2, 2
-route_settings._TILE = 64
+route._TILE = 64
 route._PROGRAMS, route._ROWS, route._COLUMNS = 3, 2, 4
 clone_plan._BLOCK = 32
 token_rows._BLOCK = two_halves._BLOCK = peer_rows._BLOCK = 16

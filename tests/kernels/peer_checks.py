@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.experts.transport.permute import sort_by_expert
 from lightning_megatron.kernels import triton as kernels
-from lightning_megatron.plan.token_buffer import TokenBuffer
+from lightning_megatron.plan.experts import TokenBuffer
 from tests.kernels.checks import Draw
 
 UNTOUCHED = 0xFF  # bytes of this value are NaN in every dtype

@@ -14,8 +14,8 @@ from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.cuda_graphs import SegmentScope
 from lightning_megatron.plan.recomputation import Recompute
-from lightning_megatron.plan.segment_scopes import SegmentScope
 from tests.models.flash_stand_in import flash_stand_in, padded_on_the_right
 from tests.models.pieces import PieceRunner
 

@@ -14,7 +14,7 @@ from lightning_megatron.plan import (
     custom_schedule,
     simulate,
 )
-from lightning_megatron.plan.sync_points import reduction_points
+from lightning_megatron.plan.simulate import reduction_points
 from tests.plan.pipelines import CHUNKS, NUMBERS, drawn_schedule
 from tests.refusals import check_refusals
 

@@ -8,9 +8,9 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_megatron.plan.experts import grown_factor, limited_rows, smallest_factor
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 from lightning_megatron.plan.microbatches import MicrobatchRule
-from lightning_megatron.plan.row_limit import grown_factor, limited_rows, smallest_factor
 from tests.refusals import check_refusals
 
 

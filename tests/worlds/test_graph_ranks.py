@@ -12,8 +12,8 @@ from lightning_megatron.errors import CaptureError, SpeedWarning, UnsupportedErr
 from lightning_megatron.graphs.agreement import KeyAgreement, failure_of_any, is_true_anywhere
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.groups.collectives import all_reduce_
-from lightning_megatron.groups.device_counter import DeviceCounter, DeviceProgress
 from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.journal import DeviceCounter, DeviceProgress
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.pending import start_all_reduce

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from lightning_megatron import FP8, CudaGraphs, ParallelPlanError
-from lightning_megatron.groups.launcher import CollectiveLauncher, Work
+from lightning_megatron.groups.axis import CollectiveLauncher, Work
 from lightning_megatron.training import row_sums
 from tests.fits import GPT2, LLAMA, Job, Report, Tokens
 from tests.graphs.jobs import (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups import after_run
+from lightning_megatron.groups import mesh as mesh_module
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
@@ -126,7 +126,7 @@ def save_all(rank: int, size: int, folder: Path) -> str:
         with pytest.raises(UnsupportedError, match="folder without weights"):
             model.save_pretrained(folder / case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(after_run, "_TIMEOUT", timedelta(seconds=1))
+        patch.setattr(mesh_module, "_TIMEOUT", timedelta(seconds=1))
         try:
             if rank == 0:
                 model.save_pretrained(folder / "alone")

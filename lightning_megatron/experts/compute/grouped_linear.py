@@ -20,7 +20,7 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots
 from lightning_megatron.layers.handed_gradients import add_to_slots
 from lightning_megatron.layers.mlp import activate
 from lightning_megatron.layers.remade import Recipe
-from lightning_megatron.plan.activation_kinds import Activation
+from lightning_megatron.plan.model_shape import Activation
 from lightning_megatron.shapes import Float, Int
 
 #: Kernels of activations times probabilities.

@@ -30,8 +30,8 @@ from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.mlp import is_gated
 from lightning_megatron.layers.remade import Recipe
-from lightning_megatron.plan.activation_kinds import Activation
 from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.model_shape import Activation
 from lightning_megatron.plan.shards import ShardRange, even_range, gated_ranges, uneven_range
 from lightning_megatron.shapes import Float, Int
 

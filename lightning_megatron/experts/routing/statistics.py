@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_megatron.experts.routing.balance import add_over_tokens_
 from lightning_megatron.experts.routing.router import Routing
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.plan.routing_sums import RoutingSum
+from lightning_megatron.plan.experts import ExpertsConfig, RoutingSum
 from lightning_megatron.shapes import Float, Int, Shaped
 
 

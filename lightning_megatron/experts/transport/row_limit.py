@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron.experts.transport.permute import RowMap, map_rows
 from lightning_megatron.experts.transport.row_excess import RowExcess
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.row_limit import limited_rows
+from lightning_megatron.plan.experts import limited_rows
 from lightning_megatron.shapes import Int
 
 

@@ -37,8 +37,7 @@ from lightning_megatron.kernels.triton.peer_clones import (
 from lightning_megatron.kernels.triton.peer_rows import add_buffer_rows, put_sums, put_tokens
 from lightning_megatron.kernels.triton.rotary import rotate_qkv
 from lightning_megatron.kernels.triton.rotated_attention import attend_rotated_token
-from lightning_megatron.kernels.triton.route import route_tokens
-from lightning_megatron.kernels.triton.route_settings import RouteSettings
+from lightning_megatron.kernels.triton.route import RouteSettings, route_tokens
 from lightning_megatron.kernels.triton.router_losses import add_routing, attach_losses
 from lightning_megatron.kernels.triton.swiglu import apply_swiglu
 from lightning_megatron.kernels.triton.token_attention import attend_one_token, store_token

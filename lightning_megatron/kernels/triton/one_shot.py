@@ -18,9 +18,8 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.triton.early_start import early_start, wait_early
-from lightning_megatron.kernels.triton.half_words import unpack_halves
-from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
+from lightning_megatron.kernels.triton.launch import ceil_div, early_start, on_device_of, wait_early
+from lightning_megatron.kernels.triton.two_halves import unpack_halves
 from lightning_megatron.shapes import Int, Shaped
 
 #: Words that one program reduces. A power of two.

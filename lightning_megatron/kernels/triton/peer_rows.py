@@ -2,7 +2,7 @@
 
 Ranks write tokens to the ranks of their experts, and sums of expert outputs back to the ranks of
 the tokens. Reads are local. Every rank has one row for each token of all ranks;
-:class:`~lightning_megatron.plan.token_buffer.TokenBuffer` defines their memory layout. A row is
+:class:`~lightning_megatron.plan.experts.TokenBuffer` defines their memory layout. A row is
 neither written nor read if its token has no expert on the rank.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
-from lightning_megatron.plan.token_buffer import TokenBuffer
+from lightning_megatron.plan.experts import TokenBuffer
 from lightning_megatron.shapes import Float, Int
 
 # Elements of a row in one iteration of a program.

@@ -9,8 +9,13 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.triton.early_start import early_start, wait_early
-from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
+from lightning_megatron.kernels.triton.launch import (
+    ceil_div,
+    early_start,
+    on_device_of,
+    power_of_two,
+    wait_early,
+)
 from lightning_megatron.shapes import Float
 
 # Elements of the half heads of a program: 128 threads with 8 elements each, one access of 16 bytes.

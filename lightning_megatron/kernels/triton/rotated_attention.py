@@ -8,8 +8,12 @@ from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lightning_megatron.kernels.triton.early_start import early_start
-from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
+from lightning_megatron.kernels.triton.launch import (
+    ceil_div,
+    early_start,
+    on_device_of,
+    power_of_two,
+)
 from lightning_megatron.kernels.triton.normed_rotary import rotation_angles, rotation_partners
 from lightning_megatron.shapes import Float, Int
 

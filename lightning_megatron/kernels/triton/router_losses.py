@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import on_device_of, power_of_two
-from lightning_megatron.plan.routing_sums import RoutingSum
+from lightning_megatron.plan.experts import RoutingSum
 from lightning_megatron.shapes import Float, Int, Shaped
 
 # Kernels can read global constants of type tl.constexpr only.

@@ -10,8 +10,14 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.triton.early_start import early_start, wait_early
-from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
+from lightning_megatron.kernels.triton.launch import (
+    as_rows,
+    ceil_div,
+    early_start,
+    on_device_of,
+    power_of_two,
+    wait_early,
+)
 from lightning_megatron.kernels.triton.magnitudes import magnitude_bits, note_magnitude
 from lightning_megatron.plan.fp8 import MAGNITUDE_PARTS
 from lightning_megatron.shapes import Float, Int

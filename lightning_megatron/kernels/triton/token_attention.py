@@ -7,8 +7,13 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from lightning_megatron.kernels.triton.early_start import early_start, wait_early
-from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
+from lightning_megatron.kernels.triton.launch import (
+    ceil_div,
+    early_start,
+    on_device_of,
+    power_of_two,
+    wait_early,
+)
 from lightning_megatron.shapes import Float, Int
 
 #: Keys that a program reads at once (tokens).

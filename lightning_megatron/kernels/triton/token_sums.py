@@ -22,9 +22,13 @@ from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from lightning_megatron.kernels.triton.early_start import early_start
-from lightning_megatron.kernels.triton.half_words import pack_halves, unpack_halves
-from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
+from lightning_megatron.kernels.triton.launch import (
+    ceil_div,
+    early_start,
+    on_device_of,
+    power_of_two,
+)
+from lightning_megatron.kernels.triton.two_halves import pack_halves, unpack_halves
 from lightning_megatron.shapes import Float, Int
 
 #: Widest residual stream, of which one program has all elements.

@@ -1,4 +1,6 @@
-"""Float32 numbers as sums of two half-type numbers, for precise matrix products of half types."""
+"""Numbers of half types: sums of two that give a float32 number, for precise matrix products, and
+pairs of numbers as words of 4 bytes.
+"""
 
 from __future__ import annotations
 
@@ -55,3 +57,28 @@ def _split_rows(
     target = parts + at + at // width * width
     tl.store(target, high, mask=inside)
     tl.store(target + width, (x - high.to(tl.float32)).to(parts.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def unpack_halves(words: tl.tensor, like: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first and the second number of every word, in float32.
+
+    Args:
+        words: Words, as int32.
+        like: Tensor or pointer with the half type of the numbers.
+    """
+    low = (words & 0xFFFF).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def pack_halves(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Return a word, as int32, for every pair of numbers.
+
+    Args:
+        low: First numbers, of a half type.
+        high: Second numbers, of the same type.
+    """
+    first = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) | first

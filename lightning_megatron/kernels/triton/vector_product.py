@@ -7,10 +7,14 @@ from torch import Tensor
 from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lightning_megatron.kernels.triton.early_start import early_start
-from lightning_megatron.kernels.triton.half_words import pack_halves
-from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
+from lightning_megatron.kernels.triton.launch import (
+    ceil_div,
+    early_start,
+    on_device_of,
+    power_of_two,
+)
 from lightning_megatron.kernels.triton.token_sums import region_of, send_words, sequence_number
+from lightning_megatron.kernels.triton.two_halves import pack_halves
 from lightning_megatron.shapes import Float, Int
 
 #: Elements of the weight that a program reads at once, and how many of them are of one row.

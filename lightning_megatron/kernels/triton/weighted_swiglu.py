@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
-from lightning_megatron.plan.activation_kinds import FEATURE_LIMIT, GATE_FACTOR
+from lightning_megatron.plan.model_shape import FEATURE_LIMIT, GATE_FACTOR
 from lightning_megatron.shapes import Float, Int
 
 # Gate elements in one iteration of a program.

@@ -27,6 +27,7 @@ from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.nest import leaves
 from lightning_megatron.plan.budget import (
     GIB,
+    StageMemory,
     TrainingShape,
     estimate_memory,
     static_bytes,
@@ -39,7 +40,6 @@ from lightning_megatron.plan.kept_activations import (
     fused_activations,
 )
 from lightning_megatron.plan.settings import Count, coerced_arguments
-from lightning_megatron.plan.stage_memory import StageMemory
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
 

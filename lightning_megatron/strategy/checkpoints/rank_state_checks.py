@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.groups.stream_position import StreamPosition
+from lightning_megatron.groups.generators import StreamPosition
 
 _MT19937_WORDS = 624
 _POSITION = {

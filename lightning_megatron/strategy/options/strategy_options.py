@@ -28,8 +28,8 @@ from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.fp8 import FP8, Backend, FP8Recipe, check_fp8_products
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.microbatches import MicrobatchRule
+from lightning_megatron.plan.model_shape import LossChunk
 from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, ScheduleOption

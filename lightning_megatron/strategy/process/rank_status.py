@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from lightning_megatron.groups.device_counter import DeviceProgress
-from lightning_megatron.groups.journal import Call, Journal
+from lightning_megatron.groups.journal import Call, DeviceProgress, Journal
 
 _PACKAGE = str(Path(__file__).parents[2])
 _LIBRARY_PATHS = (

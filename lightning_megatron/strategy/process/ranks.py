@@ -17,9 +17,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.fingerprint import package_hash
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.sources import package_hash
-from lightning_megatron.groups.world_reads import watch_world_size
+from lightning_megatron.groups.mesh_groups import watch_world_size
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.processes import utils_rank_zero_only

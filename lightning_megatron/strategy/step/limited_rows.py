@@ -15,7 +15,7 @@ from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.experts.transport.row_limit import RowLimit, RowNeed
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.row_limit import grown_factor, limited_rows, smallest_factor
+from lightning_megatron.plan.experts import grown_factor, limited_rows, smallest_factor
 from lightning_megatron.strategy.modules.module_state import ModuleState, own_parts
 from lightning_megatron.strategy.modules.tensor_copies import copies_of, copy_all_
 from lightning_megatron.strategy.optimization.layer_states import LayerStates

@@ -39,7 +39,7 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import PipelinedModule, computed_by
-from lightning_megatron.plan.legal_values import join_or
+from lightning_megatron.plan.settings import join_or
 from lightning_megatron.swap.blocks.rules import BlockRule, rules_of
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.plan.legal_values import divisors, join_or
+from lightning_megatron.plan.settings import divisors, join_or
 from lightning_megatron.swap.blocks.rules import BlockRule, rules_of
 from lightning_megatron.swap.hugging_face.peft_layers import is_peft_module
 

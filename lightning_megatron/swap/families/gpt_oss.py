@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.plan.activation_kinds import FEATURE_LIMIT, GATE_FACTOR
 from lightning_megatron.plan.experts import ExpertsConfig
+from lightning_megatron.plan.model_shape import FEATURE_LIMIT, GATE_FACTOR
 from lightning_megatron.swap.families.expert_names import ExpertNames
 from lightning_megatron.swap.families.experts import MLP, PARTS, all_layers, balanced
 from lightning_megatron.swap.families.family import Family

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.plan.legal_values import join_or
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
-from lightning_megatron.plan.settings import shown
+from lightning_megatron.plan.settings import join_or, shown
 from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
 from lightning_megatron.swap.families.fields import Field, Values
 

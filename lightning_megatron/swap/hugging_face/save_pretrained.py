@@ -17,10 +17,9 @@ from lightning_megatron.errors import (
     RankMismatchError,
     UnsupportedError,
 )
-from lightning_megatron.groups.after_run import ranks_on_cpu
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
-from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.mesh import ParallelMesh, ranks_on_cpu
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
 from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitWeight
