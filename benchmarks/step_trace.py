@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.collectives import all_gather_objects
-from lightning_megatron.training.flat_buffer import MainSlice
+from lightning_megatron.optimizer.flat_buffer import MainSlice
 
 #: Integer types by the size of the floating-point type whose bits they view (bytes).
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

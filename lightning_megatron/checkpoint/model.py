@@ -10,7 +10,7 @@ from lightning_megatron.checkpoint.matching import Match
 from lightning_megatron.checkpoint.open_checkpoint import Source
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement, replicated_spec
-from lightning_megatron.training.main_parameters import MainParameters
+from lightning_megatron.optimizer.main_parameters import MainParameters
 
 STATE_DICT = "state_dict."
 

@@ -22,8 +22,7 @@ from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
 from lightning_megatron.graphs.piece_memory import PieceMemory, Tenant
 from lightning_megatron.graphs.values import FlatValues, flatten
 from lightning_megatron.groups.generators import GeneratorPool, StreamPosition
-from lightning_megatron.layers.gradient_slot import GradientSlot
-from lightning_megatron.layers.slot_states import SlotState, fill_empty
+from lightning_megatron.layers.gradient_slot import GradientSlot, SlotState, fill_empty
 from lightning_megatron.layers.weight_gradient_queue import (
     Products,
     compute_products,

@@ -11,10 +11,10 @@ from lightning_megatron.groups.generators import GeneratorPool, StreamPosition
 from lightning_megatron.groups.journal import Journal, RecordedCall
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.recorded_draws import DrawRecorder, RecordedDraws
-from lightning_megatron.layers.slot_states import mark_filled, state_of
-from lightning_megatron.training.gradients import GradientReducer
-from lightning_megatron.training.parameter_gather import ParameterGather, RecordedGather
-from lightning_megatron.training.recorded_gradients import GradientRecorder, RecordedGradients
+from lightning_megatron.layers.gradient_slot import mark_filled, state_of
+from lightning_megatron.optimizer.gradient_buckets import GradientRecorder, RecordedGradients
+from lightning_megatron.optimizer.parameter_gather import ParameterGather, RecordedGather
+from lightning_megatron.optimizer.reduction import GradientReducer
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.piece_inputs import OutputGradients
-from lightning_megatron.layers.gradient_slot import slot_of
-from lightning_megatron.layers.slot_states import SlotState, state_of
+from lightning_megatron.layers.gradient_slot import SlotState, slot_of, state_of
 
 
 class PieceBackward:

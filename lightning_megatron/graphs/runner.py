@@ -23,10 +23,10 @@ from lightning_megatron.graphs.step_kind import TRAINING, StepKind
 from lightning_megatron.graphs.values import flatten
 from lightning_megatron.groups.p2p import PendingTransfers
 from lightning_megatron.layers.segments import SegmentList, is_compiled
+from lightning_megatron.optimizer.reduction import GradientReducer
 from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.graph_slots import GraphSlots
 from lightning_megatron.plan.schedule import Schedule
-from lightning_megatron.training.gradients import GradientReducer
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs, rea
 from lightning_megatron.graphs.step_kind import TRAINING
 from lightning_megatron.groups.generators import GeneratorPool, StreamPosition
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.layers.slot_states import fill_empty
+from lightning_megatron.layers.gradient_slot import fill_empty
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 

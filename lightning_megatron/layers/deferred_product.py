@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_megatron.layers.gradient_product import GradientProduct
-from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot
+from lightning_megatron.layers.gradient_slot import GradientProduct, GradientSlot, StackedSlot
 from lightning_megatron.layers.weight_gradient_queue import Add, WeightGradientQueue
 from lightning_megatron.shapes import Float
 

@@ -1,20 +1,136 @@
-"""Gradient sums over the microbatches of a step, outside of autograd's ``.grad``."""
+"""Gradient sums over the microbatches of a step, outside of autograd's ``.grad``.
+
+The first gradient of a step overwrites the sum in its slot, and later ones are added to it. Layers
+choose between the two in Python, by :attr:`GradientSlot.is_empty`. A CUDA graph repeats the choice
+of its capture, so a backward pass has two graphs: one for empty slots and one for filled slots. The
+code that replays them chooses one by :func:`state_of`, and sets the flags that the pass would have
+set by :func:`mark_filled`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.gradient_product import GradientProduct, MatrixProduct
+from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.stacked_view import stacked_view
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.shapes import Float, Int
 
 _ATTRIBUTE = "gradient_slot"
+#: ``empty`` if no slot has a sum, ``filled`` if all have one, ``mixed`` otherwise.
+SlotState = Literal["empty", "filled", "mixed"]
+
+
+class GradientProduct(Protocol):
+    """Weight gradient of a linear layer that is not computed yet."""
+
+    def value(self) -> Float[Tensor, "out_local in_local"]:
+        """Return the gradient."""
+        ...
+
+    def add_to(
+        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
+    ) -> bool:
+        """Add the gradient to a sum, without a temporary tensor of the product where possible.
+
+        Args:
+            sums: The sum.
+            is_empty: Whether the product overwrites the sum.
+            scale: Factor of the gradient.
+
+        Returns:
+            Whether the gradient was added. If not, the caller must add :meth:`value`.
+        """
+        ...
+
+    def split(self, rows: Sequence[int]) -> Sequence[GradientProduct]:
+        """Return the products of consecutive rows of the weight.
+
+        Args:
+            rows: Number of rows of each product (rows).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """Weight gradient ``left^T @ right``.
+
+    For half types on a GPU, one matrix product accumulates in the float32 memory of the sum,
+    without rounding to the half type and without a temporary tensor.
+
+    Shapes: left ``(rows, out_local)``; right ``(rows, in_local)``.
+
+    Args:
+        left: Gradient of the outputs.
+        right: Inputs.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def value(self) -> Float[Tensor, "out_local in_local"]:
+        """Return the gradient."""
+        return self.left.t() @ self.right
+
+    def add_to(
+        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
+    ) -> bool:
+        """Add the gradient to a sum; return False if these dtypes have no such product."""
+        left = self.left
+        right = self.right
+        factors = {"beta": 0 if is_empty else 1, "alpha": scale}
+        is_half = left.dtype in HALF_TYPES and right.dtype == left.dtype
+        if sums.dtype == torch.float32 and left.is_cuda and is_half:
+            torch.addmm(sums, left.t(), right, out_dtype=torch.float32, out=sums, **factors)
+        elif sums.dtype == left.dtype == right.dtype:
+            torch.addmm(sums, left.t(), right, out=sums, **factors)
+        else:
+            return False
+        return True
+
+    def split(self, rows: Sequence[int]) -> Sequence[MatrixProduct]:
+        """Return the products of consecutive rows of the weight."""
+        return [MatrixProduct(part, self.right) for part in self.left.split(list(rows), dim=1)]
+
+
+@dataclass(frozen=True)
+class ScaledGradient:
+    """Weight gradient ``gradient * factor``, with a factor that is known only on the device.
+
+    Args:
+        gradient: Gradient for the factor 1.
+        factor: One number.
+    """
+
+    gradient: Float[Tensor, "out_local in_local"]
+    factor: Float[Tensor, ""]
+
+    def value(self) -> Float[Tensor, "out_local in_local"]:
+        """Return the gradient."""
+        return self.gradient * self.factor
+
+    def add_to(
+        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
+    ) -> bool:
+        """Add the gradient to a sum in one pass; return False if their dtypes differ."""
+        if sums.dtype != self.gradient.dtype:
+            return False
+        if is_empty:
+            torch.mul(self.gradient, self.factor * scale, out=sums)
+        else:
+            sums.addcmul_(self.gradient, self.factor, value=scale)
+        return True
+
+    def split(self, rows: Sequence[int]) -> Sequence[ScaledGradient]:
+        """Return the gradients of consecutive rows of the weight."""
+        return [ScaledGradient(part, self.factor) for part in self.gradient.split(list(rows))]
 
 
 @dataclass(frozen=True)
@@ -396,3 +512,76 @@ def set_slot(parameter: Tensor, slot: GradientSlot | StackedSlot | None) -> None
         setattr(parameter, _ATTRIBUTE, slot)
     elif hasattr(parameter, _ATTRIBUTE):
         delattr(parameter, _ATTRIBUTE)
+
+
+def add_to_slots(
+    gradients: Float[Tensor, "experts *shape"],
+    weights: Sequence[Float[Tensor, "*shape"]],
+    slots: Sequence[GradientSlot | None],
+    needed: Sequence[bool],
+) -> list[Float[Tensor, "*shape"] | None]:
+    """Add the gradients of weights to their slots, and return those of weights without slots.
+
+    Args:
+        gradients: Gradients of all weights as one stack.
+        weights: One weight for each expert.
+        slots: Slot of each weight; None means that autograd accumulates its gradient.
+        needed: Whether each weight needs a gradient.
+
+    Returns:
+        Gradient of each weight for autograd; None if the gradient is in a slot or not needed.
+    """
+    remaining: list[Tensor | None] = [None] * len(weights)
+    for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
+        if slot is not None:
+            slot.add(gradients[number])
+        elif needed[number]:
+            remaining[number] = gradients[number].to(weight.dtype)
+    return remaining
+
+
+def state_of(slots: Iterable[GradientSlot]) -> SlotState:
+    """Return whether no slot, every slot or some slots hold a sum; ``empty`` without slots."""
+    flags = {slot.is_empty for slot in slots}
+    if len(flags) > 1:
+        return "mixed"
+    return "filled" if False in flags else "empty"
+
+
+def mark_filled(
+    slots: Iterable[GradientSlot], rows: Mapping[GradientSlot, tuple[Int[Tensor, "rows"], ...]]
+) -> None:
+    """Record that a replay added gradients to these slots, without a call of their owners.
+
+    Args:
+        slots: The slots.
+        rows: Rows of the gradients, for slots that got only gradients of known rows. The tensors
+            are copied, because the next replay overwrites them.
+    """
+    for slot in slots:
+        slot_rows = rows.get(slot)
+        slot.note_filled(None if slot_rows is None else tuple(index.clone() for index in slot_rows))
+
+
+@torch.no_grad()
+def fill_empty(slots: Iterable[GradientSlot]) -> None:
+    """Fill the empty slots with zeros, so that a pass can add its gradients to all of them.
+
+    This resolves a mixed state: adding to zeros equals overwriting.
+    """
+    for slot in slots:
+        if slot.is_empty:
+            slot.gradient.zero_()
+            slot.is_empty = False
+
+
+@contextmanager
+def preserve_states(slots: Iterable[GradientSlot]) -> Iterator[None]:
+    """Restore the current states of the slots when the block ends."""
+    before = [(slot, slot.is_empty, slot.rows) for slot in slots]
+    try:
+        yield
+    finally:
+        for slot, is_empty, rows in before:
+            slot.is_empty = is_empty
+            slot.rows = rows

@@ -26,8 +26,7 @@ from lightning_megatron.groups.pending import (
     start_reduce_scatter,
 )
 from lightning_megatron.layers.deferred_product import give_product, open_queue, ready
-from lightning_megatron.layers.gradient_product import MatrixProduct
-from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.gradient_slot import MatrixProduct, slot_of
 from lightning_megatron.layers.one_shot import one_shot_all_reduce_
 from lightning_megatron.layers.vector_product import linear
 from lightning_megatron.shapes import Float, Shaped

@@ -14,8 +14,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.chunked_head import ChunkedHead, LogitForm, new_slot, rows_of
 from lightning_megatron.layers.chunked_loss import chunked_cross_entropy
-from lightning_megatron.layers.gradient_product import ScaledGradient
-from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.gradient_slot import ScaledGradient, slot_of
 from lightning_megatron.layers.loss import LossTerms, check_ids
 from lightning_megatron.layers.regions import start_summing
 from lightning_megatron.shapes import Float, Int

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.experts.routing.statistics import StepStatistics
+from lightning_megatron.optimizer.ties import name_copies_as_originals
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.custom_schedule import RowFunction
 from lightning_megatron.plan.expert_clones import ExpertClones
@@ -62,7 +63,6 @@ from lightning_megatron.strategy.private.user_module import publish_device_mesh
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.strategy.sharding import shard_module, start_mixtures
 from lightning_megatron.swap.hugging_face.state_dict import to_package_names
-from lightning_megatron.training.ties import name_copies_as_originals
 
 
 @documents_options

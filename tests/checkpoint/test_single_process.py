@@ -29,10 +29,10 @@ from lightning_megatron.checkpoint.header import HEADER
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec
+from lightning_megatron.optimizer import MainParameters
 from lightning_megatron.plan.shards import ShardRange
-from lightning_megatron.training import MainParameters
 from tests.checkpoint.pieces import entries, entry_of
-from tests.training.runs import Run, plain_sgd, single
+from tests.optimizer.runs import Run, plain_sgd, single
 
 MESH = ParallelMesh.single()
 

@@ -18,7 +18,7 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.experts.transport import peer_transfer
 from tests.fits import Language, Tokens
 from tests.gpu.shared_gpu import is_shared, share
-from tests.training.fused_fits import SMALL
+from tests.optimizer.fused_fits import SMALL
 
 #: Rank that is killed, and the number of its last put (a step of two layers has four puts).
 RANK, PUT = 1, 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_megatron.training.group_numbers import GroupNumbers
+from lightning_megatron.optimizer.fused_update import GroupNumbers
 
 pytest.importorskip("triton", reason="needs triton, which comes with the CUDA builds of torch")
 
@@ -17,7 +17,7 @@ from tests.kernels.adam import (  # noqa: E402
     check_narrow_steps,
     check_new_addresses,
 )
-from tests.training.fused_fits import FITS, check_equal  # noqa: E402
+from tests.optimizer.fused_fits import FITS, check_equal  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

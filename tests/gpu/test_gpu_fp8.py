@@ -23,8 +23,8 @@ from tests.fits import Job
 from tests.graphs.jobs import run_graphs
 from tests.layers.noted_casts import spread as draw
 from tests.layers.test_fp8 import RECIPES
+from tests.optimizer.fused_fits import SMALL
 from tests.oracles import relative_difference
-from tests.training.fused_fits import SMALL
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,8 @@ from lightning_megatron.plan.fp8 import FP8
 from tests.fits import Job, Report, joined, run_job
 from tests.gpu.ranks import assert_losses_near, gpu_job, on_two_and_four_gpus, run_ranks
 from tests.graphs.jobs import VALIDATED, VARIED, differences, run_graphs, run_updates
+from tests.optimizer.fused_fits import SMALL, FusedLanguage
 from tests.strategy.test_fp8_graphs import Stored
-from tests.training.fused_fits import SMALL, FusedLanguage
 from tests.worlds.test_fp8 import CONFIGS, CheckBytes, cast_whole
 
 #: Start in the numbers, start in the bytes, size (elements), and weight of each slice.

@@ -23,7 +23,7 @@ from tests.fits import Job, Report
 from tests.gpu.ranks import on_two_and_four_gpus, run_ranks
 from tests.gpu.shared_gpu import gpu_of
 from tests.graphs.jobs import VARIED, differences, run_graphs
-from tests.training.fused_fits import SMALL
+from tests.optimizer.fused_fits import SMALL
 
 FEATURES = 512
 MODES: tuple[GraphMode, ...] = ("segments", "full")

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.fits import Report, Tokens, joined, run_job
 from tests.graphs.jobs import DROPOUT
-from tests.training.fused_fits import FusedLanguage, fused_job
+from tests.optimizer.fused_fits import FusedLanguage, fused_job
 
 
 def train(precision: Any, folder: Path, resume_from: Path | None = None) -> Report:

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.gpu.ranks import on_two_and_four_gpus, run_ranks
-from tests.training.row_exchanges import (
+from tests.optimizer.row_exchanges import (
     DIVISIONS,
     EXPECTED,
     errors_of_sums,

@@ -33,8 +33,8 @@ from lightning_megatron.models.layered import single_mesh
 from tests.fits import Job, Language, Report, Tokens, run_job, run_jobs
 from tests.gpu.ranks import assert_near, gpu_job, run_ranks
 from tests.layers.noted_casts import spread as draw
+from tests.optimizer.fused_fits import SMALL
 from tests.oracles import relative_difference
-from tests.training.fused_fits import SMALL
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="the extra te is not installed")
 

@@ -13,7 +13,7 @@ from lightning_megatron import CudaGraphs  # noqa: E402
 from lightning_megatron.graphs.cuda import CudaBackend  # noqa: E402
 from lightning_megatron.graphs.update_graph import Update, UpdateGraph  # noqa: E402
 from lightning_megatron.groups.mesh import ParallelMesh  # noqa: E402
-from lightning_megatron.training.group_numbers import GroupNumbers  # noqa: E402
+from lightning_megatron.optimizer.fused_update import GroupNumbers  # noqa: E402
 from tests.graphs.jobs import VARIED, differences, run_updates  # noqa: E402
 from tests.kernels.adam import CASES, Case, Slices  # noqa: E402
 

@@ -13,7 +13,7 @@ from lightning_megatron import CudaGraphs, GPTConfig, MegatronStrategy
 from tests import fits
 from tests.fits import LLAMA, SIZES, Job, Report, Tokens
 from tests.graphs.trained import counted_replays
-from tests.training.fused_fits import FusedLanguage, Updates, fused
+from tests.optimizer.fused_fits import FusedLanguage, Updates, fused
 
 #: Graphs are captured in the second step.
 SEGMENTS = CudaGraphs("segments", warmup_steps=1, on_failure="error")

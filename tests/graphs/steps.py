@@ -17,7 +17,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.experts import Transport
 from tests.graphs.trained import SIZES as FOUR_LAYERS
-from tests.training.runs import Run
+from tests.optimizer.runs import Run
 
 SIZES: dict[str, Any] = {**FOUR_LAYERS, "num_layers": 2}
 

@@ -12,8 +12,8 @@ from torch import nn
 from lightning_megatron.graphs.addresses import Addresses
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks, user_hook_of
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.training.parameter_gather import ParameterGather
-from lightning_megatron.training.use_order import UseOrder
+from lightning_megatron.optimizer.flat_buffer import UseOrder
+from lightning_megatron.optimizer.parameter_gather import ParameterGather
 
 
 def net() -> Any:

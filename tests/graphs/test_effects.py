@@ -16,14 +16,13 @@ from lightning_megatron.graphs.effects import EffectObservers, Effects
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.recorded_draws import RecordedDraws
-from lightning_megatron.layers.slot_states import state_of
+from lightning_megatron.layers.gradient_slot import state_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.training import DistributedOptimizerConfig
-from lightning_megatron.training.gradient_bucket import GradientBucket
-from lightning_megatron.training.recorded_gradients import RecordedGradients
+from lightning_megatron.optimizer import DistributedOptimizerConfig
+from lightning_megatron.optimizer.gradient_buckets import GradientBucket, RecordedGradients
+from tests.optimizer.runs import Run
 from tests.tape import TapeBackend
-from tests.training.runs import Run
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40, "max_seq_length": 8, "num_layers": 2, "hidden_size": 16, "num_heads": 4,

@@ -23,7 +23,7 @@ from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.step.whole_captures import WorldAgreement
 from tests.fits import Job, Language, Report, Tokens
 from tests.graphs.jobs import DROPOUT, FULL, ROUTED, SEGMENTS, VARIED, check_same, run_graphs
-from tests.training.fused_fits import SMALL
+from tests.optimizer.fused_fits import SMALL
 
 CAPTURING = replace(FULL, on_new_shape="capture")
 LENIENT = replace(FULL, on_failure="eager")

@@ -30,8 +30,8 @@ from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.custom_schedule import custom_schedule
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.schedule import Schedule, build_schedule
+from tests.optimizer.runs import Run
 from tests.tape import TapeBackend
-from tests.training.runs import Run
 
 EVALUATION = StepKind("validation_step")
 SIZES: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels.triton import AdamKernel
-from lightning_megatron.training.group_numbers import numbers_of
+from lightning_megatron.optimizer.fused_update import numbers_of
 
 HALF_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 

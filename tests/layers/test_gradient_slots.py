@@ -15,12 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.experts.compute.grouped_linear import grouped_linear
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot, slot_of
+from lightning_megatron.layers.gradient_slot import (
+    GradientSlot,
+    fill_empty,
+    preserve_states,
+    set_slot,
+    slot_of,
+    state_of,
+)
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.layers.regions import column_linear
-from lightning_megatron.layers.slot_states import fill_empty, preserve_states, state_of
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from tests.layers.small_layers import F_OUT, B, D, S, V, attach_slots, draw, make_cases
 from tests.live_memory import LiveMemory

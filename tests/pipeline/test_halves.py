@@ -19,8 +19,8 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
 from lightning_megatron.plan.schedule import Action, Schedule, build_schedule
+from tests.optimizer.runs import Run
 from tests.oracles import assert_equal
-from tests.training.runs import Run
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50, "max_seq_length": 8, "num_layers": 4, "hidden_size": 16, "num_heads": 2,

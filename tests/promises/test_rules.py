@@ -26,7 +26,7 @@ from tests.import_graph import (
 # open to all.
 ROOMS = tuple(
     """
-    plan kernels groups layers experts models swap training pipeline graphs
+    plan kernels groups layers experts models swap optimizer pipeline graphs
     generation checkpoint strategy
     """.split()
 )
@@ -108,7 +108,7 @@ NOT_YET = {
         benchmarks/ checkpoint/ cli/ data/ experts/ generation/ graphs/ layers/ models/
         pipeline/ strategy/checkpoints/ strategy/class_loading.py strategy/logs/
         strategy/modules/ strategy/optimization/ strategy/options/ strategy/private/
-        strategy/process/ strategy/step/ swap/ training/
+        strategy/process/ strategy/step/ swap/
     """,
     "functions_are_short": """
         benchmarks/ checkpoint/ cli/ corpus/ data/ experts/ groups/ kernels/ layers/ models/
@@ -119,7 +119,7 @@ NOT_YET = {
         benchmarks/ checkpoint/ cli/ corpus/ data/ finetuning/ graphs/ groups/ kernels/
         layers/ models/ pipeline/ plan/ strategy/callbacks/ strategy/checkpoints/
         strategy/checks/ strategy/logs/ strategy/modules/ strategy/optimization/
-        strategy/private/ strategy/step/ swap/ training/
+        strategy/private/ strategy/step/ swap/
     """,
 }
 DRAWER_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}

@@ -29,8 +29,8 @@ from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.word_pieces import WordPieces
 from lightning_megatron.evaluation import ClozeAccuracy, WordPerplexity
 from lightning_megatron.finetuning.scores import ClassScores
+from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.preferences.pair_loss import PairLoss
-from lightning_megatron.training.loss_scale import DynamicLossScale
 from tests.data.recorder import write_documents
 
 NUM_STEPS, WARMUP = 30, 6

@@ -27,7 +27,7 @@ from lightning_megatron import (
 from lightning_megatron.cli.main import main
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.models.token_module import TokenModule
-from lightning_megatron.training.loss_scale import DynamicLossScale
+from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from tests.plan.test_settings import ANY
 
 SIZES = {"vocab_size": 16, "max_seq_length": 8, "num_layers": 1, "hidden_size": 8, "num_heads": 2}

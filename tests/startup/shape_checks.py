@@ -23,7 +23,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 PACKAGE = "lightning_megatron"
-ROOMS = ("layers", "experts", "models", "training", "kernels")
+ROOMS = ("layers", "experts", "models", "optimizer", "kernels")
 # jaxtyping's name for each name of the package: unsigned integers are integers.
 TYPES = {"Bool": "Bool", "Float": "Float", "Int": "Integer", "Shaped": "Shaped"}
 ANNOTATION = re.compile(rf"\b({'|'.join(TYPES)})\[")

@@ -25,7 +25,7 @@ from tests.fits import Job, Language, Regress, Tokens, Vectors, trainer_of
 from tests.graphs.jobs import DROPOUT, MODES, differences, run_graphs, strategy_of
 from tests.graphs.trained import counted_replays
 from tests.models.flash_stand_in import without_masks
-from tests.training.fused_fits import SMALL
+from tests.optimizer.fused_fits import SMALL
 
 #: Graphs are captured in the third step.
 SEGMENTS, FULL = (replace(mode, warmup_steps=2, on_failure="eager") for mode in MODES)

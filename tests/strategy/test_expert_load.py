@@ -35,8 +35,8 @@ from lightning_megatron.strategy.callbacks.expert_load import (
     rank_figures_of,
 )
 from tests.fits import Job, Language, Tokens, run_job, trainer_of
+from tests.optimizer.fused_fits import SMALL
 from tests.refusals import check_refusals
-from tests.training.fused_fits import SMALL
 
 EXPERTS: Any = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
 MIXTURE = replace(SMALL, mlp_bias=False, ffn_hidden_size=16, experts=EXPERTS)

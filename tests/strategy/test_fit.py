@@ -16,12 +16,12 @@ from lightning_megatron import GPT, MegatronStrategy, ParallelPlanError, Unsuppo
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.private.loops import automatic_optimization
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.strategy.step.scheduled_loop import ScheduledOptimization
-from lightning_megatron.training.loss_scale import DynamicLossScale
 from tests.fits import Job, Language, Tokens, trainer_of
 
 

@@ -34,7 +34,7 @@ from tests.graphs.jobs import (
     strategy_of,
 )
 from tests.layers.test_weight_casts import counting_casts
-from tests.training.fused_fits import SMALL
+from tests.optimizer.fused_fits import SMALL
 
 DELAYED = FP8("delayed", history=3, margin=1, emulate=True)
 STORED = FP8(emulate=True, parameters="fp8")

@@ -22,13 +22,13 @@ from lightning_megatron import FP8, HuggingFaceCausalLM, MegatronStrategy
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import NonFiniteError, UnsupportedError
 from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
-from lightning_megatron.training.eight_bit_buffer import EightBitBuffer
-from lightning_megatron.training.main_parameters import MainParameters
+from lightning_megatron.optimizer.eight_bit_weights import EightBitBuffer
+from lightning_megatron.optimizer.main_parameters import MainParameters
 from tests.fits import GPT2, Job, Language, Report, Tokens, run_job, trainer_of
 from tests.graphs.jobs import strategy_of
+from tests.optimizer.fused_fits import SMALL
 from tests.refusals import check_refusals
 from tests.tiny_llama import rows, save_tiny_llama
-from tests.training.fused_fits import SMALL
 
 CAST: dict[str, Any] = {"fp8": FP8(emulate=True), "microbatch_size": 1}
 IN_FP8: dict[str, Any] = {**CAST, "fp8": FP8(emulate=True, parameters="fp8")}

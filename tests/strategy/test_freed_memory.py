@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.fits import Job, Language, Tokens, trainer_of
 from tests.graphs.jobs import FULL, SEGMENTS
-from tests.training.fused_fits import SMALL
+from tests.optimizer.fused_fits import SMALL
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,7 +19,7 @@ from lightning_megatron.checkpoint import load_metadata
 from lightning_megatron.strategy.process.dataloaders import ignore_first_sigterm
 from lightning_megatron.strategy.process.signals import CHECKPOINT_NAME, EXIT_CODE, SignalAgreement
 from tests.fits import Job, Language, Tokens, trainer_of
-from tests.training.fused_fits import SMALL
+from tests.optimizer.fused_fits import SMALL
 
 
 class CallAt(Callback):

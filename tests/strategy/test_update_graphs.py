@@ -16,8 +16,8 @@ from lightning_megatron.errors import CaptureError, SpeedWarning
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from tests.graphs.jobs import MODES, VARIED, differences, run_updates, strategy_of
+from tests.optimizer.fused_fits import FusedLanguage
 from tests.strategy.test_cuda_graphs import trainer
-from tests.training.fused_fits import FusedLanguage
 
 #: Updates are captured in the third step.
 SEGMENTS, FULL = (

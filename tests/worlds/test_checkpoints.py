@@ -43,12 +43,12 @@ from lightning_megatron.groups.shard_spec import (
     ShardSpec,
     replicated_spec,
 )
+from lightning_megatron.optimizer import DistributedOptimizerConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import even_range
-from lightning_megatron.training import DistributedOptimizerConfig
 from tests.checkpoint.pieces import fill_disk, names_in
-from tests.training.runs import Run
-from tests.training.synthetic import (
+from tests.optimizer.runs import Run
+from tests.optimizer.synthetic import (
     HEAD,
     WORD,
     full_gradients,

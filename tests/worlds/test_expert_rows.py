@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_megatron import ExpertLoad, UnsupportedError
 from tests.fits import GPT2, Job, Report, run_job
 from tests.graphs.jobs import FULL, SEGMENTS
+from tests.optimizer.fused_fits import fused
 from tests.strategy.steered import (
     Changing,
     Excess,
@@ -24,7 +25,6 @@ from tests.strategy.steered import (
     differences,
     run_steered,
 )
-from tests.training.fused_fits import fused
 from tests.world import run_world
 
 #: The first step needs too many rows in several passes. Then the validation does, and the limit

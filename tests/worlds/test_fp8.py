@@ -21,8 +21,8 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.stored_weight import FORMAT
 from lightning_megatron.models.layered import layered_modules
+from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.strategy.checks import fp8_checks
-from lightning_megatron.training.main_parameters import MainParameters
 from tests.fits import (
     GPT2,
     STEPS,

@@ -18,10 +18,10 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import replicated_spec, set_shard_spec
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.optimizer import DistributedOptimizerConfig, MainParameters
+from lightning_megatron.optimizer.gradient_buckets import GradientBucket
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training import DistributedOptimizerConfig, MainParameters
-from lightning_megatron.training.gradient_bucket import GradientBucket
-from tests.training.row_exchanges import (
+from tests.optimizer.row_exchanges import (
     DIVISIONS,
     EXPECTED,
     KINDS,
@@ -29,7 +29,7 @@ from tests.training.row_exchanges import (
     weights_after,
     weights_of_twin,
 )
-from tests.training.runs import Run
+from tests.optimizer.runs import Run
 from tests.world import run_world
 
 

@@ -14,19 +14,18 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec
-from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.shards import ShardRange, even_range
-from lightning_megatron.training import (
+from lightning_megatron.optimizer import (
     DistributedOptimizerConfig,
     DynamicLossScale,
     MainParameters,
     clip_by_norm_,
 )
-from lightning_megatron.training.sharded_gradient import ShardedGradient
-from lightning_megatron.training.ties import check_ties as check_tied_groups
-from tests.oracles import assert_equal
-from tests.training.runs import Run
-from tests.training.synthetic import (
+from lightning_megatron.optimizer.exposed_gradients import ShardedGradient
+from lightning_megatron.optimizer.ties import check_ties as check_tied_groups
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.shards import ShardRange, even_range
+from tests.optimizer.runs import Run
+from tests.optimizer.synthetic import (
     HEAD,
     WORD,
     full_gradients,
@@ -35,6 +34,7 @@ from tests.training.synthetic import (
     recorded_messages,
     set_gradients,
 )
+from tests.oracles import assert_equal
 from tests.world import run_world
 
 LAYOUTS: tuple[dict[str, int], ...] = ({"tp": 4}, {"tp": 2, "pp": 2}, {"pp": 2}, {})

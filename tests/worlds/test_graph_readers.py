@@ -20,13 +20,13 @@ from torch.nn import functional as F
 
 from lightning_megatron.errors import ReplicaMismatchError
 from lightning_megatron.graphs.step_graph import StepGraph
-from lightning_megatron.training.gradients import GradientReducer
-from lightning_megatron.training.main_parameters import MainParameters
-from lightning_megatron.training.parameter_gather import ParameterGather
+from lightning_megatron.optimizer.main_parameters import MainParameters
+from lightning_megatron.optimizer.parameter_gather import ParameterGather
+from lightning_megatron.optimizer.reduction import GradientReducer
 from tests.fits import VOCABULARY, Job, Module, Report, Tokens
 from tests.graphs import jobs
 from tests.graphs.jobs import FULL, run_graphs
-from tests.training.fused_fits import SMALL
+from tests.optimizer.fused_fits import SMALL
 from tests.world import run_world
 
 #: Every fifth batch is smaller. A validation follows each third batch, a checkpoint the seventh,

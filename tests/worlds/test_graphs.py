@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron import FP8, CudaGraphs, ParallelPlanError
 from lightning_megatron.groups.axis import CollectiveLauncher, Work
-from lightning_megatron.training import row_sums
+from lightning_megatron.optimizer import gradient_sums
 from tests.fits import GPT2, LLAMA, Job, Report, Tokens
 from tests.graphs.jobs import (
     DROPOUT,
@@ -27,7 +27,7 @@ from tests.graphs.jobs import (
     differences,
     run_graphs,
 )
-from tests.training.fused_fits import SMALL, FusedLanguage, fused
+from tests.optimizer.fused_fits import SMALL, FusedLanguage, fused
 from tests.world import run_world
 
 WIDE, SHORT = replace(SMALL, hidden_size=64), replace(LLAMA, num_layers=2)
@@ -159,7 +159,9 @@ def compare(
     """Train eagerly and with each settings of graphs; return differences and reports on this rank."""
     results = []
     with (
-        patch.object(row_sums, "start_row_sum", wraps=row_sums.start_row_sum) as exchanged,
+        patch.object(
+            gradient_sums, "start_row_sum", wraps=gradient_sums.start_row_sum
+        ) as exchanged,
         fused(),
     ):
         for graphs in (None, *settings):

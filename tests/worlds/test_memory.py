@@ -11,11 +11,11 @@ import torch
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.optimizer import DistributedOptimizerConfig
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training import DistributedOptimizerConfig
 from tests.models.memory import (
     CONFIGS,
     LENGTH,
@@ -27,7 +27,7 @@ from tests.models.memory import (
     saved_bytes,
 )
 from tests.models.test_memory import EIGHT_BITS, SIXTEEN_BITS, TOLERANCE
-from tests.training.runs import Run
+from tests.optimizer.runs import Run
 from tests.world import run_world
 
 FULL = torch.float32

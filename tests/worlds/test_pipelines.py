@@ -30,11 +30,11 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import LayerCosts, partition_of
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, build_schedule, shape_of
+from tests.optimizer.runs import Run
 from tests.oracles import assert_equal
 from tests.pipeline.test_action_times import MILLISECONDS, Clock
 from tests.pipeline.test_halves import with_halves
 from tests.sweeps import chosen
-from tests.training.runs import Run
 from tests.world import run_world
 
 WIDTH, LAYERS = 4, 8

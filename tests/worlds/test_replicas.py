@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lightning_megatron.errors import ReplicaMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.optimizer.replicas import check_frozen_copies
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training.replicas import check_frozen_copies
 from tests.fits import Job, Regress, Report, Vectors, joined, run_job
 from tests.oracles import assert_equal
 from tests.world import run_world

@@ -26,8 +26,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTConfig, MegatronStrategy
+from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
-from lightning_megatron.training.loss_scale import DynamicLossScale
 from tests.fits import GPT2, SIZES, Job, Language, Tokens, trainer_of
 
 ROOT = Path(__file__).parents[2]

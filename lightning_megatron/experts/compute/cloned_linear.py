@@ -14,8 +14,12 @@ from lightning_megatron.experts.compute.backends import Bundled, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.experts.compute.grouped_linear import require_kernels
 from lightning_megatron.layers.choose_kernels import warn_of_slow_path
-from lightning_megatron.layers.gradient_slot import GradientSlot, cached_stack, slots_of
-from lightning_megatron.layers.handed_gradients import add_to_slots
+from lightning_megatron.layers.gradient_slot import (
+    GradientSlot,
+    add_to_slots,
+    cached_stack,
+    slots_of,
+)
 from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.shapes import Float, Int
 

@@ -14,10 +14,10 @@ from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.gradient_slot import (
     GradientSlot,
     SlotRow,
+    add_to_slots,
     cached_stack,
     slots_of,
 )
-from lightning_megatron.layers.handed_gradients import add_to_slots
 from lightning_megatron.shapes import Bool, Float, Int
 
 

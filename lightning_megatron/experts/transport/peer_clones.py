@@ -48,10 +48,10 @@ from lightning_megatron.groups.peer_memory import PeerRegion
 from lightning_megatron.layers.gradient_slot import (
     GradientSlot,
     SlotRow,
+    add_to_slots,
     cached_stack,
     slots_of,
 )
-from lightning_megatron.layers.handed_gradients import add_to_slots
 from lightning_megatron.plan.expert_clones import CloneMemory
 from lightning_megatron.shapes import Float, Int
 

@@ -27,6 +27,7 @@ from lightning_megatron.checkpoint.directory import checkpoint_path_of
 from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, describe_models
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.strategy.checkpoints.delayed_scales import load_scales, scale_tensors
 from lightning_megatron.strategy.checkpoints.last_checkpoint import checkpoint_folders, find_last
 from lightning_megatron.strategy.checkpoints.rank_state_checks import (
@@ -43,7 +44,6 @@ from lightning_megatron.strategy.checkpoints.weight_averaging import (
 )
 from lightning_megatron.strategy.private.callback_patches import averaging_callbacks
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
-from lightning_megatron.training.main_parameters import MainParameters
 
 
 def refuse_storage_options(storage_options: object) -> None:

@@ -18,8 +18,8 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, replicated_spec
+from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.strategy.checks.run_checks import digest_of
-from lightning_megatron.training.main_parameters import MainParameters
 
 
 @dataclass(frozen=True)

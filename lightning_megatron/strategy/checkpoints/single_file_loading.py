@@ -16,6 +16,8 @@ from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.optimizer.main_parameters import MainParameters, MainSlice
+from lightning_megatron.optimizer.shared_gradients import original_name
 from lightning_megatron.strategy.checkpoints.name_order import (
     gather_parts,
     named_numbers,
@@ -28,8 +30,6 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
     owner_of,
     state_from_class,
 )
-from lightning_megatron.training.main_parameters import MainParameters, MainSlice
-from lightning_megatron.training.shared_gradients import original_name
 
 PREFIX = "state_dict."
 

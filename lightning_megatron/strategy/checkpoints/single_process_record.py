@@ -13,6 +13,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule
+from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.plan.shards import padded_vocab_size
 from lightning_megatron.strategy.checkpoints.name_order import (
     gather_parts,
@@ -20,7 +21,6 @@ from lightning_megatron.strategy.checkpoints.name_order import (
     order_groups,
 )
 from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, in_class_order
-from lightning_megatron.training.main_parameters import MainParameters
 
 #: Tensors of a GPT or an Encoder that have one row per token of the vocabulary.
 _VOCABULARY = (WORD_EMBEDDING, "head.weight", "head.bias")

@@ -18,6 +18,7 @@ from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice
+from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.strategy.optimization.parameter_data import memory_of
 from lightning_megatron.strategy.private.callback_patches import (
     average_parts,
@@ -27,7 +28,6 @@ from lightning_megatron.strategy.private.callback_patches import (
     patch_averaging,
     restore_averaging,
 )
-from lightning_megatron.training.main_parameters import MainParameters
 
 
 def load_current_weights(

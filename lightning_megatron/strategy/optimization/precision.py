@@ -23,9 +23,9 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import SpeedWarning, UnsupportedError
+from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.optimization.training_state import TrainingState
-from lightning_megatron.training.loss_scale import DynamicLossScale
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_megatron.groups.collectives import all_gather_objects
-from lightning_megatron.training.gradients import GradientReducer
-from lightning_megatron.training.main_parameters import MainParameters
-from lightning_megatron.training.partial_gradients import PartialGradientSearch
-from lightning_megatron.training.replicas import (
+from lightning_megatron.optimizer.main_parameters import MainParameters
+from lightning_megatron.optimizer.partial_gradients import PartialGradientSearch
+from lightning_megatron.optimizer.reduction import GradientReducer
+from lightning_megatron.optimizer.replicas import (
     check_data_replicas,
     check_frozen_copies,
     check_loss_replicas,

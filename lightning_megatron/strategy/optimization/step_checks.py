@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_megatron.optimizer.main_parameters import MainParameters
+from lightning_megatron.optimizer.reduction import GradientReducer
 from lightning_megatron.strategy.optimization.finite_watch import FiniteWatch
 from lightning_megatron.strategy.optimization.gradient_check import check_finite
 from lightning_megatron.strategy.optimization.replica_check import ReplicaCheck
-from lightning_megatron.training.gradients import GradientReducer
-from lightning_megatron.training.main_parameters import MainParameters
 
 
 class StepChecks:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.training.clip import Clipping, scale_gradients_
-from lightning_megatron.training.main_parameters import MainParameters, names_in
+from lightning_megatron.optimizer.clip import Clipping, scale_gradients_
+from lightning_megatron.optimizer.main_parameters import MainParameters, names_in
 
 Deferral = Literal["nothing", "scaling", "all"]
 """Part of the clipping that the update does: nothing, the product with the factor, or all."""

@@ -17,6 +17,17 @@ from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.models.fp8_layers import weights_in_eight_bits
 from lightning_megatron.models.stage import pipelined_modules
+from lightning_megatron.optimizer.buffer_planner import DistributedOptimizerConfig
+from lightning_megatron.optimizer.fused_update import (
+    FusedStep,
+    FusedUpdate,
+    UpdatePiece,
+    has_step_hooks,
+)
+from lightning_megatron.optimizer.loss_scale import DynamicLossScale
+from lightning_megatron.optimizer.main_parameters import MainParameters
+from lightning_megatron.optimizer.reduction import GradientReducer
+from lightning_megatron.optimizer.ties import TiedCopies, check_ties
 from lightning_megatron.strategy.optimization.step_checks import StepChecks
 from lightning_megatron.strategy.optimization.step_clipping import (
     Deferral,
@@ -25,13 +36,6 @@ from lightning_megatron.strategy.optimization.step_clipping import (
 )
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
-from lightning_megatron.training.buffer_planner import DistributedOptimizerConfig
-from lightning_megatron.training.fused_step import FusedStep, UpdatePiece
-from lightning_megatron.training.fused_update import FusedUpdate, has_step_hooks
-from lightning_megatron.training.gradients import GradientReducer
-from lightning_megatron.training.loss_scale import DynamicLossScale
-from lightning_megatron.training.main_parameters import MainParameters
-from lightning_megatron.training.ties import TiedCopies, check_ties
 
 
 def division_of(

@@ -1,0 +1,304 @@
+"""Buckets of gradients: their reductions over the data-parallel ranks, and when each one starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.pending import Pending, start_all_reduce, start_reduce_scatter
+from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.optimizer.flat_buffer import FlatBuffer, UseOrder
+from lightning_megatron.shapes import Int, Shaped
+
+
+@dataclass(eq=False)
+class GradientBucket:
+    """State of one bucket during a step.
+
+    Args:
+        buffer: Buffer that contains the bucket.
+        index: Number of the bucket in its buffer.
+        names: Names of the parameters whose gradients are in the bucket.
+        missing: Names of parameters whose gradients are incomplete while the last backward pass
+            runs.
+        pending: Reduction over the data-parallel ranks, once it has started.
+        is_summed: Whether the gradients are already summed over all axes, instead of only over the
+            data-parallel ranks.
+    """
+
+    buffer: FlatBuffer
+    index: int
+    names: tuple[str, ...]
+    missing: set[str]
+    pending: Pending | None = None
+    is_summed: bool = False
+
+    @classmethod
+    def of(cls, buffer: FlatBuffer, index: int) -> GradientBucket:
+        """Return a bucket of a buffer."""
+        return cls(
+            buffer, index, tuple(placed.name for placed in buffer.plan.buckets[index].placed), set()
+        )
+
+    @property
+    def group(self) -> int:
+        """Return the group of buckets whose gradients are complete at the same time."""
+        return self.buffer.plan.buckets[self.index].group
+
+    def start(self, mesh: ParallelMesh, is_whole: bool) -> None:
+        """Start to average the gradients over the replicas.
+
+        Args:
+            mesh: Process groups of this rank.
+            is_whole: Whether every rank gets the full bucket instead of its part.
+
+        Communication: one reduce-scatter over the data axis, or over that of experts; an all-reduce
+        if ranks get whole buckets.
+        """
+        axis = mesh.replica_axis(self.buffer.is_expert)
+        buffer = self.buffer
+        planned = buffer.plan.buckets[self.index]
+        whole = buffer.gradients[planned.start : planned.stop]
+        if is_whole or buffer.plan.num_parts == 1:
+            self.pending = start_all_reduce(whole, axis, "mean")
+        else:
+            self.pending = start_reduce_scatter(self.own_part, whole, axis, "mean")
+
+    def wait(self) -> None:
+        """Wait for the reduction, if it has started."""
+        if self.pending is not None:
+            self.pending.wait()
+
+    @property
+    def own_part(self) -> Shaped[Tensor, "_"]:
+        """Return this rank's part of the gradients."""
+        return self.buffer.own_part(self.buffer.gradients, self.index)
+
+
+class BucketStarts:
+    """Tracker that starts the reduction of each bucket when its last gradient has arrived.
+
+    The reductions must start in the same order on all ranks, so a complete bucket waits for the
+    buckets before it in its group.
+
+    Args:
+        start: Function that starts the reduction of a bucket, unless it has started already.
+        order: Order in which the forward pass reads the parameters.
+    """
+
+    def __init__(self, start: Callable[[GradientBucket], None], order: UseOrder) -> None:
+        self._start = start
+        self._order = order
+        #: All buckets, group by group. Within a group, buckets of all buffers are in the order in
+        #: which a backward pass completes them.
+        self.buckets: list[GradientBucket] = []
+        #: Bucket of each parameter.
+        self.bucket_of: dict[str, GradientBucket] = {}
+        self._armed: set[int] = set()
+        self._num_arrived: dict[str, int] = {}
+        self._expected: dict[str, int] = {}
+        self._num_left: Mapping[str, int] | None = None
+
+    def add(self, buckets: Iterable[GradientBucket]) -> None:
+        """Add the buckets of a buffer."""
+        new = list(buckets)
+        self.bucket_of |= {name: bucket for bucket in new for name in bucket.names}
+        # Every rank starts the buckets in this order.
+        self.buckets = sorted([*self.buckets, *new], key=self._sort_key)
+
+    def begin_last_backward(self, chunk: int) -> None:
+        """Expect the last backward pass of a chunk before the optimizer step."""
+        self._armed.add(chunk)
+        self._num_left = None
+        for bucket in self._in_group(chunk):
+            bucket.missing = set(bucket.names)
+            self._num_arrived.update(dict.fromkeys(bucket.names, 0))
+
+    def begin_last_weight_half(self, chunk: int, left: Mapping[str, int]) -> None:
+        """Expect the last weight half of a chunk, and start the buckets that are complete already.
+
+        A weight half is the part of a split backward pass that computes weight gradients.
+
+        Args:
+            chunk: Chunk whose other gradients are complete.
+            left: Number of gradients that the weight half will add to each parameter.
+        """
+        self._armed.add(chunk)
+        self._num_left = left
+        for bucket in self._in_group(chunk):
+            bucket.missing = left.keys() & set(bucket.names)
+            self._num_arrived |= dict.fromkeys(bucket.names, 0)
+        self._start_group(chunk)
+
+    def start_all(self, chunk: int) -> None:
+        """Start all buckets of a chunk, whose gradients are complete."""
+        if chunk in self._armed:
+            self._armed.discard(chunk)
+            for bucket in self._in_group(chunk) if self._num_left is None else ():
+                self._expected |= {
+                    name: max(self._num_arrived[name], self._expected.get(name, 0))
+                    for name in bucket.names
+                }
+        for bucket in self._in_group(chunk):
+            self._start(bucket)
+
+    @contextmanager
+    def preserve_counts(self) -> Iterator[None]:
+        """Restore the numbers of expected and counted gradients when the block ends."""
+        armed = set(self._armed)
+        num_arrived = dict(self._num_arrived)
+        expected = dict(self._expected)
+        left = self._num_left
+        try:
+            yield
+        finally:
+            self._armed = armed
+            self._num_arrived = num_arrived
+            self._expected = expected
+            self._num_left = left
+
+    def end(self) -> None:
+        """Expect no further gradients in this step."""
+        self._armed.clear()
+
+    def mark_arrived(self, names: Sequence[str]) -> None:
+        """Count gradients that have arrived together, and start the buckets that are complete now.
+
+        Raises:
+            RuntimeError: If the bucket of one of these parameters has started already.
+        """
+        # This runs in the backward pass, once for each gradient of each microbatch.
+        num_arrived = self._num_arrived
+        touched = set(map(self.bucket_of.__getitem__, names))
+        # A parameter that the model uses several times gets several gradients. Its bucket starts
+        # after as many gradients as in earlier steps, so one more gradient would come too late.
+        if any(bucket.pending is not None for bucket in touched):
+            name = next(name for name in names if self.bucket_of[name].pending is not None)
+            raise RuntimeError(
+                "a parameter's gradient must be complete when its sum over the ranks starts: "
+                f"{name!r} received a second gradient afterwards, because the model uses it more "
+                "often than in earlier steps. Use MegatronStrategy(overlap_gradients=False)."
+            )
+        for name in names:
+            num_arrived[name] = num_arrived.get(name, 0) + 1
+        # Only the last backward pass of a step completes gradients; `_armed` lists its chunks.
+        if self._armed:
+            self._start_complete_groups(names, touched)
+
+    def _sort_key(self, bucket: GradientBucket) -> tuple[int, int]:
+        """Return the sort key of a bucket: parameters used first get their gradients last."""
+        return bucket.group, -self._order.first(bucket.names)
+
+    def _in_group(self, group: int) -> Iterator[GradientBucket]:
+        return (bucket for bucket in self.buckets if bucket.group == group)
+
+    def _start_complete_groups(
+        self, names: Sequence[str], touched: Collection[GradientBucket]
+    ) -> None:
+        """Remove complete gradients from ``missing`` sets, and start buckets that are complete."""
+        num_arrived = self._num_arrived
+        # The counts of a weight half are known; those of a backward pass come from earlier steps.
+        expected = self._expected if self._num_left is None else self._num_left
+        # The first step has no counts yet, so `start_all` starts its buckets.
+        complete = [name for name in names if num_arrived[name] == expected.get(name)]
+        for bucket in touched:
+            bucket.missing.difference_update(complete)
+        for group in sorted(
+            {bucket.group for bucket in touched if not bucket.missing} & self._armed
+        ):
+            self._start_group(group)
+
+    def _start_group(self, group: int) -> None:
+        """Start the complete buckets of a group, in order, up to the first incomplete one."""
+        for bucket in self._in_group(group):
+            if bucket.missing:
+                return
+            self._start(bucket)
+
+
+@dataclass(frozen=True)
+class RecordedGradients:
+    """Gradients that a recorded backward pass added.
+
+    Args:
+        groups: Names of the parameters whose gradients arrived together, in the order of arrival. A
+            parameter that the model uses twice occurs in two groups.
+        additions: Gradient slot of each name of the groups, in their order; the argument of
+            ``WeightGradientQueue.put`` for the replay of a weight half.
+        slots: Gradient slots to which the pass added, each once.
+        sums: Buckets that the pass sums over the ranks.
+        unused: Slots in these buckets that get no gradient and are filled with zeros, by the names
+            of their parameters.
+        is_first: Whether the slots were empty before, so that the pass overwrote them. Otherwise it
+            added to them.
+        rows: Rows of the gradients, for slots that got gradients of rows only.
+    """
+
+    groups: tuple[tuple[str, ...], ...] = ()
+    additions: tuple[GradientSlot, ...] = ()
+    slots: tuple[GradientSlot, ...] = ()
+    is_first: bool = True
+    sums: tuple[GradientBucket, ...] = ()
+    unused: Mapping[str, GradientSlot] = field(default_factory=dict)
+    rows: Mapping[GradientSlot, tuple[Int[Tensor, "rows"], ...]] = field(default_factory=dict)
+
+
+class GradientRecorder:
+    """Collector of the gradients that arrive while a recording is active.
+
+    Args:
+        slots: All slots that may get gradients, by the names of their parameters.
+        holds_sums: Whether sums over the ranks start during the recording, as a part of it.
+    """
+
+    def __init__(self, slots: Mapping[str, GradientSlot], holds_sums: bool = False) -> None:
+        #: Whether sums over the ranks start during the recording.
+        self.holds_sums = holds_sums
+        #: Buckets whose sums have started.
+        self.sums: list[GradientBucket] = []
+        #: Slots in these buckets for which no gradient has arrived.
+        self.unused: dict[str, GradientSlot] = {}
+        self._slots = slots
+        self._were_empty = {name: slot.is_empty for name, slot in slots.items()}
+        self._groups: list[tuple[str, ...]] = []
+        self._rows: dict[GradientSlot, tuple[Tensor, ...] | None] = {}
+
+    def note(self, names: Sequence[str]) -> None:
+        """Record gradients that have arrived together."""
+        self._groups.append(tuple(names))
+        for slot in map(self._slots.__getitem__, names):
+            self._rows[slot] = slot.rows
+
+    @property
+    def recorded(self) -> RecordedGradients:
+        """Return the recorded gradients.
+
+        Raises:
+            RuntimeError: If some of the slots were empty before and others were not.
+        """
+        names = [name for group in self._groups for name in group]
+        written = dict.fromkeys(names)
+        overwritten = [name for name in written if self._were_empty[name]]
+        if overwritten and len(overwritten) < len(written):
+            added = next(name for name in written if not self._were_empty[name])
+            raise RuntimeError(
+                "a recorded backward pass must overwrite all its gradient sums, or add to all of "
+                f"them: it overwrote {len(overwritten)} of {len(written)}, such as that of "
+                f"{overwritten[0]!r}, and added to others, such as that of {added!r}. A replay "
+                "would be right only where exactly these sums are empty. Give recording() the "
+                "state 'empty' or 'filled'."
+            )
+        slot_of = self._slots.__getitem__
+        return RecordedGradients(
+            tuple(self._groups),
+            tuple(map(slot_of, names)),
+            tuple(map(slot_of, written)),
+            len(overwritten) == len(written),
+            tuple(self.sums),
+            dict(self.unused),
+            {slot: rows for slot, rows in self._rows.items() if rows is not None},
+        )

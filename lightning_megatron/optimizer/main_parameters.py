@@ -1,0 +1,465 @@
+"""Main parameters: the slices that optimizers train, in full precision for mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_objects
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
+from lightning_megatron.half_types import HALF_TYPES
+from lightning_megatron.optimizer.buffer_planner import BufferPlanner, DistributedOptimizerConfig
+from lightning_megatron.optimizer.eight_bit_weights import EightBitBuffer, EightBitWeights
+from lightning_megatron.optimizer.exposed_gradients import ExposedGradients
+from lightning_megatron.optimizer.flat_buffer import (
+    CountedGradients,
+    FlatBuffer,
+    MainSlice,
+    UseOrder,
+    slice_state,
+)
+from lightning_megatron.optimizer.parameter_gather import ParameterGather
+from lightning_megatron.optimizer.shard_granularity import ShardGranularity
+from lightning_megatron.optimizer.shared_gradients import (
+    check_on_one_stage,
+    repeated_names,
+    resolve_ties,
+)
+from lightning_megatron.optimizer.user_writes import UserWrites
+from lightning_megatron.shapes import Shaped
+
+#: Attributes that every optimizer has, which hold groups, states and functions.
+_OWN = frozenset({"param_groups", "state", "defaults"})
+
+
+class MainParameters:
+    """Registry of this rank's parameters and of the slices that its optimizers train.
+
+    :meth:`attach` lays an optimizer's trainable parameters out in flat buffers, makes the model's
+    parameters views of them, and puts this rank's main parameters into the optimizer's groups.
+    Every rank's optimizer lists every parameter of its stage. A parameter without elements on this
+    rank is listed as an empty tensor. A parameter with several names is registered under the first.
+
+    Args:
+        named_parameters: Parameters of this rank by name; the names must not depend on the layout.
+        mesh: Process groups of this rank.
+        config: Dtypes and partitioning.
+        chunk_of: Function that returns the chunk of this stage that contains a parameter; None for
+            a parameter outside of the pipelined model.
+        stacks: Names of parameters that one matrix product reads, from the first row to the last.
+            They are adjacent in the buffer if they are trained in the same way.
+        eight_bits: Names of the parameters of each weight that :meth:`attach` stores in 8 bits.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Mapping[str, nn.Parameter],
+        mesh: ParallelMesh,
+        config: DistributedOptimizerConfig | None = None,
+        chunk_of: Callable[[str], int | None] = lambda name: 0,
+        stacks: Iterable[tuple[str, ...]] = (),
+        eight_bits: Iterable[tuple[str, ...]] = (),
+    ) -> None:
+        self.mesh = mesh
+        self.config = config or DistributedOptimizerConfig()
+        self.planner = BufferPlanner(mesh, self.config, chunk_of, stacks)
+        self.buffers: list[FlatBuffer] = []
+        self.exposed_gradients = ExposedGradients(mesh)
+        #: Pairs of a tied embedding's name and that of its copy on another stage; known once an
+        #: optimizer is attached.
+        self.ties: list[tuple[str, str]] | None = None
+        #: Weights that are stored in 8 bits.
+        self.eight_bits = EightBitWeights(eight_bits, self.buffers)
+        self._names_by_id: dict[int, str] = {}
+        for name, parameter in named_parameters.items():
+            self._names_by_id.setdefault(id(parameter), name)
+        self._parameters = {name: named_parameters[name] for name in self._names_by_id.values()}
+        #: Order in which the forward pass reads the parameters.
+        self.order = UseOrder(self._parameters)
+        self.gather = ParameterGather(self.order)
+        #: Tracking of user writes into the parameters.
+        self.user_writes = UserWrites(self._parameters, self.buffers, self.wait)
+        self._main_parameters: dict[str, nn.Parameter] = {}
+        self._slices: dict[str, MainSlice] = {}
+        self._main_ids: set[int] = set()
+        self._counted = CountedGradients()
+        #: Parameters that several stages have; known together with the ties.
+        self.on_several_stages: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """List the names of all parameters of this rank, in the order of the model."""
+        return tuple(self._parameters)
+
+    def holds(self, name: str) -> bool:
+        """Return whether a name is in :attr:`names`, without building the tuple."""
+        return name in self._parameters
+
+    @property
+    def slices(self) -> Mapping[str, MainSlice]:
+        """Return the slices that this rank's optimizers train, by name."""
+        return self._slices
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """List the parameters of this stage that some data-parallel rank's optimizer trains."""
+        return tuple(self._main_parameters)
+
+    @property
+    def main_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return each trained parameter's main parameter by name; empty if not on this rank."""
+        return self._main_parameters
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """Return a parameter of the model."""
+        return self._parameters[name]
+
+    def main(self, name: str) -> nn.Parameter:
+        """Return a parameter's main parameter; it is empty if this rank has no part."""
+        return self._main_parameters.get(name, self._parameters[name])
+
+    def is_trainable(self, name: str) -> bool:
+        """Return whether a parameter and its main parameter both require gradients."""
+        return self._parameters[name].requires_grad and self._main_parameters[name].requires_grad
+
+    def are_trainable(self, names: Iterable[str]) -> bool:
+        """Return whether :meth:`is_trainable` is true of all these parameters."""
+        parameters = self._parameters
+        main_parameters = self._main_parameters
+        return all(
+            parameters[name].requires_grad and main_parameters[name].requires_grad for name in names
+        )
+
+    def spec(self, name: str, tp_rank: int | None = None) -> ShardSpec:
+        """Return a parameter's shard spec; every tp rank has a parameter without one in full."""
+        return shard_spec_of(
+            self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank
+        )
+
+    def gradients(self, names: Collection[str] | None = None) -> list[Shaped[Tensor, "..."]]:
+        """List the finished gradients of this rank's slices: of the named parameters, or of all.
+
+        While gradients are shown as ``parameter.grad``, the result has the shown gradients instead,
+        of which the slices are parts.
+        """
+        entries = [
+            entry
+            for name, entry in self._slices.items()
+            if entry.main.grad is not None and (names is None or name in names)
+        ]
+        if not self.exposed_gradients.is_on:
+            return [entry.main.grad for entry in entries if entry.main.grad is not None]
+        separate = [
+            entry.main.grad
+            for entry in entries
+            if entry.main.grad is not None and entry.main.dtype != entry.gradient.dtype
+        ]
+        return self.exposed_gradients.gradients(names) + separate
+
+    def counted_gradients(
+        self, names: Collection[str] | None = None
+    ) -> list[Shaped[Tensor, "..."]]:
+        """List the gradient pieces that this rank counts in a norm, adjacent pieces joined.
+
+        Replicated ranges, tied copies and padding rows do not count.
+
+        Args:
+            names: Names of the parameters to count; None means all.
+        """
+        is_first = {
+            is_expert: self.mesh.replica_axis(is_expert).is_first for is_expert in (False, True)
+        }
+        return self._counted.of(self._slices, is_first, names)
+
+    def names_of(self, optimizer: Optimizer) -> list[list[str]]:
+        """List the names of the parameters in each group of an optimizer, attached or not."""
+        name_of = self._names_by_id.__getitem__
+        return [list(map(name_of, map(id, group["params"]))) for group in optimizer.param_groups]
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Return whether every parameter of an optimizer is registered here."""
+        return all(
+            id(p) in self._names_by_id for group in optimizer.param_groups for p in group["params"]
+        )
+
+    def needs_attach(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has a trainable parameter instead of its main parameter."""
+        return any(
+            parameter.requires_grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in self._main_ids
+        )
+
+    def find_ties(self) -> None:
+        """Pair tied embeddings with their copies (collective over pp at the first call)."""
+        if self.ties is None:
+            stages = all_gather_objects(
+                [(name, self.spec(name).tied_to) for name in self.names], self.mesh.pp_cpu
+            )
+            self.ties = resolve_ties(stages)
+            self.on_several_stages = repeated_names(stages)
+
+    def attach(self, optimizer: Optimizer) -> list[FlatBuffer]:
+        """Make an optimizer train this rank's slices, in place.
+
+        Parameters in ``param_groups`` are replaced by main parameters, and existing optimizer state
+        is cut in the same way. Schedulers and the user's references keep working. Frozen parameters
+        do not change; another call attaches parameters that are new or no longer frozen.
+
+        Args:
+            optimizer: Optimizer over the model's parameters.
+
+        Returns:
+            The new buffers.
+
+        Raises:
+            UnsupportedError: If the optimizer holds a parameter that is not registered here or that
+                several stages have, or needs whole parameters where ranks hold parts of them.
+
+        Communication: one gather of names over pp at the first call; that of
+            :meth:`EightBitWeights.publish`.
+        """
+        self._check_known(optimizer)
+        self.find_ties()
+        names = names_in(self.names_of(optimizer))
+        new = [
+            n
+            for n in self.names
+            if n in names and n not in self._main_parameters and self._parameters[n].requires_grad
+        ]
+        if not new:
+            # A new group may contain parameters that were attached before.
+            self._put_main_parameters_into(optimizer)
+            return []
+        check_on_one_stage(new, self.on_several_stages)
+        granularity = self.planner.granularity_for(optimizer)
+        created = []
+        weights = self.eight_bits.among(new)
+        inside = {name for names in weights for name in names}
+        # A flat buffer has one dtype and device, and its buckets are reduced over one axis: experts
+        # are replicated over fewer ranks than other parameters.
+        members_by_key: dict[tuple[torch.dtype, torch.device, bool, bool], list[str]] = {}
+        for name in new:
+            parameter = self._parameters[name]
+            is_expert = self.spec(name).is_expert
+            key = parameter.dtype, parameter.device, is_expert, name in inside
+            members_by_key.setdefault(key, []).append(name)
+        for (dtype, _, is_expert, in_eight_bits), members in members_by_key.items():
+            eight_bit_weights = (
+                [names for names in weights if names[0] in members] if in_eight_bits else None
+            )
+            axis = self.mesh.replica_axis(is_expert)
+            created.append(self._make_buffer(members, dtype, granularity, axis, eight_bit_weights))
+        # The buffers changed the memory of the parameters, not the objects. Groups and state still
+        # refer to these objects, which the main parameters replace.
+        self._put_main_parameters_into(optimizer)
+        self.buffers += created
+        if weights:
+            self.wait()
+            self.eight_bits.publish(self.mesh)
+        return created
+
+    def leave_eight_bits(self, *, gathers: bool) -> None:
+        """Call :meth:`EightBitBuffer.leave_eight_bits` of every buffer with weights in 8 bits."""
+        for buffer in self.eight_bits.buffers:
+            buffer.leave_eight_bits(self.mesh, gathers=gathers)
+            self._slices |= buffer.slices
+
+    def publish(self, wait: bool = True, stored: bool = False) -> None:
+        """Round main parameters into the model's parameters, and gather all ranks' parts.
+
+        Args:
+            wait: Whether all parameters are complete on return. Otherwise each module given to
+                :meth:`ParameterGather.wait_before` waits for its parameters before its forward
+                pass, and :meth:`wait` waits for all; with :attr:`ParameterGather.defers` the first
+                of these waits starts the gathers.
+            stored: Whether this rank's part of the model's parameters already equals the rounded
+                main parameters.
+
+        Communication: one all-gather over the data axis, or over that of experts, for each bucket
+        in the order of use; before them those of :meth:`EightBitBuffer.store_main_parameters`.
+        """
+        for buffer in self.buffers:
+            buffer.store_main_parameters(self.mesh, stored=stored)
+        if self.config.zero:
+            self.gather.start(self.buffers, self.mesh)
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all gathered parameters are complete.
+
+        Communication: deferred gathers, as described for :attr:`ParameterGather.defers`.
+        """
+        self.gather.wait()
+
+    def continue_from(self, previous: MainParameters) -> None:
+        """Copy the main parameters of an earlier object that still round to the model's values.
+
+        Communication: that of :meth:`EightBitWeights.publish`.
+        """
+        with torch.no_grad():
+            for name, current in self._slices.items():
+                before = previous.slices.get(name)
+                if (
+                    before is None
+                    or before.placement != current.placement
+                    or before.main.dtype != current.main.dtype
+                ):
+                    continue
+                half = self._parameters[name].dtype
+                if torch.equal(before.main.to(current.main.device, half), current.main.to(half)):
+                    current.main.copy_(before.main)
+        self.eight_bits.publish(self.mesh)
+
+    def memory(self) -> dict[str, int]:
+        """Count the memory of this rank (bytes).
+
+        Returns:
+            Bytes of ``parameters``, ``gradients`` and ``main_parameters``.
+        """
+        counted = {"parameters": 0, "gradients": 0, "main_parameters": 0}
+        for buffer in self.buffers:
+            counted["parameters"] += buffer.parameters.nbytes
+            counted["gradients"] += buffer.gradients.nbytes
+            counted["main_parameters"] += (
+                0 if buffer.main_parameters is None else buffer.main_parameters.nbytes
+            )
+        counted["parameters"] += sum(
+            self._parameters[name].nbytes
+            for name in self.names
+            if name not in self._main_parameters
+        )
+        return counted
+
+    @property
+    def still_holds(self) -> bool:
+        """Return whether the model's parameters are still views of the buffers."""
+        return all(buffer.still_holds for buffer in self.buffers)
+
+    def _check_known(self, optimizer: Optimizer) -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in self._names_by_id:
+                    raise UnsupportedError(
+                        f"an optimizer must hold the module's own parameters: group {index} of "
+                        f"{type(optimizer).__name__} holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not in the module. Its gradient would "
+                        "not be averaged over the ranks. Build the optimizer in "
+                        "configure_optimizers, from self.parameters()."
+                    )
+
+    def _make_buffer(
+        self,
+        names: list[str],
+        dtype: torch.dtype,
+        granularity: ShardGranularity,
+        axis: MeshAxis,
+        weights: Sequence[tuple[str, ...]] | None,
+    ) -> FlatBuffer:
+        main_dtype = dtype
+        gradient_dtype = dtype
+        if self.config.main_dtype is not None and dtype in HALF_TYPES:
+            main_dtype = self.config.main_dtype
+            gradient_dtype = self.config.gradient_dtype or main_dtype
+        tied = {name for pair in self.ties or () for name in pair}
+        partial = {name for name in names if self.spec(name).partial and self.mesh.tp.size > 1}
+        sizes = {name: self._parameters[name].numel() for name in names}
+        plan = self.planner.plan(sizes, granularity, axis.size, partial, tied)
+        part = axis.rank if plan.num_parts > 1 else 0
+        members = {name: self._parameters[name] for name in names}
+        specs = {name: self.spec(name) for name in names}
+        if weights is None:
+            buffer = FlatBuffer(members, specs, plan, part, main_dtype, gradient_dtype)
+        else:
+            buffer = EightBitBuffer(
+                members, specs, plan, part, main_dtype, gradient_dtype, weights, self.wait
+            )
+        for name in names:
+            main_slice = buffer.slices.get(name)
+            main = (
+                nn.Parameter(buffer.gradients.new_empty(0, dtype=main_dtype))
+                if main_slice is None
+                else main_slice.main
+            )
+            self._main_parameters[name] = main
+            self._names_by_id[id(main)] = name
+            self._main_ids.add(id(main))
+        self._slices |= buffer.slices
+        return buffer
+
+    def _put_main_parameters_into(self, optimizer: Optimizer) -> None:
+        """Replace the parameters in an optimizer, and in those inside it, by main parameters."""
+        for owner in optimizers_in(optimizer):
+            replace_parameters(owner, self._main_of)
+            for group in owner.param_groups:
+                group["params"][:] = map(self._main_of, group["params"])
+            states: dict[nn.Parameter, Any] = owner.state  # type: ignore[assignment]
+            for parameter in [p for p in states if self._main_of(p) is not p]:
+                state = states.pop(parameter)
+                name = self._names_by_id[id(parameter)]
+                if name in self._slices:
+                    main_slice = self._slices[name]
+                    states[main_slice.main] = slice_state(main_slice, parameter, state)
+
+    def _main_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the main parameter of a parameter; one that is not registered stays as it is."""
+        name = self._names_by_id.get(id(parameter))
+        return parameter if name is None else self.main(name)
+
+
+def names_in(optimizer_names: Iterable[Iterable[str]]) -> set[str]:
+    """Return the union of the names in all groups of an optimizer."""
+    return set().union(*optimizer_names)
+
+
+def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
+    """List an optimizer and those in its attributes, such as the one that a Lookahead wraps."""
+    found = [optimizer]
+    for owner in found:
+        for value in vars(owner).values():
+            inner = value if isinstance(value, (list, tuple)) else [value]
+            known = set(map(id, found))
+            found += [
+                part for part in inner if isinstance(part, Optimizer) and id(part) not in known
+            ]
+    return found
+
+
+def replace_parameters(
+    optimizer: Optimizer, main_of: Callable[[nn.Parameter], nn.Parameter]
+) -> None:
+    """Replace the parameters in lists, tuples, sets and dictionaries of an optimizer's attributes.
+
+    Groups and states do not change.
+
+    Args:
+        optimizer: Optimizer, which changes.
+        main_of: Function from a parameter to the one that takes its place.
+    """
+    for name, value in list(vars(optimizer).items()):
+        if name not in _OWN and isinstance(value, (nn.Parameter, list, tuple, set, dict)):
+            setattr(optimizer, name, _replaced(value, main_of))
+
+
+def _replaced(value: Any, main_of: Callable[[nn.Parameter], nn.Parameter]) -> Any:
+    """Return a value with other parameters; lists and dictionaries change in place."""
+    if isinstance(value, nn.Parameter):
+        return main_of(value)
+    if isinstance(value, dict):
+        pairs = [(_replaced(key, main_of), _replaced(v, main_of)) for key, v in value.items()]
+        value.clear()
+        value.update(pairs)
+    elif type(value) is list:
+        value[:] = [_replaced(part, main_of) for part in value]
+    elif type(value) in (tuple, set):
+        return type(value)(_replaced(part, main_of) for part in value)
+    return value
