@@ -30,7 +30,7 @@ from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.strategy.logs.log_replay import LogReplay
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
-from lightning_megatron.strategy.step.training_steps import TrainingSteps
+from lightning_megatron.strategy.step.step import Step
 
 #: Name of the time outside all other parts: Lightning's loop and hooks.
 LOOP = "loop"
@@ -49,7 +49,7 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "copies": ((PieceInputs, "fill"), (OutputGradients, "fill"), (StaticInputs, "fill")),
     "replays": ((CudaGraph, "replay"),),
     "passes": ((PipelineExecutor, "run"), (StepGraphs, "run")),
-    "step": ((TrainingSteps, "train"),),
+    "step": ((Step, "train"),),
     "logs": ((LogReplay, "replay"),),
     "finish": ((StepGradients, "end_batch"), (LayerStates, "finish_step")),
     "update": ((MegatronStrategy, "optimizer_step"),),

@@ -36,7 +36,7 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class Step(Generic[T]):
+class CapturableStep(Generic[T]):
     """One step of a rank, which may run eagerly, be captured or be replayed.
 
     Args:
@@ -148,7 +148,7 @@ class StepGraph(Generic[T]):
         overwritten = gradients.slots if gradients.is_first else ()
         return all(slot.is_empty for slot in (*overwritten, *gradients.unused.values()))
 
-    def replay(self, step: Step[T], observers: EffectObservers) -> T:
+    def replay(self, step: CapturableStep[T], observers: EffectObservers) -> T:
         """Run the captured step on the microbatches of another one.
 
         Communication: that of the step.
@@ -229,7 +229,7 @@ class StepGraphs:
         number = max(map(len, forms.values()), default=0)
         return GraphCounts(len(self._graphs), evaluating, (), number, self._seconds)
 
-    def run(self, step: Step[T]) -> RanStep[T]:
+    def run(self, step: CapturableStep[T]) -> RanStep[T]:
         """Run a step: eagerly, by a new graph or by an old one.
 
         Raises:
@@ -271,7 +271,7 @@ class StepGraphs:
         self._pool = None
 
     def _action(
-        self, step: Step[T], form: BatchForm, kind: Hashable, key: Hashable
+        self, step: CapturableStep[T], form: BatchForm, kind: Hashable, key: Hashable
     ) -> Literal["run eagerly", "warm up", "capture", "replay"]:
         """Return what this rank would do with a step."""
         if key in self._graphs:
@@ -307,7 +307,7 @@ class StepGraphs:
         forms = {known for kind, _, known, *_ in self._graphs if kind == name}
         return form not in forms and len(forms) >= self._settings.most_shapes
 
-    def _warm_up(self, step: Step[T], kind: Hashable) -> T:
+    def _warm_up(self, step: CapturableStep[T], kind: Hashable) -> T:
         """Run a step eagerly, and count the random streams of the last one before the capture."""
         number = self._num_eager.get(kind, 0) + 1
         self._num_eager[kind] = number
@@ -319,7 +319,7 @@ class StepGraphs:
         self._draws[kind] = generators
         return result
 
-    def _captures(self, step: Step[T], kind: Hashable, key: tuple[Hashable, ...]) -> bool:
+    def _captures(self, step: CapturableStep[T], kind: Hashable, key: tuple[Hashable, ...]) -> bool:
         """Capture a step; return whether all ranks could do so."""
         graph = None
         failure = None
@@ -340,7 +340,7 @@ class StepGraphs:
         self._say(failure)
         return False
 
-    def _capture(self, step: Step[T], kind: Hashable) -> StepGraph[T]:
+    def _capture(self, step: CapturableStep[T], kind: Hashable) -> StepGraph[T]:
         if self._pool is None:
             self._pool = self._backend.make_pool()
         pool = self._pool

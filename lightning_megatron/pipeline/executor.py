@@ -57,8 +57,8 @@ class PipelineExecutor:
         around_passes: Function from the number of microbatches to a context manager, in which a run
             with backward passes runs its passes; None means no such context.
         after_forwards: Function that is called after the last forward pass of this rank in each
-            run, and returns a function that is called after the last pass of the run; None calls
-            nothing.
+            run, and returns a function that is called after the last pass of the run. None in
+            either place calls nothing.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PipelineExecutor:
         schedule: ScheduleName | BuildSchedule = "1f1b",
         microbatch_group_size: int | None = None,
         around_passes: Callable[[int], AbstractContextManager[None]] | None = None,
-        after_forwards: Callable[[], Callable[[], None]] | None = None,
+        after_forwards: Callable[[], Callable[[], None] | None] | None = None,
     ) -> None:
         self.mesh = mesh
         self.model = model

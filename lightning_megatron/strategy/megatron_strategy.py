@@ -238,7 +238,7 @@ class MegatronStrategy(TrainerAnswers):
     ) -> dict[str, Any]:
         """Load the module, and the optimizers in a fit; return the entries left for Lightning."""
         self._checkpoints.wait()
-        self.run.steps.recheck()
+        self.run.recheck_graphs()
         # An evaluation must not load the optimizers of an earlier fit of this trainer.
         optimizers = self.optimizers if self.run.is_fit else ()
         path = self.broadcast(os.fspath(checkpoint_path))
@@ -311,7 +311,7 @@ class MegatronStrategy(TrainerAnswers):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of all microbatches, and finish gradients before a step."""
-        output = self.run.steps.train(args, kwargs)
+        output = self.run.step.train(args, kwargs)
         # The optimizer's update comes next, and may overwrite weights that a save still copies.
         self._checkpoints.wait_for_snapshot()
         return output
@@ -357,17 +357,17 @@ class MegatronStrategy(TrainerAnswers):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self.run.steps.evaluate("validation_step", args)
+            return self.run.step.evaluate("validation_step", args)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self.run.steps.evaluate("test_step", args)
+            return self.run.step.evaluate("test_step", args)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self.run.steps.evaluate("predict_step", args)
+            return self.run.step.evaluate("predict_step", args)
 
     # ---- saving of checkpoints
 

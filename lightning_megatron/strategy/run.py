@@ -63,13 +63,13 @@ from lightning_megatron.strategy.private.loops import call_around_epochs, restor
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
 from lightning_megatron.strategy.process.garbage import LongLivedObjects
 from lightning_megatron.strategy.process.signals import SignalAgreement
+from lightning_megatron.strategy.step.batch_cuts import BatchCuts
 from lightning_megatron.strategy.step.limited_rows import LimitedRows
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
-from lightning_megatron.strategy.step.runner import StepRunner
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.scheduled_loop import install_scheduled_loop
 from lightning_megatron.strategy.step.shared_casts import SharedCasts
-from lightning_megatron.strategy.step.training_steps import TrainingSteps
+from lightning_megatron.strategy.step.step import Step, StepTrials
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
@@ -118,7 +118,6 @@ class Run:
         self.is_fit = module.trainer.state.fn == TrainerFn.FITTING
         self._options = options
         self._checkpoints = checkpoints
-        self._choice: ScheduleChoice | None = None
         self._long_lived = LongLivedObjects()
         self._hooks = ExitStack()
         with ExitStack() as undo:
@@ -128,19 +127,9 @@ class Run:
             check_synchronised_norms(module, mesh)
             self.buffers = SharedBuffers(module, mesh)
             self._casts = SharedCasts(layered_modules(module), options)
-            limit = mixtures.row_limit
-            read_missing_rows = None if limit is None else limit.start_read
-            self.executor = PipelineExecutor(
-                mesh,
-                pipelined_module(module, mesh),
-                options.custom_order.build if options.custom_order else options.schedule_name,
-                options.microbatch_group_size,
-                self._casts.around,
-                read_missing_rows,
-            )
-            if options.schedule == "auto" and self.is_fit and mesh.pp.size > 1:
-                self._choice = ScheduleChoice(mesh, self.executor, options.schedule_name)
-            kept = AttributeSync(module, mesh)
+            self.executor = self._make_executor()
+            self._choice = self._make_choice()
+            attributes = AttributeSync(module, mesh)
             self.state = self._training_state(precision, optimizers, previous)
             undo.callback(self.state.release)
             precision.bind(self.state)
@@ -148,9 +137,11 @@ class Run:
             self.graphs, whole_steps = self._build_graphs(make_backend)
             if self.graphs is not None:
                 undo.callback(self.graphs.close)
+            #: Steps whose experts have a limit on their rows; None without a limit.
+            self.limited_rows = self._limit_rows()
             #: Comparison of batches between the ranks of a model replica.
             self.comparison = BatchComparison(mesh, options.replica_check_interval)
-            self.steps = TrainingSteps(
+            self.step = Step(
                 module,
                 mesh,
                 precision,
@@ -158,51 +149,69 @@ class Run:
                 mixtures,
                 self._states,
                 self.buffers,
-                self._step_runner(kept, whole_steps),
                 self.comparison,
-                options.overlap_gradients,
                 self.graphs,
+                BatchCuts(options.microbatches(mesh.layout), mesh, module.trainer),
+                self._make_trials(),
+                attributes,
+                [around for around in (self.limited_rows, whole_steps) if around is not None],
+                self._choice,
+                self.executor,
+                overlaps_gradients=options.overlap_gradients,
             )
-            self._patch_trainer(kept, undo)
+            self._patch_trainer(attributes, undo)
             if self.is_fit:
                 self._patch_fit(undo)
             self._undo = undo.pop_all()
 
     # ---- parts
 
-    def _step_runner(self, kept: AttributeSync, whole_steps: WholeSteps | None) -> StepRunner:
-        trials = None
-        if self._options.check_microbatches:
-            trials = (
-                MicrobatchTrials(
-                    self.module,
-                    self.mesh,
-                    self.state.main.wait,
-                    self._options.replica_check_interval,
-                    self._suspend_graphs,
-                ),
-                FeatureTrials(self.module, self.mesh),
-            )
-        rule = self._options.microbatches(self.mesh.layout)
+    def _make_executor(self) -> PipelineExecutor:
+        order = self._options.custom_order
         limit = self.mixtures.row_limit
-        limited_rows: LimitedRows | None = None
-        if limit is not None:
-            limited_rows = LimitedRows(
-                self.module,
-                self.mesh,
-                limit,
-                self._states,
-                self.state.gradients,
-                self.graphs,
-            )
-        return StepRunner(
-            self.mesh, self.executor, rule, kept, trials, self._choice, whole_steps, limited_rows
+        read_missing_rows = None if limit is None else limit.start_read
+        return PipelineExecutor(
+            self.mesh,
+            pipelined_module(self.module, self.mesh),
+            self._options.schedule_name if order is None else order.build,
+            self._options.microbatch_group_size,
+            self._casts.around,
+            read_missing_rows,
+        )
+
+    def _make_choice(self) -> ScheduleChoice | None:
+        if self._options.schedule != "auto" or not self.is_fit or self.mesh.pp.size == 1:
+            return None
+        return ScheduleChoice(self.mesh, self.executor, self._options.schedule_name)
+
+    def _limit_rows(self) -> LimitedRows | None:
+        limit = self.mixtures.row_limit
+        if limit is None:
+            return None
+        return LimitedRows(
+            self.module, self.mesh, limit, self._states, self.state.gradients, self.graphs
+        )
+
+    def _make_trials(self) -> StepTrials | None:
+        options = self._options
+        if not options.check_microbatches:
+            return None
+        wait = self.state.main.wait
+        interval = options.replica_check_interval
+        return StepTrials(
+            MicrobatchTrials(self.module, self.mesh, wait, interval, self._suspend_graphs),
+            FeatureTrials(self.module, self.mesh),
         )
 
     def _suspend_graphs(self) -> None:
         """Run the rest of the running step without graphs."""
         if self.graphs is not None:
             self.graphs.suspend()
+
+    def recheck_graphs(self) -> None:
+        """Check before the next step whether graphs are still valid; called on all ranks."""
+        if self.graphs is not None:
+            self.graphs.recheck()
 
     def _training_state(
         self,
@@ -251,14 +260,14 @@ class Run:
 
     # ---- changes of the Trainer
 
-    def _patch_trainer(self, kept: AttributeSync, undo: ExitStack) -> None:
+    def _patch_trainer(self, attributes: AttributeSync, undo: ExitStack) -> None:
         trainer = self.module.trainer
         num_shares = self.mesh.dp.size
         filter_sampler_injection(
             trainer, lambda loader: needs_distributed_sampler(loader, num_shares)
         )
         undo.callback(restore_sampler_injection, trainer)
-        call_around_epochs(trainer, kept.share)
+        call_around_epochs(trainer, attributes.share)
         undo.callback(restore_epochs, trainer)
         if self._options.async_save:
             announce_saves(trainer, self._checkpoints.will_exist, self._checkpoints.link)
@@ -272,7 +281,7 @@ class Run:
         if self._gathers_late(trainer):
             self.state.overlap_gathers()
         self._expose_gradients(gradient_reader(trainer))
-        install_scheduled_loop(trainer, self.steps.prepare)
+        install_scheduled_loop(trainer, self.step.prepare)
         interval = self._options.signal_check_interval
         signals = SignalAgreement(trainer, self.mesh, interval, self._checkpoints.wait)
         signals.install()

@@ -140,7 +140,9 @@ def _limit(rank: int, size: int) -> None:
             for dispatcher, limit in zip(dispatchers, limits, strict=True):
                 with limit.limit_rows():
                     results.append(output_and_gradients(tokens, dispatcher, experts))
-                    limit.start_read()()
+                    finish = limit.start_read()
+                    assert finish is not None, "the limit applies"
+                    finish()
                 were_small.append(limit.was_too_small())
                 with limit.measure_rows() as measured:
                     output_and_gradients(tokens, dispatcher, experts)

@@ -112,7 +112,7 @@ class SteeredWatch(pl.Callback):
                 vars(layer.router)["rows"] = module.rows[number]
 
     def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
-        limited = strategy_of(trainer).run.steps._runner.limited_rows
+        limited = strategy_of(trainer).run.limited_rows
         self.outcomes = {
             "buffers": {name: buffer.tolist() for name, buffer in module.named_buffers()},
             "attributes": [getattr(module, name, None) for name in ("calls", "seen")],

@@ -31,7 +31,7 @@ from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.strategy.logs import compiled_blocks
 from lightning_megatron.strategy.step import schedule_choice
-from lightning_megatron.strategy.step.custom_order_check import CustomOrderCheck
+from lightning_megatron.strategy.step.batch_cuts import CustomOrderCheck
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from tests.fits import (
     BATCH,

@@ -125,17 +125,16 @@ class RowLimit:
         elif self._measured is not None:
             self._measured.add(layer, share, needed)
 
-    def start_read(self) -> Callable[[], None]:
+    def start_read(self) -> Callable[[], None] | None:
         """Start to copy to the host whether the passes of the block have had enough rows so far.
 
-        Nothing is copied outside of :meth:`limit_rows`.
-
         Returns:
-            Function to call when the last pass has been started.
+            Function to call when the last pass has been started; None outside of
+            :meth:`limit_rows`, where nothing is copied.
 
         Communication: that of :meth:`RowExcess.start`.
         """
-        return self._excess.start() if self._holds else _nothing
+        return self._excess.start() if self._holds else None
 
     def was_too_small(self) -> bool:
         """Wait for the copy of :meth:`start_read`; return whether rows were missing on any rank.
@@ -143,10 +142,6 @@ class RowLimit:
         The result is the same on all ranks.
         """
         return self._excess.wait() > 0
-
-
-def _nothing() -> None:
-    """Do nothing after the last pass, because no copy was started."""
 
 
 @dataclass(frozen=True)

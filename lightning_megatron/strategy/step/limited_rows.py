@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.experts.transport.row_limit import RowLimit, RowNeed
+from lightning_megatron.graphs.step_graph import RanStep
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import grown_factor, limited_rows, smallest_factor
@@ -21,11 +21,8 @@ from lightning_megatron.strategy.modules.tensor_copies import copies_of, copy_al
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.process.random_states import DefaultGenerators
-from lightning_megatron.strategy.step.step_values import BackwardPasses
+from lightning_megatron.strategy.step.step_values import MicrobatchOutputs, RunCall, StepCall
 
-_Ran = TypeVar("_Ran")
-#: Function that runs a training step with given settings of its backward passes.
-_Run = Callable[[BackwardPasses], _Ran]
 #: Number of the first failure after which the limit grows; it also grows after later ones.
 _FAILURES_BEFORE_GROWTH = 2
 
@@ -91,74 +88,50 @@ class LimitedRows:
         """Return the current limit on the rows of a buffer, as a multiple of the even share."""
         return self._limit.factor
 
-    def train(self, first: _Run[_Ran], again: _Run[_Ran], passes: BackwardPasses) -> _Ran:
-        """Run a training step as :meth:`run` does.
+    def run(self, run: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
+        """Run a step with the limit, and again without the limit if a buffer was too small.
 
         The hooks that clear the gradients of the previous step run once, before the first forward
         pass, because a second run must not undo their changes.
 
         Args:
-            first: Function that runs the step with the given settings, with or without graphs.
-            again: Function that runs the step eagerly.
-            passes: Settings of the backward passes.
-
-        Communication: that of :meth:`run`; if a buffer was too small, also that of all batches of
-            this optimizer step.
-        """
-        passes.clear_gradients()
-        passes.hide_gradients()
-        cleared = replace(passes, clear_gradients=lambda: None)
-        if not passes.adds:
-            self._earlier.clear()
-        before = self._before()
-
-        def restore() -> None:
-            self._gradients.discard()
-            for batch in self._earlier:
-                batch.state.restore()
-                batch.run()
-            before.restore()
-            self._states.resume_step()
-
-        repeat = partial(again, cleared)
-        result = self._run(partial(first, cleared), repeat, restore)
-        if passes.will_step:
-            self._earlier.clear()
-        else:
-            self._earlier.append(_EarlierBatch(before, repeat))
-        return result
-
-    def run(self, first: Callable[[], _Ran], again: Callable[[], _Ran]) -> _Ran:
-        """Run a step with the limit, and again without the limit if a buffer was too small.
-
-        Args:
-            first: Function that runs the step, with graphs if there are any.
-            again: Function that runs the step eagerly, after the states of the module and the
-                routers were restored.
+            run: Function that runs the microbatches of a call, with graphs if there are any.
+            call: Call of the step.
 
         Returns:
             The result of the last run.
 
         Communication: one all-reduce of a number over the world on the device; if a buffer was too
-            small also one gather of objects on the CPU.
+            small also one gather of objects on the CPU, and that of the repeated runs: with
+            gradient accumulation, of all batches of this optimizer step.
         """
-        return self._run(first, again, self._before().restore)
+        if call.passes is None:
+            return self._run(run, call, self._before())
+        passes = call.passes.cleared()
+        if not passes.adds:
+            self._earlier.clear()
+        call = replace(call, passes=passes)
+        before = self._before()
+        ran = self._run(run, call, before)
+        if passes.will_step:
+            self._earlier.clear()
+        else:
+            self._earlier.append(_EarlierBatch(before, call))
+        return ran
 
-    def _run(
-        self, first: Callable[[], _Ran], again: Callable[[], _Ran], restore: Callable[[], None]
-    ) -> _Ran:
+    def _run(self, run: RunCall, call: StepCall, before: _Before) -> RanStep[MicrobatchOutputs]:
         with self._limit.limit_rows():
-            result = first()
+            ran = run(call)
         if not self._limit.was_too_small():
-            return result
+            return ran
         # The second run may need the memory that the outputs of the first run occupy.
-        del result
+        del ran
         if self._graphs is not None:
             self._graphs.suspend()
         try:
-            restore()
+            self._undo(run, call, before)
             with self._limit.measure_rows() as measured:
-                result = again()
+                ran = run(replace(call, may_replay=False))
         except Exception as error:
             error.add_note(
                 f"experts: expert_rows={self.factor:g} was too small for this step, which was "
@@ -166,7 +139,25 @@ class LimitedRows:
             )
             raise
         self._warn(measured.needs())
-        return result
+        return ran
+
+    def _undo(self, run: RunCall, call: StepCall, before: _Before) -> None:
+        """Undo the first run of a call, after which the sum has the gradients of earlier batches.
+
+        Args:
+            run: Function that runs the microbatches of a call.
+            call: Call of the step.
+            before: State before the first run.
+        """
+        if call.passes is None:
+            before.restore()
+            return
+        self._gradients.discard()
+        for batch in self._earlier:
+            batch.before.restore()
+            run(replace(batch.call, may_replay=False))
+        before.restore()
+        self._states.resume_step()
 
     def _before(self) -> _Before:
         return _Before(
@@ -226,9 +217,9 @@ class _EarlierBatch:
     """Earlier batch of an optimizer step, whose gradients are in the accumulated sum.
 
     Args:
-        state: State before the batch.
-        run: Function that runs the batch eagerly.
+        before: State before the batch.
+        call: Call of the step for the batch.
     """
 
-    state: _Before
-    run: Callable[[], object]
+    before: _Before
+    call: StepCall

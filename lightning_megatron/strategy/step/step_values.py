@@ -1,10 +1,10 @@
-"""Settings of a step's backward passes, and the result of a step."""
+"""What a step passes on: its call, the settings of its backward passes, and its results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -13,9 +13,11 @@ from torch import Tensor
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.graphs.step_graph import RanStep
+from lightning_megatron.graphs.step_kind import TRAINING
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.pipeline.action_observer import BackwardObserver
 from lightning_megatron.pipeline.executor import Inspector
+from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses
@@ -28,7 +30,8 @@ class BackwardPasses:
     Args:
         clear_gradients: Function that clears the previous step's gradients, unless they accumulate.
             It runs between the first forward and the first backward pass, like Lightning's hooks.
-            With several stages it runs before all passes, because the hooks may communicate.
+            With several stages it runs before all passes, because the hooks may communicate. None
+            if it has run already.
         hide_gradients: Function that removes gradients from ``parameter.grad``, where hooks could
             read them; ``run`` also does this.
         run: Function that runs the backward pass of one microbatch from its weighted loss.
@@ -45,7 +48,7 @@ class BackwardPasses:
             on no rank.
     """
 
-    clear_gradients: Callable[[], None]
+    clear_gradients: Callable[[], None] | None
     hide_gradients: Callable[[], None]
     run: Callable[[Tensor], None]
     adds: bool
@@ -55,6 +58,56 @@ class BackwardPasses:
     loss_weight: LossWeight | None = None
     weight_gradients: WeightGradientQueue | None = None
     states: LayerStates | None = None
+
+    def clear(self) -> None:
+        """Clear the previous step's gradients, unless this was done before all passes."""
+        if self.clear_gradients is not None:
+            self.clear_gradients()
+
+    def cleared(self) -> BackwardPasses:
+        """Clear and hide the previous step's gradients now; return settings that do not do so."""
+        self.clear()
+        self.hide_gradients()
+        return replace(self, clear_gradients=None)
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """Call of a user's step for one batch, and how its microbatches run.
+
+    Args:
+        key: Name of the step, and index of the dataloader if there are several.
+        microbatches: Microbatches of the batch.
+        args: Further arguments of the step.
+        index: Index of the batch, which selects the random streams; for a training step in the
+            whole fit (batches).
+        passes: Settings of the backward passes; None computes no gradients.
+        may_replay: Whether a graph of the whole step may run the call.
+        factor: Loss scale of a training step. A scalar in float64 may change between the replays of
+            a graph.
+        divisor: Batches whose gradients are accumulated (batches).
+        token_scale: Divisor of token counts, as :class:`MicrobatchLosses` describes (tokens).
+    """
+
+    key: tuple[Any, ...]
+    microbatches: Sequence[Microbatch]
+    args: tuple[Any, ...]
+    index: int
+    passes: BackwardPasses | None = None
+    may_replay: bool = True
+    factor: float | Tensor = 1.0
+    divisor: int = 1
+    token_scale: int = 1
+
+    @property
+    def name(self) -> str:
+        """Return the name of the step, such as ``training_step``."""
+        return str(self.key[0])
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether the step is ``training_step``, with or without backward passes."""
+        return self.name == TRAINING.name
 
 
 @dataclass(frozen=True)
@@ -73,6 +126,22 @@ class MicrobatchOutputs:
     recorder: Recorder
     losses: MicrobatchLosses | None = None
     statistics: Mapping[int, StepStatistics] | None = None
+
+
+#: Function that runs the microbatches of a step.
+RunCall = Callable[[StepCall], RanStep[MicrobatchOutputs]]
+
+
+class AroundRuns(Protocol):
+    """Object through which all runs of steps go."""
+
+    def run(self, run: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
+        """Run the microbatches of a step.
+
+        Args:
+            run: Function that runs them further inside, once, repeatedly or in a graph.
+            call: Call of the step.
+        """
 
 
 @dataclass(frozen=True)

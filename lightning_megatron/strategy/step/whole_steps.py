@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,26 +16,23 @@ from torchmetrics import Metric
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.captured_index import CapturedIndex
-from lightning_megatron.graphs.step_graph import RanStep, Step, StepGraphs
+from lightning_megatron.graphs.step_graph import CapturableStep, RanStep, StepGraphs
 from lightning_megatron.graphs.user_hooks import describe_user_hook
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.modules.module_state import ModuleState
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
 from lightning_megatron.strategy.optimization.training_state import TrainingState
-from lightning_megatron.strategy.step.step_values import BackwardPasses, MicrobatchOutputs
+from lightning_megatron.strategy.step.step_values import (
+    BackwardPasses,
+    MicrobatchOutputs,
+    RunCall,
+    StepCall,
+)
 
 log = logging.getLogger(__name__)
 
 _PACKAGE = __name__.partition(".")[0]
-
-#: Function of the microbatches, the loss scale, the settings of the backward passes and the other
-#: arguments of the step.
-RunTraining = Callable[
-    [Sequence[Microbatch], float | torch.Tensor, BackwardPasses, tuple[Any, ...]], MicrobatchOutputs
-]
-#: Function of the microbatches and the other arguments of the step.
-RunEvaluation = Callable[[Sequence[Microbatch], tuple[Any, ...]], MicrobatchOutputs]
 
 
 class WholeSteps:
@@ -62,135 +59,111 @@ class WholeSteps:
         self._module = module
         self._mesh = mesh
         self._state = state
-        #: Graphs of the steps.
-        self.graphs = graphs
+        self._graphs = graphs
         self._factor: torch.Tensor | None = None
         self._reader: str | None = None
         self._has_looked_for_reader = False
         state.main.gather.defers = True
 
-    @property
-    def evaluates(self) -> bool:
-        """Return whether evaluation steps are captured."""
-        return self.graphs.evaluates
-
-    def begin_gather(self) -> None:
-        """Start the gathers of updated parameters for a step that runs outside of :meth:`train`.
-
-        Communication: that of :meth:`ParameterGather.begin`.
-        """
-        self._state.main.gather.begin()
-
-    def train(
-        self,
-        microbatches: Sequence[Microbatch],
-        args: tuple[Any, ...],
-        passes: BackwardPasses,
-        *,
-        run: RunTraining,
-        step: int,
-        factor: float,
-        divisor: int,
-    ) -> RanStep[MicrobatchOutputs]:
-        """Run ``training_step`` and the backward passes, by a graph if there is one.
+    def run(self, run: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
+        """Run a step, by a graph if there is one.
 
         Args:
-            microbatches: Microbatches of the batch.
-            args: Further arguments of the step.
-            passes: Settings of the backward passes.
-            run: Function that runs the microbatches.
-            step: Index of the batch in the whole fit (batches).
-            factor: Loss scale.
-            divisor: Batches whose gradients are accumulated (batches).
+            run: Function that runs the microbatches of a call.
+            call: Call of the step.
 
-        Communication: that of the step and of :meth:`StepGraphs.run`.
+        Communication: that of the step, of :meth:`ParameterGather.begin` and of
+            :meth:`StepGraphs.run`.
         """
+        if call.may_replay and call.passes is not None:
+            return self._train(run, call, call.passes)
+        if call.may_replay and not call.is_training and self._graphs.evaluates:
+            return self._evaluate(run, call)
+        return self._run_eagerly(run, call)
+
+    def _run_eagerly(self, run: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
+        self._state.main.gather.begin()
+        return run(call)
+
+    def _train(
+        self, run: RunCall, call: StepCall, passes: BackwardPasses
+    ) -> RanStep[MicrobatchOutputs]:
+        """Run ``training_step`` and the backward passes."""
         gather = self._state.main.gather
-        gather.defers = not self.graphs.is_off
+        gather.defers = not self._graphs.is_off
         if passes.inspector is not None or self._hook_in_backward() is not None:
-            gather.begin()
-            return RanStep(run(microbatches, factor, passes, args))
-        passes.clear_gradients()
-        passes.hide_gradients()
-        passes = replace(passes, clear_gradients=_nothing)
-        gradients = self._state.gradients
-        sums = passes.observer is not None and gradients.may_sum_in_graphs
-        captured_passes = passes if sums else replace(passes, observer=None)
+            return self._run_eagerly(run, call)
+        passes = passes.cleared()
+        sums = passes.observer is not None and self._state.gradients.may_sum_in_graphs
         states = passes.states
-        scale = self._static_factor(factor)
-        place = (divisor, passes.adds, isinstance(scale, torch.Tensor), self._module.training)
-
-        def run_eagerly() -> MicrobatchOutputs:
-            gather.begin()
-            return run(microbatches, factor, passes, args)
-
-        def run_in_graph(microbatches: Sequence[Microbatch]) -> MicrobatchOutputs:
-            gather.begin()
-            ran = run(microbatches, scale, captured_passes, _unread(args))
-            gather.wait()
-            if sums:
-                gradients.sum_up()
-            return ran if states is None else replace(ran, statistics=states.end_step())
-
-        ran = self.graphs.run(
-            Step(
-                "training_step",
-                place,
-                microbatches,
-                step,
-                run_eagerly=run_eagerly,
-                run=run_in_graph,
+        scale = self._static_factor(call.factor)
+        captured = replace(
+            _unread(call), passes=passes if sums else replace(passes, observer=None), factor=scale
+        )
+        call = replace(call, passes=passes)
+        ran = self._graphs.run(
+            CapturableStep(
+                call.name,
+                (call.divisor, passes.adds, isinstance(scale, torch.Tensor), self._module.training),
+                call.microbatches,
+                call.index,
+                run_eagerly=lambda: self._run_eagerly(run, call).result,
+                run=lambda given: self._run_in_graph(
+                    run, replace(captured, microbatches=given), states, sums=sums
+                ),
                 holds_sums=sums,
                 variant=(sums, gather.is_deferred, states is not None),
                 prepare=gather.wait_for_started,
-                around=partial(refuse_kept_changes, self._module, "training_step"),
+                around=partial(refuse_kept_changes, self._module, call.name),
                 held=partial(attributes_of, self._module),
             )
         )
         if ran.is_new:
-            self._name_numbers("training_step", ran.result)
+            self._name_numbers(call.name, ran.result)
         if states is not None and ran.result.statistics is not None:
             states.adopt(ran.result.statistics)
         return ran
 
-    def evaluate(
-        self,
-        key: tuple[Any, ...],
-        microbatches: Sequence[Microbatch],
-        args: tuple[Any, ...],
-        run: RunEvaluation,
-        *,
-        step: int,
-    ) -> RanStep[MicrobatchOutputs]:
-        """Run an evaluation step, by a graph if there is one.
+    def _run_in_graph(
+        self, run: RunCall, call: StepCall, states: LayerStates | None, *, sums: bool
+    ) -> MicrobatchOutputs:
+        """Run what a graph of a training step captures.
 
         Args:
-            key: Name of the step, and index of the dataloader if there are several.
-            microbatches: Microbatches of the batch.
-            args: Further arguments of the step.
-            run: Function that runs the microbatches.
-            step: Index of the batch (batches).
-
-        Communication: that of the step and of :meth:`StepGraphs.run`.
+            run: Function that runs the microbatches of a call.
+            call: Call of the step on the microbatches of the graph.
+            states: State of layers whose step ends in the graph; None without one.
+            sums: Whether the graph sums gradients over the ranks.
         """
-        ran = self.graphs.run(
-            Step(
-                " ".join(map(str, key)),
+        gather = self._state.main.gather
+        gather.begin()
+        ran = run(call).result
+        gather.wait()
+        if sums:
+            self._state.gradients.sum_up()
+        return ran if states is None else replace(ran, statistics=states.end_step())
+
+    def _evaluate(self, run: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
+        """Run an evaluation step."""
+        captured = _unread(call)
+        ran = self._graphs.run(
+            CapturableStep(
+                " ".join(map(str, call.key)),
                 (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self._module.training),
-                microbatches,
-                step,
-                run_eagerly=lambda: run(microbatches, args),
-                run=lambda given: run(given, _unread(args)),
+                call.microbatches,
+                call.index,
+                run_eagerly=lambda: run(call).result,
+                run=lambda given: run(replace(captured, microbatches=given)).result,
                 prepare=self._state.main.wait,
-                around=partial(refuse_kept_changes, self._module, key[0]),
+                around=partial(refuse_kept_changes, self._module, call.name),
                 held=partial(attributes_of, self._module),
             )
         )
         if ran.is_new:
-            self._name_numbers(key[0], ran.result)
+            self._name_numbers(call.name, ran.result)
         return ran
 
-    def _static_factor(self, factor: float) -> float | torch.Tensor:
+    def _static_factor(self, factor: float | torch.Tensor) -> float | torch.Tensor:
         """Return the loss scale as one tensor for all steps, or as a number if it was always 1."""
         if factor == 1.0 and self._factor is None:
             return factor
@@ -204,7 +177,7 @@ class WholeSteps:
             self._has_looked_for_reader = True
             self._reader = first_overridden(self._module.trainer, ("on_before_backward",))
             if self._reader is not None:
-                self.graphs.say(
+                self._graphs.say(
                     f"training_step runs eagerly: {self._reader} runs inside of it, and would not "
                     "run at a replay."
                 )
@@ -286,16 +259,12 @@ def _is_user_object(value: Any) -> bool:
     return is_of_package and not is_module and hasattr(value, "__dict__")
 
 
-def _unread(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _unread(call: StepCall) -> StepCall:
     """Replace the batch index in the arguments by an object whose value the step cannot read."""
-    if not args or type(args[0]) is not int:
-        return args
-    return (CapturedIndex(args[0]), *args[1:])
+    if not call.args or type(call.args[0]) is not int:
+        return call
+    return replace(call, args=(CapturedIndex(call.args[0]), *call.args[1:]))
 
 
 def _more(changed: Mapping[str, str]) -> str:
     return f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-
-
-def _nothing() -> None:
-    """Do nothing, because the gradients have already been cleared."""

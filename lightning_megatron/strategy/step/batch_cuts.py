@@ -1,0 +1,169 @@
+"""Cuts of batches into microbatches, and checks that a schedule and graphs can run them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.groups.fingerprint import check_same_everywhere
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.microbatch import (
+    Microbatch,
+    count_samples,
+    is_cut,
+    split_batch,
+)
+from lightning_megatron.plan.custom_order import CustomOrder, OrderOfPasses, digest_of
+from lightning_megatron.plan.global_batch import GlobalBatch
+from lightning_megatron.plan.microbatches import MicrobatchRule
+
+_REMEDY = "The function must return the same rows on every rank."
+
+
+class BatchCuts:
+    """Cuts of the batches of a run into microbatches, by one rule or by the user.
+
+    Args:
+        rule: Rule that cuts batches which the user has not cut.
+        mesh: The groups of this rank.
+        trainer: The Trainer of the run.
+    """
+
+    def __init__(self, rule: MicrobatchRule, mesh: ParallelMesh, trainer: Trainer) -> None:
+        self._rule = rule
+        self._order_check = CustomOrderCheck(mesh, rule.schedule)
+        self._growth = BatchGrowth(trainer)
+        self._has_said_size = False
+
+    def cut(self, batch: Any) -> list[Microbatch]:
+        """Return the microbatches of a batch.
+
+        Args:
+            batch: Batch of this data-parallel rank.
+        """
+        return split_batch(batch, None if self._rule.is_whole else self._rule.size_for)
+
+    def cut_to_train(self, batch: Any, *, has_backward: bool) -> list[Microbatch]:
+        """Return the microbatches of a training batch, and check that the schedule can run them.
+
+        Args:
+            batch: Batch of this data-parallel rank.
+            has_backward: Whether the schedule runs backward passes.
+
+        Raises:
+            ParallelPlanError: If the user's own schedule cannot run the microbatches.
+            RankMismatchError: If a function returns other rows of a schedule on some ranks.
+
+        Communication: that of :meth:`CustomOrderCheck.check`.
+        """
+        microbatches = self.cut(batch)
+        if has_backward:
+            self._order_check.check(len(microbatches))
+        self._log_size(batch, microbatches)
+        return microbatches
+
+    def may_cut(self, batch: Any) -> bool:
+        """Return whether the user has cut a batch, or the rule cuts batches of enough samples."""
+        return is_cut(batch) or not self._rule.is_whole
+
+    def growth_of(self, batch: Any) -> str | None:
+        """Return a description of the growth of a batch since the last one; None without growth.
+
+        Args:
+            batch: Batch of this data-parallel rank.
+        """
+        return self._growth.reason(batch)
+
+    def _log_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
+        """Log the number of microbatches once, if the user has not set their size."""
+        if self._has_said_size or not self._rule.is_chosen or is_cut(batch):
+            return
+        self._has_said_size = True
+        count = len(microbatches)
+        size = microbatches[0].num_samples
+        rank_zero_info(
+            f"microbatch_size is {size}: a batch of "
+            f"{sum(part.num_samples for part in microbatches)} samples is cut into {count} "
+            f"microbatches, so that each of the {self._rule.num_stages} pipeline stages waits for "
+            f"{self._rule.idle_share(count):.0%} of a step."
+        )
+
+
+class CustomOrderCheck:
+    """Check that the ranks of a model replica run the same legal schedule, before they compute.
+
+    The rows of a file have been compared when the ranks joined the job. Those of a function are
+    compared here, because a function may depend on what differs between ranks.
+
+    Args:
+        mesh: The groups of this rank.
+        order: Named schedule, which needs no check, or the user's own order.
+    """
+
+    def __init__(self, mesh: ParallelMesh, order: OrderOfPasses) -> None:
+        self._axis = mesh.model_cpu
+        self._order = order
+        self._checked_counts: set[int] = set()
+
+    def check(self, num_microbatches: int) -> None:
+        """Check the schedule of a step.
+
+        Args:
+            num_microbatches: Microbatches of the step, equal on the ranks of a model replica.
+
+        Raises:
+            ParallelPlanError: On all these ranks, if the order cannot run the microbatches.
+            RankMismatchError: On all these ranks, if a function returns other rows on some.
+
+        Communication: for a new number of microbatches of a function, one gather over tp x pp on
+        the CPU.
+        """
+        if not isinstance(self._order, CustomOrder) or num_microbatches in self._checked_counts:
+            return
+        failure: ParallelPlanError | None = None
+        try:
+            rows = digest_of(self._order.build(num_microbatches))
+        except ParallelPlanError as error:
+            failure = error
+            rows = str(error)
+        if self._order.table is None:
+            name = f"rows of {self._order.name} for {num_microbatches} microbatches"
+            check_same_everywhere(self._axis, {name: rows}, _REMEDY)
+        if failure is not None:
+            raise failure
+        self._checked_counts.add(num_microbatches)
+
+
+class BatchGrowth:
+    """Detection of growth for data modules whose global batch ramps up.
+
+    All ranks detect growth in the same step, because it depends only on the number of consumed
+    samples. A smaller last batch of an epoch does not count as growth.
+
+    Args:
+        trainer: The Trainer, whose data module may have a global batch that ramps up.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        data = getattr(trainer, "datamodule", None)
+        batch = getattr(data, "global_batch", None)
+        self._grows = isinstance(batch, GlobalBatch) and batch.ramp_up is not None
+        self._last: int | None = None
+
+    def reason(self, batch: Any) -> str | None:
+        """Return a description of the growth of a batch since the last one; None without growth.
+
+        Args:
+            batch: Batch of this data-parallel rank.
+        """
+        if not self._grows or is_cut(batch):
+            return None
+        size = count_samples(batch)
+        last = self._last
+        self._last = size
+        if last is None or size <= last:
+            return None
+        return f"the batch of a data-parallel rank has grown from {last} to {size} samples"

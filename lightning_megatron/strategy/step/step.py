@@ -1,0 +1,586 @@
+"""A step from top to bottom: from Lightning's batch to finished gradients and logged values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_megatron.graphs.step_graph import RanStep
+from lightning_megatron.groups.collectives import broadcast_object
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.microbatch import Microbatch, copy_batch, count_samples
+from lightning_megatron.pipeline.step_plans import Trial, signature_of
+from lightning_megatron.strategy.checks.batch_comparison import BatchComparison
+from lightning_megatron.strategy.logs.log_record import Recorder
+from lightning_megatron.strategy.logs.log_replay import LogReplay
+from lightning_megatron.strategy.logs.merge import (
+    Weight,
+    merge_outputs,
+    token_counts_in,
+    total_weight,
+)
+from lightning_megatron.strategy.logs.step_output import StepOutput
+from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
+from lightning_megatron.strategy.modules.buffers import SharedBuffers
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
+from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.strategy.optimization.precision import MegatronPrecision
+from lightning_megatron.strategy.optimization.training_state import TrainingState
+from lightning_megatron.strategy.options.expert_option import check_limited_step
+from lightning_megatron.strategy.private.data_loading import train_dataloaders
+from lightning_megatron.strategy.private.loops import (
+    accumulates,
+    call_after_backward_hooks,
+    is_logged,
+    run_backward,
+    skips_backward,
+    total_batch_index,
+)
+from lightning_megatron.strategy.process.dataloaders import deals_in_turn
+from lightning_megatron.strategy.step.batch_cuts import BatchCuts
+from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, TokenCounting
+from lightning_megatron.strategy.step.run_graphs import RunGraphs
+from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
+from lightning_megatron.strategy.step.scheduled_loop import ClearGradients
+from lightning_megatron.strategy.step.step_values import (
+    AroundRuns,
+    BackwardPasses,
+    MicrobatchOutputs,
+    RunCall,
+    StepCall,
+    StepResult,
+    step_outputs,
+)
+from lightning_megatron.strategy.step.weight_reads import WeightReads
+from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
+from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
+from lightning_megatron.strategy.trials.unsharded_modules import name_unsharded_modules
+from lightning_megatron.strategy.trials.weight_writes import preserve_state
+
+#: Names of batches in error texts, by step.
+_KINDS = {"validation_step": "validation", "test_step": "test", "predict_step": "prediction"}
+
+
+@dataclass(frozen=True)
+class StepTrials:
+    """Trials of each kind of step at its first batch.
+
+    Args:
+        microbatches: Trials that compare microbatches with their batch.
+        features: Trials that compare features that tp shards with full ones.
+    """
+
+    microbatches: MicrobatchTrials
+    features: FeatureTrials
+
+
+class Step:
+    """Training and evaluation steps of one run, with all that happens around the user's step.
+
+    :meth:`train` is the formula of a step, and the methods stand in the order of their calls. The
+    arguments that surround a run act from outside to inside in the order in which they are listed
+    here, from ``comparison`` to ``executor``.
+
+    Args:
+        module: The user's module.
+        mesh: The groups of this rank.
+        precision: Precision of the run.
+        state: Main parameters and gradients of the run, checked before and completed after a step.
+        mixtures: Mixture-of-experts layers of this rank.
+        states: State that the layers of this rank accumulate during a step.
+        buffers: Buffers that the data-parallel ranks synchronise.
+        comparison: Comparison of batches between ranks that must read the same ones.
+        graphs: CUDA graphs, permitted or forbidden for a step; None to run all steps eagerly.
+        cuts: Cuts of batches into microbatches.
+        trials: Trials of steps at their first batch; None skips them.
+        attributes: Module attributes that steps set, recorded before a run and shared after it.
+        around: Objects through which each run of a step goes, the outermost one first: limits on
+            the rows of experts, which may run a step again, then graphs of whole steps.
+        choice: Choice of the schedule by the times of the first steps; None keeps the executor's.
+        executor: Executor of the pipeline schedule, which calls the user's step.
+        overlaps_gradients: Whether sums of gradients may start during the backward pass.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mesh: ParallelMesh,
+        precision: MegatronPrecision,
+        state: TrainingState,
+        mixtures: MixtureRuntime,
+        states: LayerStates,
+        buffers: SharedBuffers,
+        comparison: BatchComparison,
+        graphs: RunGraphs | None,
+        cuts: BatchCuts,
+        trials: StepTrials | None,
+        attributes: AttributeSync,
+        around: Sequence[AroundRuns],
+        choice: ScheduleChoice | None,
+        executor: PipelineExecutor,
+        *,
+        overlaps_gradients: bool,
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._precision = precision
+        self._state = state
+        self._mixtures = mixtures
+        self._states = states
+        self._buffers = buffers
+        self._comparison = comparison
+        self._graphs = graphs
+        self._cuts = cuts
+        self._trials = trials
+        self._attributes = attributes
+        self._around = around
+        self._choice = choice
+        self._executor = executor
+        self._overlaps_gradients = overlaps_gradients
+        self._output = StepOutput(mesh)
+        self._replay = LogReplay(mesh)
+        self._counting = TokenCounting(mesh)
+        self._reads = WeightReads(mesh)
+        self._num_batches = 0
+        self._clear_gradients: ClearGradients | None = None
+
+    def prepare(self, clear_gradients: ClearGradients | None) -> None:
+        """Set the function that clears the previous step's gradients; None while they accumulate.
+
+        Args:
+            clear_gradients: Function that calls Lightning's hooks and ``zero_grad``.
+        """
+        self._clear_gradients = clear_gradients
+
+    # ---- a training step
+
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``training_step`` with its backward passes; return its output for the whole batch.
+
+        Args:
+            args: Arguments of the step; the first one is the batch of this data-parallel rank.
+            kwargs: Further arguments of the step, in manual optimization.
+
+        Raises:
+            ParallelPlanError: If the user's own schedule cannot run the microbatches.
+            ValueError: If a step counts tokens of some microbatches or batches only.
+            RankMismatchError: If ranks of a model replica have different batches. At the first
+                batch, if a step counts tokens on some ranks only.
+
+        Communication: that of :meth:`BatchComparison.check`, of the schedule, of
+            :meth:`LogReplay.replay` and of :class:`StepGradients`; at the first batch one
+            all-reduce over the data axis and one gather over the world, on the CPU.
+        """
+        index = total_batch_index(self._module.trainer)
+        self._begin(args[0], index)
+        with self._precision.train_step_context():
+            if not self._module.automatic_optimization:
+                return self._train_by_hand(args, kwargs, index)
+            passes = self._backward_passes()
+            with self._permit_graphs(args[0], passes):
+                call = self._cut(args, index, passes)
+                self._try(call, args[0])
+                ran, recorder = self._run_to_train(call)
+                result = self._replay_training(call, ran, recorder)
+            self._finish_gradients(result, passes)
+            return result.output
+
+    def _begin(self, batch: Any, index: int) -> None:
+        """Check the batch, and look for what user code has changed since the last step."""
+        trainer = self._module.trainer
+        will_step = not accumulates(trainer)
+        self._buffers.begin_batch(will_step or not self._module.automatic_optimization)
+        self._num_batches += 1
+        self._comparison.check("training_step", "training", self._num_batches, batch)
+        self._state.checks.begin_step(index, will_step and is_logged(trainer))
+        if self._state.attach_new(trainer.optimizers, trainer.current_epoch) and self._graphs:
+            self._graphs.note_change()
+        self._mixtures.check_trained(trainer.current_epoch)
+        self._mesh.random.deals_in_turn = any(map(deals_in_turn, train_dataloaders(trainer)))
+        self._state.main.user_writes.adopt_noted()
+
+    def _backward_passes(self) -> BackwardPasses | None:
+        """Return the settings of the backward passes; None if this batch computes no gradients."""
+        trainer = self._module.trainer
+        if skips_backward(trainer):
+            return None
+        will_step = not accumulates(trainer)
+        overlaps = self._overlaps_gradients and will_step
+        states = self._states if will_step and self._states.is_used else None
+        return BackwardPasses(
+            self._clear_and_hide,
+            self._state.gradients.hide,
+            self._run_backward,
+            self._clear_gradients is None,
+            will_step,
+            self._state.gradients.observer if overlaps else None,
+            self._state.checks.inspector,
+            self._mixtures.loss_weight,
+            self._state.gradients.weight_gradients,
+            states,
+        )
+
+    def _clear_and_hide(self) -> None:
+        if self._clear_gradients is not None:
+            self._clear_gradients()
+        if self._mesh.pp.size > 1:
+            self._state.gradients.hide()
+
+    def _run_backward(self, loss: Tensor) -> None:
+        run_backward(self._module.trainer, loss, self._state.gradients.hide)
+
+    def _permit_graphs(
+        self, batch: Any, passes: BackwardPasses | None
+    ) -> AbstractContextManager[None]:
+        """Return the context in which graphs replace the captured parts of a training step."""
+        if self._graphs is None or passes is None:
+            return nullcontext()
+        growth = self._cuts.growth_of(batch)
+        if growth is not None:
+            # Graphs of whole steps have a fixed number of microbatches.
+            self._graphs.capture_again(growth)
+        return self._graphs.step(signature_of(batch), self._module.trainer.current_epoch)
+
+    def _cut(self, args: tuple[Any, ...], index: int, passes: BackwardPasses | None) -> StepCall:
+        """Cut a training batch into microbatches."""
+        microbatches = self._cuts.cut_to_train(args[0], has_backward=passes is not None)
+        is_choosing = self._choice is not None and self._choice.measured is None
+        may_replay = passes is not None and not is_choosing
+        return StepCall(("training_step",), microbatches, args[1:], index, passes, may_replay)
+
+    def _try(self, call: StepCall, batch: Any) -> None:
+        """Try a step at its first batch, for microbatches and for sharded features."""
+        self._output.begin(self._module)
+        if self._trials is None or call.name == "predict_step":
+            return
+        run = partial(self._run_trial, call)
+        if self._cuts.may_cut(batch):
+            self._trials.microbatches.check(call.key, batch, call.microbatches, run)
+        self._trials.features.check(call.name, call.microbatches[0], run)
+
+    def _run_trial(
+        self,
+        call: StepCall,
+        parts: Sequence[Microbatch],
+        recorder: Recorder,
+        begin: Callable[[], None],
+    ) -> list[Any]:
+        """Run a step on parts of its batch without backward passes, as trials need it."""
+        with self._replay.record(self._module, recorder):
+            return self._run_microbatches(replace(call, microbatches=parts), recorder, begin=begin)
+
+    def _run_to_train(self, call: StepCall) -> tuple[RanStep[MicrobatchOutputs], Recorder]:
+        """Run a training step; return also its log calls, after those of the strategy itself."""
+        self._attributes.begin()
+        has_backward = call.passes is not None
+        with self._replay.record(self._module) as recorder:
+            for name, value in self._precision.values_to_log().items():
+                self._module.log(name, value, on_step=True, on_epoch=False)
+            call = replace(
+                call,
+                factor=self._precision.loss_factor,
+                divisor=self._module.trainer.accumulate_grad_batches,
+                token_scale=self._counting.scale(call.microbatches),
+            )
+            with nullcontext() if has_backward else torch.no_grad():
+                ran = self._run(call)
+        recorder.adopt(ran.result.recorder)
+        if self._choice is not None and has_backward:
+            self._choice.end_step(len(call.microbatches))
+        return ran, recorder
+
+    def _replay_training(
+        self, call: StepCall, ran: RanStep[MicrobatchOutputs], recorder: Recorder
+    ) -> StepResult:
+        """Log the values of a training step on every rank, and share its loss and attributes."""
+        outputs = ran.result.outputs
+        losses = ran.result.losses
+        assert losses is not None, "a training step has losses"
+        if call.passes is None:
+            for number, output in enumerate(outputs):
+                losses.take(output, number)
+        if self._mesh.has_loss and self._mesh.world.size > 1:
+            losses.check_complete()
+        returns_more = bool(outputs) and isinstance(outputs[0], Mapping)
+        replayed = self._replay.replay(
+            self._module,
+            recorder,
+            (call.name, ran.graph),
+            [losses.report(), losses.num_tokens(self._mesh.device)],
+            losses.counts,
+            returns_more,
+            is_repeated=ran.is_repeated,
+        )
+        self._attributes.share_after(call.name)
+        has_loss = not (self._mesh.has_loss and losses.is_empty)
+        if has_loss:
+            self._counting.check(replayed.is_counted)
+        loss, num_tokens = replayed.extra
+        result = StepResult(None, loss, num_tokens if replayed.is_counted else None)
+        if not has_loss:
+            return result
+        mean: Any = loss.to(losses.dtype)
+        merged = None
+        if returns_more:
+            merged = _merged(step_outputs(ran), call.microbatches, losses.counts)
+        if replayed.returns_more:
+            merged = self._attributes.outputs_after(call.name, merged)
+        return replace(
+            result, output={**merged, "loss": mean} if isinstance(merged, Mapping) else mean
+        )
+
+    def _finish_gradients(self, result: StepResult, passes: BackwardPasses | None) -> None:
+        """Finish the gradients if the optimizer steps, and call the hooks after backward passes."""
+        if passes is None:
+            return
+        self._state.checks.note("loss", result.loss)
+        self._state.gradients.end_batch(result.num_tokens, passes.will_step)
+        if passes.will_step:
+            self._finish_states()
+        call_after_backward_hooks(self._module.trainer)
+
+    def _finish_states(self) -> None:
+        """End the step of layers with state; capture again if their scales become delayed ones."""
+        if self._states.finish_step() and self._graphs is not None:
+            self._graphs.capture_again("products in 8 bits have scales of earlier steps now")
+
+    def _train_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], index: int) -> Any:
+        """Run a step of manual optimization, whose backward passes user code runs."""
+        if self._mixtures.row_limit is not None:
+            check_limited_step(is_automatic=False)
+        self._state.main.wait()
+        dp = self._mesh.dp
+        count = count_samples(args[0])
+        samples = self._mesh.random.samples_of(range(count), count, dp.rank, dp.size)
+        self._mesh.random.begin_microbatch(index, dp.rank, samples)
+        if self._mixtures.loss_weight is not None:
+            self._mixtures.loss_weight.value = self._precision.loss_factor
+        guard = self._reads.guard(self._module, "training_step")
+        passes = _wrap_backward_passes(self._state.gradients.raw_backward)
+        with guard, passes, name_unsharded_modules(self._module, self._mesh):
+            output = self._module.training_step(*args, **kwargs)
+        self._finish_states()
+        return output
+
+    # ---- an evaluation step
+
+    def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Run ``validation_step``, ``test_step`` or ``predict_step``.
+
+        Args:
+            name: Name of the step.
+            args: Arguments of the step: the batch, its index, and the index of the dataloader if
+                there are several.
+
+        Returns:
+            The step's output for the batch on the last stage. Every stage receives predictions, and
+            other outputs that a hook receives.
+
+        Communication: that of :meth:`BatchComparison.check`, of the schedule and of
+            :meth:`LogReplay.replay`.
+        """
+        self._state.main.wait()
+        batch = args[0]
+        index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
+        key = (name, *args[2:])
+        self._comparison.check(key, _KINDS[name], index + 1, batch)
+        by_graphs: AbstractContextManager[None] = nullcontext()
+        if self._graphs is not None:
+            by_graphs = self._graphs.evaluation(key, signature_of(batch), index)
+        call = StepCall(key, self._cuts.cut(batch), args[1:], index)
+        self._try(call, batch)
+        self._attributes.begin()
+        with by_graphs:
+            ran = self._run(call)
+        if name == "predict_step":
+            return self._share_predictions(call, ran)
+        return self._replay_evaluation(call, ran)
+
+    def _replay_evaluation(self, call: StepCall, ran: RanStep[MicrobatchOutputs]) -> Any:
+        """Log the values of an evaluation step on every rank, and share its outputs."""
+        outputs = step_outputs(ran)
+        counts = token_counts_in(outputs)
+        merged = _merged(outputs, call.microbatches, counts)
+        self._replay.replay(
+            self._module,
+            ran.result.recorder,
+            (*call.key, ran.graph),
+            counts=counts,
+            is_repeated=ran.is_repeated,
+        )
+        self._attributes.share_after(call.name)
+        return self._attributes.outputs_after(call.name, merged)
+
+    def _share_predictions(self, call: StepCall, ran: RanStep[MicrobatchOutputs]) -> Any:
+        """Return the predictions of the last stage on every stage."""
+        merged = _merged(step_outputs(ran), call.microbatches, None)
+        self._replay.share_outputs(self._module, ran.result.recorder)
+        self._attributes.share_after(call.name)
+        pp_cpu = self._mesh.pp_cpu
+        if pp_cpu.size == 1:
+            return merged
+        on_cpu = apply_to_collection(merged, Tensor, Tensor.cpu)
+        return broadcast_object(on_cpu, pp_cpu, pp_cpu.size - 1)
+
+    # ---- a run of the schedule, the same for training, evaluation and trials
+
+    def _run(self, call: StepCall) -> RanStep[MicrobatchOutputs]:
+        """Run the microbatches of a step through all objects around runs."""
+        run: RunCall = self._run_schedule
+        for outer in reversed(self._around):
+            run = partial(outer.run, run)
+        return run(call)
+
+    def _run_schedule(self, call: StepCall) -> RanStep[MicrobatchOutputs]:
+        """Run the microbatches of a step eagerly, inside of all objects around runs."""
+        losses: MicrobatchLosses | None = None
+        if call.is_training:
+            losses = MicrobatchLosses(
+                call.microbatches, call.factor, call.divisor, call.token_scale
+            )
+        with self._replay.record(self._module) as recorder:
+            outputs = self._run_microbatches(call, recorder, losses)
+        return RanStep(MicrobatchOutputs(outputs, recorder, losses))
+
+    def _run_microbatches(
+        self,
+        call: StepCall,
+        recorder: Recorder,
+        losses: MicrobatchLosses | None = None,
+        begin: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Run the schedule over the microbatches; return the outputs of the last stage.
+
+        Args:
+            call: Call of the step.
+            recorder: Record of its log calls.
+            losses: Losses that backward passes start from; None runs no backward passes.
+            begin: Function that a trial calls before each microbatch; None outside of trials.
+        """
+        guard = self._reads.guard(self._module, call.name)
+        run_user_step = partial(self._run_user_step, call, recorder, guard, begin)
+        trial = Trial(call.name, partial(preserve_state, self._module, call.name))
+        draws: AbstractContextManager[Any] = nullcontext()
+        if self._trials is not None:
+            draws = self._trials.features.draws.streams()
+        passes = call.passes
+        if losses is None or passes is None:
+            with draws:
+                return self._executor.run(
+                    run_user_step, call.microbatches, backward=False, step=call.index, trial=trial
+                )
+        if self._mesh.pp.size > 1:
+            passes.clear()
+        with draws:
+            return self._executor.run(
+                run_user_step,
+                call.microbatches,
+                backward=True,
+                loss_of=partial(self._loss_of, passes, losses),
+                weight_of=losses.weight_of,
+                run_backward=passes.run,
+                observer=passes.observer,
+                inspector=passes.inspector,
+                loss_weight=passes.loss_weight,
+                weight_gradients=passes.weight_gradients,
+                step=call.index,
+                trial=trial,
+                times=None if self._choice is None else self._choice.times,
+            )
+
+    def _run_user_step(
+        self,
+        call: StepCall,
+        recorder: Recorder,
+        guard: AbstractContextManager[Any],
+        begin: Callable[[], None] | None,
+        data: Any,
+    ) -> Any:
+        """Call the user's step on the data of one microbatch."""
+        is_direct = (
+            self._mesh.pp.size == 1 and len(call.microbatches) == 1 and not recorder.is_trial
+        )
+        is_repeated = self._mesh.pp.size > 1 or self._mixtures.row_limit is not None
+        sizes = {id(part.data): part.num_samples for part in call.microbatches}
+        recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
+        if begin is not None:
+            begin()
+        output: AbstractContextManager[None] = nullcontext()
+        if not is_direct:
+            output = self._output.of(self._module, recorder, self._executor)
+        with (
+            output,
+            self._attributes.trial() if self._executor.is_repeated else nullcontext(),
+            guard,
+            name_unsharded_modules(self._module, self._mesh),
+        ):
+            # A step may change its batch, and another run needs it as it was.
+            data = copy_batch(data) if is_repeated else data
+            return getattr(self._module, call.name)(data, *call.args)
+
+    def _loss_of(
+        self, passes: BackwardPasses, losses: MicrobatchLosses, output: Any, number: int
+    ) -> Tensor | None:
+        """Return the loss from which the backward pass of a microbatch starts."""
+        if self._mesh.pp.size == 1 and number == 0:
+            passes.clear()
+        if isinstance(output, Mapping):
+            # The output of a replaced model gathers its logits at the first read, which must
+            # precede the backward pass.
+            tuple(output.values())
+        return losses.take(output, number)
+
+
+def _merged(
+    outputs: list[Any], microbatches: Sequence[Microbatch], counts: list[Weight] | None
+) -> Any:
+    """Return the output of a step for its batch."""
+    detached = apply_to_collection(outputs, Tensor, Tensor.detach)
+    if counts is None:
+        return merge_outputs(detached, [part.num_samples for part in microbatches])
+    merged = merge_outputs(detached, counts)
+    if not isinstance(merged, Mapping):
+        return merged
+    return {**merged, "num_tokens": total_weight(counts)}
+
+
+@contextmanager
+def _wrap_backward_passes(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Run every backward pass that starts inside the block in a new context.
+
+    The interception covers ``loss.backward()`` and ``torch.autograd.backward(...)``. A nested pass,
+    such as that of recomputed activations, runs in the context of the outer pass.
+
+    Args:
+        around: Function that returns a context manager for one pass.
+    """
+    original = torch.autograd.backward
+    is_inside = False
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        nonlocal is_inside
+        if is_inside:
+            original(*args, **kwargs)
+            return
+        is_inside = True
+        try:
+            with around():
+                original(*args, **kwargs)
+        finally:
+            is_inside = False
+
+    # Tensor.backward looks up this function by name at every call, so the replacement takes effect.
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
