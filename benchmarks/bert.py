@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.layout_names import Layout, layout_of
+from benchmarks.layouts import Layout, layout_of
 from benchmarks.recipe_runs import (
     add_run_arguments,
     check_same,

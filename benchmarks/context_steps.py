@@ -28,8 +28,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.measure import Measure, flops_per_token
 from benchmarks.packed_attention import ATTENTIONS, choose_attention, packed_inputs, register
-from benchmarks.random_training import Tokens, Trained
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, Tokens, Trained
 from benchmarks.step_callbacks import OptimizerTime, Profile
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.attention_span import AttentionSpan

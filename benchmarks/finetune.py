@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layout_names import Layout, layout_of
+from benchmarks.layouts import Layout, layout_of
 from benchmarks.recipe_runs import (
     add_run_arguments,
     check_same,

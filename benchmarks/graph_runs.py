@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.graphs import mode_of
-from benchmarks.random_training import Tokens, Trained
+from benchmarks.shapes import Tokens, Trained
 from benchmarks.step_trace import digest, own_slices, strategy_of
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.graphs.cuda import private_pools

@@ -23,8 +23,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from benchmarks.measure import Measure, flops_per_token
-from benchmarks.random_training import Tokens, Trained
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, Tokens, Trained
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.strategy.callbacks.memory_report import MemoryReport, as_figures

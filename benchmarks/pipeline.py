@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.data_parallel import launch
 from benchmarks.shapes import LAYOUTS, SHAPES
-from benchmarks.stage_times import measured_costs
+from benchmarks.step_callbacks import measured_costs
 from lightning_megatron.plan.schedule import build_schedule
 from lightning_megatron.plan.simulate import simulate
 

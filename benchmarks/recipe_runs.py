@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layout_names import Layout
+from benchmarks.layouts import Layout
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:

@@ -25,11 +25,9 @@ from torch.utils.data import DataLoader
 from benchmarks.graph_figures import GraphFigures
 from benchmarks.host_time import HostTime
 from benchmarks.measure import Measure
-from benchmarks.random_training import Tokens, Trained
 from benchmarks.routing import RankLoad
-from benchmarks.shapes import LAYOUTS, SHAPES
-from benchmarks.stage_times import StageTimes
-from benchmarks.step_callbacks import OptimizerTime, Profile, SaveStall
+from benchmarks.shapes import LAYOUTS, SHAPES, Tokens, Trained
+from benchmarks.step_callbacks import OptimizerTime, Profile, SaveStall, StageTimes
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.models.config import GPTConfig

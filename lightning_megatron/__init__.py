@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightning_megatron.finetuning.squad_datamodule import SquadDataModule as SquadDataModule
     from lightning_megatron.generation.decoding import generate as generate
     from lightning_megatron.generation.decoding import generated_tokens as generated_tokens
-    from lightning_megatron.generation.settings import GenerationSettings as GenerationSettings
+    from lightning_megatron.generation.sampling import GenerationSettings as GenerationSettings
     from lightning_megatron.groups.mesh import ParallelMesh as ParallelMesh
     from lightning_megatron.layers.context_parallel.position_wise import (
         position_wise as position_wise,
@@ -103,7 +103,7 @@ _HOMES = {
     "FP8": "plan.fp8",
     "GPT": "models.gpt",
     "GPTConfig": "models.config",
-    "GenerationSettings": "generation.settings",
+    "GenerationSettings": "generation.sampling",
     "GlueDataModule": "finetuning.glue_datamodule",
     "HuggingFaceCausalLM": "models.hugging_face_lm",
     "InverseSqrtSchedule": "models.lr_schedules",

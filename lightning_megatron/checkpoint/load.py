@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lightning_megatron.checkpoint.directory import find_checkpoint
+from lightning_megatron.checkpoint.directory import find_checkpoint, is_sharded_checkpoint
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, Header
 from lightning_megatron.checkpoint.matching import Match, match
@@ -25,6 +26,7 @@ from lightning_megatron.checkpoint.open_checkpoint import (
     open_source,
 )
 from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
+from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.checkpoint.tensor_files import content_of
 from lightning_megatron.checkpoint.values import from_bytes
 from lightning_megatron.errors import CorruptDataError
@@ -276,3 +278,24 @@ def _named_values(content: bytes, what: str, weights_only: bool | None) -> dict[
             "checkpoint."
         )
     return values
+
+
+def saved_hyper_parameters(path: str) -> Mapping[str, Any] | None:
+    """Return the hyperparameters of the module in a checkpoint; None if there is no checkpoint.
+
+    The result is empty if the checkpoint has no hyperparameters.
+
+    Args:
+        path: Single file, directory of a sharded checkpoint, or anything else.
+
+    Raises:
+        CorruptDataError: If the checkpoint is damaged.
+    """
+    if Path(path).is_file():
+        content = read_single_file(path)
+    elif is_sharded_checkpoint(path):
+        content = load_metadata(path)
+    else:
+        return None
+    settings = content.get("hyper_parameters")
+    return settings if isinstance(settings, Mapping) else {}

@@ -18,8 +18,8 @@ from lightning_megatron.checkpoint.open_checkpoint import (
     Source,
     open_source,
 )
-from lightning_megatron.checkpoint.optimizer_hyperparameters import check_hyperparameters
 from lightning_megatron.checkpoint.parameter_groups import (
+    check_hyperparameters,
     check_same_groups,
     check_saved_groups,
     hyperparameters_of,

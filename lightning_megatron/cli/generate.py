@@ -14,7 +14,7 @@ from lightning_megatron.data.documents import parse_chunk, read_chunks
 from lightning_megatron.data.tokenizer import Tokenizer, encode_prompt, load_tokenizer
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.generation.prompts import check_prompts
-from lightning_megatron.generation.settings import GenerationSettings
+from lightning_megatron.generation.sampling import GenerationSettings
 from lightning_megatron.generation.stop_text import StopStrings
 
 EXAMPLE = """examples:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.module_hyperparameters import saved_hyper_parameters
+from lightning_megatron.checkpoint.load import saved_hyper_parameters
 from lightning_megatron.data.tokenizer import FileTokenizer, Tokenizer
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.models.causal_lm import CausalLM

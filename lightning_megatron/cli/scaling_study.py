@@ -24,7 +24,7 @@ from lightning_megatron.cli.scaling_cases import (
     check_replicas,
 )
 from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of, write_files
-from lightning_megatron.cli.separate_job import measure_job
+from lightning_megatron.cli.tune import measure_job
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.models.model_flops import FLOP_RULE

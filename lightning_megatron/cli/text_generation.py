@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.generation.decoding import generate, generated_tokens, gpt_of
-from lightning_megatron.generation.settings import GenerationSettings
+from lightning_megatron.generation.sampling import GenerationSettings
 from lightning_megatron.generation.stop_text import StopStrings, TextStream
 from lightning_megatron.groups.collectives import all_gather_objects
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_megatron.data.datamodule import TokenDataModule
-from lightning_megatron.data.masking import NGramMasking
+from lightning_megatron.data.masking import NGramMasking, WordPieces
 from lightning_megatron.data.pair_batches import PairBatches, PairLoader
 from lightning_megatron.data.pair_samples import (
     BlendedPairs,
@@ -23,7 +23,6 @@ from lightning_megatron.data.pair_samples import (
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.token_file import TokenFile
-from lightning_megatron.data.word_pieces import WordPieces
 from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import (
     Count,

@@ -13,8 +13,8 @@ from lightning_megatron.data.chat_samples import ConversationRows
 from lightning_megatron.data.encoded_rows import no_rows_error
 from lightning_megatron.data.packing import pack_once
 from lightning_megatron.data.row_tokens import RowTokens
-from lightning_megatron.data.stream_counts import StreamCounts
 from lightning_megatron.data.streamed_samples import StreamedSamples
+from lightning_megatron.data.streaming import StreamCounts
 from lightning_megatron.errors import CorruptDataError
 
 

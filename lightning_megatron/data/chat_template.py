@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_megatron.data.conversations import Conversation, Message
-from lightning_megatron.data.pretrained_tokenizer import read_pretrained_tokenizer
-from lightning_megatron.data.tokenizer import vocab_size_of
+from lightning_megatron.data.tokenizer import read_pretrained_tokenizer, vocab_size_of
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.strict_json import read_regular_file

@@ -1,16 +1,20 @@
-"""Checks of large files that run once for each version of a file, and store their result."""
+"""Checks of large files, which run once for each version of a file and store their result, and of
+files of installed packages.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from lightning_megatron.data.index_cache import cache_key
-from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.errors import CorruptDataError, MissingExtraError
 from lightning_megatron.once import one_at_a_time
 from lightning_megatron.strict_json import read_json
 
@@ -112,3 +116,45 @@ def _has_passed(record: Path) -> bool:
     if content["fault"] is not None:
         raise CorruptDataError(content["fault"])
     return True
+
+
+def locate_installed(distribution: str, path: str, extra: str) -> Path:
+    """Return the path of a file or directory of an installed distribution.
+
+    Args:
+        distribution: Name of the distribution on the package index.
+        path: Path inside site-packages.
+        extra: Extra of lightning-megatron that installs the distribution.
+
+    Raises:
+        MissingExtraError: If the distribution is not installed, or does not have the path.
+    """
+    try:
+        installed = Path(str(metadata.distribution(distribution).locate_file(path)))
+    except metadata.PackageNotFoundError:
+        installed = None
+    if installed is None or not installed.exists():
+        raise MissingExtraError(
+            f"{path} of the package {distribution} was not found. The extra `{extra}` installs it: "
+            f'pip install "lightning-megatron[{extra}]".'
+        )
+    return installed
+
+
+def check_sha256(path: Path, expected: str) -> bytes:
+    """Return the contents of a file after comparing their SHA-256 with the expected one.
+
+    Args:
+        path: File.
+        expected: SHA-256 as 64 hexadecimal digits.
+
+    Raises:
+        CorruptDataError: If the contents have another hash.
+    """
+    content = path.read_bytes()
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != expected:
+        raise CorruptDataError(
+            f"{path} must have sha256 {expected}: it has {actual}. Install its package again."
+        )
+    return content

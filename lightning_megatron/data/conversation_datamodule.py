@@ -12,20 +12,22 @@ from typing_extensions import override
 
 from lightning_megatron.data.chat_stream import ConversationMessages
 from lightning_megatron.data.chat_template import ChatTokenizer
-from lightning_megatron.data.conversation_encoder import ConversationEncoder
 from lightning_megatron.data.conversations import find_conversations
-from lightning_megatron.data.encoded_rows import EncodedRows
+from lightning_megatron.data.corpora import SetPaths, all_paths, named_sets
+from lightning_megatron.data.encoded_rows import ConversationEncoder, EncodedRows
 from lightning_megatron.data.loader import SampleBatches, TokenLoader
-from lightning_megatron.data.named_sets import SetPaths, all_paths, named_sets
 from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts, row_arguments
 from lightning_megatron.data.row_files import sizes_of
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
-from lightning_megatron.data.stream_checks import check_no_sample_number, check_stream_trainer
 from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.data.stream_sections import RowStream
 from lightning_megatron.data.streamed_samples import StreamedSamples
-from lightning_megatron.data.streaming import Streaming
+from lightning_megatron.data.streaming import (
+    Streaming,
+    check_no_sample_number,
+    check_stream_trainer,
+)
 
 
 class ConversationDataModule(RowDataModule):

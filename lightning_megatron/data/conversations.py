@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.data.dataset_folders import is_dataset_folder
-from lightning_megatron.data.row_files import REMEDY, FileRow
+from lightning_megatron.data.row_files import REMEDY, FileRow, is_dataset_folder
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.plan.settings import join_or
 

@@ -10,15 +10,16 @@ from typing_extensions import override
 
 from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.corpora import (
+    all_paths,
     bytes_per_token,
     check_sources,
     check_split,
     has_share,
     list_prefixes,
+    named_sets,
 )
 from lightning_megatron.data.corpus_parts import PARTS, CorpusParts, Part
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
-from lightning_megatron.data.named_sets import all_paths, named_sets
 from lightning_megatron.data.row_datamodule import RowDataModule, row_arguments
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Order, SampleOptions, Samples, check_rows

@@ -8,13 +8,13 @@ import logging
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.data.checksum import crc32_of
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.once import one_at_a_time
 from lightning_megatron.strict_json import read_first_bytes, read_json
@@ -25,6 +25,7 @@ VERSION = 1
 FORMAT = 2
 log = logging.getLogger(__name__)
 Arrays = dict[str, npt.NDArray]
+CHUNK_BYTES = 1 << 24
 
 
 def cache_key(fields: Mapping[str, object]) -> str:
@@ -129,3 +130,24 @@ def _write(folder: Path, arrays: Arrays, fields: Mapping[str, object]) -> None:
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def crc32_of(path: Path) -> str:
+    """Return the CRC-32 of a file as 8 hexadecimal digits.
+
+    10 GB take some seconds if the disk is fast enough.
+
+    Raises:
+        CorruptDataError: If the file cannot be read.
+    """
+    value = 0
+    chunk = memoryview(bytearray(CHUNK_BYTES))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(chunk):
+                value = zlib.crc32(chunk[:count], value)
+    except OSError as error:
+        raise CorruptDataError(
+            f"{path} cannot be read: {error.strerror or error}. Copy it again."
+        ) from error
+    return f"{value:08x}"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.data.best_fit import best_fit
-from lightning_megatron.data.window_packing import GAP, pack_windows
+from lightning_megatron.data.window_packing import GAP, best_fit, pack_windows
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import torch
 from typing_extensions import override
 
 from lightning_megatron.data.loader import IGNORE_INDEX, TokenLoader, WindowBatches
-from lightning_megatron.data.masking import NGramMasking
+from lightning_megatron.data.masking import NGramMasking, WordPieces
 from lightning_megatron.data.pair_samples import Sentences, SentenceSamples
-from lightning_megatron.data.word_pieces import WordPieces
 
 Tokens = npt.NDArray[np.int64]
 

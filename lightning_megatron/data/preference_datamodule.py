@@ -10,7 +10,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from lightning_megatron.data.conversation_datamodule import ConversationDataModule
-from lightning_megatron.data.conversation_encoder import ConversationEncoder
+from lightning_megatron.data.encoded_rows import ConversationEncoder
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.loader import TokenLoader
 from lightning_megatron.data.packing import pack_once

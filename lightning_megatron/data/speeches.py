@@ -9,8 +9,8 @@ import csv
 from pathlib import Path
 from typing import Literal
 
+from lightning_megatron.data.checked_files import check_sha256, locate_installed
 from lightning_megatron.data.encoded_document import encode_document
-from lightning_megatron.data.installed import check_sha256, locate_installed
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.data.token_index import idx_path
 from lightning_megatron.data.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.row_tokens import RowTokens
-from lightning_megatron.data.stream_counts import RowMessages, StreamCounts
 from lightning_megatron.data.stream_sections import RowStream, SectionPosition, SectionReader
+from lightning_megatron.data.streaming import RowMessages, StreamCounts
 from lightning_megatron.errors import CheckpointMismatchError
 
 

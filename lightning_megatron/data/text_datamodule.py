@@ -16,11 +16,10 @@ from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts
 from lightning_megatron.data.row_files import sizes_of
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
-from lightning_megatron.data.stream_checks import check_stream_trainer
 from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.data.stream_sections import RowStream
 from lightning_megatron.data.streamed_samples import StreamedSamples
-from lightning_megatron.data.streaming import Streaming
+from lightning_megatron.data.streaming import Streaming, check_stream_trainer
 from lightning_megatron.data.text_stream import DocumentMessages, TextEncoder, TextSamples
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.data.window_packing import check_context_windows

@@ -16,7 +16,7 @@ from lightning_megatron.data.packing import pack_once
 from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
 from lightning_megatron.data.row_files import FileRow, sizes_of
 from lightning_megatron.data.row_tokens import EncodedText, RowTokens
-from lightning_megatron.data.stream_counts import StreamCounts
+from lightning_megatron.data.streaming import StreamCounts
 from lightning_megatron.errors import CorruptDataError
 
 #: Smallest number of tokens of a document in which one token can be predicted (tokens).

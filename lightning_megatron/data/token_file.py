@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.data.checksum import crc32_of
 from lightning_megatron.data.description import (
     CorpusDescription,
     check_fields,
@@ -23,6 +22,7 @@ from lightning_megatron.data.description import (
     read_description,
     write_description,
 )
+from lightning_megatron.data.index_cache import crc32_of
 from lightning_megatron.data.token_index import (
     REMEDY,
     TOKEN_DTYPES,

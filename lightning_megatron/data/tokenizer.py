@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lightning_megatron.data.installed import check_sha256, locate_installed
+from lightning_megatron.data.checked_files import check_sha256, locate_installed
 from lightning_megatron.errors import CorruptDataError, MissingExtraError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.strict_json import parse_json, read_regular_file
@@ -283,3 +283,28 @@ def _load_word_pieces(name: str, path: Path, eod: str | None) -> Tokenizer:
     backend.add_special_tokens(list(BERT_TOKENS))
     digest = hashlib.sha256(b"word pieces\x00" + content).hexdigest()
     return FileTokenizer(name, backend, digest, eod)
+
+
+def read_pretrained_tokenizer(folder: str, default_class: str) -> Any:
+    """Return the transformers tokenizer of a folder, without running code from the folder.
+
+    Args:
+        folder: Local folder of a tokenizer.
+        default_class: Name of the transformers class to use if the folder has no
+            ``tokenizer_config.json``. transformers would otherwise derive a class from the model
+            type, which may tokenize differently than the files of the tokenizer say.
+
+    Raises:
+        CorruptDataError: If transformers cannot read the folder.
+        MissingExtraError: If transformers is not installed.
+    """
+    transformers = import_extra("transformers", "hf")
+    is_named = os.path.isfile(os.path.join(folder, "tokenizer_config.json"))
+    kind = transformers.AutoTokenizer if is_named else getattr(transformers, default_class)
+    try:
+        return kind.from_pretrained(folder, trust_remote_code=False)
+    # The tokenizers library is written in Rust and raises plain instances of Exception.
+    except Exception as error:
+        raise CorruptDataError(
+            f"{folder} has no tokenizer that transformers can read: {error}. Copy it again."
+        ) from error

@@ -15,7 +15,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.evaluation.token_scores import token_scores
 from lightning_megatron.extras import import_extra
 from lightning_megatron.generation.decoding import generate, gpt_of
-from lightning_megatron.generation.settings import GenerationSettings
+from lightning_megatron.generation.sampling import GenerationSettings
 from lightning_megatron.generation.stop_text import StopStrings, before_stop
 from lightning_megatron.generation.token_pass import evaluation_mode
 from lightning_megatron.groups.collectives import all_gather_objects, broadcast_

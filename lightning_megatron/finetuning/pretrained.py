@@ -15,7 +15,7 @@ from lightning_megatron.checkpoint import (
     copy_full_tensors,
     load_tensors,
 )
-from lightning_megatron.checkpoint.module_hyperparameters import saved_hyper_parameters
+from lightning_megatron.checkpoint.load import saved_hyper_parameters
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError

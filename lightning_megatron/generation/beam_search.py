@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_megatron.generation.settings import GenerationSettings
+from lightning_megatron.generation.sampling import GenerationSettings
 from lightning_megatron.generation.stop_text import StopFunction
 from lightning_megatron.shapes import Float, Int
 

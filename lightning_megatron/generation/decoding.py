@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.generation.beam_search import BeamSearch
 from lightning_megatron.generation.prompts import check_prompts
-from lightning_megatron.generation.sampling import Sampler
+from lightning_megatron.generation.sampling import GenerationSettings, Sampler
 from lightning_megatron.generation.session import GenerationSession
-from lightning_megatron.generation.settings import GenerationSettings
 from lightning_megatron.generation.stop_text import StopFunction
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.side_calls import run_side_call

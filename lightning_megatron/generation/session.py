@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.generation.beam_search import Candidates
 from lightning_megatron.generation.prompts import PromptRows
-from lightning_megatron.generation.settings import GenerationSettings
+from lightning_megatron.generation.sampling import GenerationSettings
 from lightning_megatron.generation.token_pass import (
     TokenPass,
     evaluation_mode,

@@ -14,14 +14,15 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.remote_tensor import with_values
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
-from lightning_megatron.pipeline.action_observer import ActionObserver, BackwardObserver
 from lightning_megatron.pipeline.action_times import ActionTimes
-from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, Trial
 from lightning_megatron.pipeline.step_run import (
+    ActionObserver,
+    BackwardObserver,
     Inspector,
     LossOf,
+    MicrobatchWeights,
     RunBackward,
     StepRun,
     WeightOf,

@@ -1,8 +1,10 @@
-"""Division of a batch, which may be a nest of any containers, into microbatches."""
+"""Division of a batch, which may be a nest of any containers, into microbatches, and its number of
+tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,3 +192,18 @@ def _is_one_per_sample(node: Any, total: int) -> bool:
     """Return whether a list or tuple has one plain value, such as a string, for every sample."""
     is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
     return is_list and len(node) == total and not any(True for _ in _tensors(node))
+
+
+def count_tokens(batch: Any) -> int:
+    """Return the number of tokens of a batch, from its first integer tensor of two dimensions.
+
+    Returns:
+        The number of tokens, or 0 if the batch has no such tensor.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() if batch.ndim >= 2 and not batch.is_floating_point() else 0
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        return next((tokens for item in batch if (tokens := count_tokens(item))), 0)
+    return 0

@@ -1,27 +1,29 @@
-"""State of one run of a pipeline schedule: tensors in flight, and the passes that use them."""
+"""State of one run of a pipeline schedule: tensors in flight, the passes that use them, the loss
+weights of microbatches, and the observers of actions and backward passes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
-from lightning_megatron.pipeline.action_observer import ActionObserver, BackwardObserver
 from lightning_megatron.pipeline.action_times import ActionTimes
-from lightning_megatron.pipeline.loss_weights import MicrobatchWeights
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, TensorSpec, signature_of
 from lightning_megatron.plan.actions import Action, Kind, PipelineUnit
+from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.transfers import Transfer
 
 LossOf = Callable[[Any, int], Tensor | None]
@@ -30,6 +32,113 @@ RunBackward = Callable[[Tensor], None]
 Inspector = Callable[[Any, bool], None]
 #: Key of one forward and backward pass: (chunk, microbatch).
 ChunkMicrobatch = tuple[int, int]
+
+
+class MicrobatchWeights:
+    """Loss weights of a step's microbatches.
+
+    Only the last stage knows the weights. It sends each of them to the earlier stages, together
+    with the gradients of the microbatch.
+
+    Args:
+        loss_weight: Record from which layers read the weight; None if no layer attaches a loss, so
+            that no weights are sent.
+        device: Device of the weights.
+        fixed: Tensor from which layers read the weight of every microbatch, such as
+            :func:`new_weight` makes. While the backward pass of a microbatch runs, the tensor has
+            the weight of that microbatch. A CUDA graph reads the weight at the address of the
+            capture, so all steps with graphs must use the same tensor. None makes a new tensor for
+            each microbatch of each step.
+    """
+
+    def __init__(
+        self, loss_weight: LossWeight | None, device: torch.device, fixed: Tensor | None = None
+    ) -> None:
+        self._loss_weight = loss_weight
+        self._device = device
+        self._fixed = fixed
+        self._weights: dict[int, Tensor] = {}
+
+    def begin_forward(self, number: int) -> None:
+        """Make a microbatch current. Its weight must be set before its backward pass."""
+        if self._loss_weight is not None:
+            self._loss_weight.value = self._weight(number) if self._fixed is None else self._fixed
+
+    def begin_backward(self, number: int) -> None:
+        """Make a microbatch current, whose weight has been set.
+
+        A layer whose activations are recomputed attaches its losses again, and reads the weight.
+        """
+        self.begin_forward(number)
+        # Attached losses read their weights in backward passes only, one of which runs at a time.
+        if self._loss_weight is not None and self._fixed is not None:
+            self._fixed.copy_(self._weight(number))
+
+    def fill(self, number: int, value: float | Tensor) -> None:
+        """Set the weight of a microbatch."""
+        if self._loss_weight is not None:
+            self._weight(number).fill_(value)
+
+    def messages(self, transfers: Sequence[Transfer]) -> list[tuple[Tensor, int]]:
+        """Return the weights that accompany gradients, each with the index of the peer stage."""
+        if self._loss_weight is None:
+            return []
+        return [
+            (self._weight(transfer.microbatch), transfer.peer)
+            for transfer in transfers
+            if transfer.kind == "B"
+        ]
+
+    def _weight(self, number: int) -> Tensor:
+        if number not in self._weights:
+            self._weights[number] = new_weight(self._device)
+        return self._weights[number]
+
+
+def new_weight(device: torch.device) -> Tensor:
+    """Return a tensor for the weight of a microbatch, with the value zero."""
+    # Validation may come first, and tensors of its inference mode cannot be written later.
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=torch.float64, device=device)
+
+
+class BackwardObserver(Protocol):
+    """Observer of the last backward pass of each chunk in a step."""
+
+    def begin_last_backward(self, chunk: int) -> None:
+        """Prepare for the last backward pass of ``chunk`` in this step; it is the next action."""
+
+    def begin_last_weight_half(self, chunk: int, left: Mapping[Hashable, int]) -> None:
+        """Prepare for the last weight half of ``chunk``, if its backward passes run in halves.
+
+        Args:
+            chunk: Chunk whose input halves have all run, and whose last weight half runs next.
+            left: Number of gradients that this weight half will add to each gradient slot. All
+                other slots are complete.
+        """
+
+    def start_reduction(self, chunk: int) -> None:
+        """Start the reduction of the gradients of ``chunk``, which are now complete."""
+
+
+class ActionObserver(Protocol):
+    """Observer of a step's actions on this rank."""
+
+    def begin_step(self, schedule: Schedule) -> None:
+        """Prepare for the actions of a step.
+
+        Args:
+            schedule: Schedule of the step.
+        """
+
+    def during(self, action: Action) -> AbstractContextManager[None]:
+        """Return the context manager in which an action runs."""
+
+    def record_sends(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
+        """Record transfers that read an output or an input gradient of a unit.
+
+        The memory of these tensors must not be reused before the transfers complete.
+        """
 
 
 class StepRun:

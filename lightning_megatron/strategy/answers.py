@@ -24,7 +24,7 @@ from lightning_megatron.strategy.checks.graph_checks import check_graphs
 from lightning_megatron.strategy.checks.module_comparison import hyperparameter_fields
 from lightning_megatron.strategy.checks.run_checks import configuration_fields
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
-from lightning_megatron.strategy.private.user_module import attached_trainer
+from lightning_megatron.strategy.private.loops import attached_trainer
 from lightning_megatron.strategy.process.ranks import RankStrategy
 from lightning_megatron.swap import build_on_meta
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.recipe_files import check_recipes, with_recipe_paths
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
-from lightning_megatron.strategy.private.checkpoint_search import RecipeCLI
+from lightning_megatron.strategy.private.data_loading import RecipeCLI
 
 
 def named_class(arguments: Sequence[str], key: str) -> str | None:

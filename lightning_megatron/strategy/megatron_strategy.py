@@ -26,6 +26,7 @@ from lightning_megatron.strategy.checkpoints.run_checkpoints import (
     RunCheckpoints,
     refuse_storage_options,
 )
+from lightning_megatron.strategy.checkpoints.saved_weights import only_steps_change_weights
 from lightning_megatron.strategy.checkpoints.single_file_loading import (
     load_full_optimizer,
     load_full_weights,
@@ -34,7 +35,6 @@ from lightning_megatron.strategy.checkpoints.single_file_loading import (
 from lightning_megatron.strategy.checkpoints.single_file_states import check_training_states
 from lightning_megatron.strategy.checkpoints.source import CheckpointSource
 from lightning_megatron.strategy.checkpoints.weight_averaging import average_loaded_weights
-from lightning_megatron.strategy.checkpoints.weight_changes import only_steps_change_weights
 from lightning_megatron.strategy.checks.callback_checks import (
     check_callbacks,
     saves_optimizers,
@@ -55,11 +55,12 @@ from lightning_megatron.strategy.private.callback_patches import (
     restore_finetuning,
     skip_first_copy,
 )
-from lightning_megatron.strategy.private.checkpoint_search import replace_last_checkpoint_search
-from lightning_megatron.strategy.private.data_loading import training_loader_states
-from lightning_megatron.strategy.private.loops import forward_zero_grad
+from lightning_megatron.strategy.private.data_loading import (
+    replace_last_checkpoint_search,
+    training_loader_states,
+)
+from lightning_megatron.strategy.private.loops import forward_zero_grad, publish_device_mesh
 from lightning_megatron.strategy.private.processes import reset_seed
-from lightning_megatron.strategy.private.user_module import publish_device_mesh
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.strategy.sharding import shard_module, start_mixtures
 from lightning_megatron.swap.hugging_face.state_dict import to_package_names

@@ -31,12 +31,11 @@ from lightning_megatron.strategy.checks.run_checks import (
     pipelined_module,
 )
 from lightning_megatron.strategy.graphs import MakeBackend, build_graphs
-from lightning_megatron.strategy.logs.compiled_blocks import note_compiled_blocks
+from lightning_megatron.strategy.logs.run_table import note_compiled_blocks
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
-from lightning_megatron.strategy.modules.averages import checked_averages
 from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
 from lightning_megatron.strategy.modules.full_writes import FullDraws, full_loads
-from lightning_megatron.strategy.modules.metric_groups import MetricGroups
+from lightning_megatron.strategy.modules.replaced_methods import MetricGroups, checked_averages
 from lightning_megatron.strategy.optimization.finite_watch import checks_of
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
@@ -61,7 +60,7 @@ from lightning_megatron.strategy.private.data_loading import (
 )
 from lightning_megatron.strategy.private.loops import call_around_epochs, restore_epochs
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
-from lightning_megatron.strategy.process.garbage import LongLivedObjects
+from lightning_megatron.strategy.process.random_states import LongLivedObjects
 from lightning_megatron.strategy.process.signals import SignalAgreement
 from lightning_megatron.strategy.step.batch_cuts import BatchCuts
 from lightning_megatron.strategy.step.limited_rows import LimitedRows

@@ -21,14 +21,13 @@ from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.strategy.checks.fp8_checks import emulates
 from lightning_megatron.strategy.checks.run_checks import check_is_sharded, check_module
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime, check_experts
-from lightning_megatron.strategy.options.notes import notes_on
 from lightning_megatron.strategy.options.sizes import check_places
-from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions, notes_on
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
 from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.apply import rejoin
 from lightning_megatron.swap.decide.context import check_cut
 from lightning_megatron.swap.decide.model_plan import describe_unsharded
-from lightning_megatron.swap.rejoin import rejoin
 
 
 def shard_module(

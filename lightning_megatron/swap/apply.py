@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import (
@@ -17,11 +18,11 @@ from lightning_megatron.groups.shard_spec import (
     shard_spec_of,
 )
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.stage import named_layers
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.swap.decide.hugging_face_models import OwnCodeModel
-from lightning_megatron.swap.decide.kinds import SWAPPED_AS
+from lightning_megatron.swap.decide.kinds import SWAPPED_AS, SwapRecord
 from lightning_megatron.swap.decide.model_plan import describe_unsharded
-from lightning_megatron.swap.decide.record import SwapRecord
 from lightning_megatron.swap.decide.replacements import Swap
 from lightning_megatron.swap.decide.swap_plan import SwapOptions, SwapPlan, decide
 from lightning_megatron.swap.hugging_face.bound_methods import bind_methods
@@ -53,7 +54,7 @@ def parallelize(
     (``fnmatch`` over dotted names; ``*`` matches dots too) that come later in the plan override
     earlier ones. A GPT or Encoder that was built in full is always rebuilt on ``mesh``. With tp=1
     nothing else is swapped, but the plan is checked. A plan must exclude modules that use the
-    weight of a layer without calling the layer. :func:`~lightning_megatron.swap.rejoin.rejoin`
+    weight of a layer without calling the layer. :func:`~lightning_megatron.swap.apply.rejoin`
     moves a module that was swapped in an earlier run to ``mesh``.
 
     With pp above 1, the list of blocks of any other model is divided among the stages. Modules
@@ -243,3 +244,41 @@ def _planned_record(model: OwnCodeModel, size_before: int) -> SwapRecord:
         num_elements(module),
         describe_unsharded(module),
     )
+
+
+def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
+    """Move modules that were sharded in an earlier run to the process groups of this run.
+
+    A second fit of a module creates new process groups. The shards remain valid if the layout and
+    the rank are the same.
+
+    Args:
+        root: Module that may contain sharded modules.
+        mesh: Process groups of this run.
+
+    Raises:
+        UnsupportedError: If a module was sharded for another layout or rank; nothing has changed.
+    """
+    moved: list[tuple[nn.Module, ParallelMesh]] = []
+    for name, module in named_layers(root):
+        old = vars(module).get("mesh")
+        # Meshes with and without sequence parallelism share one set of random streams.
+        if not isinstance(old, ParallelMesh) or old.random is mesh.random:
+            continue
+        # A module that was built for one process has full weights, which are sharded later. For one
+        # process on the same device it is moved: an earlier run may have its weights in higher
+        # precision.
+        if old.layout.world_size == 1 and (old.layout, old.device) != (mesh.layout, mesh.device):
+            continue
+        if (old.layout, old.rank) != (mesh.layout, mesh.rank):
+            raise UnsupportedError(
+                "a module can only be used again with the layout that it was sharded for, because "
+                f"its weights are parts: {name!r} was sharded for {old.layout} and rank "
+                f"{old.rank}, this run has {mesh.layout} and rank {mesh.rank}. Build a new module, "
+                "and pass ckpt_path to continue with its weights."
+            )
+        moved.append((module, old))
+    for module, old in moved:
+        same = old.sequence_parallel == mesh.sequence_parallel
+        new_mesh = mesh if same else replace(mesh, sequence_parallel=old.sequence_parallel)
+        setattr(module, "mesh", new_mesh)  # noqa: B010 - a module may have any attribute

@@ -18,11 +18,18 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_megatron.cli import separate_job
+from lightning_megatron.cli import tune
 from lightning_megatron.cli.scaling_cases import SIZES, STUDIES, cases_of, found_in_paper
 from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of
-from lightning_megatron.cli.separate_job import reason_in, run_job
-from lightning_megatron.cli.tune import Machine, TunedRun, Tuning, advice_of, candidates_of
+from lightning_megatron.cli.tune import (
+    Machine,
+    TunedRun,
+    Tuning,
+    advice_of,
+    candidates_of,
+    reason_in,
+    run_job,
+)
 from lightning_megatron.cli.tune import table_of as table_of_runs
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.gpt import GPT
@@ -65,7 +72,7 @@ def quick_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         log.write_text(text)
         return reason_in(text, ended.returncode) if ended.returncode else None
 
-    monkeypatch.setattr(separate_job, "run_job", run)
+    monkeypatch.setattr(tune, "run_job", run)
     monkeypatch.setattr("lightning_megatron.cli.tune.subprocess", SimpleNamespace(run=start))
 
 
@@ -170,7 +177,7 @@ def tuning(
         log.with_suffix(".json").write_text(json.dumps(content))
         return None
 
-    monkeypatch.setattr(separate_job, "run_job", run)
+    monkeypatch.setattr(tune, "run_job", run)
     return Tuning([], folder, steps=2, warmup=1, timeout=60, gain=0.01)
 
 

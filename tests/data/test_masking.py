@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.data.masking import NGramMasking
+from lightning_megatron.data.masking import NGramMasking, WordPieces
 from lightning_megatron.data.pair_index import PairRule, cut_documents, index_pairs, target_lengths
 from lightning_megatron.data.tokenizer import load_tokenizer
-from lightning_megatron.data.word_pieces import WordPieces
 from lightning_megatron.errors import UnsupportedError
 from tests.bert_corpus import VOCABULARY, write_vocabulary
 

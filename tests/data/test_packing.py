@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.data.best_fit import best_fit
 from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.datamodule import TokenDataModule
 from lightning_megatron.data.loader import WindowBatches
 from lightning_megatron.data.packing import PackedIndex, index_packed
 from lightning_megatron.data.samples import NO_TOKEN, GPTSamples, SampleOptions
+from lightning_megatron.data.window_packing import best_fit
 from lightning_megatron.errors import CorruptDataError
 from tests.data.recorder import write_documents
 from tests.refusals import check_refusals

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from lightning_megatron.cli.preprocess import main
 from lightning_megatron.data import speeches
+from lightning_megatron.data.checked_files import locate_installed
 from lightning_megatron.data.encoded_document import split_sentences
-from lightning_megatron.data.installed import locate_installed
 from lightning_megatron.data.speeches import load_speeches, prepare_speeches
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import (

@@ -23,8 +23,8 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.pipeline.executor import BuildSchedule, PipelineExecutor
-from lightning_megatron.pipeline.loss_weights import new_weight
 from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.pipeline.step_run import new_weight
 from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.custom_schedule import custom_schedule

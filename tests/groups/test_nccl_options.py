@@ -17,7 +17,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.nccl_options import GROUP_NAMES, read_nccl_options
 from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.options.notes import notes_on
+from lightning_megatron.strategy.options.strategy_options import notes_on
 
 #: File in the form of Megatron-LM's nccl_communicator_config_path.
 MEGATRON_FILE = """

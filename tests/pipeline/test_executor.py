@@ -12,8 +12,8 @@ from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.loss_weights import MicrobatchWeights, new_weight
 from lightning_megatron.pipeline.microbatch import split_batch
+from lightning_megatron.pipeline.step_run import MicrobatchWeights, new_weight
 from lightning_megatron.plan.layout import ParallelLayout
 
 CPU = torch.device("cpu")

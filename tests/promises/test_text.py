@@ -24,9 +24,8 @@ from lightning_megatron import (
 )
 from lightning_megatron.corpus.clusters import find_clusters
 from lightning_megatron.corpus.signatures import least_equal
-from lightning_megatron.data.masking import NGramMasking
+from lightning_megatron.data.masking import NGramMasking, WordPieces
 from lightning_megatron.data.sampler import TokenBatchSampler
-from lightning_megatron.data.word_pieces import WordPieces
 from lightning_megatron.evaluation import ClozeAccuracy, WordPerplexity
 from lightning_megatron.finetuning.scores import ClassScores
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale

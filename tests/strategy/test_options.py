@@ -27,13 +27,12 @@ from lightning_megatron import (
 )
 from lightning_megatron.plan import build_schedule, format_schedule
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.options.notes import notes_on
 from lightning_megatron.strategy.options.sizes import (
     check_batch_size,
     check_hosts,
     check_last_batch,
 )
-from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.options.strategy_options import StrategyOptions, notes_on
 
 
 def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:

@@ -28,16 +28,16 @@ from torch.utils.data import DataLoader, RandomSampler
 from lightning_megatron import MegatronStrategy, UnsupportedError
 from lightning_megatron.groups.agent_store import open_store
 from lightning_megatron.strategy.process import children as children_module
-from lightning_megatron.strategy.process.children import ChildProcesses
+from lightning_megatron.strategy.process.children import (
+    LAUNCHER,
+    ChildProcesses,
+    launcher_is_gone,
+    launcher_mark,
+)
 from lightning_megatron.strategy.process.dataloaders import seed_dataloader
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.job_folder import JobFolder
 from lightning_megatron.strategy.process.launcher import MegatronLauncher
-from lightning_megatron.strategy.process.parent_watch import (
-    LAUNCHER,
-    launcher_is_gone,
-    launcher_mark,
-)
 from lightning_megatron.strategy.process.rank_status import start_time_of
 from lightning_megatron.strategy.process.reserved_port import ReservedPort
 from tests.fits import Job, trainer_of

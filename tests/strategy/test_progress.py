@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import MissingExtraError
+from lightning_megatron.pipeline.microbatch import count_tokens
 from lightning_megatron.strategy.callbacks import loss_curve
 from lightning_megatron.strategy.callbacks.loss_curve import LossCurve, read_curve
 from lightning_megatron.strategy.callbacks.progress import (
@@ -22,7 +23,6 @@ from lightning_megatron.strategy.callbacks.progress import (
     count_replicas,
     count_steps,
 )
-from lightning_megatron.strategy.logs.token_count import count_tokens
 from tests.cli_modules import Line, Points
 
 TOKENS = torch.zeros(3, 5, dtype=torch.long)

@@ -36,7 +36,7 @@ from lightning_megatron.errors import (
     CorruptDataError,
     UnsupportedError,
 )
-from lightning_megatron.strategy.checkpoints.weight_changes import only_steps_change_weights
+from lightning_megatron.strategy.checkpoints.saved_weights import only_steps_change_weights
 from tests.fits import GPT2, Job, Language, Record, Tokens, run_jobs_on, trainer_of
 
 SMALL = replace(GPT2, num_layers=2)

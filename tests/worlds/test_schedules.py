@@ -29,7 +29,7 @@ from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRu
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.plan.schedule import Schedule
-from lightning_megatron.strategy.logs import compiled_blocks
+from lightning_megatron.strategy.logs import run_table
 from lightning_megatron.strategy.step import schedule_choice
 from lightning_megatron.strategy.step.batch_cuts import CustomOrderCheck
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
@@ -278,7 +278,7 @@ def run_two(rank: int, size: int, path: str) -> tuple[dict[str, Report], int, li
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightGradientQueue, "put", put_and_count)
-        patch.setattr(compiled_blocks, "rank_zero_info", messages.append)
+        patch.setattr(run_table, "rank_zero_info", messages.append)
         reports["compiled"] = run_job(COMPILED, size)
     assert counters["stats"]["unique_graphs"], "blocks are compiled"
     return reports, len(products), messages

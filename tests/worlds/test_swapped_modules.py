@@ -25,7 +25,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
-from lightning_megatron.swap.rejoin import rejoin
+from lightning_megatron.swap.apply import rejoin
 from tests.oracles import assert_equal, assert_same_gradients
 from tests.swap import cases
 from tests.world import run_world

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import copy_full_tensors, model_placements, model_tensors
-from lightning_megatron.checkpoint.optimizer_hyperparameters import check_hyperparameters
+from lightning_megatron.checkpoint.parameter_groups import check_hyperparameters
 from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects

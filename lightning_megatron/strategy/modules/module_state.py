@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from copy import copy as shallow_copy
 from dataclasses import dataclass
 from operator import is_
@@ -20,7 +20,6 @@ from torchmetrics import Metric
 
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.strategy.modules.state_digest import IGNORED_TYPES
-from lightning_megatron.strategy.modules.tensor_copies import copy_all_
 
 #: Packages whose objects, other than modules, steps only read.
 _READ_ONLY = frozenset(
@@ -31,6 +30,10 @@ _PACKAGE = __name__.partition(".")[0]
 _ACCUMULATING = frozenset({"RouterStatistics", "RankRows"})
 _IMMUTABLE = frozenset({int, float, complex, str, bytes, bool, type(None)})
 _CONTAINERS = (dict, list, tuple, deque)
+#: Attributes of every module, which torch, the Trainer and the strategy manage.
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_HOOKS = tuple(key for key in _MODULE_ATTRIBUTES if re.search("(for|back)ward_.*hooks", key))
+_LIGHTNING_ATTRIBUTES = frozenset({*vars(LightningModule()), "_device_mesh", "log"})
 
 
 @dataclass(frozen=True)
@@ -369,7 +372,32 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
         lambda generator, state: generator.set_state(state),
     ),
 }
-#: Attributes of every module, which torch, the Trainer and the strategy manage.
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
-_HOOKS = tuple(key for key in _MODULE_ATTRIBUTES if re.search("(for|back)ward_.*hooks", key))
-_LIGHTNING_ATTRIBUTES = frozenset({*vars(LightningModule()), "_device_mesh", "log"})
+
+
+@torch.no_grad()
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors, with one kernel launch for each device and dtype.
+
+    Args:
+        tensors: Plain strided tensors.
+    """
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    copy_all_(copies, tensors)
+    return copies
+
+
+@torch.no_grad()
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into targets of equal shapes, with one launch for each device and dtype.
+
+    Args:
+        targets: Tensors that are written.
+        sources: Tensors that are read, one for each target.
+    """
+    groups: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        group = groups.setdefault((target.device, target.dtype), ([], []))
+        group[0].append(target)
+        group[1].append(source)
+    for into, from_tensors in groups.values():
+        torch._foreach_copy_(into, from_tensors)

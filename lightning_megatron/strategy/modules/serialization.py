@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_megatron.strategy.private.user_module import attached_trainer
+from lightning_megatron.strategy.private.loops import attached_trainer
 
 _BUILTIN_TYPES = frozenset({int, float, str, bytes, bool, type(None), list, dict, tuple, set})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_megatron.strategy.private.user_module import is_overridden
+from lightning_megatron.strategy.private.loops import is_overridden
 
 #: Hooks between a step and the next forward pass in which the strategy itself does not wait for
 #: updated parameters.

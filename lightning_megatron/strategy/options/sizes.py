@@ -20,10 +20,9 @@ from lightning_megatron.plan.global_batch import GlobalBatch
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.expert_option import check_limited_step
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
-from lightning_megatron.strategy.private.loops import may_accumulate
-from lightning_megatron.strategy.private.user_module import is_overridden
+from lightning_megatron.strategy.private.loops import is_overridden, may_accumulate
 from lightning_megatron.swap.decide.context import check_cut
-from lightning_megatron.swap.decide.known_configs import known_configs
+from lightning_megatron.swap.decide.hugging_face_models import known_configs
 from lightning_megatron.swap.families import find_family
 
 

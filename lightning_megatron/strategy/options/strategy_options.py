@@ -40,7 +40,6 @@ from lightning_megatron.strategy.options.schedule_option import (
     check_own_order,
     check_schedule_name,
 )
-from lightning_megatron.strategy.options.sequence_option import check_sequence_parallel
 
 _Strategy = TypeVar("_Strategy")
 #: Durations above 31 years overflow the nanosecond clocks of communication libraries.
@@ -400,3 +399,62 @@ class StrategyOptions:
         Ranks compare them: the path of a file may differ between machines.
         """
         return self.as_dict() | {"schedule": self.custom_order or self.schedule}
+
+
+def notes_on(options: StrategyOptions, precision: str, device_type: str) -> list[str]:
+    """Return log lines about options without effect, and about options that make others faster.
+
+    Args:
+        options: The options.
+        precision: Precision of the run.
+        device_type: Type of the device.
+    """
+    notes = []
+    if options.overlap_tensor_parallel and (device_type != "cuda" or precision == "32-true"):
+        notes.append(
+            f"overlap_tensor_parallel has no effect with precision {precision} on "
+            f"{device_type}: only products in half types on GPUs are divided; others run "
+            "before or after their communication."
+        )
+    if options.nccl_options and device_type != "cuda":
+        notes.append(
+            f"nccl_options have no effect on {device_type}: its groups use gloo, which does "
+            "not have these settings."
+        )
+    fp8 = options.products
+    has_fp8_kernels = fp8 is not None and not fp8.emulate and device_type == "cuda"
+    if has_fp8_kernels and options.graphs is None:
+        notes.append(
+            "fp8 is used without cuda_graphs: Python usually launches the short kernels of FP8 "
+            "layers more slowly than the GPU runs them. cuda_graphs='segments' avoids this."
+        )
+    return notes
+
+
+def check_sequence_parallel(
+    tp: int, sequence_parallel: bool | None, shards_sequence: bool, overlap_tensor_parallel: bool
+) -> None:
+    """Refuse sequence parallelism, or its overlap with products, without ranks that share it.
+
+    Args:
+        tp: Tensor-parallel size.
+        sequence_parallel: Value of the option.
+        shards_sequence: Whether activations are sharded, with the default filled in.
+        overlap_tensor_parallel: Value of the option.
+
+    Raises:
+        ParallelPlanError: If ``sequence_parallel`` is set and tp is 1, or if
+            ``overlap_tensor_parallel`` is set and activations are not sharded.
+    """
+    if sequence_parallel and tp == 1:
+        raise ParallelPlanError(
+            "sequence_parallel (True) needs tp above 1, because the ranks of tp divide the "
+            "sequence. Use tp of 2 or more, or leave sequence_parallel out."
+        )
+    if overlap_tensor_parallel and not shards_sequence:
+        raise ParallelPlanError(
+            f"overlap_tensor_parallel needs tp above 1 and sequence_parallel: tp is {tp}, "
+            f"sequence_parallel {shards_sequence}. It overlaps matrix products with the "
+            "communication of sequence_parallel. Use tp of 2 or more with sequence_parallel, or "
+            "leave overlap_tensor_parallel out."
+        )

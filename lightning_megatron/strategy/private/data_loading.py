@@ -1,4 +1,6 @@
-"""Private names of Lightning's data loading: loaders, samplers and worker seeds."""
+"""Private names of Lightning's data loading (loaders, samplers and worker seeds), of its search for
+the checkpoint to resume from, and of its parser.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,15 @@ from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
 from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 __all__ = [
+    "LAST",
+    "RecipeCLI",
     "filter_sampler_injection",
+    "replace_last_checkpoint_search",
     "restore_sampler_injection",
     "seed_worker",
     "train_dataloaders",
@@ -19,10 +26,15 @@ __all__ = [
 
 #: Attributes that the functions below use: (path of the owner from the Trainer, name).
 TRAINER_ATTRIBUTES = (
+    ("", "_checkpoint_connector"),
+    ("_checkpoint_connector", "_parse_ckpt_path"),
+    ("_checkpoint_connector", "resume_start"),
     ("fit_loop", "_combined_loader"),
     ("", "_data_connector"),
     ("_data_connector", "_requires_distributed_sampler"),
 )
+#: Value of ``ckpt_path`` that selects the newest checkpoint.
+LAST = "last"
 
 
 def train_dataloaders(trainer: Trainer) -> list[Any]:
@@ -51,3 +63,39 @@ def filter_sampler_injection(trainer: Trainer, permits: Callable[[DataLoader], b
 def restore_sampler_injection(trainer: Trainer) -> None:
     """Undo :func:`filter_sampler_injection`."""
     vars(trainer._data_connector).pop("_requires_distributed_sampler", None)
+
+
+def replace_last_checkpoint_search(trainer: Trainer, find: Callable[[], str | None]) -> None:
+    """Resolve ``ckpt_path="last"`` by ``find``, once all ranks of the run can communicate.
+
+    Lightning searches the file system on every rank separately, before process groups exist. Ranks
+    could find different checkpoints.
+
+    Args:
+        trainer: Trainer of the run.
+        find: Function that returns the path of the newest checkpoint; None without one.
+    """
+    connector = trainer._checkpoint_connector
+    parse = type(connector)._parse_ckpt_path
+    start = type(connector).resume_start
+
+    def parse_later(state_fn: Any, ckpt_path: Any, **options: Any) -> Any:
+        return ckpt_path if ckpt_path == LAST else parse(connector, state_fn, ckpt_path, **options)
+
+    def start_with_found(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        start(connector, find() if checkpoint_path == LAST else checkpoint_path, weights_only)
+
+    connector._parse_ckpt_path = parse_later  # type: ignore[method-assign,assignment]
+    connector.resume_start = start_with_found  # type: ignore[method-assign]
+
+
+class RecipeCLI(LightningCLI):
+    """Lightning's command line, which takes no settings from the file at ``--ckpt_path``.
+
+    Lightning parses the hyperparameters in the file as settings of the model: they would replace
+    those of the recipe, and the parser imports each class that it reads.
+    """
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        pass

@@ -1,4 +1,6 @@
-"""Private names of Lightning's loops: optimization, logging steps, hooks and ends of epochs."""
+"""Private names of Lightning's loops (optimization, logging steps, hooks and ends of epochs) and of
+a LightningModule, and the test for overridden hooks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
@@ -16,6 +18,7 @@ from lightning.pytorch.loops.optimization.automatic import (
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.tuner.lr_finder import _LRCallback as LRSearch
+from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,14 +28,17 @@ __all__ = [
     "ClosureResult",
     "LRSearch",
     "accumulates",
+    "attached_trainer",
     "automatic_optimization",
     "call_after_backward_hooks",
     "call_around_epochs",
     "call_strategy_step",
     "forward_zero_grad",
     "is_logged",
-    "may_accumulate",
+    "is_overridden",
     "logged_step",
+    "may_accumulate",
+    "publish_device_mesh",
     "replace_automatic_optimization",
     "restore_epochs",
     "run_backward",
@@ -184,3 +190,13 @@ def _epoch_points(trainer: Trainer) -> list[tuple[Any, str]]:
 def _after(function: Callable[[], None], method: Callable[[Any], Any], owner: Any) -> Any:
     function()
     return method(owner)
+
+
+def publish_device_mesh(module: LightningModule, mesh: Any) -> None:
+    """Set ``self.device_mesh`` of a LightningModule to ``mesh``."""
+    module._device_mesh = mesh
+
+
+def attached_trainer(module: LightningModule) -> Trainer | None:
+    """Return the Trainer of a LightningModule; None outside of a run, where ``trainer`` raises."""
+    return module._trainer

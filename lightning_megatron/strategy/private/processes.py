@@ -1,7 +1,13 @@
-"""Private names of Lightning's launcher and process groups."""
+"""Private names of Lightning's launcher and process groups, and of its handling of SIGTERM and of
+SLURM's signals.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_backend,
 )
@@ -11,19 +17,95 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_group
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 
 __all__ = [
+    "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",
+    "announce_sigterm",
     "default_backend",
     "init_process_group",
     "reduce_over_group",
+    "replace_signal_check",
+    "requeues_itself",
     "reset_seed",
+    "restore_signal_check",
     "set_num_threads_if_needed",
+    "slurm_save_path",
     "utils_rank_zero_only",
 ]
+
+#: Attributes that the functions below use: (path of the owner from the Trainer, name).
+TRAINER_ATTRIBUTES = (
+    ("fit_loop.epoch_loop", "_broadcast_sigterm_tensor"),
+    ("fit_loop.epoch_loop", "advance"),
+    ("", "_signal_connector"),
+    ("_signal_connector", "_sigterm_notifier_fn"),
+    ("_signal_connector", "_slurm_sigusr_handler_fn"),
+    ("_signal_connector", "received_sigterm"),
+    ("", "_accelerator_connector"),
+    ("_accelerator_connector", "cluster_environment"),
+    ("", "_checkpoint_connector"),
+    ("_checkpoint_connector", "hpc_save_path"),
+)
+
+
+def replace_signal_check(
+    trainer: Trainer,
+    check: Callable[[], None],
+    notify: Callable[..., None],
+    notify_requeue: Callable[..., None],
+) -> None:
+    """Call ``check`` before every training batch, in place of Lightning's signal handling.
+
+    Args:
+        trainer: Trainer of the fit.
+        check: Function called before every training batch.
+        notify: Handler of SIGTERM.
+        notify_requeue: Handler of SLURM's time-limit signal.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    connector = trainer._signal_connector
+    advance = loop.advance
+
+    def checked(data_fetcher: Any) -> None:
+        check()
+        advance(data_fetcher)
+
+    loop.advance = checked  # type: ignore[method-assign]
+    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]
+    connector._slurm_sigusr_handler_fn = notify_requeue  # type: ignore[method-assign]
+
+
+def restore_signal_check(trainer: Trainer) -> None:
+    """Undo :func:`replace_signal_check`."""
+    for owner, names in (
+        (trainer.fit_loop.epoch_loop, ("advance", "_broadcast_sigterm_tensor")),
+        (trainer._signal_connector, ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")),
+    ):
+        for name in names:
+            vars(owner).pop(name, None)
+
+
+def announce_sigterm(trainer: Trainer) -> None:
+    """Set Lightning's flag for a received SIGTERM."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def requeues_itself(trainer: Trainer) -> bool:
+    """Return whether Lightning requeues an interrupted SLURM job and resumes it."""
+    environment = trainer._accelerator_connector.cluster_environment
+    return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+
+
+def slurm_save_path(trainer: Trainer) -> str:
+    """Return the path at which Lightning looks for a requeued SLURM job's checkpoint."""
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)

@@ -17,10 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from lightning_megatron.groups.notices import Notices
-from lightning_megatron.strategy.private.processes import TunerExitException
-from lightning_megatron.strategy.private.signal_handling import SIGTERMException
+from lightning_megatron.strategy.private.processes import SIGTERMException, TunerExitException
+from lightning_megatron.strategy.process.children import watch_launcher
 from lightning_megatron.strategy.process.job_folder import JobFolder, remove_sockets
-from lightning_megatron.strategy.process.parent_watch import watch_launcher
 from lightning_megatron.strategy.process.rank_status import RankStatus, start_time_of
 
 #: Exceptions that end a run without a failure of this rank.

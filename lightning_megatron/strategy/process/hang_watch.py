@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.notices import Notices
-from lightning_megatron.strategy.private.user_module import attached_trainer
+from lightning_megatron.strategy.private.loops import attached_trainer
 from lightning_megatron.strategy.process.rank_status import (
     RankStatus,
     hang_report,

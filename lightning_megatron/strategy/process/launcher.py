@@ -17,9 +17,8 @@ from lightning_megatron.strategy.private.processes import (
     SubprocessScriptLauncher,
     set_num_threads_if_needed,
 )
-from lightning_megatron.strategy.process.children import ChildProcesses
+from lightning_megatron.strategy.process.children import LAUNCHER, ChildProcesses, launcher_mark
 from lightning_megatron.strategy.process.failure import FailureWatch
-from lightning_megatron.strategy.process.parent_watch import LAUNCHER, launcher_mark
 from lightning_megatron.strategy.process.reserved_port import ReservedPort
 
 

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.groups.collectives import all_reduce_, barrier
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.private.signal_handling import (
+from lightning_megatron.strategy.private.processes import (
     SIGTERMException,
     announce_sigterm,
     replace_signal_check,

@@ -16,8 +16,12 @@ from lightning_megatron.graphs.step_graph import RanStep
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import grown_factor, limited_rows, smallest_factor
-from lightning_megatron.strategy.modules.module_state import ModuleState, own_parts
-from lightning_megatron.strategy.modules.tensor_copies import copies_of, copy_all_
+from lightning_megatron.strategy.modules.module_state import (
+    ModuleState,
+    copies_of,
+    copy_all_,
+    own_parts,
+)
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.process.random_states import DefaultGenerators

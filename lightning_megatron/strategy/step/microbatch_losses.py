@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.pipeline.microbatch import Microbatch, count_tokens
 from lightning_megatron.strategy.logs.merge import (
     Weight,
     loss_in,
@@ -22,7 +22,6 @@ from lightning_megatron.strategy.logs.merge import (
     total_weight,
     weighted_mean,
 )
-from lightning_megatron.strategy.logs.token_count import count_tokens
 
 
 def choose_token_scale(microbatches: Sequence[Microbatch]) -> int:
@@ -31,7 +30,7 @@ def choose_token_scale(microbatches: Sequence[Microbatch]) -> int:
     Token counts are divided by this scale before they multiply a loss. Gradients then have about
     the magnitude of those of a mean over the batch, which half precision can represent, and
     division by a power of two is exact. The count of a microbatch is that of
-    :func:`~lightning_megatron.strategy.logs.token_count.count_tokens`, which includes padded and
+    :func:`~lightning_megatron.pipeline.microbatch.count_tokens`, which includes padded and
     ignored tokens, or the number of samples if it finds no tokens.
 
     Args:

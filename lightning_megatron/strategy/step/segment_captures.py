@@ -17,7 +17,7 @@ from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.layers.segments import SegmentList
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.loss_weights import new_weight
+from lightning_megatron.pipeline.step_run import new_weight
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.optimization.training_state import TrainingState
 

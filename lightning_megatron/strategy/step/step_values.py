@@ -15,9 +15,9 @@ from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.graphs.step_graph import RanStep
 from lightning_megatron.graphs.step_kind import TRAINING
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
-from lightning_megatron.pipeline.action_observer import BackwardObserver
 from lightning_megatron.pipeline.executor import Inspector
 from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.pipeline.step_run import BackwardObserver
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses

@@ -13,7 +13,6 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.settings import divisors, join_or
 from lightning_megatron.swap.blocks.attention import HeadParallelAttention
-from lightning_megatron.swap.blocks.dropout import TensorDropout
 from lightning_megatron.swap.blocks.sequence import (
     SequenceColumnLinear,
     SequenceDropout,
@@ -21,7 +20,7 @@ from lightning_megatron.swap.blocks.sequence import (
     SequenceRMSNorm,
     SequenceRowLinear,
 )
-from lightning_megatron.swap.blocks.sharded_features import LatentLinear, shard_rows
+from lightning_megatron.swap.blocks.sharded_features import LatentLinear, TensorDropout, shard_rows
 from lightning_megatron.swap.blocks.transformer_decoder import ParallelDecoderLayer
 from lightning_megatron.swap.blocks.transformer_encoder import ParallelEncoder, ParallelEncoderLayer
 from lightning_megatron.swap.blocks.vocabulary import EmbeddingOverVocabulary, LinearOverVocabulary

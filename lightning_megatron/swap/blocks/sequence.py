@@ -21,7 +21,7 @@ from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.regions import column_linear, row_linear
 from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, gather_shard
-from lightning_megatron.swap.blocks.dropout import TensorDropout
+from lightning_megatron.swap.blocks.sharded_features import TensorDropout
 
 #: Maximum difference between two ranks' copies of a tensor, relative to its largest element.
 _TOLERANCE = 1e-2

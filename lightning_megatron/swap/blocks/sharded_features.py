@@ -1,4 +1,4 @@
-"""Modules with weights between column and row layers, whose inputs are sharded features."""
+"""Modules between column and row layers, whose inputs are sharded features."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import BoundaryGradients, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.dropout import tensor_region_stream
 from lightning_megatron.layers.init import ZEROS, sharded_parameter
 from lightning_megatron.plan.shards import even_range
 
@@ -88,3 +89,31 @@ class _LastFeatures(torch.autograd.Function):
         last = result[..., -ctx.count :]
         last.copy_(all_reduce_(last.contiguous(), ctx.tp))
         return result, None, None
+
+
+class TensorDropout(nn.Dropout):
+    """Dropout between a column and a row layer, with different masks on every rank.
+
+    Equal to torch.nn.Dropout, except that masks differ between tensor-parallel ranks. Recomputation
+    draws the same masks again.
+
+    Args:
+        p: Probability that an element is dropped.
+        mesh: Mesh with the random streams of this rank.
+        layer: Number of the layer for random streams; None inside a block that selects the streams
+            itself.
+    """
+
+    def __init__(self, p: float, mesh: ParallelMesh, layer: int | None = None) -> None:
+        super().__init__(p)
+        self.mesh = mesh
+        self.layer = layer
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the input, with elements dropped during training."""
+        if not self.training or self.p == 0.0:
+            return input
+        if self.layer is not None:
+            self.mesh.random.seek(self.layer)
+        with tensor_region_stream(self.p, self.training, self.mesh):
+            return F.dropout(input, self.p, training=True)

@@ -10,7 +10,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.swap.blocks.attention import HeadParallelAttention
-from lightning_megatron.swap.blocks.dropout import TensorDropout
+from lightning_megatron.swap.blocks.sharded_features import TensorDropout
 
 
 class ParallelDecoderLayer(nn.Module):

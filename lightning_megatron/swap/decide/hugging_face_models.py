@@ -14,9 +14,10 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.layered import LayeredConfig, LayeredModule
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap.decide.kinds import ModuleSite
+from lightning_megatron.swap.decide.kinds import ModuleSite, choose_kinds, sites_of, unique_sites
 from lightning_megatron.swap.decide.model_plan import DeclaredPlan, supported_plan
 from lightning_megatron.swap.decide.stages import Stages, plan_stages
 from lightning_megatron.swap.families import Family, find_family
@@ -364,3 +365,25 @@ def _refuse_on_stage(name: str, where: str) -> NoReturn:
         f"{name}, set by {where}, cannot be used with pp above 1, because each stage has only the "
         f"results of its own blocks. Leave {name} out, or use pp=1."
     )
+
+
+def known_configs(root: nn.Module, plan: Mapping[str, str] | None) -> tuple[LayeredConfig, ...]:
+    """Return the configurations of the models of this package that a module has or will have.
+
+    Args:
+        root: Root module; it may have been swapped in an earlier run.
+        plan: The user's tensor_parallel_plan.
+
+    Raises:
+        ParallelPlanError: If the plan does not fit the module.
+    """
+    sites = sites_of(root)
+    models = choose_models(
+        unique_sites(sites), choose_kinds(sites, plan), needs_tables=False, tp=None
+    )
+    replaced = [
+        family.config(site.module.config.to_dict())  # type: ignore[union-attr, operator]
+        for site, family in models.replaced
+    ]
+    configs = [site.module.config for site in sites if isinstance(site.module, LayeredModule)]
+    return (*configs, *replaced)

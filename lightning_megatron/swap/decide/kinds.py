@@ -33,7 +33,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.models.encoder import Encoder
@@ -41,6 +43,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.plan.settings import join_or
 from lightning_megatron.swap.blocks.rules import BlockRule, rules_of
+from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 
 #: Kinds of a plan, with the blocks that each applies to.
@@ -235,3 +238,87 @@ def _check_shared(sites: Sequence[ModuleSite], kinds: Mapping[str, str]) -> None
                 f"a module with two names must have one kind: {first_name!r} has the kind "
                 f"{first_kind!r}, {site.name!r} has {kind!r}. Give both names the same kind."
             )
+
+
+def originals_of_averages(sites: Sequence[ModuleSite]) -> dict[str, list[str]]:
+    """Return the modules that each :class:`~torch.optim.swa_utils.AveragedModel` may have copied.
+
+    They have the class and the values of its copy. Several modules have them if they were
+    initialised alike, as norms are.
+
+    Args:
+        sites: All modules, with their positions.
+
+    Returns:
+        Names of the originals by the name of the copy, without copies that have no original.
+    """
+    originals = {
+        f"{site.name}.module": [
+            other.name
+            for other in sites
+            if not f"{other.name}.".startswith(f"{site.name}.")
+            and _is_copy(site.module.module, other.module)
+        ]
+        for site in sites
+        if isinstance(site.module, AveragedModel)
+    }
+    return {name: found for name, found in originals.items() if found}
+
+
+def kinds_of_averages(sites: Sequence[ModuleSite], kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return the kinds of copies that the plan does not name: those of their originals.
+
+    Args:
+        sites: All modules, with their positions.
+        kinds: Kinds by module name.
+    """
+    return {
+        site.name: kinds[original + site.name.removeprefix(copy)]
+        for copy, (original, *_) in originals_of_averages(sites).items()
+        for site in sites
+        if f"{site.name}.".startswith(f"{copy}.")
+        and site.name not in kinds
+        and original + site.name.removeprefix(copy) in kinds
+    }
+
+
+def _is_copy(copy: nn.Module, module: nn.Module) -> bool:
+    if type(copy) is not type(module) or isinstance(copy, PipelinedModule) or is_hugging_face(copy):
+        return False
+    tensors = list(copy.parameters())
+    others = list(module.parameters())
+    return len(tensors) == len(others) and all(
+        tensor.shape == other.shape and torch.equal(tensor.cpu(), other.cpu())
+        for tensor, other in zip(tensors, others, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class SwapRecord:
+    """Replaced block, its replacement, and the number of elements on this rank.
+
+    ``str(record)`` is one line for the log.
+
+    Args:
+        name: Dotted name of the block in the module.
+        kind: Kind of the block in the plan, or ``model`` for a GPT that was built in full.
+        source: Class of the replaced block.
+        target: Class of the replacement.
+        full_elements: Size of the replaced block's parameters (elements).
+        local_elements: Size of the replacement's parameters on this rank, without padding
+            (elements).
+        note: Text for the user; empty if there is none.
+    """
+
+    name: str
+    kind: str
+    source: str
+    target: str
+    full_elements: int
+    local_elements: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        sizes = f"{self.local_elements:,} of {self.full_elements:,} elements here"
+        line = f"{self.name}: {self.source} -> {self.target} ({self.kind}, {sizes})"
+        return f"{line}. {self.note}" if self.note else line

@@ -24,9 +24,12 @@ from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import LayerCosts, LayerPartition, partition_of
 from lightning_megatron.plan.settings import join_or
-from lightning_megatron.swap.decide.averages import originals_of_averages
-from lightning_megatron.swap.decide.kinds import ModuleSite, check_kind
-from lightning_megatron.swap.decide.record import SwapRecord
+from lightning_megatron.swap.decide.kinds import (
+    ModuleSite,
+    SwapRecord,
+    check_kind,
+    originals_of_averages,
+)
 
 #: Kinds of a pipeline plan.
 KINDS: Mapping[str, str] = {

@@ -12,7 +12,6 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap.blocks.rules import rules_of
 from lightning_megatron.swap.blocks.whole_model import is_foreign
-from lightning_megatron.swap.decide.averages import kinds_of_averages
 from lightning_megatron.swap.decide.hugging_face_models import (
     OwnCodeModel,
     choose_models,
@@ -22,6 +21,7 @@ from lightning_megatron.swap.decide.hugging_face_models import (
 from lightning_megatron.swap.decide.kinds import (
     ModuleSite,
     choose_kinds,
+    kinds_of_averages,
     sites_of,
     unique_sites,
 )

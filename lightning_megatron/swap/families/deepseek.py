@@ -19,7 +19,7 @@ from lightning_megatron.swap.families.experts import (
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.field_kinds import Size
 from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, refusal
-from lightning_megatron.swap.families.latent_names import LatentNames
+from lightning_megatron.swap.families.layer_names import LatentNames
 from lightning_megatron.swap.families.llama import LLAMA_NAMES
 from lightning_megatron.swap.families.llama_fields import (
     ACTIVATION,

@@ -9,9 +9,9 @@ from typing import Any
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.settings import shown
-from lightning_megatron.swap.families.expert_names import SETTINGS, ExpertNames
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, refusal
+from lightning_megatron.swap.families.layer_names import SETTINGS, ExpertNames
 from lightning_megatron.swap.families.llama import LLAMA_NAMES
 from lightning_megatron.swap.families.llama_fields import (
     ACTIVATION,

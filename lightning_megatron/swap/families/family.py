@@ -11,11 +11,9 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.layered import WORD_EMBEDDING
-from lightning_megatron.swap.families.expert_names import ExpertNames
-from lightning_megatron.swap.families.latent_names import LatentNames
-from lightning_megatron.swap.tensors.class_parameters import class_table
+from lightning_megatron.swap.families.layer_names import ExpertNames, LatentNames
 from lightning_megatron.swap.tensors.mapping import Source, TensorMap
-from lightning_megatron.swap.tensors.packed import Packed
+from lightning_megatron.swap.tensors.packed import Packed, class_table
 
 ModelConfig: TypeAlias = GPTConfig | EncoderConfig
 """Configuration of a model of this package; its class determines the model."""

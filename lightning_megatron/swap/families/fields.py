@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.settings import join_or, shown
-from lightning_megatron.swap.families.expert_names import SETTINGS
 from lightning_megatron.swap.families.family import ModelConfig
 from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
+from lightning_megatron.swap.families.layer_names import SETTINGS
 from lightning_megatron.swap.families.unknown_fields import (
     HARMLESS,
     unknown_fields,

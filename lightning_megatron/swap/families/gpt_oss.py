@@ -8,10 +8,10 @@ from typing import Any
 
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.model_shape import FEATURE_LIMIT, GATE_FACTOR
-from lightning_megatron.swap.families.expert_names import ExpertNames
 from lightning_megatron.swap.families.experts import MLP, PARTS, all_layers, balanced
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.fields import ConfigTable, Field, Values
+from lightning_megatron.swap.families.layer_names import ExpertNames
 from lightning_megatron.swap.families.llama import LLAMA_NAMES
 from lightning_megatron.swap.families.llama_fields import (
     ATTENTION_BIAS,

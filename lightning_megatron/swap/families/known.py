@@ -21,19 +21,23 @@ from lightning_megatron.swap.families.bert import (
     ROBERTA_SPANS,
 )
 from lightning_megatron.swap.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from lightning_megatron.swap.families.ernie import ERNIE45, HELIUM
 from lightning_megatron.swap.families.experts import MIXTRAL, QWEN3_MOE
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.gemma import GEMMA, GEMMA2, GEMMA3
-from lightning_megatron.swap.families.glm import GLM, GLM4
 from lightning_megatron.swap.families.gpt2 import GPT2, GPT_NEOX
 from lightning_megatron.swap.families.gpt_oss import GPT_OSS
-from lightning_megatron.swap.families.granite import GRANITE
 from lightning_megatron.swap.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
+from lightning_megatron.swap.families.llama_variants import (
+    ERNIE45,
+    GLM,
+    GLM4,
+    GRANITE,
+    HELIUM,
+    SMOLLM3,
+    STARCODER2,
+)
 from lightning_megatron.swap.families.olmo import OLMO2, OLMO3, OLMOE
 from lightning_megatron.swap.families.qwen_moe import QWEN2_MOE
-from lightning_megatron.swap.families.smollm import SMOLLM3
-from lightning_megatron.swap.families.starcoder import STARCODER2
 
 #: Entry points by which packages register their own families.
 ENTRY_POINTS = "lightning_megatron.families"

@@ -18,9 +18,9 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import computed_by
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face.save_pretrained import check_arguments, save_folder
-from lightning_megatron.swap.tensors.class_parameters import class_table
 from lightning_megatron.swap.tensors.low_rank import Adapter, plain_name
 from lightning_megatron.swap.tensors.mapping import TensorMap
+from lightning_megatron.swap.tensors.packed import class_table
 
 #: Label that Hugging Face's models ignore.
 IGNORED = -100

@@ -24,7 +24,7 @@ from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
 from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitWeight
 from lightning_megatron.models.stage import PipelinedModule, computed_by
-from lightning_megatron.swap.families.expert_names import is_training_only
+from lightning_megatron.swap.families.layer_names import is_training_only
 from lightning_megatron.swap.hugging_face.own_code import (
     holds_replaced,
     names_in_files,

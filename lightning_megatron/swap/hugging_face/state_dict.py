@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.families.expert_names import is_training_only
+from lightning_megatron.swap.families.layer_names import is_training_only
 from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors, class_name_in, owner_of
 from lightning_megatron.swap.hugging_face.replaced_model import replaced_models
 from lightning_megatron.swap.tensors.low_rank import Adapter, full_factors, without_adapters

@@ -16,7 +16,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.models.stage import set_computed_by
 from lightning_megatron.swap.families import Family
-from lightning_megatron.swap.families.expert_names import is_training_only
+from lightning_megatron.swap.families.layer_names import is_training_only
 from lightning_megatron.swap.hugging_face.module_stubs import (
     convert_to_stub,
     new_container,
@@ -25,8 +25,8 @@ from lightning_megatron.swap.hugging_face.module_stubs import (
     stub_class,
 )
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
-from lightning_megatron.swap.tensors.class_parameters import ClassParameter, class_parameters_of
 from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, plain_name
+from lightning_megatron.swap.tensors.packed import ClassParameter, class_parameters_of
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError,
 from lightning_megatron.extras import import_extra
 from lightning_megatron.models.hugging_face_folder import name_folder_in_errors
 from lightning_megatron.swap.families import find_family
-from lightning_megatron.swap.hugging_face.family_layers import build_layers
 from lightning_megatron.swap.pretrained.deferred import (
     Origin,
     ReadOnFirstUse,
@@ -27,7 +26,7 @@ from lightning_megatron.swap.pretrained.deferred import (
     read_deferred,
 )
 from lightning_megatron.swap.pretrained.unchanged_models import describe_modules
-from lightning_megatron.swap.pretrained.without_weights import without_weights
+from lightning_megatron.swap.pretrained.without_weights import build_layers, without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
 from lightning_megatron.swap.tensors.mapping import named
 from lightning_megatron.swap.weights.safetensors_folder import QUANTIZATION, SafetensorsFolder

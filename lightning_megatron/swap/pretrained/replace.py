@@ -18,7 +18,6 @@ from lightning_megatron.swap.blocks.whole_model import is_cut
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.families.bert import CLASSIFIER
 from lightning_megatron.swap.hugging_face.encoder_model import HuggingFaceEncoder
-from lightning_megatron.swap.hugging_face.family_layers import build_layers
 from lightning_megatron.swap.hugging_face.generation import GeneratingLM
 from lightning_megatron.swap.hugging_face.peft_layers import (
     adapter_of,
@@ -41,6 +40,7 @@ from lightning_megatron.swap.pretrained.unchanged_models import (
     check_untouched,
     describe_built,
 )
+from lightning_megatron.swap.pretrained.without_weights import build_layers
 from lightning_megatron.swap.tensors.low_rank import without_adapters
 from lightning_megatron.swap.tensors.mapping import named
 from lightning_megatron.swap.weights.load import (

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
-from lightning_megatron.swap.families.expert_names import SETTINGS, is_training_only
 from lightning_megatron.swap.families.family import Family, ModelConfig
+from lightning_megatron.swap.families.layer_names import SETTINGS, is_training_only
 from lightning_megatron.swap.tensors.low_rank import Adapter
 from lightning_megatron.swap.tensors.mapping import TensorMap, named
 from lightning_megatron.swap.tensors.packed import pack_for_files

@@ -1,4 +1,6 @@
-"""Check of averages that user code updates: each rank has the same parts of both modules."""
+"""Methods of the user's modules that a run replaces: updates of averages, and the reduction of
+torchmetrics over the data-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ from functools import partial
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torchmetrics import Metric
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.mesh import ParallelMesh
 
 
 @contextmanager
@@ -49,3 +53,37 @@ def _update(name: str, average: AveragedModel, model: nn.Module) -> None:
 
 def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(weight.shape) for weight in module.parameters() if not weight.is_meta]
+
+
+class MetricGroups:
+    """Torchmetrics of a module, set to reduce over the data ranks until :meth:`restore`.
+
+    A sum over all ranks would also count the copies on tensor, context and pipeline ranks.
+
+    Args:
+        module: Module that contains the metrics; a metric with its own process group keeps it.
+        mesh: Process groups of this rank.
+    """
+
+    def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
+        metrics = [
+            part
+            for part in module.modules()
+            if isinstance(part, Metric) and part.process_group is None
+        ]
+        self._before = [(metric, metric.distributed_available_fn) for metric in metrics]
+        for metric in metrics:
+            metric.process_group = mesh.dp.group
+            if mesh.dp.size == 1:
+                # Without a group torchmetrics would reduce over all ranks.
+                metric.distributed_available_fn = _never
+
+    def restore(self) -> None:
+        """Restore the metrics' own settings."""
+        for metric, available in self._before:
+            metric.process_group = None
+            metric.distributed_available_fn = available
+
+
+def _never() -> bool:
+    return False
