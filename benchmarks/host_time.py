@@ -26,10 +26,10 @@ from lightning_megatron.graphs.cuda import CudaGraph
 from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs
 from lightning_megatron.graphs.step_graph import StepGraphs
+from lightning_megatron.optimizer.step_gradients import StepGradients
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.strategy.logs.log_replay import LogReplay
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
-from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.step.step import Step
 
 #: Name of the time outside all other parts: Lightning's loop and hooks.

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_megatron.errors import ReplicaMismatchError
+from lightning_megatron.errors import ParallelPlanError, ReplicaMismatchError
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.groups.collectives import BoundaryGradients, all_gather_objects, all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
+from lightning_megatron.models.stage import pipelined_modules
+from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.optimizer.main_parameters import MainParameters
+from lightning_megatron.optimizer.reduction import GradientReducer
 from lightning_megatron.shapes import Float, Shaped
 
+#: Number of steps at the start of a fit that are always compared: the first step shows errors of
+#: the forward and backward pass, the second those of the update.
+_NUM_FIRST_STEPS = 2
+#: Number of parameters that the message about gradients summed over tp names.
+_NUM_SUMMED_SHOWN = 8
 #: Number of sums that represent a tensor. Each sum adds every seventh element, because 7 divides no
 #: common layer size.
 _NUM_SUMS = 7
@@ -37,6 +49,105 @@ _REMEDY_FOR_PARAMETERS = (
     "into parameters on some ranks only, or with different values, and make the same change on "
     "every rank."
 )
+#: State of a gradient on this rank: ``whole`` if it is complete, ``part`` if it is this rank's part
+#: of a sum or of the features, ``mixed`` if it is wrong because a layer takes a part for the whole,
+#: ``unknown`` if a compiled region or the start of the graph hides its state.
+Region = Literal["whole", "part", "mixed", "unknown"]
+
+
+class ReplicaCheck:
+    """Comparison of replicas at the first steps of a fit and at a fixed interval after them.
+
+    Args:
+        module: Module that is trained.
+        main: Main parameters of the module.
+        reducer: Reducer of the gradients. It is notified of parameters whose gradients are partial
+            sums over tp.
+        interval: Optimizer steps between two comparisons after the first ones; 0 for none (steps).
+        inform: Function that shows a message to the user, on one rank.
+
+    Communication: one gather of names over tp at construction.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        main: MainParameters,
+        reducer: GradientReducer,
+        interval: int,
+        inform: Callable[[str], None],
+    ) -> None:
+        self._main = main
+        self._reducer = reducer
+        self._interval = interval
+        self._inform = inform
+        self._replicated = replicated_over_tp(main)
+        self._search = PartialGradientSearch(module, main.mesh, self._replicated)
+        # Number of steps by trained parameters, because optimizers may alternate.
+        self._num_steps: Counter[frozenset[str]] = Counter()
+        #: Loss of the last backward pass; None if user code runs the backward pass.
+        self.loss: Tensor | None = None
+
+    @property
+    def inspector(self) -> Callable[[Any, bool], None] | None:
+        """Return the inspector of graphs if the next step compares replicas, else None."""
+        return (
+            self._search.inspect if self._is_due(min(self._num_steps.values(), default=0)) else None
+        )
+
+    def before_sums(self, names: frozenset[str]) -> bool:
+        """Exchange the findings of this step's graphs; return whether replicas are compared.
+
+        Args:
+            names: Names of the parameters that the step trains.
+
+        Communication: one gather of names over tp, if replicas are compared.
+        """
+        if not self._is_due(self._num_steps[names]):
+            self._num_steps[names] += 1
+            return False
+        names_by_rank = all_gather_objects(sorted(self._search.partial_names), self._main.mesh.tp)
+        partial = {
+            name for rank_names in names_by_rank for name in rank_names
+        } - self._reducer.used_on_parts
+        if partial:
+            self._reducer.used_on_parts |= partial
+            shown = ", ".join(sorted(partial)[:_NUM_SUMMED_SHOWN]) + (
+                ", ..." if len(partial) > _NUM_SUMMED_SHOWN else ""
+            )
+            self._inform(
+                f"{len(partial)} parameter(s) are used on a part of the features by each rank of "
+                f"tp, so their gradients are summed over tp: {shown}."
+            )
+        return True
+
+    def after_sums(self, names: frozenset[str], *, are_finite: bool = True) -> None:
+        """Compare loss, parameters and finished gradients; defer it to the next step on overflow.
+
+        Args:
+            names: Names of the parameters that the step has trained.
+            are_finite: Whether all gradients are finite; comparison needs finite gradients.
+
+        Raises:
+            ReplicaMismatchError: If parameters, gradients or losses differ between replicas.
+
+        Communication: that of the comparisons.
+        """
+        if are_finite:
+            self._num_steps[names] += 1
+            self._main.wait()
+            if self.loss is not None and self._main.mesh.tp.size > 1:
+                check_loss_replicas(self._main, self.loss)
+            check_data_replicas(self._main)
+            check_tensor_replicas(self._main, self._replicated, names)
+            check_frozen_copies(self._main)
+
+    def _is_due(self, num_steps: int) -> bool:
+        mesh = self._main.mesh
+        has_copies = mesh.world.size > mesh.pp.size or bool(self._main.on_several_stages)
+        return has_copies and (
+            num_steps < _NUM_FIRST_STEPS or (self._interval > 0 and num_steps % self._interval == 0)
+        )
 
 
 def replicated_over_tp(main: MainParameters) -> tuple[str, ...]:
@@ -321,3 +432,126 @@ def _refuse(
         f"the ranks of {axis.name} must hold equal copies of a parameter, and update them equally: "
         f"they differ in {'; '.join(differences)}{more}. {remedy}"
     )
+
+
+class PartialGradientSearch:
+    """Search for unsharded parameters whose gradients are partial sums over the tensor axis.
+
+    A parameter that is used between a ``column`` and a ``row`` layer (a norm of heads, a PReLU)
+    gets gradients only from the features of its rank. The autograd graph reveals such uses: the
+    layers of this package declare which of their gradients are partial, and the nodes between two
+    layers do not change that. Parameters of this package's models are skipped, because their shard
+    specs declare partial gradients.
+
+    Args:
+        module: Module that is trained.
+        mesh: Process groups of this rank.
+        whole: Names of the parameters that every rank of tp has in full.
+    """
+
+    def __init__(self, module: nn.Module, mesh: ParallelMesh, whole: Collection[str]) -> None:
+        self._mesh = mesh
+        self._replicated = frozenset(whole)
+        models = [model for _, model in pipelined_modules(module)]
+        model_parameter_ids = {
+            id(parameter)
+            for model in models
+            if not isinstance(model, StagedBlocks)
+            for parameter in model.parameters()
+        }
+        # Only parameters outside of the package's own models need the walk over the graph.
+        self._names: Mapping[int, str] = (
+            {
+                id(parameter): name
+                for name, parameter in module.named_parameters()
+                if id(parameter) not in model_parameter_ids
+            }
+            if mesh.tp.size > 1
+            else {}
+        )
+        #: Names of the unsharded parameters that got partial gradients.
+        self.partial_names: set[str] = set()
+
+    def inspect(self, node: Any, is_loss: bool = True) -> None:
+        """Examine the graph that a backward pass is about to run through.
+
+        Args:
+            node: Root of the graph: the node of the loss, or of the tensor that a pipeline stage
+                sends; None if there is no graph.
+            is_loss: Whether ``node`` belongs to the loss.
+
+        Raises:
+            ParallelPlanError: If the gradient of a parameter would be neither complete nor a part
+                of a sum.
+        """
+        if not self._names or node is None:
+            return
+        start: Region = "unknown" if not is_loss and self._mesh.sequence_parallel else "whole"
+        for parameter, regions in _leaves(node, start).values():
+            name = self._names.get(id(parameter))
+            if name is not None and "unknown" not in regions:
+                self._classify(name, parameter, regions)
+
+    def _classify(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
+        spec = shard_spec_of(parameter)
+        is_whole = name in self._replicated
+        if "mixed" in regions or (is_whole and len(regions) > 1):
+            raise ParallelPlanError(
+                "all values between a 'column' and a 'row' layer must come from 'column' layers: a "
+                f"value computed from {name!r} is used there directly, so the gradient of {name!r} "
+                "mixes complete values with this rank's parts, and neither a sum over tp nor the "
+                "gradient itself is correct. Pass this value through the 'column' layer, or give "
+                "the layers around it the kind 'replicate' in tensor_parallel_plan."
+            )
+        if not is_whole:
+            if "whole" in regions:
+                raise ParallelPlanError(
+                    f"a parameter that is cut over tp must be used only by its own layer: {name!r} "
+                    f"is read by other code, which gets this rank's part, {tuple(parameter.shape)} "
+                    f"of {spec.full_shape}. Leave the parameter out of such code, or give its "
+                    "layer the kind 'replicate' in tensor_parallel_plan."
+                )
+        elif spec.partial and "part" not in regions:
+            raise ParallelPlanError(
+                "the kind 'partial' is for parameters between a 'column' and a 'row' layer: "
+                f"{name!r} is used on all features, so its gradient would be counted once for each "
+                "rank of tp. Leave its module out of tensor_parallel_plan."
+            )
+        elif not spec.partial and "part" in regions:
+            self.partial_names.add(name)
+
+
+def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
+    """Return the parameters that a graph reaches, each with the states of its gradients."""
+    leaves: dict[int, tuple[Tensor, set[Region]]] = {}
+    visited: set[tuple[Any, Region]] = set()
+    waiting: list[tuple[Any, Region]] = [(root, start)]
+    while waiting:
+        node, region = waiting.pop()
+        if (node, region) in visited:
+            continue
+        visited.add((node, region))
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves.setdefault(id(leaf), (leaf, set()))[1].add(region)
+            continue
+        children = [child for child, _ in node.next_functions]
+        regions = _regions_of_inputs(node, region, len(children))
+        waiting += [
+            (child, child_region)
+            for child, child_region in zip(children, regions, strict=True)
+            if child is not None
+        ]
+    return leaves
+
+
+def _regions_of_inputs(node: Any, region: Region, count: int) -> list[Region]:
+    function = getattr(type(node), "_forward_cls", None)
+    describe = getattr(function, "border", None)
+    border: BoundaryGradients | None = None if describe is None else describe(node)
+    if border is None:
+        # A compiled region is one opaque node, so its uses are not known.
+        return ["unknown" if "Compiled" in type(node).__name__ else region] * count
+    if region == "part" and not border.takes_parts:
+        return ["mixed"] * count
+    return ["part" if is_part else "whole" for is_part in border.gives_parts[:count]]

@@ -46,7 +46,7 @@ from lightning_megatron.strategy.optimization.empty_optimizers import (
     build_optimizers_of_stage,
     check_trained_somewhere,
 )
-from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.strategy.optimization.layer_states import MixtureRuntime
 from lightning_megatron.strategy.options.sizes import check_hosts, check_sizes
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions, documents_options
 from lightning_megatron.strategy.private.callback_patches import (

@@ -36,17 +36,19 @@ from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
 from lightning_megatron.strategy.modules.full_writes import FullDraws, full_loads
 from lightning_megatron.strategy.modules.replaced_methods import MetricGroups, checked_averages
-from lightning_megatron.strategy.optimization.finite_watch import checks_of
-from lightning_megatron.strategy.optimization.layer_states import LayerStates
-from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
-from lightning_megatron.strategy.optimization.parameter_data import record_data_access
+from lightning_megatron.strategy.optimization.layer_states import LayerStates, MixtureRuntime
 from lightning_megatron.strategy.optimization.parameter_readers import (
     SHARDED_GRADIENTS_WARNING,
     gradient_reader,
     parameter_reader,
+    record_data_access,
 )
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
-from lightning_megatron.strategy.optimization.training_state import TrainingState, division_of
+from lightning_megatron.strategy.optimization.training_state import (
+    TrainingState,
+    checks_of,
+    division_of,
+)
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import (
     announce_saves,

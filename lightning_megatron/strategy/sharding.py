@@ -20,7 +20,7 @@ from lightning_megatron.plan.model_shape import LossChunk
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.strategy.checks.fp8_checks import emulates
 from lightning_megatron.strategy.checks.run_checks import check_is_sharded, check_module
-from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime, check_experts
+from lightning_megatron.strategy.optimization.layer_states import MixtureRuntime, check_experts
 from lightning_megatron.strategy.options.sizes import check_places
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions, notes_on
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again

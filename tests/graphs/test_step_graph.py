@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from lightning_megatron import UnsupportedError
 from lightning_megatron.errors import CaptureError
 from lightning_megatron.graphs.step_graph import StepGraph
-from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.strategy.optimization.layer_states import MixtureRuntime
 from lightning_megatron.strategy.step.whole_captures import WorldAgreement
 from tests.fits import Job, Language, Report, Tokens
 from tests.graphs.jobs import DROPOUT, FULL, ROUTED, SEGMENTS, VARIED, check_same, run_graphs

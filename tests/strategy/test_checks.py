@@ -10,15 +10,15 @@ import torch
 
 from lightning_megatron import BERTPretraining, EncoderConfig, NonFiniteError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.strategy.checks.batch_checks import check_batch
-from lightning_megatron.strategy.optimization.finite_watch import (
+from lightning_megatron.optimizer.step_checks import (
     FiniteWatch,
     NonFiniteValue,
-    checks_of,
-    describe,
+    describe_gradients,
+    describe_values,
 )
-from lightning_megatron.strategy.optimization.gradient_report import describe_nonfinite
+from lightning_megatron.strategy.checks.batch_checks import check_batch
 from lightning_megatron.strategy.optimization.parameter_readers import gradient_reader
+from lightning_megatron.strategy.optimization.training_state import checks_of
 from lightning_megatron.strategy.private.loops import LRSearch
 from tests.fits import Job, trainer_of
 from tests.models.flash_stand_in import padded_on_the_right
@@ -105,7 +105,7 @@ def test_checks_are_off_by_default_with_loss_scales_and_learning_rate_searches()
 
 
 def test_the_first_value_that_is_not_finite_is_named_before_later_values():
-    text = describe(
+    text = describe_values(
         [
             NonFiniteValue(7, "gradient", 0, "a", "nan"),
             NonFiniteValue(7, "loss", 3, "", "nan"),
@@ -122,14 +122,14 @@ def test_the_first_value_that_is_not_finite_is_named_before_later_values():
 
 
 def test_a_report_of_gradients_names_parameters_ranks_and_the_step():
-    text = describe_nonfinite([(3, "up.weight", 12_000, 0)], step=41)
+    text = describe_gradients([(3, "up.weight", 12_000, 0)], step=41)
     assert text.startswith(
         "all gradients must be finite: training batch 41 gave up.weight on rank 3"
     )
     assert "(12,000 NaN)" in text
     assert "the batch that rank 3 had read" in text
     gradients = [(rank, f"layers.{layer}", 1, 2) for rank in (0, 5) for layer in range(4)]
-    text = describe_nonfinite(gradients, step=0)
+    text = describe_gradients(gradients, step=0)
     assert "layers.0 on rank 0 (1 NaN and 2 infinite); layers.1 on rank 0" in text
     assert "layers.0 on rank 5 (1 NaN and 2 infinite); and 3 more." in text
     assert "the batch that 2 ranks had read" in text

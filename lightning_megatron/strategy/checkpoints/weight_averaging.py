@@ -19,7 +19,7 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice
 from lightning_megatron.optimizer.main_parameters import MainParameters
-from lightning_megatron.strategy.optimization.parameter_data import memory_of
+from lightning_megatron.strategy.optimization.parameter_readers import memory_of
 from lightning_megatron.strategy.private.callback_patches import (
     average_parts,
     averaging_callbacks,

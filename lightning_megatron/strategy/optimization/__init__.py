@@ -1,1 +1,1 @@
-"""Gradients, main parameters and precision of a fit."""
+"""Precision and training state of a fit, states of its layers, and code that reads parameters."""

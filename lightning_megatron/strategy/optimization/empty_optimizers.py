@@ -87,13 +87,9 @@ def check_trained_somewhere(
     """
     if mesh.pp.size == 1:
         return
-    local_groups = [
-        [(len(group["params"]), hyperparameters_of(group)) for group in optimizer.param_groups]
-        for optimizer in optimizers
-    ]
-    stages = all_gather_objects(local_groups, mesh.pp_cpu)
+    stages = all_gather_objects([*map(_groups_of, optimizers)], mesh.pp_cpu)
     for number, groups_of_stages in enumerate(zip(*stages, strict=False)):
-        counts = [[count for count, _ in groups] for groups in groups_of_stages]
+        counts = [counts_of_stage for counts_of_stage, _ in groups_of_stages]
         name = type(optimizers[number]).__name__
         if not any(map(sum, counts)):
             raise UnsupportedError(
@@ -109,9 +105,7 @@ def check_trained_somewhere(
             )
         different = None
         if is_saved:
-            different = different_hyperparameters(
-                [[values for _, values in groups] for groups in groups_of_stages]
-            )
+            different = different_hyperparameters([values for _, values in groups_of_stages])
         if different is not None:
             group, key, values = different
             raise UnsupportedError(
@@ -120,3 +114,9 @@ def check_trained_somewhere(
                 "stage. A checkpoint merges groups and states of schedulers by number, so a "
                 f"resumed fit would train all stages with the values of one stage. {_REMEDY}"
             )
+
+
+def _groups_of(optimizer: Optimizer) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the numbers of parameters of an optimizer's groups, and their hyperparameters."""
+    groups = optimizer.param_groups
+    return [len(group["params"]) for group in groups], [*map(hyperparameters_of, groups)]

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_megatron.experts.routing.statistics import StepStatistics
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.experts.layer import MixtureOfExperts
+from lightning_megatron.experts.routing.attached_loss import LossWeight
+from lightning_megatron.experts.routing.statistics import (
+    RunningSums,
+    StepStatistics,
+    clear_statistics_,
+    step_statistics,
+)
+from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config_checks import check_expert_axes
 from lightning_megatron.models.layered import LayeredModule
-from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.plan.expert_clones import ExpertClones
+from lightning_megatron.plan.experts import ExpertsConfig, Transport
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.recomputation import Recomputation, Recompute
+
+_REMEDY = "Train all experts of a layer, or none, or use expert_clones=0."
 
 
 class LayerStates:
@@ -91,3 +111,263 @@ class LayerStates:
         """Return the tensors of this stage's layers to which steps write."""
         scale_tensors = [tensor for scales in self._scales for tensor in scales.step_tensors]
         return self._mixtures.step_tensors + scale_tensors
+
+
+class MixtureRuntime:
+    """Mixture-of-experts layers of this rank during a run.
+
+    Args:
+        models: Models that are trained; layer indices run through all of them.
+        mesh: The groups of this rank.
+        transport: Transport of tokens over the ranks of ep.
+        rows: Limit on the rows of a rank's experts, as a multiple of the even share; None without
+            a limit.
+        clones: Places for clones of experts; None without clones.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[LayeredModule],
+        mesh: ParallelMesh,
+        transport: Transport,
+        rows: float | None = None,
+        clones: ExpertClones | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._transport = transport
+        self._layers: dict[int, MixtureOfExperts] = {}
+        first = 0
+        for model in models:
+            self._layers.update({first + index: layer for index, layer in model.mixtures().items()})
+            first += model.config.num_layers
+        #: Weight that is shared by all layers with router losses, the same on all stages; None if
+        #: no model has router losses.
+        self.loss_weight: LossWeight | None = None
+        configs = [model.config.experts for model in models]
+        mixtures = [config for config in configs if config is not None]
+        #: Whether any model has experts, the same on all stages.
+        self.is_used = bool(mixtures)
+        if any(config.has_losses for config in mixtures):
+            self.loss_weight = LossWeight()
+        #: Limit on the rows of experts' buffers; None without one.
+        self.row_limit = None if rows is None else RowLimit(rows, mesh)
+        for number, layer in self._layers.items():
+            layer.transport = transport
+            layer.loss_weight = self.loss_weight or LossWeight()
+            layer.clones = None if clones is None else clones.on(mesh.device.type)
+            layer.row_limit = None
+            if self.row_limit is not None:
+                layer.row_limit = LayerRows(self.row_limit, number, mesh.ep.size)
+        cloned = {} if clones is None else self._layers
+        self._trained = TrainedExperts(cloned, mesh.ep_cpu)
+        clear_statistics_(self.running)
+        #: Token counts of this stage's routers in the last step, by layer index.
+        self.statistics: Mapping[int, StepStatistics] | None = None
+
+    def warn_of_evaluation(self) -> None:
+        """Warn before training that routers in evaluation mode are not balanced."""
+        idle = sorted(
+            number
+            for number, layer in self._layers.items()
+            if not layer.training and _is_balanced(layer.config)
+        )
+        if idle:
+            rank_zero_warn(
+                "layers with experts are in evaluation mode "
+                f"({', '.join(map(str, idle[:5]))}{', ...' if len(idle) > 5 else ''}): their "
+                "routers compute no auxiliary losses and do not update their biases. Hugging "
+                "Face's from_pretrained returns a model in evaluation mode; call its train() in "
+                "configure_model."
+            )
+
+    def count_rows(self) -> None:
+        """Count the rows of this rank's experts from now on, if several ranks share the experts."""
+        for layer in self._layers.values():
+            layer.rank_rows.is_on = self._mesh.ep.size > 1
+
+    def check_trained(self, epoch: int) -> None:
+        """Refuse layers with clones in which some experts are trained and others are frozen.
+
+        Args:
+            epoch: Index of the epoch (epochs).
+
+        Raises:
+            UnsupportedError: As in :meth:`TrainedExperts.check`.
+
+        Communication: that of :meth:`TrainedExperts.check`.
+        """
+        self._trained.check(epoch)
+
+    def end_step(self) -> Mapping[int, StepStatistics]:
+        """Update the routers with the token counts of this step, and reset the counts.
+
+        A graph may contain this method, because it only writes tensors that keep their addresses.
+
+        Returns:
+            The token counts, by layer index.
+
+        Communication: that of :func:`step_statistics`.
+        """
+        statistics = step_statistics(
+            {number: layer.statistics for number, layer in self._layers.items()}, self._mesh
+        )
+        for number, layer in self._layers.items():
+            if layer.router.follows_load:
+                layer.router.update_(statistics[number].load)
+        by_layer = {
+            number: replace(layer_statistics, rows=self._layers[number].rank_rows.counted())
+            for number, layer_statistics in statistics.items()
+        }
+        clear_statistics_(self.running)
+        return by_layer
+
+    def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
+        """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it.
+
+        Args:
+            statistics: Result of :meth:`end_step` during the capture.
+        """
+        if statistics:
+            sums = torch.stack([layer_statistics.sums for layer_statistics in statistics.values()])
+            self.statistics = {
+                number: replace(
+                    layer_statistics,
+                    sums=layer_sums,
+                    rows=None if layer_statistics.rows is None else layer_statistics.rows.clone(),
+                )
+                for (number, layer_statistics), layer_sums in zip(
+                    statistics.items(), sums, strict=True
+                )
+            }
+
+    @property
+    def step_tensors(self) -> list[Tensor]:
+        """Return the tensors of this stage's routers that steps write: statistics and buffers."""
+        sums = [running_sums.sums for running_sums in self.running]
+        return sums + [
+            buffer for layer in self._layers.values() for buffer in layer.router.buffers()
+        ]
+
+    @property
+    def running(self) -> list[RunningSums]:
+        """Return the statistics of this stage's layers, to which the passes of a step add."""
+        layers = self._layers.values()
+        return [sums for layer in layers for sums in (layer.statistics, layer.rank_rows)]
+
+    @property
+    def expert_rows(self) -> float | None:
+        """Return the current limit on rows of a buffer, as a multiple of the even share, if any."""
+        return None if self.row_limit is None else self.row_limit.factor
+
+    @property
+    def clone_places(self) -> int:
+        """Return the number of places for clones on every rank; 0 if no layer here has any."""
+        settings = [layer.clones for layer in self._layers.values()]
+        return max((clones.places for clones in settings if clones is not None), default=0)
+
+    @property
+    def transport(self) -> Transport:
+        """Return ``one_sided`` if a layer uses it, else the configured transport."""
+        is_put = any(
+            layer.transport_choice.transport == "one_sided" for layer in self._layers.values()
+        )
+        return "one_sided" if is_put else self._transport
+
+
+def _is_balanced(config: ExpertsConfig) -> bool:
+    return config.has_losses or bool(config.expert_bias_rate)
+
+
+def check_experts(
+    models: Sequence[LayeredModule],
+    layout: ParallelLayout,
+    recompute: Recompute | Recomputation | None,
+) -> None:
+    """Refuse expert options if no model has experts.
+
+    Args:
+        models: The models of this package in the user's module.
+        layout: Sizes of the axes.
+        recompute: Recomputation option of the strategy.
+
+    Raises:
+        ParallelPlanError: If ep or etp is set.
+        UnsupportedError: If ``recompute`` names ``experts`` or ``expert_inputs``.
+    """
+    if any(model.config.experts is not None for model in models):
+        return
+    check_expert_axes(layout, None)
+    named = {"experts", "expert_inputs"}.intersection(Recomputation.of(recompute).parts)
+    if named:
+        raise UnsupportedError(
+            f"recompute ({named.pop()!r}) needs a model with experts: this one has none. It "
+            "recomputes only activations of experts. Use 'selective', 'full' or 'none'."
+        )
+
+
+class TrainedExperts:
+    """Check of layers with clones, whose experts must all be trained or all be frozen.
+
+    A rank computes gradients for clones of other ranks' experts. If only some ranks froze their
+    experts, these ranks would omit gradients for which others wait, or send another dtype.
+
+    Args:
+        layers: The layers with clones, by index in the whole model.
+        ep_cpu: Axis of the ranks that share the experts, for Python objects.
+    """
+
+    def __init__(self, layers: Mapping[int, MixtureOfExperts], ep_cpu: MeshAxis) -> None:
+        self._layers = layers
+        self._ep_cpu = ep_cpu
+        self._epoch: int | None = None
+        self._parameters = [
+            parameter for layer in layers.values() for parameter in layer.experts.parameters()
+        ]
+        # Whether each parameter was trained at the start of the epoch.
+        self._was_trained: list[bool] = []
+
+    def check(self, epoch: int) -> None:
+        """Compare which experts the ranks train, at the first step of each epoch.
+
+        Args:
+            epoch: Index of the epoch (epochs).
+
+        Raises:
+            UnsupportedError: If some experts of a layer are trained and others are frozen, or if
+                an expert of this rank was frozen or unfrozen within the epoch.
+
+        Communication: one gather of objects over ep at the first step of an epoch, if there are
+            clones.
+        """
+        if not self._layers:
+            return
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if epoch == self._epoch and trained != self._was_trained:
+            raise UnsupportedError(
+                "with expert_clones experts must be frozen and unfrozen only between epochs, "
+                "because ranks compare their trained experts at the beginning of each epoch: a "
+                f"change came after the beginning of epoch {epoch}. Set "
+                "requires_grad in on_train_epoch_start or configure_model. " + _REMEDY
+            )
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._was_trained = trained
+            self._compare()
+
+    def _compare(self) -> None:
+        local_states: dict[tuple[int, str], set[bool]] = {}
+        for number, layer in self._layers.items():
+            for name in (layer.experts.first_name, "down"):
+                weights = layer.experts.weights(name)
+                local_states[number, name] = {weight.requires_grad for weight in weights}
+        states_by_rank = all_gather_objects(local_states, self._ep_cpu)
+        for number, name in local_states:
+            states = [rank_states[number, name] for rank_states in states_by_rank]
+            if len(set.union(*states)) > 1:
+                ranks = [rank for rank, state in enumerate(states) if False in state]
+                raise UnsupportedError(
+                    "with expert_clones the experts of a layer must all be trained or all be "
+                    f"frozen: {name} of some experts of layer {number}, on {ranks} of the "
+                    f"{len(states)} ranks of ep, is frozen. Ranks would wait for gradients of "
+                    "clones that other ranks do not compute. " + _REMEDY
+                )

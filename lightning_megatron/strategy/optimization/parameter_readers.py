@@ -1,12 +1,15 @@
-"""Search for hooks that may read parameters or gradients outside the step itself."""
+"""User code that reads parameters or gradients outside the step: hooks, and ``parameter.data``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
 
 from lightning_megatron.strategy.private.loops import is_overridden
 
@@ -68,6 +71,8 @@ _HARMLESS_CALLBACKS = frozenset(
     ThroughputMonitor
     """.split()
 )
+#: Torch's own descriptor, to which the replacement forwards.
+_ORIGINAL: Any = torch.Tensor.data
 
 
 def parameter_reader(trainer: Trainer) -> str | None:
@@ -222,3 +227,45 @@ def _is_harmless(kind: type) -> bool:
     return home.startswith(_HARMLESS_PACKAGES) or (
         home.startswith("lightning.") and kind.__name__ in _HARMLESS_CALLBACKS
     )
+
+
+def memory_of(parameter: Tensor) -> Tensor:
+    """Return ``parameter.data`` without triggering the detection."""
+    return _ORIGINAL.__get__(parameter)
+
+
+def _set(parameter: nn.Parameter, value: Tensor) -> None:
+    _ORIGINAL.__set__(parameter, value)
+
+
+def is_accessor(code: CodeType) -> bool:
+    """Return whether a frame's code belongs to this module."""
+    return code.co_filename == memory_of.__code__.co_filename
+
+
+@contextmanager
+def record_data_access(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
+    """Call a function with every parameter whose ``data`` is read or assigned inside the block.
+
+    Args:
+        note: Function that receives the parameter before each access.
+    """
+    # Fits may be nested: the inner one restores the replacement of the outer one.
+    before: Any = vars(nn.Parameter).get("data")
+
+    def get(parameter: nn.Parameter) -> Tensor:
+        note(parameter)
+        return memory_of(parameter)
+
+    def replace(parameter: nn.Parameter, value: Tensor) -> None:
+        note(parameter)
+        _set(parameter, value)
+
+    nn.Parameter.data = property(get, replace)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is None:
+            del nn.Parameter.data
+        else:
+            nn.Parameter.data = before

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,6 +20,11 @@ from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.models.fp8_layers import weights_in_eight_bits
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.optimizer.buffer_planner import DistributedOptimizerConfig
+from lightning_megatron.optimizer.clip import (
+    Deferral,
+    DeferredClipping,
+    StepClipping,
+)
 from lightning_megatron.optimizer.fused_update import (
     FusedStep,
     FusedUpdate,
@@ -27,15 +34,11 @@ from lightning_megatron.optimizer.fused_update import (
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.optimizer.reduction import GradientReducer
+from lightning_megatron.optimizer.step_checks import StepChecks
+from lightning_megatron.optimizer.step_gradients import StepGradients
 from lightning_megatron.optimizer.ties import TiedCopies, check_ties
-from lightning_megatron.strategy.optimization.step_checks import StepChecks
-from lightning_megatron.strategy.optimization.step_clipping import (
-    Deferral,
-    DeferredClipping,
-    StepClipping,
-)
-from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.strategy.private.loops import searches_learning_rate
 
 
 def division_of(
@@ -56,6 +59,19 @@ def division_of(
         moments_dtype=getattr(torch, options.moments_dtype),
         exchanges_rows=options.graph_mode != "full",
     )
+
+
+def checks_of(chosen: bool | None, scales_loss: bool, trainer: Trainer) -> bool | None:
+    """Return whether gradients are checked at every step; None means at logging steps.
+
+    Args:
+        chosen: The strategy's ``check_gradients`` option; None is its default.
+        scales_loss: Whether the precision scales losses. Gradients then overflow from time to time,
+            and the loss scaler skips these steps.
+        trainer: The Trainer. A learning rate search continues until losses explode, so that the
+            default is no check.
+    """
+    return False if chosen is None and (scales_loss or searches_learning_rate(trainer)) else chosen
 
 
 class TrainingState:
@@ -96,10 +112,10 @@ class TrainingState:
         self._chunks = self._chunks_of_parameters()
         parameters = dict(module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
-        stacks = [tuple(names[id(part)] for part in stack) for stack in self._stacks()]
+        stacks = [tuple(map(names.__getitem__, map(id, stack))) for stack in self._stacks()]
         #: Linear layers whose weights are kept in 8 bits, by the names of the weights.
         self._eight_bits = weights_in_eight_bits(module) if optimizers else {}
-        self.main = MainParameters(
+        main = self.main = MainParameters(
             parameters,
             mesh,
             division,
@@ -108,25 +124,25 @@ class TrainingState:
             self._eight_bits,
         )
         self._loss_scale = loss_scale
-        self._reducer = GradientReducer(self.main)
-        self._copies = TiedCopies(self.main)
+        self._reducer = GradientReducer(main)
+        self._copies = TiedCopies(main)
         if optimizers:
             self._copies.follow(optimizers)
         for optimizer in optimizers:
             self._attach(optimizer)
             check_ties(optimizer, self.main)
         self._fused_update = FusedUpdate(division.moments_dtype)
-        self._fused_update.check(self.main, optimizers)
+        self._fused_update.check(main, optimizers)
         if previous is not None:
-            self.main.continue_from(previous)
+            main.continue_from(previous)
         #: Checks of the values of each step.
         self.checks = StepChecks(
-            module, self.main, self._reducer, checks_gradients, replica_check_interval
+            module, main, self._reducer, checks_gradients, replica_check_interval, rank_zero_info
         )
         #: Gradients of the trained parameters.
-        self.gradients = StepGradients(module, self.main, self._reducer, self.checks, loss_scale)
+        self.gradients = StepGradients(module, main, self._reducer, self.checks, loss_scale)
         #: Clipping of the gradients of each step.
-        self.clipping = StepClipping(self.main, self.checks.note)
+        self.clipping = StepClipping(main, self.checks.note)
         #: Graphs of the update; None updates eagerly.
         self.update_graph: UpdateGraph[Tensor | None] | None = None
         for optimizer in optimizers:

@@ -15,6 +15,7 @@ from lightning_megatron.experts.transport.row_limit import RowLimit, RowNeed
 from lightning_megatron.graphs.step_graph import RanStep
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.optimizer.step_gradients import StepGradients
 from lightning_megatron.plan.experts import grown_factor, limited_rows, smallest_factor
 from lightning_megatron.strategy.modules.module_state import (
     ModuleState,
@@ -23,7 +24,6 @@ from lightning_megatron.strategy.modules.module_state import (
     own_parts,
 )
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
-from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.process.random_states import DefaultGenerators
 from lightning_megatron.strategy.step.step_values import MicrobatchOutputs, RunCall, StepCall
 

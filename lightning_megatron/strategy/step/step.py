@@ -31,8 +31,7 @@ from lightning_megatron.strategy.logs.merge import (
 from lightning_megatron.strategy.logs.step_output import StepOutput
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.buffers import SharedBuffers
-from lightning_megatron.strategy.optimization.layer_states import LayerStates
-from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
+from lightning_megatron.strategy.optimization.layer_states import LayerStates, MixtureRuntime
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.optimization.training_state import TrainingState
 from lightning_megatron.strategy.options.expert_option import check_limited_step

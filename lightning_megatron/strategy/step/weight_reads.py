@@ -16,7 +16,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule, named_layers, pipelined_modules
-from lightning_megatron.strategy.optimization.parameter_data import is_accessor
+from lightning_megatron.strategy.optimization.parameter_readers import is_accessor
 from lightning_megatron.strategy.step.stage_guard import StageGuard
 from lightning_megatron.user_code import (
     MODULE_CALL,

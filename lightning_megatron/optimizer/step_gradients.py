@@ -16,7 +16,8 @@ from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.optimizer.main_parameters import MainParameters, names_in
 from lightning_megatron.optimizer.reduction import GradientReducer
-from lightning_megatron.strategy.optimization.step_checks import StepChecks
+from lightning_megatron.optimizer.step_checks import StepChecks
+from lightning_megatron.shapes import Float
 
 
 class StepGradients:
@@ -82,7 +83,7 @@ class StepGradients:
 
     # ---- sums
 
-    def end_batch(self, num_tokens: Tensor | None, will_step: bool) -> None:
+    def end_batch(self, num_tokens: Float[Tensor, ""] | None, will_step: bool) -> None:
         """End the backward passes of a batch in automatic optimization.
 
         Args:
