@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from lightning.pytorch import LightningModule, Trainer
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.layered import layered_modules
+from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.pipeline.action_times import MeasuredStages
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
@@ -60,7 +60,11 @@ from lightning_megatron.strategy.private.data_loading import (
     filter_sampler_injection,
     restore_sampler_injection,
 )
-from lightning_megatron.strategy.private.loops import call_around_epochs, restore_epochs
+from lightning_megatron.strategy.private.loops import (
+    call_around_epochs,
+    install_scheduled_loop,
+    restore_epochs,
+)
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
 from lightning_megatron.strategy.process.random_states import LongLivedObjects
 from lightning_megatron.strategy.process.signals import SignalAgreement
@@ -68,9 +72,8 @@ from lightning_megatron.strategy.step.batch_cuts import BatchCuts
 from lightning_megatron.strategy.step.limited_rows import LimitedRows
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
-from lightning_megatron.strategy.step.scheduled_loop import install_scheduled_loop
-from lightning_megatron.strategy.step.shared_casts import SharedCasts
 from lightning_megatron.strategy.step.step import Step, StepTrials
+from lightning_megatron.strategy.step.step_values import AroundRuns
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
@@ -142,24 +145,8 @@ class Run:
             self.limited_rows = self._limit_rows()
             #: Comparison of batches between the ranks of a model replica.
             self.comparison = BatchComparison(mesh, options.replica_check_interval)
-            self.step = Step(
-                module,
-                mesh,
-                precision,
-                self.state,
-                mixtures,
-                self._states,
-                self.buffers,
-                self.comparison,
-                self.graphs,
-                BatchCuts(options.microbatches(mesh.layout), mesh, module.trainer),
-                self._make_trials(),
-                attributes,
-                [around for around in (self.limited_rows, whole_steps) if around is not None],
-                self._choice,
-                self.executor,
-                overlaps_gradients=options.overlap_gradients,
-            )
+            around = [one for one in (self.limited_rows, whole_steps) if one is not None]
+            self.step = self._make_step(precision, attributes, around)
             self._patch_trainer(attributes, undo)
             if self.is_fit:
                 self._patch_fit(undo)
@@ -202,6 +189,29 @@ class Run:
         return StepTrials(
             MicrobatchTrials(self.module, self.mesh, wait, interval, self._suspend_graphs),
             FeatureTrials(self.module, self.mesh),
+        )
+
+    def _make_step(
+        self, precision: MegatronPrecision, attributes: AttributeSync, around: Sequence[AroundRuns]
+    ) -> Step:
+        rule = self._options.microbatches(self.mesh.layout)
+        return Step(
+            self.module,
+            self.mesh,
+            precision,
+            self.state,
+            self.mixtures,
+            self._states,
+            self.buffers,
+            self.comparison,
+            self.graphs,
+            BatchCuts(rule, self.mesh, self.module.trainer),
+            self._make_trials(),
+            attributes,
+            around,
+            self._choice,
+            self.executor,
+            overlaps_gradients=self._options.overlap_gradients,
         )
 
     def _suspend_graphs(self) -> None:
@@ -392,3 +402,47 @@ class Run:
     def close(self) -> None:
         """Undo the changes of the Trainer and the module."""
         self._undo.close()
+
+
+class SharedCasts:
+    """Casts of weights to 8 bits that are computed once for all microbatches of a batch.
+
+    Args:
+        models: Models of this package in the user's module.
+        options: Options of the strategy.
+    """
+
+    def __init__(self, models: Sequence[LayeredModule], options: StrategyOptions) -> None:
+        casts_of_models = [model.weight_casts for model in models]
+        self._casts = [casts for casts in casts_of_models if casts is not None]
+        self._settings = options.products
+        self._graphs = options.graph_mode
+
+    def around(self, num_microbatches: int) -> AbstractContextManager[None]:
+        """Return the context for the forward and backward passes of a training batch.
+
+        Inside the context, microbatches share casts if the settings permit it.
+
+        Args:
+            num_microbatches: Microbatches of the batch.
+        """
+        settings = self._settings
+        if settings is None or not settings.shares_casts(num_microbatches, self._graphs):
+            return nullcontext()
+        return self._sharing()
+
+    @contextmanager
+    def _sharing(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for casts in self._casts:
+                stack.enter_context(casts.shared())
+            yield
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Stop sharing the casts of a parameter in this batch, because user code may write to it.
+
+        Args:
+            parameter: Parameter whose ``data`` is read or assigned.
+        """
+        for casts in self._casts:
+            casts.stop(parameter)

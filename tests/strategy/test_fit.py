@@ -19,9 +19,11 @@ from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
-from lightning_megatron.strategy.private.loops import automatic_optimization
+from lightning_megatron.strategy.private.loops import (
+    ScheduledOptimization,
+    automatic_optimization,
+)
 from lightning_megatron.strategy.run import Run
-from lightning_megatron.strategy.step.scheduled_loop import ScheduledOptimization
 from tests.fits import Job, Language, Tokens, trainer_of
 
 

@@ -4,14 +4,16 @@ a LightningModule, and the test for overridden hooks.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import Closure as Closure
-from lightning.pytorch.loops.optimization.automatic import ClosureResult as ClosureResult
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.optimization.automatic import (
     _AutomaticOptimization as AutomaticOptimization,
 )
@@ -21,25 +23,26 @@ from lightning.pytorch.tuner.lr_finder import _LRCallback as LRSearch
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 __all__ = [
     "AutomaticOptimization",
     "Closure",
-    "ClosureResult",
+    "ClearGradients",
     "LRSearch",
+    "ScheduledOptimization",
     "accumulates",
     "attached_trainer",
     "automatic_optimization",
     "call_after_backward_hooks",
     "call_around_epochs",
-    "call_strategy_step",
     "forward_zero_grad",
+    "install_scheduled_loop",
     "is_logged",
     "is_overridden",
     "logged_step",
     "may_accumulate",
     "publish_device_mesh",
-    "replace_automatic_optimization",
     "restore_epochs",
     "run_backward",
     "searches_learning_rate",
@@ -47,6 +50,8 @@ __all__ = [
     "total_batch_index",
 ]
 
+#: Function that clears the gradients of the previous step.
+ClearGradients = Callable[[], None]
 #: Attributes that the functions below use: (path of the owner from the Trainer, name).
 TRAINER_ATTRIBUTES = (
     ("fit_loop.epoch_loop", "automatic_optimization"),
@@ -72,12 +77,59 @@ def automatic_optimization(trainer: Trainer) -> AutomaticOptimization:
     return trainer.fit_loop.epoch_loop.automatic_optimization
 
 
-def replace_automatic_optimization(trainer: Trainer, loop: AutomaticOptimization) -> None:
-    """Replace the optimization loop, and keep the counters and settings of the previous one."""
-    previous = automatic_optimization(trainer)
-    loop.optim_progress = previous.optim_progress
-    loop._skip_backward = previous._skip_backward
-    trainer.fit_loop.epoch_loop.automatic_optimization = loop
+class ScheduledClosure(Closure):
+    """Closure that runs all microbatches by the strategy, and clears old gradients in between."""
+
+    @override
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        return self._step_fn()
+
+
+class ScheduledOptimization(AutomaticOptimization):
+    """Automatic optimization whose forward and backward passes run in ``training_step``.
+
+    Args:
+        trainer: Trainer of the fit.
+        prepare: Function called before each ``training_step`` of the strategy. Its argument is a
+            function that clears the gradients of the previous step, or None while gradients
+            accumulate.
+    """
+
+    def __init__(self, trainer: Trainer, prepare: Callable[[ClearGradients | None], None]) -> None:
+        super().__init__(trainer)
+        self.prepare = prepare
+
+    @override
+    def _make_closure(self, kwargs: OrderedDict, optimizer: Optimizer, batch_idx: int) -> Closure:
+        clear = self._make_zero_grad_fn(batch_idx, optimizer)
+        return ScheduledClosure(partial(self._scheduled_step, kwargs, clear))
+
+    def _scheduled_step(self, kwargs: OrderedDict, clear: ClearGradients | None) -> ClosureResult:
+        self.prepare(clear)
+        # Under the profiler, with the hook's name for logging.
+        output = call._call_strategy_hook(self.trainer, "training_step", *kwargs.values())
+        # The strategy has divided by the number of accumulated batches already.
+        return ClosureResult.from_training_step_output(output)
+
+
+def install_scheduled_loop(
+    trainer: Trainer, prepare: Callable[[ClearGradients | None], None]
+) -> None:
+    """Replace the trainer's automatic optimization once, and keep its counters.
+
+    Args:
+        trainer: Trainer of the fit.
+        prepare: Function described at :class:`ScheduledOptimization`. A later call replaces it.
+    """
+    loop = automatic_optimization(trainer)
+    if isinstance(loop, ScheduledOptimization):
+        loop.prepare = prepare
+    else:
+        scheduled = ScheduledOptimization(trainer, prepare)
+        scheduled.optim_progress = loop.optim_progress
+        scheduled._skip_backward = loop._skip_backward
+        trainer.fit_loop.epoch_loop.automatic_optimization = scheduled
 
 
 def skips_backward(trainer: Trainer) -> bool:
@@ -141,11 +193,6 @@ def run_backward(trainer: Trainer, loss: Tensor, prepare: Callable[[], None]) ->
     prepare()
     with trainer.profiler.profile(f"[Strategy]{type(trainer.strategy).__name__}.backward"):  # type: ignore[attr-defined]
         trainer.lightning_module.backward(loss)
-
-
-def call_strategy_step(trainer: Trainer, args: tuple[Any, ...]) -> Any:
-    """Run the strategy's training step under the profiler, with the hook's name for logging."""
-    return call._call_strategy_hook(trainer, "training_step", *args)
 
 
 def forward_zero_grad(strategy: Strategy) -> None:

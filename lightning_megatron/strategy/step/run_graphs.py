@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -23,7 +24,6 @@ from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
-from lightning_megatron.strategy.step.capture_phase import CapturePhase
 
 #: Maximum number of warnings about eager parts, because some data has new shapes in every step.
 _MAX_WARNINGS = 8
@@ -69,6 +69,70 @@ class StepCaptures(Protocol):
 
     def close(self) -> None:
         """Free all graphs, and restore eager execution of the model."""
+
+
+@dataclass
+class CapturePhase:
+    """Progress of one kind of steps: first eager steps, then captures, then replays.
+
+    Args:
+        kind: Kind of the steps.
+        num_eager_left: Eager steps that must still run before the captures (steps).
+        num_capturing: Number of steps that together capture every graph, such as those of one
+            optimizer step with accumulated gradients (steps).
+        keys: Agreement with ranks that read other data; None if no graph contains collectives
+            with them.
+        num_capturing_left: Number of next steps after which ranks exchange failures of captures
+            (steps).
+        addresses: Addresses of tensors at the start of the captures; None before.
+    """
+
+    kind: StepKind
+    num_eager_left: int
+    num_capturing: int
+    keys: KeyAgreement | None = None
+    num_capturing_left: int = 0
+    addresses: Addresses | None = field(default=None, repr=False)
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the captures have begun."""
+        return self.addresses is not None
+
+    def begin(self, addresses: Addresses) -> None:
+        """Begin the captures.
+
+        Args:
+            addresses: Addresses that the graphs will use.
+        """
+        self.addresses = addresses
+        self.num_capturing_left = self.num_capturing
+
+    def start_again(self) -> None:
+        """Schedule one eager step before new captures; called after the graphs were released."""
+        if self.has_begun:
+            self.num_eager_left = 1
+        self.addresses = None
+        self.num_capturing_left = 0
+
+    def may_replay(self, shapes: Hashable, has_changed: bool) -> bool:
+        """Return whether this rank may capture and replay in a step.
+
+        Args:
+            shapes: Shapes of this rank's batch.
+            has_changed: Whether tensors that graphs use have changed on this rank since the
+                captures.
+
+        Raises:
+            RankMismatchError: If shapes or parameters change with ``fixed_shapes=True``.
+
+        Communication: that of :class:`KeyAgreement`.
+        """
+        if not self.has_begun:
+            return False
+        if self.keys is None:
+            return not has_changed
+        return self.keys.agree([has_changed, shapes]) and not has_changed
 
 
 class RunGraphs:

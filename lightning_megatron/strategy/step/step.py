@@ -37,6 +37,7 @@ from lightning_megatron.strategy.optimization.training_state import TrainingStat
 from lightning_megatron.strategy.options.expert_option import check_limited_step
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
 from lightning_megatron.strategy.private.loops import (
+    ClearGradients,
     accumulates,
     call_after_backward_hooks,
     is_logged,
@@ -49,7 +50,6 @@ from lightning_megatron.strategy.step.batch_cuts import BatchCuts
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, TokenCounting
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
-from lightning_megatron.strategy.step.scheduled_loop import ClearGradients
 from lightning_megatron.strategy.step.step_values import (
     AroundRuns,
     BackwardPasses,
