@@ -9,23 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.remote_tensor import with_values
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
-from lightning_megatron.pipeline.action_times import ActionTimes
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, Trial
 from lightning_megatron.pipeline.step_run import (
     ActionObserver,
     BackwardObserver,
-    Inspector,
-    LossOf,
-    MicrobatchWeights,
-    RunBackward,
+    BackwardPasses,
     StepRun,
-    WeightOf,
 )
 from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
 from lightning_megatron.plan.simulate import ReductionPoint, reduction_points
@@ -90,18 +83,10 @@ class PipelineExecutor:
         self,
         step_fn: StepFn,
         microbatches: Sequence[Microbatch],
+        backward: BackwardPasses | None = None,
         *,
-        backward: bool,
-        loss_of: LossOf | None = None,
-        weight_of: WeightOf = lambda number: 1.0,
-        run_backward: RunBackward = Tensor.backward,
-        observer: BackwardObserver | None = None,
-        inspector: Inspector | None = None,
-        loss_weight: LossWeight | None = None,
-        weight_gradients: WeightGradientQueue | None = None,
         step: int = 0,
         trial: Trial | None = None,
-        times: ActionTimes | None = None,
     ) -> list[Any]:
         """Run all microbatches.
 
@@ -109,28 +94,13 @@ class PipelineExecutor:
             step_fn: Function of a microbatch's data. It calls the model the same number of times
                 for every microbatch, and may return any value.
             microbatches: Microbatches, the same on all ranks of one data-parallel rank.
-            backward: Whether to run the backward passes, which accumulate into ``.grad``.
-            loss_of: Function from a result of ``step_fn`` and the microbatch's index to the
-                weighted scalar loss, or to None for a microbatch without a loss.
-            weight_of: Function from a microbatch's index to the factor that ``loss_of`` has
-                applied. Losses that layers attach are multiplied by the same factor. Called on the
-                last stage.
-            run_backward: Function that runs the backward pass from a result of ``loss_of``; called
-                on the last stage.
-            observer: Observer of the last backward pass of each chunk; None if the optimizer does
-                not step after this run.
-            inspector: Function that is called before each backward pass with its first graph node,
-                and with whether that node computed the loss.
-            loss_weight: Factor of the main loss, for layers that attach losses; None if there are
-                none.
-            weight_gradients: Queue of the gradient slots, for schedules with input and weight
-                halves. None computes all gradients in the input halves.
+            backward: Backward passes, which accumulate into ``.grad``; None runs forward passes
+                only.
             step: Number of this run, which selects the random streams (batches).
             trial: Name of the kind of step, such as training or validation. The first run with each
                 name, and every run without a name, first probes the step without values. The probe
                 counts the calls of the model, and finds the values that each stage needs from
                 earlier stages.
-            times: Recorder of the times of actions; None records nothing.
 
         Returns:
             Results of ``step_fn`` for each microbatch on the last stage; an empty list on the
@@ -140,31 +110,24 @@ class PipelineExecutor:
             :func:`~lightning_megatron.plan.transfers.plan_transfers`. If layers attach losses, each
             gradient is accompanied by the weight of its microbatch.
         """
-        weights = MicrobatchWeights(
-            loss_weight if backward else None, self.mesh.device, self.fixed_weight
-        )
         run = StepRun(
             self.mesh,
             self._num_chunks,
             self.plans,
             step_fn,
             microbatches,
-            loss_of,
-            weight_of,
-            run_backward,
-            inspector,
-            weights,
-            weight_gradients or WeightGradientQueue(),
             step,
             backward,
-            times,
+            self.fixed_weight,
             self.actions,
         )
         if self.model is not None and self.mesh.pp.size > 1:
             self._prepare(run, self.model, trial or Trial())
-        around = self._around_passes(len(microbatches)) if backward else nullcontext()
+        around: AbstractContextManager[None] = nullcontext()
+        if backward is not None:
+            around = self._around_passes(len(microbatches))
         with around, run.whole_step():
-            self._run_program(run, observer)
+            self._run_program(run, None if backward is None else backward.observer)
         return run.results
 
     def _prepare(self, run: StepRun, model: PipelinedModule, trial: Trial) -> None:
@@ -183,7 +146,7 @@ class PipelineExecutor:
         self._programs.clear()
 
     def _run_program(self, run: StepRun, observer: BackwardObserver | None) -> None:
-        schedule, program, points = self._program(len(run.microbatches), run.backward)
+        schedule, program, points = self._program(len(run.microbatches), run.backward is not None)
         if self.actions is not None:
             self.actions.begin_step(schedule)
         num_actions = 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -141,8 +142,52 @@ class ActionObserver(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class BackwardPasses:
+    """Backward passes of a run, which accumulate gradients.
+
+    Args:
+        loss_of: Function from a result of the step and the microbatch's index to the weighted
+            scalar loss, or to None for a microbatch without a loss; None if no microbatch has one.
+        weight_of: Function from a microbatch's index to the factor that ``loss_of`` has applied.
+            Losses that layers attach are multiplied by the same factor. Called on the last stage.
+        run: Function that runs the backward pass from a result of ``loss_of``; called on the last
+            stage.
+        observer: Observer of the last backward pass of each chunk; None if the sums over ranks do
+            not start during these passes.
+        inspector: Function that is called before each backward pass with its first graph node, and
+            with whether that node computed the loss; None calls nothing.
+        loss_weight: Factor of the main loss, for layers that attach losses; None if there are none.
+        weight_gradients: Queue of the gradient slots, for schedules with input and weight halves.
+            None computes all gradients in the input halves.
+        times: Recorder of the times of the run's actions; None records nothing.
+    """
+
+    loss_of: LossOf | None = None
+    weight_of: WeightOf = lambda number: 1.0
+    run: RunBackward = Tensor.backward
+    observer: BackwardObserver | None = None
+    inspector: Inspector | None = None
+    loss_weight: LossWeight | None = None
+    weight_gradients: WeightGradientQueue | None = None
+    times: ActionTimes | None = None
+
+
 class StepRun:
-    """State of one run: inputs, outputs and gradients in flight, by (chunk, microbatch)."""
+    """State of one run: inputs, outputs and gradients in flight, by (chunk, microbatch).
+
+    Args:
+        mesh: The groups of this rank.
+        num_chunks: Chunks of layers on this stage.
+        plans: Plans of the steps of all runs.
+        step_fn: Function of a microbatch's data.
+        microbatches: Microbatches of the run.
+        step: Number of this run, which selects the random streams (batches).
+        backward: Backward passes; None for a run without them.
+        fixed_weight: Tensor from which attached losses read the weight of every microbatch, as
+            :class:`MicrobatchWeights` describes; None makes new tensors.
+        actions: Observer of the actions; None without one.
+    """
 
     def __init__(
         self,
@@ -151,28 +196,18 @@ class StepRun:
         plans: StepPlans,
         step_fn: StepFn,
         microbatches: Sequence[Microbatch],
-        loss_of: LossOf | None,
-        weight_of: WeightOf,
-        run_backward: RunBackward,
-        inspector: Inspector | None,
-        weights: MicrobatchWeights,
-        weight_gradients: WeightGradientQueue,
         step: int,
-        backward: bool,
-        times: ActionTimes | None = None,
+        backward: BackwardPasses | None,
+        fixed_weight: Tensor | None = None,
         actions: ActionObserver | None = None,
     ) -> None:
         self._mesh = mesh
         self._plans = plans
         self.step_fn = step_fn
         self.microbatches = microbatches
-        self.loss_of = loss_of
-        self.weight_of = weight_of
-        self.run_backward = run_backward
-        self.inspector = inspector
         self.step = step
         self.backward = backward
-        self._times = times
+        self._times = None if backward is None else backward.times
         self._actions = actions
         self.results: list[Any] = []
         self._axis = mesh.pp
@@ -195,8 +230,10 @@ class StepRun:
         self._arrivals: dict[tuple[str, ChunkMicrobatch], PendingTransfers] = {}
         self._boundaries: dict[Any, list[TensorSpec]] = {}
         self._pending: list[PendingTransfers] = []
-        self._weights = weights
-        self._weight_gradients = weight_gradients
+        loss_weight = None if backward is None else backward.loss_weight
+        self._weights = MicrobatchWeights(loss_weight, mesh.device, fixed_weight)
+        queue = None if backward is None else backward.weight_gradients
+        self._weight_gradients = queue or WeightGradientQueue()
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -279,7 +316,7 @@ class StepRun:
         cursor = None
         if self._axis.size > 1:
             received = self._inputs.get(key, [])
-            for tensor in received if self.backward else ():
+            for tensor in received if self.backward is not None else ():
                 tensor.requires_grad_(tensor.is_floating_point())
             cursor = StageCursor(chunk, received, plan=self.plan)
         result, ended = self._plans.call(self.step_fn, microbatch, cursor)
@@ -288,34 +325,38 @@ class StepRun:
             raise UnsupportedError(wrong_calls(self.plan.num_calls, cursor.calls))
         if is_last:
             self.results.append(result)
-            if self.backward and self.loss_of is not None:
-                self._losses[key] = self.loss_of(result, number)
-            if self.backward:
-                self._weights.fill(number, self.weight_of(number))
+            if self.backward is not None:
+                if self.backward.loss_of is not None:
+                    self._losses[key] = self.backward.loss_of(result, number)
+                self._weights.fill(number, self.backward.weight_of(number))
         elif cursor is not None:
             self._outputs[key] = cursor.sent
             following = self._placement.chunk_beside(self._axis.rank, chunk, 1)
             if following is not None:
                 self._inputs[following, number] = self._released(key)
                 self._sent.pop(key, None)
-        if not self.backward:
+        if self.backward is None:
             self._inputs.pop(key, None)
 
     def _backward(self, key: ChunkMicrobatch) -> None:
+        assert self.backward is not None, "the schedule of the run has backward passes"
         chunk, number = key
         self._weights.begin_backward(number)
+        inspect = self.backward.inspector
         loss = self._losses.pop(key, None)
         if loss is not None:
-            self._inspect(loss.grad_fn, True)
-            self.run_backward(loss)
+            if inspect is not None:
+                inspect(loss.grad_fn, True)
+            self.backward.run(loss)
         gradients = self._gradients.get(key, [])
         self._gradients.pop(key, None)
         # An edge is None if its output needs no gradient, as on a stage whose parameters are all
         # frozen.
         edge_gradients = zip(self._edges.pop(key, ()), gradients, strict=True)
         pairs = [(edge, gradient) for edge, gradient in edge_gradients if edge is not None]
-        for edge, _ in pairs:
-            self._inspect(edge.node, False)
+        if inspect is not None:
+            for edge, _ in pairs:
+                inspect(edge.node, False)
         if pairs:
             torch.autograd.backward(
                 [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
@@ -331,10 +372,6 @@ class StepRun:
             # has read the gradients.
             gradients = [gradient.clone() for gradient in gradients]
         self._gradients[target, number] = gradients
-
-    def _inspect(self, node: Any, is_loss: bool) -> None:
-        if self.inspector is not None:
-            self.inspector(node, is_loss)
 
     def _outgoing(self, transfer: Transfer) -> list[Tensor]:
         """Return the tensors of a send, and release or replace this stage's references to them."""
@@ -352,7 +389,7 @@ class StepRun:
         memory is released as soon as the next chunk has them.
         """
         outputs = self._outputs.pop(key)
-        if self.backward:
+        if self.backward is not None:
             # Gradients arrive in this order, and only for floating-point outputs: the next stage
             # sends zeros for those that it did not use.
             floating = [output for output in outputs if output.is_floating_point()]

@@ -24,7 +24,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.pipeline.executor import BuildSchedule, PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.pipeline.step_run import new_weight
+from lightning_megatron.pipeline.step_run import BackwardPasses, new_weight
 from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.custom_schedule import custom_schedule
@@ -113,12 +113,13 @@ def train(
         executor.run(
             lambda data: model(data[0], data[1]).mean(),
             [batch_of(case, mesh, step, index) for index in range(number)],
-            backward=True,
-            loss_of=loss_of,
-            weight_of=lambda _, number=number: 1.0 / number,  # type: ignore[misc]
-            observer=run.reducer,
-            loss_weight=mixtures[0].loss_weight if mixtures else None,
-            weight_gradients=run.reducer.weight_gradients,
+            BackwardPasses(
+                loss_of,
+                weight_of=lambda _, number=number: 1.0 / number,  # type: ignore[misc]
+                observer=run.reducer,
+                loss_weight=mixtures[0].loss_weight if mixtures else None,
+                weight_gradients=run.reducer.weight_gradients,
+            ),
             step=step,
         )
         run.finish()
@@ -144,7 +145,6 @@ def evaluate(
         losses = executor.run(
             lambda data: model(data[0], data[1]).mean(),
             [batch_of(case, executor.mesh, step + 50, index) for index in range(case.evaluates)],
-            backward=False,
             step=step,
         )
     if runner is not None:

@@ -13,7 +13,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
-from lightning_megatron.pipeline.step_run import MicrobatchWeights, new_weight
+from lightning_megatron.pipeline.step_run import BackwardPasses, MicrobatchWeights, new_weight
 from lightning_megatron.plan.layout import ParallelLayout
 
 CPU = torch.device("cpu")
@@ -25,8 +25,7 @@ def test_one_stage_runs_any_step_without_a_pipelined_module() -> None:
     results = executor.run(
         lambda data: model(data["x"]).mean(),
         split_batch(batch, 2),
-        backward=True,
-        loss_of=lambda result, _: result / 3,
+        BackwardPasses(lambda result, _: result / 3),
     )
     gradient = model.weight.grad
     model.zero_grad()

@@ -18,6 +18,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
+from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.plan.schedule import Action, Schedule, build_schedule
 from tests.optimizer.runs import Run
 from tests.oracles import assert_equal
@@ -76,9 +77,7 @@ def run(model: GPT, delay: int | None, queue: Any, step_fn: Any = None) -> list[
     return PipelineExecutor(model.mesh, None, scheduled).run(
         step_fn or partial(step, model),
         split_batch(TOKENS, 2),
-        backward=True,
-        loss_of=lambda loss, _: loss / NUM_MICROBATCHES,
-        weight_gradients=queue,
+        BackwardPasses(lambda loss, _: loss / NUM_MICROBATCHES, weight_gradients=queue),
     )
 
 

@@ -19,6 +19,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import build_on_meta, parallelize
@@ -210,8 +211,7 @@ def compare(case: str, mesh: ParallelMesh, job: Job) -> None:
             results = PipelineExecutor(mesh, model.gpt).run(
                 lambda data: model(**data).loss,
                 [Microbatch(call, len(call["input_ids"]))],
-                backward=True,
-                loss_of=lambda loss, _: loss,
+                BackwardPasses(lambda loss, _: loss),
             )
             assert len(results) == (1 if mesh.pp.is_last else 0)
             for result in results:

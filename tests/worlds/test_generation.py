@@ -210,7 +210,7 @@ def check_refusals(size: int) -> None:
 
     def run(step: Any, name: str) -> list[Any]:
         with torch.no_grad():
-            return executor.run(step, batch, backward=False, trial=Trial(name))
+            return executor.run(step, batch, trial=Trial(name))
 
     def step(tokens: Tensor, generates: bool) -> Any:
         generated = generate(gpt, tokens.tolist(), settings) if generates else None

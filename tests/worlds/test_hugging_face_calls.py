@@ -366,8 +366,8 @@ def test_steps_with_another_number_of_calls_are_refused() -> None:
     executor = PipelineExecutor(model.mesh, model)
     batch = [Microbatch(tokens, 2)]
     with pytest.raises(UnsupportedError, match="0 calls were made, 1 expected"):
-        executor.run(lambda tokens: tokens.sum(), batch, backward=False)
+        executor.run(lambda tokens: tokens.sum(), batch)
     with pytest.raises(
         UnsupportedError, match=r"the logits of an earlier call.*the first stage would read it"
     ):
-        executor.run(lambda tokens: model(model(tokens).argmax(-1)), batch, backward=False)
+        executor.run(lambda tokens: model(model(tokens).argmax(-1)), batch)

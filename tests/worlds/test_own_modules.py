@@ -22,6 +22,7 @@ from lightning_megatron import UnsupportedError
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
 from lightning_megatron.pipeline.step_plans import Trial
+from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.strategy.checks.run_checks import pipelined_module
 from lightning_megatron.swap import parallelize
 from tests.fits import Job, Module, Report, run_job
@@ -414,7 +415,7 @@ def test_code_that_cannot_be_cut_into_stages_is_refused_on_every_stage(kind: typ
         executor = PipelineExecutor(mesh, module.body.blocks)
         batch = torch.stack(numbers()[:4])
         with pytest.raises(UnsupportedError, match=f"(?s){REFUSED[kind]}"):
-            executor.run(module.loss, split_batch(batch, 2), backward=True)
+            executor.run(module.loss, split_batch(batch, 2), BackwardPasses())
 
 
 @pytest.mark.parametrize("kind", SETTINGS)

@@ -26,6 +26,7 @@ from lightning_megatron.pipeline import action_times
 from lightning_megatron.pipeline.action_times import ActionTimes, gather_measurements
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, split_batch
+from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import LayerCosts, partition_of
 from lightning_megatron.plan.placement import Placement
@@ -131,7 +132,7 @@ def check_tower(schedule: str, pp: int, vpp: int, microbatches: int, size: int) 
 
     for _ in range(2):
         model.zero_grad()
-        results = executor.run(step_of(model), parts, backward=True, loss_of=loss_of)
+        results = executor.run(step_of(model), parts, BackwardPasses(loss_of))
         check_gradients(model, samples)
         assert len(results) == (len(parts) if mesh.has_loss else 0)
         if results:
@@ -144,7 +145,7 @@ def check_tower(schedule: str, pp: int, vpp: int, microbatches: int, size: int) 
     for number in (microbatches, 1, 3):
         parts = split_batch(batch_of(samples), -(-samples // number))
         with torch.no_grad():
-            results = executor.run(step_of(model), parts, backward=False)
+            results = executor.run(step_of(model), parts)
         if results:
             predictions = torch.cat([result["prediction"] for result in results])
             torch.testing.assert_close(predictions, twin["prediction"], rtol=0, atol=1e-12)
@@ -159,7 +160,7 @@ def check_numbers_of_calls(size: int) -> None:
     model, parts = Tower(mesh), split_batch(batch_of(4), None)
     executor = PipelineExecutor(mesh, model)
     with pytest.raises(UnsupportedError, match="0 calls were made, 1 expected"):
-        executor.run(lambda data: data["x"].sum(), parts, backward=False)
+        executor.run(lambda data: data["x"].sum(), parts)
     calls = []
 
     def step(data: Any) -> Tensor:
@@ -172,9 +173,9 @@ def check_numbers_of_calls(size: int) -> None:
     with torch.no_grad():
         if mesh.pp.is_last:
             with pytest.raises(UnsupportedError, match="1 calls were made, 2 expected"):
-                executor.run(step, parts, backward=False)
+                executor.run(step, parts)
         else:
-            executor.run(step, parts, backward=False)
+            executor.run(step, parts)
     mesh.destroy()
 
 
@@ -193,7 +194,7 @@ def check_draws(size: int) -> None:
 
     before = torch.get_rng_state()
     with torch.no_grad():
-        executor.run(step, parts, backward=False, step=3)
+        executor.run(step, parts, step=3)
     assert torch.equal(torch.get_rng_state(), before)
     of_ranks = all_gather_objects(set(draws), mesh.world)
     assert len(of_ranks[0]) == len(parts)
@@ -260,10 +261,9 @@ def check_named(name: ScheduleName, pp: int, kind: str, freezes: bool, size: int
     make: Any = lambda parameters: torch.optim.SGD([{"params": list(parameters)}], lr=0.1)  # noqa: E731
     run = Run(trained, mesh, make=make)
     executor = PipelineExecutor(mesh, model, name)
-    losses = executor.run(
-        partial(gpt_step, model), parts, backward=True,
-        loss_of=lambda loss, _: loss / len(LENGTHS), weight_gradients=run.reducer.weight_gradients,
-    )  # fmt: skip
+    queue = run.reducer.weight_gradients
+    backward = BackwardPasses(lambda loss, _: loss / len(LENGTHS), weight_gradients=queue)
+    losses = executor.run(partial(gpt_step, model), parts, backward)
     for loss, twin in zip(losses, expected if mesh.has_loss else (), strict=True):
         assert_equal(loss, twin, f"{label}: loss", 1e-12)
     actual = run.reducer.unreduced_gradients(set(run.main.trained))
@@ -277,7 +277,7 @@ def check_named(name: ScheduleName, pp: int, kind: str, freezes: bool, size: int
             twin_key = WORD_EMBEDDING
         assert_equal(gradient, gradients[twin_key], f"{label}: {key}", 1e-12)
     with torch.no_grad():
-        validated = executor.run(partial(gpt_step, model), parts[:3], backward=False)
+        validated = executor.run(partial(gpt_step, model), parts[:3])
     for loss, twin in zip(validated, expected[:3] if mesh.has_loss else (), strict=True):
         assert_equal(loss, twin, f"{label}: validation", 1e-12)
     mesh.destroy()

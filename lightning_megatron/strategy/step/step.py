@@ -19,6 +19,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch, copy_batch, count_samples
 from lightning_megatron.pipeline.step_plans import Trial, signature_of
+from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.strategy.checks.batch_comparison import BatchComparison
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.log_replay import LogReplay
@@ -52,11 +53,11 @@ from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.step_values import (
     AroundRuns,
-    BackwardPasses,
     MicrobatchOutputs,
     RunCall,
     StepCall,
     StepResult,
+    TrainingPasses,
     step_outputs,
 )
 from lightning_megatron.strategy.step.weight_reads import WeightReads
@@ -184,7 +185,7 @@ class Step:
         with self._precision.train_step_context():
             if not self._module.automatic_optimization:
                 return self._train_by_hand(args, kwargs, index)
-            passes = self._backward_passes()
+            passes = self._passes()
             with self._permit_graphs(args[0], passes):
                 call = self._cut(args, index, passes)
                 self._try(call, args[0])
@@ -207,25 +208,28 @@ class Step:
         self._mesh.random.deals_in_turn = any(map(deals_in_turn, train_dataloaders(trainer)))
         self._state.main.user_writes.adopt_noted()
 
-    def _backward_passes(self) -> BackwardPasses | None:
-        """Return the settings of the backward passes; None if this batch computes no gradients."""
+    def _passes(self) -> TrainingPasses | None:
+        """Return the backward passes; None if this batch computes no gradients."""
         trainer = self._module.trainer
         if skips_backward(trainer):
             return None
         will_step = not accumulates(trainer)
         overlaps = self._overlaps_gradients and will_step
         states = self._states if will_step and self._states.is_used else None
-        return BackwardPasses(
+        backward = BackwardPasses(
+            run=self._run_backward,
+            observer=self._state.gradients.observer if overlaps else None,
+            inspector=self._state.checks.inspector,
+            loss_weight=self._mixtures.loss_weight,
+            weight_gradients=self._state.gradients.weight_gradients,
+        )
+        return TrainingPasses(
+            backward,
             self._clear_and_hide,
             self._state.gradients.hide,
-            self._run_backward,
-            self._clear_gradients is None,
-            will_step,
-            self._state.gradients.observer if overlaps else None,
-            self._state.checks.inspector,
-            self._mixtures.loss_weight,
-            self._state.gradients.weight_gradients,
-            states,
+            adds=self._clear_gradients is None,
+            will_step=will_step,
+            states=states,
         )
 
     def _clear_and_hide(self) -> None:
@@ -238,7 +242,7 @@ class Step:
         run_backward(self._module.trainer, loss, self._state.gradients.hide)
 
     def _permit_graphs(
-        self, batch: Any, passes: BackwardPasses | None
+        self, batch: Any, passes: TrainingPasses | None
     ) -> AbstractContextManager[None]:
         """Return the context in which graphs replace the captured parts of a training step."""
         if self._graphs is None or passes is None:
@@ -249,7 +253,7 @@ class Step:
             self._graphs.capture_again(growth)
         return self._graphs.step(signature_of(batch), self._module.trainer.current_epoch)
 
-    def _cut(self, args: tuple[Any, ...], index: int, passes: BackwardPasses | None) -> StepCall:
+    def _cut(self, args: tuple[Any, ...], index: int, passes: TrainingPasses | None) -> StepCall:
         """Cut a training batch into microbatches."""
         microbatches = self._cuts.cut_to_train(args[0], has_backward=passes is not None)
         is_choosing = self._choice is not None and self._choice.measured is None
@@ -337,7 +341,7 @@ class Step:
             result, output={**merged, "loss": mean} if isinstance(merged, Mapping) else mean
         )
 
-    def _finish_gradients(self, result: StepResult, passes: BackwardPasses | None) -> None:
+    def _finish_gradients(self, result: StepResult, passes: TrainingPasses | None) -> None:
         """Finish the gradients if the optimizer steps, and call the hooks after backward passes."""
         if passes is None:
             return
@@ -471,29 +475,19 @@ class Step:
         draws: AbstractContextManager[Any] = nullcontext()
         if self._trials is not None:
             draws = self._trials.features.draws.streams()
-        passes = call.passes
-        if losses is None or passes is None:
-            with draws:
-                return self._executor.run(
-                    run_user_step, call.microbatches, backward=False, step=call.index, trial=trial
-                )
-        if self._mesh.pp.size > 1:
-            passes.clear()
+        backward: BackwardPasses | None = None
+        if losses is not None and call.passes is not None:
+            if self._mesh.pp.size > 1:
+                call.passes.clear()
+            backward = replace(
+                call.passes.backward,
+                loss_of=partial(self._loss_of, call.passes, losses),
+                weight_of=losses.weight_of,
+                times=None if self._choice is None else self._choice.times,
+            )
         with draws:
             return self._executor.run(
-                run_user_step,
-                call.microbatches,
-                backward=True,
-                loss_of=partial(self._loss_of, passes, losses),
-                weight_of=losses.weight_of,
-                run_backward=passes.run,
-                observer=passes.observer,
-                inspector=passes.inspector,
-                loss_weight=passes.loss_weight,
-                weight_gradients=passes.weight_gradients,
-                step=call.index,
-                trial=trial,
-                times=None if self._choice is None else self._choice.times,
+                run_user_step, call.microbatches, backward, step=call.index, trial=trial
             )
 
     def _run_user_step(
@@ -527,7 +521,7 @@ class Step:
             return getattr(self._module, call.name)(data, *call.args)
 
     def _loss_of(
-        self, passes: BackwardPasses, losses: MicrobatchLosses, output: Any, number: int
+        self, passes: TrainingPasses, losses: MicrobatchLosses, output: Any, number: int
     ) -> Tensor | None:
         """Return the loss from which the backward pass of a microbatch starts."""
         if self._mesh.pp.size == 1 and number == 0:

@@ -1,4 +1,4 @@
-"""What a step passes on: its call, the settings of its backward passes, and its results."""
+"""What a step passes on: its call, its backward passes, and its results."""
 
 from __future__ import annotations
 
@@ -10,61 +10,48 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.graphs.step_graph import RanStep
 from lightning_megatron.graphs.step_kind import TRAINING
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
-from lightning_megatron.pipeline.executor import Inspector
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.pipeline.step_run import BackwardObserver
+from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses
 
 
 @dataclass(frozen=True)
-class BackwardPasses:
-    """Settings of the backward passes of a batch.
+class TrainingPasses:
+    """Backward passes of a batch, and what happens to the gradients before and after them.
 
     Args:
+        backward: Backward passes; a run adds the losses from which they start.
         clear_gradients: Function that clears the previous step's gradients, unless they accumulate.
             It runs between the first forward and the first backward pass, like Lightning's hooks.
             With several stages it runs before all passes, because the hooks may communicate. None
             if it has run already.
         hide_gradients: Function that removes gradients from ``parameter.grad``, where hooks could
-            read them; ``run`` also does this.
-        run: Function that runs the backward pass of one microbatch from its weighted loss.
+            read them; each backward pass also does this.
         adds: Whether gradients of earlier batches are kept and added to; the same on all ranks.
         will_step: Whether the optimizer steps after these passes; the same on all ranks.
-        observer: Observer of the last backward pass of each chunk; None if the sums over ranks do
-            not start during the backward pass.
-        inspector: Inspector of the graphs; None if replicas are not compared in this step.
-        loss_weight: Factor of the main loss, for layers that attach losses; None if there are none.
-        weight_gradients: Queue of the gradient slots; None if no weight gradient may be left to a
-            weight half.
         states: State that layers accumulate during a step that ends with these passes; None if the
             optimizer does not step after them, or if there is no such state. None on all ranks or
             on no rank.
     """
 
+    backward: BackwardPasses
     clear_gradients: Callable[[], None] | None
     hide_gradients: Callable[[], None]
-    run: Callable[[Tensor], None]
     adds: bool
-    will_step: bool = True
-    observer: BackwardObserver | None = None
-    inspector: Inspector | None = None
-    loss_weight: LossWeight | None = None
-    weight_gradients: WeightGradientQueue | None = None
-    states: LayerStates | None = None
+    will_step: bool
+    states: LayerStates | None
 
     def clear(self) -> None:
         """Clear the previous step's gradients, unless this was done before all passes."""
         if self.clear_gradients is not None:
             self.clear_gradients()
 
-    def cleared(self) -> BackwardPasses:
+    def cleared(self) -> TrainingPasses:
         """Clear and hide the previous step's gradients now; return settings that do not do so."""
         self.clear()
         self.hide_gradients()
@@ -81,7 +68,7 @@ class StepCall:
         args: Further arguments of the step.
         index: Index of the batch, which selects the random streams; for a training step in the
             whole fit (batches).
-        passes: Settings of the backward passes; None computes no gradients.
+        passes: Backward passes; None computes no gradients.
         may_replay: Whether a graph of the whole step may run the call.
         factor: Loss scale of a training step. A scalar in float64 may change between the replays of
             a graph.
@@ -93,7 +80,7 @@ class StepCall:
     microbatches: Sequence[Microbatch]
     args: tuple[Any, ...]
     index: int
-    passes: BackwardPasses | None = None
+    passes: TrainingPasses | None = None
     may_replay: bool = True
     factor: float | Tensor = 1.0
     divisor: int = 1

@@ -24,10 +24,10 @@ from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
 from lightning_megatron.strategy.optimization.training_state import TrainingState
 from lightning_megatron.strategy.step.step_values import (
-    BackwardPasses,
     MicrobatchOutputs,
     RunCall,
     StepCall,
+    TrainingPasses,
 )
 
 log = logging.getLogger(__name__)
@@ -86,20 +86,21 @@ class WholeSteps:
         return run(call)
 
     def _train(
-        self, run: RunCall, call: StepCall, passes: BackwardPasses
+        self, run: RunCall, call: StepCall, passes: TrainingPasses
     ) -> RanStep[MicrobatchOutputs]:
         """Run ``training_step`` and the backward passes."""
         gather = self._state.main.gather
         gather.defers = not self._graphs.is_off
-        if passes.inspector is not None or self._hook_in_backward() is not None:
+        if passes.backward.inspector is not None or self._hook_in_backward() is not None:
             return self._run_eagerly(run, call)
         passes = passes.cleared()
-        sums = passes.observer is not None and self._state.gradients.may_sum_in_graphs
+        observer = passes.backward.observer
+        sums = observer is not None and self._state.gradients.may_sum_in_graphs
         states = passes.states
         scale = self._static_factor(call.factor)
-        captured = replace(
-            _unread(call), passes=passes if sums else replace(passes, observer=None), factor=scale
-        )
+        backward = replace(passes.backward, observer=observer if sums else None)
+        captured_passes = replace(passes, backward=backward)
+        captured = replace(_unread(call), passes=captured_passes, factor=scale)
         call = replace(call, passes=passes)
         ran = self._graphs.run(
             CapturableStep(
