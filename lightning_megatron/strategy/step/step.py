@@ -189,8 +189,8 @@ class Step:
             with self._permit_graphs(args[0], passes):
                 call = self._cut(args, index, passes)
                 self._try(call, args[0])
-                ran, recorder = self._run_to_train(call)
-                result = self._replay_training(call, ran, recorder)
+                # The outputs of microbatches are freed before the gradients are finished.
+                result = self._replay_training(call, self._run_to_train(call))
             self._finish_gradients(result, passes)
             return result.output
 
@@ -281,8 +281,8 @@ class Step:
         with self._replay.record(self._module, recorder):
             return self._run_microbatches(replace(call, microbatches=parts), recorder, begin=begin)
 
-    def _run_to_train(self, call: StepCall) -> tuple[RanStep[MicrobatchOutputs], Recorder]:
-        """Run a training step; return also its log calls, after those of the strategy itself."""
+    def _run_to_train(self, call: StepCall) -> RanStep[MicrobatchOutputs]:
+        """Run a training step, whose log calls follow those of the strategy itself."""
         self._attributes.begin()
         has_backward = call.passes is not None
         with self._replay.record(self._module) as recorder:
@@ -299,11 +299,9 @@ class Step:
         recorder.adopt(ran.result.recorder)
         if self._choice is not None and has_backward:
             self._choice.end_step(len(call.microbatches))
-        return ran, recorder
+        return replace(ran, result=replace(ran.result, recorder=recorder))
 
-    def _replay_training(
-        self, call: StepCall, ran: RanStep[MicrobatchOutputs], recorder: Recorder
-    ) -> StepResult:
+    def _replay_training(self, call: StepCall, ran: RanStep[MicrobatchOutputs]) -> StepResult:
         """Log the values of a training step on every rank, and share its loss and attributes."""
         outputs = ran.result.outputs
         losses = ran.result.losses
@@ -316,7 +314,7 @@ class Step:
         returns_more = bool(outputs) and isinstance(outputs[0], Mapping)
         replayed = self._replay.replay(
             self._module,
-            recorder,
+            ran.result.recorder,
             (call.name, ran.graph),
             [losses.report(), losses.num_tokens(self._mesh.device)],
             losses.counts,
