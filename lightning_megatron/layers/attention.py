@@ -35,7 +35,7 @@ class Attention(nn.Module):
         kv_heads: Key/value heads of this rank (heads).
         head_dim: Size of a query or key head (elements).
         value_dim: Size of a value head, at most ``head_dim``; None means ``head_dim`` (elements).
-        span: Attention of the layer over whole rows; None means causal attention.
+        kind: Attention of the layer over whole rows; None means causal attention.
         dropout: Probability that an attention weight is dropped.
         layer: Number of the layer in the random streams; 1 is the first block.
     """
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         kv_heads: int,
         head_dim: int,
         value_dim: int | None = None,
-        span: AttentionSpan | None = None,
+        kind: AttentionSpan | None = None,
         dropout: float = 0.0,
         layer: int = 1,
     ) -> None:
@@ -58,11 +58,8 @@ class Attention(nn.Module):
         self.value_dim = value_dim or head_dim
         self.dropout = dropout
         #: Attention of the layer over whole rows.
-        self.span = span or AttentionSpan()
+        self.kind = kind or AttentionSpan()
         self.layer = layer
-        #: Whether the backward pass recomputes the attention core, whose activations are then not
-        #: kept.
-        self.recomputes_core = False
         #: Dropout of weights where torch's kernels do not drop them.
         self.weight_dropout = WeightDropout(mesh, mesh.tp.rank * heads)
         #: Transport of attention over cp; without context parallelism nothing is exchanged.
@@ -75,7 +72,8 @@ class Attention(nn.Module):
         query: Float[Tensor, "seq_part batch heads head_dim"],
         key: Float[Tensor, "seq_part batch kv_heads head_dim"],
         value: Float[Tensor, "seq_part batch kv_heads value_dim"],
-        span: AttentionSpan | None = None,
+        rows: AttentionSpan | None = None,
+        recompute: bool = False,
         sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "seq_part batch heads*value_dim"]:
         """Return the attention output of every query, before the output projection.
@@ -84,28 +82,30 @@ class Attention(nn.Module):
             query: Queries.
             key: Keys.
             value: Values.
-            span: Documents, prefix or mask of the rows; None means whole rows.
+            rows: Documents, prefix or mask of the rows; None means whole rows.
+            recompute: Whether the backward pass recomputes the attention core instead of keeping
+                its activations.
             sinks: Score of each head's sink; None means no sinks.
         """
-        if self.recomputes_core:
+        if recompute:
             replayed_core: Tensor = replayed(
-                self._core, self.mesh.random, self.layer, query, key, value, span, sinks
+                self._core, self.mesh.random, self.layer, query, key, value, rows, sinks
             )
             return replayed_core
-        return self._core(query, key, value, span, sinks)
+        return self._core(query, key, value, rows, sinks)
 
     def _core(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        span: AttentionSpan | None = None,
+        rows: AttentionSpan | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         drops: dict[str, Any] = {"dropout": dropout, "drop": self.weight_dropout}
         with tensor_region_stream(self.dropout, self.training, self.mesh):
-            span = self.span.over(span)
+            span = self.kind.over(rows)
             if sinks is not None:
                 span = replace(span, sinks=sinks)
             cp = self.mesh.cp
@@ -143,9 +143,9 @@ class SelfAttention(Attention):
         head_dim: Size of a head; None means ``hidden_size / num_heads`` (elements).
         bias: Whether the projections to queries, keys and values add a bias.
         output_bias: Whether the output projection adds a bias; None means the same as ``bias``.
-        causal: Whether a position attends only to itself and to earlier positions, if no span is
+        causal: Whether a position attends only to itself and to earlier positions, if no kind is
             given.
-        span: Attention of the layer over whole rows, with the ALiBi slopes of all heads; None means
+        kind: Attention of the layer over whole rows, with the ALiBi slopes of all heads; None means
             plain attention, causal if ``causal`` is true.
         dropout: Probability that an attention weight is dropped.
         norm_eps: Epsilon of the RMSNorm that is applied to every query and key head before the
@@ -179,7 +179,7 @@ class SelfAttention(Attention):
         bias: bool = True,
         output_bias: bool | None = None,
         causal: bool = True,
-        span: AttentionSpan | None = None,
+        kind: AttentionSpan | None = None,
         dropout: float = 0.0,
         norm_eps: float | None = None,
         norm_offset: float = 0.0,
@@ -199,13 +199,13 @@ class SelfAttention(Attention):
             heads=widths[0] // head_dim,
             kv_heads=widths[1] // head_dim,
             head_dim=head_dim,
-            span=span or AttentionSpan(causal=causal),
+            kind=kind or AttentionSpan(causal=causal),
             dropout=dropout,
             layer=layer,
         )
-        if self.span.slopes is not None:
+        if self.kind.slopes is not None:
             own_heads = range(ranges[0].start // head_dim, ranges[0].stop // head_dim)
-            self.span = replace(self.span, slopes=self.span.slopes.of(own_heads))
+            self.kind = replace(self.kind, slopes=self.kind.slopes.of(own_heads))
         self.widths = widths
         self.qkv = ColumnParallelLinear(
             hidden_size,
@@ -251,7 +251,8 @@ class SelfAttention(Attention):
             Float[Tensor, "seq_part #batch 1 rotary_dim"],
         ]
         | None = None,
-        span: AttentionSpan | None = None,
+        recompute_core: bool = False,
+        rows: AttentionSpan | None = None,
         magnitude: Magnitude | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the attention output of every position.
@@ -259,7 +260,9 @@ class SelfAttention(Attention):
         Args:
             hidden: Hidden states.
             rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
-            span: Documents, prefix or mask of the rows; None means whole rows.
+            recompute_core: Whether the backward pass recomputes the attention core instead of
+                keeping its activations.
+            rows: Documents, prefix or mask of the rows; None means whole rows.
             magnitude: Largest magnitude of the input; None if it is not known.
         """
         norms = None
@@ -274,7 +277,7 @@ class SelfAttention(Attention):
             norms_layer=self.norm_over_layer,
             interleaved=self.interleaved,
         )
-        return self.output(self.mixed(query, key, value, span, sinks=self.sinks))
+        return self.output(self.mixed(query, key, value, rows, recompute_core, sinks=self.sinks))
 
     def _norms(
         self, numbers: tuple[int, int], ranges: Sequence[ShardRange], settings: Mapping[str, float]

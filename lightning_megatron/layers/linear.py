@@ -9,13 +9,13 @@ from typing_extensions import override
 
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.fp8.fp8_regions import fp8_column_linear, fp8_row_linear
+from lightning_megatron.layers.fp8.fp8_products import fp8_column_linear, fp8_row_linear
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.parameter_stack import ParameterStack, split_parameter
 from lightning_megatron.layers.regions import column_linear, row_linear
-from lightning_megatron.layers.transformer_engine.engine_regions import (
+from lightning_megatron.layers.transformer_engine.engine_products import (
     engine_column_linear,
     engine_row_linear,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,10 +26,69 @@ from lightning_megatron.groups.pending import (
     start_reduce_scatter,
 )
 from lightning_megatron.layers.deferred_product import give_product, open_queue, ready
-from lightning_megatron.layers.gradient_slot import MatrixProduct, slot_of
+from lightning_megatron.layers.fp8.magnitude import Magnitude
+from lightning_megatron.layers.gradient_slot import GradientProduct, MatrixProduct, slot_of
 from lightning_megatron.layers.one_shot import one_shot_all_reduce_
 from lightning_megatron.layers.vector_product import linear
 from lightning_megatron.shapes import Float, Shaped
+
+T = TypeVar("T")
+
+
+class LayerProducts(Protocol):
+    """Casts and products of a linear layer, which differ between formats of numbers.
+
+    ``x`` is the input, ``W`` the weight, ``b`` the bias and ``dy`` the gradient of the output;
+    :class:`ColumnLinear` and :class:`RowLinear` say what ``gather`` and ``sum`` are. Every method
+    gets the context of the layer, with the attributes that ``_remember`` sets. What
+    :meth:`receive` and :meth:`weight_product` return must not keep the context: a deferred weight
+    gradient would keep the graph alive that computed the inputs.
+    """
+
+    def gather_and_multiply(
+        self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, magnitude: Magnitude | None
+    ) -> Tensor:
+        """Return ``gather(x) @ W^T + b``, and save what the backward pass needs of ``x`` and ``W``.
+
+        The magnitude of ``x`` is None if it is not known.
+        """
+        ...
+
+    def multiply_and_sum(
+        self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, magnitude: Magnitude | None
+    ) -> Tensor:
+        """Return ``sum(x @ W^T) + b``, and save as :meth:`gather_and_multiply` does."""
+        ...
+
+    def saved(self, ctx: Any) -> tuple[Any, Any]:
+        """Return the saved input and weight; one that no gradient needs may be None."""
+        ...
+
+    def receive(
+        self, ctx: Any, grad: Tensor, inputs: Any
+    ) -> tuple[Any, Callable[[], Callable[[], Any]]]:
+        """Return ``dy`` of a column layer as factor, and the result of :func:`start_early` for the
+        function that starts ``gather(x)`` of the saved input.
+        """
+        ...
+
+    def gather_gradient(
+        self, ctx: Any, grad: Tensor, weight: Any
+    ) -> Callable[[], tuple[Any, Tensor | None]]:
+        """Start ``gather(dy)`` of a row layer; return the function that waits for it.
+
+        The function returns ``dy`` as factor, and ``dy @ W`` of the saved weight if that product
+        overlaps with the communication, else None.
+        """
+        ...
+
+    def input_gradient(self, ctx: Any, gradient: Any, weight: Any) -> Tensor:
+        """Return ``dy @ W`` of a factor and the saved weight."""
+        ...
+
+    def weight_product(self, ctx: Any, gradient: Any) -> Callable[[Any], GradientProduct]:
+        """Return the function that returns ``dy^T @ x`` for the ``x`` that has arrived."""
+        ...
 
 
 def column_linear(
@@ -54,7 +113,7 @@ def column_linear(
     """
     if _is_plain(weight, bias, mesh):
         return linear(hidden, weight, bias)
-    return _ColumnLinear.apply(hidden, weight, bias, mesh)
+    return ColumnLinear.apply(hidden, weight, bias, mesh, _NATIVE, None)
 
 
 def row_linear(
@@ -78,7 +137,7 @@ def row_linear(
     """
     if _is_plain(weight, bias, mesh):
         return linear(hidden, weight, bias)
-    return _RowLinear.apply(hidden, weight, bias, mesh)
+    return RowLinear.apply(hidden, weight, bias, mesh, _NATIVE, None)
 
 
 def leave_tensor_region(
@@ -118,7 +177,14 @@ def row_border(ctx: Any) -> BoundaryGradients | None:
     )
 
 
-class _ColumnLinear(torch.autograd.Function):
+class ColumnLinear(torch.autograd.Function):
+    """Beginning of a tensor-parallel region.
+
+    Forward ``y = gather(x) @ W^T + b``; backward ``dx = sum(dy @ W)``, ``dW = dy^T @ gather(x)``
+    and ``db = sum of the rows of dy``. Under sequence parallelism ``gather`` is an all-gather and
+    ``sum`` a reduce-scatter; otherwise ``gather`` is the identity and ``sum`` an all-reduce.
+    """
+
     border = staticmethod(column_border)
 
     @staticmethod
@@ -128,44 +194,42 @@ class _ColumnLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         mesh: ParallelMesh,
+        products: LayerProducts,
+        magnitude: Magnitude | None,
     ) -> Tensor:
-        _keep(ctx, hidden, weight, bias, mesh)
-        if not mesh.sequence_parallel:
-            return linear(hidden, weight, bias)
-        if not mesh.tp.overlaps_matmul:
-            return F.linear(all_gather_sequence(hidden, mesh.tp), weight, bias)
-        _, output = all_gather_matmul(hidden, weight.t(), mesh.tp, keep=False)
-        return add_bias(output, bias)
+        _remember(ctx, hidden, weight, bias, mesh, products)
+        return products.gather_and_multiply(ctx, hidden, weight, bias, magnitude)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
-        grad = grads[0]
+        products: LayerProducts = ctx.products
+        inputs, weight = products.saved(ctx)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        gradient, start = products.receive(ctx, grads[0], inputs)
         leaving = Pending()
         grad_hidden = None
         grad_weight = None
-        start = partial(_start_inputs, hidden, ctx.mesh)
-        if needs_weight and open_queue(ctx) is None:
-            # The all-gather overlaps with the input gradient.
-            start = partial(ready, start())
         if needs_hidden:
-            grad_hidden, leaving = start_summing(_input_gradient(grad, weight), ctx.mesh)
+            part = products.input_gradient(ctx, gradient, weight)
+            grad_hidden, leaving = start_summing(part, ctx.mesh)
         # The bias and weight gradients overlap with the sum of the input gradient.
-        grad_bias = bias_gradient(ctx, grad)
+        grad_bias = _bias_gradient(ctx, grads[0])
         if needs_weight:
-            grad_weight = _give_weight_gradient(ctx, grad, start)
+            grad_weight = give_product(ctx, start, products.weight_product(ctx, gradient))
         leaving.wait()
-        return (
-            None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
-            grad_weight,
-            grad_bias,
-            None,
-        )
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.to(ctx.hidden_dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-class _RowLinear(torch.autograd.Function):
+class RowLinear(torch.autograd.Function):
+    """End of a tensor-parallel region.
+
+    Forward ``y = sum(x @ W^T) + b``; backward ``dx = gather(dy) @ W``, ``dW = gather(dy)^T @ x``
+    and ``db = sum of the rows of dy``, with ``gather`` and ``sum`` as for :class:`ColumnLinear`.
+    """
+
     border = staticmethod(row_border)
 
     @staticmethod
@@ -175,81 +239,115 @@ class _RowLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         mesh: ParallelMesh,
+        products: LayerProducts,
+        magnitude: Magnitude | None,
     ) -> Tensor:
-        _keep(ctx, hidden, weight, bias, mesh)
-        if mesh.tp.size == 1:
-            return linear(hidden, weight, bias)
-        if mesh.sequence_parallel:
-            return add_bias(matmul_reduce_scatter(hidden, weight.t(), mesh.tp), bias)
-        # No other code has a reference to the partial result, so the sum may overwrite it.
-        part = linear(hidden, weight)
-        return add_bias(one_shot_all_reduce_(part, mesh.tp, "sum"), bias)
+        _remember(ctx, hidden, weight, bias, mesh, products)
+        return products.multiply_and_sum(ctx, hidden, weight, bias, magnitude)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
-        grad = grads[0]
-        tp = ctx.mesh.tp
+        products: LayerProducts = ctx.products
+        inputs, weight = products.saved(ctx)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        full = grad
-        arriving = Pending()
-        grad_hidden = None
+        arriving = products.gather_gradient(ctx, grads[0], weight)
+        grad_bias = _bias_gradient(ctx, grads[0])
+        gradient, grad_hidden = arriving()
         grad_weight = None
-        if ctx.mesh.sequence_parallel and tp.overlaps_matmul and needs_hidden:
-            gathered, grad_hidden = all_gather_matmul(
-                grad,
-                weight.to(grad.dtype),
-                tp,
-                keep=needs_weight,
-            )
-            full = grad if gathered is None else gathered
-        elif ctx.mesh.sequence_parallel and (needs_hidden or needs_weight):
-            full, arriving = start_gathering(grad, ctx.mesh)
-        grad_bias = bias_gradient(ctx, grad)
-        arriving.wait()
         if needs_hidden:
             if grad_hidden is None:
-                grad_hidden = _input_gradient(full, weight)
+                grad_hidden = products.input_gradient(ctx, gradient, weight)
             grad_hidden = grad_hidden.to(ctx.hidden_dtype)
         if needs_weight:
-            inputs = partial(ready, hidden.detach())
-            grad_weight = _give_weight_gradient(ctx, full, partial(ready, inputs))
-        return grad_hidden, grad_weight, grad_bias, None
+            start = partial(ready, partial(ready, inputs))
+            grad_weight = give_product(ctx, start, products.weight_product(ctx, gradient))
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _keep(
+class _NativeProducts:
+    """Products in the dtype of the inputs, which torch or a kernel of this package computes."""
+
+    def gather_and_multiply(
+        self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, magnitude: Magnitude | None
+    ) -> Tensor:
+        _save_operands(ctx, x, weight)
+        tp = ctx.mesh.tp
+        if not ctx.mesh.sequence_parallel:
+            return linear(x, weight, bias)
+        if not tp.overlaps_matmul:
+            return F.linear(all_gather_sequence(x, tp), weight, bias)
+        _, output = all_gather_matmul(x, weight.t(), tp, keep=False)
+        return add_bias(output, bias)
+
+    def multiply_and_sum(
+        self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, magnitude: Magnitude | None
+    ) -> Tensor:
+        _save_operands(ctx, x, weight)
+        tp = ctx.mesh.tp
+        if tp.size == 1:
+            return linear(x, weight, bias)
+        if ctx.mesh.sequence_parallel:
+            return add_bias(matmul_reduce_scatter(x, weight.t(), tp), bias)
+        # No other code has a reference to the partial result, so the sum may overwrite it.
+        part = linear(x, weight)
+        return add_bias(one_shot_all_reduce_(part, tp, "sum"), bias)
+
+    def saved(self, ctx: Any) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        return None if hidden is None else hidden.detach(), weight
+
+    def receive(
+        self, ctx: Any, grad: Tensor, inputs: Tensor | None
+    ) -> tuple[Tensor, Callable[[], Callable[[], Tensor]]]:
+        # The all-gather overlaps with the input gradient.
+        return grad, start_early(ctx, partial(_start_inputs, inputs, ctx.mesh))
+
+    def gather_gradient(
+        self, ctx: Any, grad: Tensor, weight: Tensor | None
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        mesh = ctx.mesh
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        if mesh.sequence_parallel and mesh.tp.overlaps_matmul and weight is not None:
+            matrix = weight.to(grad.dtype)
+            full, grad_hidden = all_gather_matmul(grad, matrix, mesh.tp, keep=needs_weight)
+            return partial(ready, (grad if full is None else full, grad_hidden))
+        if mesh.sequence_parallel and (needs_hidden or needs_weight):
+            return partial(_wait_for_gradient, *start_gathering(grad, mesh))
+        return partial(ready, (grad, None))
+
+    def input_gradient(self, ctx: Any, gradient: Tensor, weight: Tensor) -> Tensor:
+        # Under autocast the gradient may have a narrower dtype than the weight.
+        product = torch.mm(as_rows(gradient), weight.to(gradient.dtype))
+        return product.view(*gradient.shape[:-1], weight.shape[1])
+
+    def weight_product(self, ctx: Any, gradient: Tensor) -> Callable[[Tensor], MatrixProduct]:
+        rows = as_rows(gradient.detach())
+        return lambda inputs: MatrixProduct(rows, as_rows(inputs).to(rows.dtype))
+
+
+_NATIVE = _NativeProducts()
+
+
+def _save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
+    """Save the operands for the backward pass, each only if the gradient of the other is needed."""
+    kept_input = x if ctx.needs_input_grad[1] else None
+    kept_weight = weight if ctx.needs_input_grad[0] else None
+    ctx.save_for_backward(kept_input, kept_weight)
+
+
+def _remember(
     ctx: Any,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     mesh: ParallelMesh,
+    products: LayerProducts,
 ) -> None:
-    """Save the operands for the backward pass, each only if the gradient of the other is needed."""
-    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    kept_hidden = hidden if needs_weight else None
-    kept_weight = weight if needs_hidden else None
-    ctx.save_for_backward(kept_hidden, kept_weight)
-    remember(ctx, hidden, weight, bias, mesh)
-
-
-def remember(
-    ctx: Any,
-    hidden: Float[Tensor, "*tokens in_local"],
-    weight: Float[Tensor, "out_local in_local"],
-    bias: Float[Tensor, "out_local"] | None,
-    mesh: ParallelMesh,
-) -> None:
-    """Store in the context all that the backward pass of a linear layer needs besides tensors.
-
-    Args:
-        ctx: Context of the layer.
-        hidden: Input.
-        weight: Weight.
-        bias: Bias; None without one.
-        mesh: Process groups of this rank.
-    """
+    """Store in the context all that the backward pass of a linear layer needs besides tensors."""
     ctx.mesh = mesh
+    ctx.products = products
+    ctx.hidden_shape = hidden.shape
     ctx.hidden_dtype = hidden.dtype
     ctx.weight_dtype = weight.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -257,6 +355,27 @@ def remember(
     # if it is unfrozen before the backward pass.
     ctx.weight_slot = slot_of(weight)
     ctx.bias_slot = slot_of(bias)
+
+
+def start_early(ctx: Any, start: Callable[[], T]) -> Callable[[], T]:
+    """Start the communication of the inputs of a column layer, unless the weight half starts it.
+
+    Args:
+        ctx: Context of the layer.
+        start: Function that starts the communication, and returns the function that waits for it.
+
+    Returns:
+        Function that returns what ``start`` returns.
+    """
+    if ctx.needs_input_grad[1] and open_queue(ctx) is None:
+        return partial(ready, start())
+    return start
+
+
+def forward_dtype(hidden: Float[Tensor, "*tokens in_features"]) -> torch.dtype:
+    """Return the dtype of a linear layer's products: that of autocast, or that of the input."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def add_bias(
@@ -295,15 +414,9 @@ def as_rows(x: Float[Tensor, "*tokens features"]) -> Float[Tensor, "rows feature
     return x.reshape(-1, x.shape[-1])
 
 
-def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    # Under autocast the gradient may have a narrower dtype than the weight.
-    return torch.mm(as_rows(grad), weight.to(grad.dtype)).view(*grad.shape[:-1], weight.shape[1])
-
-
-def _start_inputs(hidden: Tensor, mesh: ParallelMesh) -> Callable[[], Tensor]:
+def _start_inputs(hidden: Tensor | None, mesh: ParallelMesh) -> Callable[[], Tensor]:
     """Start to gather the inputs of a column layer; return the function that waits for them."""
-    # Detached, because a deferred product would keep the graph alive that computed the inputs.
-    hidden = hidden.detach()
+    assert hidden is not None, "inputs are kept if the weight gradient needs them"
     if not mesh.sequence_parallel:
         return partial(ready, hidden)
     full, arriving = start_gathering(hidden, mesh)
@@ -315,26 +428,13 @@ def _start_inputs(hidden: Tensor, mesh: ParallelMesh) -> Callable[[], Tensor]:
     return wait
 
 
-def _give_weight_gradient(
-    ctx: Any, grad: Tensor, start: Callable[[], Callable[[], Tensor]]
-) -> Tensor | None:
-    rows = as_rows(grad.detach())
-
-    def multiply(inputs: Tensor) -> MatrixProduct:
-        return MatrixProduct(rows, as_rows(inputs).to(rows.dtype))
-
-    return give_product(ctx, start, multiply)
+def _wait_for_gradient(full: Tensor, arriving: Pending) -> tuple[Tensor, None]:
+    arriving.wait()
+    return full, None
 
 
-def bias_gradient(
-    ctx: Any, grad: Float[Tensor, "*tokens features"]
-) -> Float[Tensor, "features"] | None:
-    """Return the gradient of the third argument, a bias; None if it is not needed or has a slot.
-
-    Args:
-        ctx: Context of a linear layer, with ``bias_slot`` and ``bias_dtype``.
-        grad: Gradient of the outputs.
-    """
+def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
+    """Return the gradient of the third argument, a bias; None if it is not needed or has a slot."""
     if not ctx.needs_input_grad[2]:
         return None
     if ctx.bias_slot is not None:

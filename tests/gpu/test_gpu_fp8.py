@@ -13,7 +13,7 @@ from lightning_megatron import CudaGraphs
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.delayed import DelayedScales
-from lightning_megatron.layers.fp8.fp8_regions import fp8_column_linear, fp8_row_linear
+from lightning_megatron.layers.fp8.fp8_products import fp8_column_linear, fp8_row_linear
 from lightning_megatron.layers.fp8.operand import ScaledProduct, needed, product
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot

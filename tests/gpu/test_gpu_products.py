@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_megatron.groups.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
+from lightning_megatron.layers.fp8.fp8_products import gathered_product, scattered_product
 from lightning_megatron.layers.fp8.operand import needed
-from lightning_megatron.layers.fp8.overlapped_products import gathered_product, scattered_product
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.linear import ColumnParallelLinear

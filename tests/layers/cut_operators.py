@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from lightning_megatron.layers.fp8 import overlapped_products
+from lightning_megatron.layers.fp8 import fp8_products
 
 
 def multiply(
@@ -92,5 +92,5 @@ def cut_operators() -> Iterator[Counter[str]]:
             patch.setattr(torch.ops.symm_mem, name, counting(name))
         patch.setattr(torch, "_scaled_mm", multiply)
         overlaps = lambda x, dtype, axis: axis.overlaps_matmul  # noqa: E731
-        patch.setattr(overlapped_products, "overlaps_scaled_products", overlaps)
+        patch.setattr(fp8_products, "overlaps_scaled_products", overlaps)
         yield counts

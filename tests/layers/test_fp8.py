@@ -16,7 +16,7 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.delayed import DelayedScales
-from lightning_megatron.layers.fp8.fp8_regions import fp8_column_linear, fp8_row_linear
+from lightning_megatron.layers.fp8.fp8_products import fp8_column_linear, fp8_row_linear
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude, no_magnitude
 from lightning_megatron.layers.fp8.operand import Operand, needed, product
 from lightning_megatron.layers.fp8.scaling import Scaling

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.layers.fp8 import fp8_regions, operand, torch_casts
+from lightning_megatron.layers.fp8 import fp8_products, operand, torch_casts
 from lightning_megatron.layers.fp8.operand import Operand
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
@@ -240,7 +240,7 @@ def allocate_like_kernels() -> Iterator[None]:
     with (
         patch.object(torch_casts, "magnitude_parts", magnitude_parts),
         patch.object(torch_casts, "cast_by_one_scale", cast),
-        patch.object(fp8_regions, "product", product),
+        patch.object(fp8_products, "product", product),
         patch.object(operand.ScaledProduct, "add_to", lambda *_, **__: True),
     ):
         yield

@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.cuda_graphs import SegmentScope, expanded_scopes
-from lightning_megatron.user_code import is_compiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +50,11 @@ class Segment:
     parts: Callable[[], SegmentList] | None = None
     stays_whole: bool = False
     keeps_only_inputs: bool = False
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of a module run code of ``torch.compile``."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 class SegmentList:
