@@ -20,7 +20,8 @@ from lightning_megatron.layers.fp8.eight_bit_parameter import keep_in_eight_bits
 from lightning_megatron.layers.fp8.operand import Operand
 from lightning_megatron.layers.fp8.stored_weight import FORMAT, StoredWeight
 from lightning_megatron.optimizer.flat_buffer import FlatBuffer
-from lightning_megatron.plan.buckets import BufferPlan, Slice
+from lightning_megatron.optimizer.sharding import Zero1Sharding
+from lightning_megatron.plan.buckets import Slice
 from lightning_megatron.shapes import Float, Shaped
 
 #: Dtypes of main parameters that the kernels read.
@@ -44,8 +45,7 @@ class EightBitBuffer(FlatBuffer):
     Args:
         members: As for :class:`FlatBuffer`.
         specs: As for :class:`FlatBuffer`.
-        plan: As for :class:`FlatBuffer`.
-        part: As for :class:`FlatBuffer`.
+        sharding: As for :class:`FlatBuffer`.
         main_dtype: As for :class:`FlatBuffer`.
         gradient_dtype: As for :class:`FlatBuffer`.
         weights: Names of the members that form each weight, from the first row to the last.
@@ -56,8 +56,7 @@ class EightBitBuffer(FlatBuffer):
         self,
         members: Mapping[str, nn.Parameter],
         specs: Mapping[str, ShardSpec],
-        plan: BufferPlan,
-        part: int,
+        sharding: Zero1Sharding,
         main_dtype: torch.dtype,
         gradient_dtype: torch.dtype,
         weights: Sequence[tuple[str, ...]],
@@ -69,7 +68,7 @@ class EightBitBuffer(FlatBuffer):
             name: number for number, names in enumerate(self._weights) for name in names
         }
         self._dtype = next(iter(members.values())).dtype
-        super().__init__(members, specs, plan, part, main_dtype, gradient_dtype)
+        super().__init__(members, specs, sharding, main_dtype, gradient_dtype)
         device = self.parameters.device
         shape = len(self._weights)
         # Bit patterns of the largest magnitudes (float32), the form that the casts use.
@@ -115,7 +114,7 @@ class EightBitBuffer(FlatBuffer):
             super().store_main_parameters(mesh, stored=stored)
             return
         self._casts.find(self._magnitudes)
-        for axis in (mesh.replica_axis(self.is_expert), mesh.tp):
+        for axis in (mesh.replica_axis(self.sharding.is_expert), mesh.tp):
             all_reduce_(self._magnitudes, axis, "max")
         self._casts.cast(self._magnitudes, FORMAT)
         self._scales[:, 0].copy_(torch_casts.scales_of(self._magnitudes, FORMAT))
@@ -147,7 +146,7 @@ class EightBitBuffer(FlatBuffer):
             self.gather(mesh)
         for name, parameter in self.members.items():
             keep_in_memory(parameter, self._view(name))
-        pieces = {part_slice.name: part_slice for part_slice in self.plan.slices(self.part)}
+        pieces = {part_slice.name: part_slice for part_slice in self.sharding.slices()}
         self.slices = {
             name: replace(main_slice, half=self._half(pieces[name], main_slice.main.shape))
             for name, main_slice in self.slices.items()
@@ -162,15 +161,13 @@ class EightBitBuffer(FlatBuffer):
 
         Communication: an all-gather of each bucket over the data ranks.
         """
-        if self.plan.num_parts == 1:
-            return
-        for number in range(len(self.plan.buckets)):
-            self.start_gather(number, mesh).wait()
+        for number in self.sharding.gathered:
+            self.sharding.start_gather(self.parameters, number, mesh).wait()
 
     @override
     def load_main_parameters(self) -> None:
         with torch.no_grad():
-            for part_slice in self.plan.slices(self.part):
+            for part_slice in self.sharding.slices():
                 whole = self.members[part_slice.name].detach().flatten()
                 main = self.slices[part_slice.name].main
                 main.copy_(whole[part_slice.start : part_slice.stop].view(main.shape))
@@ -211,7 +208,7 @@ class EightBitBuffer(FlatBuffer):
                 part_slice.size,
                 self._number_of[part_slice.name],
             )
-            for part_slice in self.plan.slices(self.part)
+            for part_slice in self.sharding.slices()
         ]
         make = torch_casts.SliceCasts if kernels is None else kernels.SliceCastKernel
         return make(main, self.parameters, slices)

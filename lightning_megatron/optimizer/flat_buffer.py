@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.pending import Pending, start_all_gather
 from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, set_shard_spec
-from lightning_megatron.plan.buckets import BufferPlan, Slice
+from lightning_megatron.optimizer.sharding import Zero1Sharding
+from lightning_megatron.plan.buckets import Slice
 from lightning_megatron.shapes import Shaped
 
 
@@ -119,8 +119,7 @@ class FlatBuffer:
     Args:
         members: Model parameters by name, all of one dtype and device.
         specs: Shard specs by name; either all or none belong to experts.
-        plan: Layout of the buffer, and the part of it that each rank trains.
-        part: Index of this rank's part; 0 if the plan has only one part.
+        sharding: Layout of the buffer, and the part of it that this rank trains.
         main_dtype: Dtype of the main parameters.
         gradient_dtype: Dtype of the gradients.
     """
@@ -129,16 +128,15 @@ class FlatBuffer:
         self,
         members: Mapping[str, nn.Parameter],
         specs: Mapping[str, ShardSpec],
-        plan: BufferPlan,
-        part: int,
+        sharding: Zero1Sharding,
         main_dtype: torch.dtype,
         gradient_dtype: torch.dtype,
     ) -> None:
         self.members = dict(members)
-        self.plan = plan
-        self.part = part
-        #: Whether the parameters belong to experts, which are replicated over fewer ranks.
-        self.is_expert = any(spec.is_expert for spec in specs.values())
+        #: What this rank trains of the buffer.
+        self.sharding = sharding
+        #: Layout of the buffer.
+        self.plan = plan = sharding.plan
         first = next(iter(members.values()))
         make = partial(torch.zeros, device=first.device)
         stored_dtype = self._stored_dtype(first.dtype)
@@ -151,7 +149,7 @@ class FlatBuffer:
         self._take_members()
         self.slices = {
             part_slice.name: self._slice(part_slice, specs[part_slice.name])
-            for part_slice in plan.slices(part)
+            for part_slice in sharding.slices()
         }
         self._homes = {name: entry.main.detach() for name, entry in self.slices.items()}
         self.load_main_parameters()
@@ -167,25 +165,6 @@ class FlatBuffer:
         """Return the gradient of a whole local parameter, in the parameter's shape."""
         place = self.plan.place(name)
         return self.gradients[place.start : place.stop].view(self._shapes[name])
-
-    def own_part(self, flat: Shaped[Tensor, "_"], bucket: int) -> Shaped[Tensor, "_"]:
-        """Return this rank's part of a bucket of ``parameters`` or ``gradients``."""
-        start, stop = self.plan.buckets[bucket].part(self.part, self.plan.num_parts)
-        return flat[start:stop]
-
-    def start_gather(self, bucket: int, mesh: ParallelMesh) -> Pending:
-        """Start the all-gather of the parts of one bucket of ``parameters``.
-
-        Args:
-            bucket: Number of the bucket.
-            mesh: Process groups of this rank.
-
-        Communication: an all-gather over the data axis, or over that of experts.
-        """
-        planned = self.plan.buckets[bucket]
-        whole = self.parameters[planned.start : planned.stop]
-        part = self.own_part(self.parameters, bucket)
-        return start_all_gather(whole, part, mesh.replica_axis(self.is_expert))
 
     @torch.no_grad()
     def load_main_parameters(self) -> None:
@@ -274,7 +253,7 @@ class FlatBuffer:
         pairs = []
         done = 0
         for bucket in range(len(self.plan.buckets)):
-            part = self.own_part(self.parameters, bucket)
+            part = self.sharding.own_part(self.parameters, bucket)
             pairs.append((part, self.main_parameters[done : done + part.numel()]))
             done += part.numel()
         return pairs
@@ -326,7 +305,7 @@ class FlatBuffer:
             set_shard_spec(main, spec)
         counted = counted_views(placement, gradient)
         return MainSlice(
-            part_slice.name, placement, main, gradient, self.plan.num_parts > 1, counted, half
+            part_slice.name, placement, main, gradient, self.sharding.is_exclusive, counted, half
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.pending import Pending, start_all_reduce, start_reduce_scatter
+from lightning_megatron.groups.pending import Pending
 from lightning_megatron.layers.gradient_slot import GradientSlot
 from lightning_megatron.optimizer.flat_buffer import FlatBuffer, UseOrder
 from lightning_megatron.shapes import Int, Shaped
@@ -56,17 +56,11 @@ class GradientBucket:
             mesh: Process groups of this rank.
             is_whole: Whether every rank gets the full bucket instead of its part.
 
-        Communication: one reduce-scatter over the data axis, or over that of experts; an all-reduce
-        if ranks get whole buckets.
+        Communication: that of :meth:`Zero1Sharding.start_reduction`.
         """
-        axis = mesh.replica_axis(self.buffer.is_expert)
-        buffer = self.buffer
-        planned = buffer.plan.buckets[self.index]
-        whole = buffer.gradients[planned.start : planned.stop]
-        if is_whole or buffer.plan.num_parts == 1:
-            self.pending = start_all_reduce(whole, axis, "mean")
-        else:
-            self.pending = start_reduce_scatter(self.own_part, whole, axis, "mean")
+        self.pending = self.buffer.sharding.start_reduction(
+            self.buffer.gradients, self.index, mesh, is_whole
+        )
 
     def wait(self) -> None:
         """Wait for the reduction, if it has started."""
@@ -76,7 +70,7 @@ class GradientBucket:
     @property
     def own_part(self) -> Shaped[Tensor, "_"]:
         """Return this rank's part of the gradients."""
-        return self.buffer.own_part(self.buffer.gradients, self.index)
+        return self.buffer.sharding.own_part(self.buffer.gradients, self.index)
 
 
 class BucketStarts:

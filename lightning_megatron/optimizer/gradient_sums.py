@@ -15,9 +15,9 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending, start_all_gather
 from lightning_megatron.groups.shard_spec import ShardSpec
 from lightning_megatron.layers.gradient_slot import GradientSlot
-from lightning_megatron.optimizer.buffer_planner import LATE_GROUP
 from lightning_megatron.optimizer.gradient_buckets import GradientBucket
 from lightning_megatron.optimizer.main_parameters import MainParameters
+from lightning_megatron.optimizer.sharding import LATE_GROUP
 from lightning_megatron.optimizer.shared_gradients import overlapping_pieces
 from lightning_megatron.shapes import Float, Int, Shaped
 
@@ -187,7 +187,7 @@ class RowSums:
         slot = slots[bucket.names[0]]
         # Sums over other axes have added further rows to the gradients of the late group.
         is_late = bucket.group == LATE_GROUP
-        if is_late or bucket.buffer.is_expert or slot.gradient.dim() != 2:
+        if is_late or bucket.buffer.sharding.is_expert or slot.gradient.dim() != 2:
             return False
         num_rows = slot.gradient.shape[0]
         rows = slot.rows

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.optimizer.buffer_planner import BufferPlanner, DistributedOptimizerConfig
 from lightning_megatron.optimizer.eight_bit_weights import EightBitBuffer, EightBitWeights
 from lightning_megatron.optimizer.exposed_gradients import ExposedGradients
 from lightning_megatron.optimizer.flat_buffer import (
@@ -27,6 +25,7 @@ from lightning_megatron.optimizer.flat_buffer import (
 )
 from lightning_megatron.optimizer.parameter_gather import ParameterGather
 from lightning_megatron.optimizer.shard_granularity import ShardGranularity
+from lightning_megatron.optimizer.sharding import BufferPlanner, DistributedOptimizerConfig
 from lightning_megatron.optimizer.shared_gradients import (
     check_on_one_stage,
     repeated_names,
@@ -256,8 +255,9 @@ class MainParameters:
             eight_bit_weights = (
                 [names for names in weights if names[0] in members] if in_eight_bits else None
             )
-            axis = self.mesh.replica_axis(is_expert)
-            created.append(self._make_buffer(members, dtype, granularity, axis, eight_bit_weights))
+            created.append(
+                self._make_buffer(members, dtype, granularity, is_expert, eight_bit_weights)
+            )
         # The buffers changed the memory of the parameters, not the objects. Groups and state still
         # refer to these objects, which the main parameters replace.
         self._put_main_parameters_into(optimizer)
@@ -289,7 +289,7 @@ class MainParameters:
         """
         for buffer in self.buffers:
             buffer.store_main_parameters(self.mesh, stored=stored)
-        if self.config.zero:
+        if self.planner.gathers:
             self.gather.start(self.buffers, self.mesh)
         if wait:
             self.wait()
@@ -362,7 +362,7 @@ class MainParameters:
         names: list[str],
         dtype: torch.dtype,
         granularity: ShardGranularity,
-        axis: MeshAxis,
+        is_expert: bool,
         weights: Sequence[tuple[str, ...]] | None,
     ) -> FlatBuffer:
         main_dtype = dtype
@@ -373,15 +373,14 @@ class MainParameters:
         tied = {name for pair in self.ties or () for name in pair}
         partial = {name for name in names if self.spec(name).partial and self.mesh.tp.size > 1}
         sizes = {name: self._parameters[name].numel() for name in names}
-        plan = self.planner.plan(sizes, granularity, axis.size, partial, tied)
-        part = axis.rank if plan.num_parts > 1 else 0
+        sharding = self.planner.shard(sizes, granularity, is_expert, partial, tied)
         members = {name: self._parameters[name] for name in names}
         specs = {name: self.spec(name) for name in names}
         if weights is None:
-            buffer = FlatBuffer(members, specs, plan, part, main_dtype, gradient_dtype)
+            buffer = FlatBuffer(members, specs, sharding, main_dtype, gradient_dtype)
         else:
             buffer = EightBitBuffer(
-                members, specs, plan, part, main_dtype, gradient_dtype, weights, self.wait
+                members, specs, sharding, main_dtype, gradient_dtype, weights, self.wait
             )
         for name in names:
             main_slice = buffer.slices.get(name)

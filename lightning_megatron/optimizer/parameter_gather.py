@@ -272,8 +272,7 @@ class ParameterGather:
             shared = [
                 (index, number)
                 for index, buffer in enumerate(buffers)
-                if buffer.plan.num_parts > 1
-                for number in range(len(buffer.plan.buckets))
+                for number in buffer.sharding.gathered
             ]
             shared.sort(key=lambda key: self._order.first(_names_of(buffers, key)))
             self._ordered = tuple(buffers), shared
@@ -283,7 +282,8 @@ class ParameterGather:
         self, key: _BucketKey, buffers: Sequence[FlatBuffer], mesh: ParallelMesh
     ) -> None:
         index, number = key
-        self._pending[key] = buffers[index].start_gather(number, mesh)
+        buffer = buffers[index]
+        self._pending[key] = buffer.sharding.start_gather(buffer.parameters, number, mesh)
 
     def _complete(self, buckets: Iterable[_BucketKey]) -> None:
         for bucket in buckets:

@@ -26,7 +26,6 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.pending import Pending, start_all_reduce
 from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, preserve_states, set_slot
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
-from lightning_megatron.optimizer.buffer_planner import LATE_GROUP
 from lightning_megatron.optimizer.flat_buffer import FlatBuffer
 from lightning_megatron.optimizer.gradient_buckets import (
     BucketStarts,
@@ -36,6 +35,7 @@ from lightning_megatron.optimizer.gradient_buckets import (
 )
 from lightning_megatron.optimizer.gradient_sums import PartialSums, RowSums, add_ties_, sum_slices_
 from lightning_megatron.optimizer.main_parameters import MainParameters
+from lightning_megatron.optimizer.sharding import LATE_GROUP
 from lightning_megatron.shapes import Shaped
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class GradientReducer:
                 GradientBucket.of(buffer, index) for index in range(len(buffer.plan.buckets))
             )
             mesh = self._main.mesh
-            scale = mesh.replica_axis(buffer.is_expert).size / mesh.data.size
+            scale = mesh.replica_axis(buffer.sharding.is_expert).size / mesh.data.size
             for name, parameter in buffer.members.items():
                 owner = self._owner_of([name])
                 slot = GradientSlot(
@@ -465,7 +465,7 @@ class UnusedParameters:
         self._in_flight.clear()
         names: dict[bool, list[str]] = {False: [], True: []}
         for bucket in buckets:
-            names[bucket.buffer.is_expert] += bucket.names
+            names[bucket.buffer.sharding.is_expert] += bucket.names
         missing = self._without_gradient.intersection(names[False] + names[True])
         self._without_gradient -= missing
         unused = missing - self._with_zeros

@@ -19,7 +19,6 @@ from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.parameter_stack import ParameterStack
 from lightning_megatron.models.fp8_layers import weights_in_eight_bits
 from lightning_megatron.models.stage import pipelined_modules
-from lightning_megatron.optimizer.buffer_planner import DistributedOptimizerConfig
 from lightning_megatron.optimizer.clip import (
     Deferral,
     DeferredClipping,
@@ -34,6 +33,7 @@ from lightning_megatron.optimizer.fused_update import (
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.optimizer.reduction import GradientReducer
+from lightning_megatron.optimizer.sharding import DistributedOptimizerConfig
 from lightning_megatron.optimizer.step_checks import StepChecks
 from lightning_megatron.optimizer.step_gradients import StepGradients
 from lightning_megatron.optimizer.ties import TiedCopies, check_ties

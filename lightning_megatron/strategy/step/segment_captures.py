@@ -147,6 +147,6 @@ class SegmentCaptures:
 def _shared_buckets(state: TrainingState) -> Iterator[Sequence[nn.Parameter]]:
     """Yield the parameters of each bucket that several ranks reduce or gather."""
     for buffer in state.main.buffers:
-        if state.mesh.replica_axis(buffer.is_expert).size > 1:
+        if state.mesh.replica_axis(buffer.sharding.is_expert).size > 1:
             for bucket in buffer.plan.buckets:
                 yield [buffer.members[placed.name] for placed in bucket.placed]

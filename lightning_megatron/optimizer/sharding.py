@@ -1,4 +1,4 @@
-"""Layout of trained parameters in flat buffers: their order, buckets and parts."""
+"""Sharding of trained parameters over the data-parallel ranks: layout, and who trains what."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.pending import (
+    Pending,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from lightning_megatron.optimizer.shard_granularity import (
     ShardGranularity,
     check_granularity,
@@ -19,9 +26,11 @@ from lightning_megatron.optimizer.shard_granularity import (
 from lightning_megatron.plan.buckets import (
     BufferPlan,
     FlatParameter,
+    Slice,
     plan_by_elements,
     plan_by_parameters,
 )
+from lightning_megatron.shapes import Shaped
 
 #: Bucket groups besides those of the chunks of a pipeline stage: gradients that need a sum over
 #: another axis first, and gradients of parameters outside of the pipelined model.
@@ -55,6 +64,94 @@ class DistributedOptimizerConfig:
     bucket_size: int = 40_000_000
     moments_dtype: torch.dtype = torch.float32
     exchanges_rows: bool = True
+
+
+@dataclass(frozen=True)
+class Zero1Sharding:
+    """Sharding of one flat buffer over its replicas, as in ZeRO-1.
+
+    Every rank holds all parameters and gradients of the buffer, and trains one part of each bucket:
+    a reduce-scatter averages the gradients of its part, and an all-gather collects the updated
+    parts of all ranks. If there is one part, every rank trains the whole buffer: an all-reduce
+    averages the gradients, and nothing is gathered (``zero=0``, or an optimizer that needs the
+    whole model).
+
+    Buffers, buckets, gathers and 8-bit weights ask this object what a rank owns and which
+    collectives run, and do not distinguish the cases themselves. Another sharding, for example one
+    that frees the gradients or parameters of other ranks between their uses, is a second class with
+    the methods of this one, beside it in this file. :meth:`BufferPlanner.shard` chooses between
+    them, and :class:`FlatBuffer` gets its memory from them.
+
+    Args:
+        plan: Layout of the buffer, and the part of it that each rank trains.
+        part: Index of this rank's part; 0 if the plan has only one part.
+        is_expert: Whether the parameters belong to experts, which are replicated over fewer ranks.
+
+    Source: Rajbhandari et al. 2020 (https://arxiv.org/abs/1910.02054).
+    """
+
+    plan: BufferPlan
+    part: int
+    is_expert: bool
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Return whether no other replica trains this rank's part."""
+        return self.plan.num_parts > 1
+
+    @property
+    def gathered(self) -> range:
+        """Return the numbers of the buckets whose updated parts must be gathered."""
+        return range(len(self.plan.buckets) if self.is_exclusive else 0)
+
+    def slices(self) -> tuple[Slice, ...]:
+        """List the ranges of parameters that this rank trains, in buffer order."""
+        return self.plan.slices(self.part)
+
+    def own_part(self, flat: Shaped[Tensor, "_"], bucket: int) -> Shaped[Tensor, "_"]:
+        """Return this rank's part of a bucket of the flat parameters or gradients."""
+        start, stop = self.plan.buckets[bucket].part(self.part, self.plan.num_parts)
+        return flat[start:stop]
+
+    def start_reduction(
+        self, gradients: Shaped[Tensor, "_"], bucket: int, mesh: ParallelMesh, is_whole: bool
+    ) -> Pending:
+        """Start to average one bucket of the gradients over the replicas, in place.
+
+        Args:
+            gradients: Gradients of the buffer.
+            bucket: Number of the bucket.
+            mesh: Process groups of this rank.
+            is_whole: Whether every rank gets the full bucket instead of its part.
+
+        Communication: one reduce-scatter over the data axis, or over that of experts; an all-reduce
+        if ranks get whole buckets.
+        """
+        axis = mesh.replica_axis(self.is_expert)
+        whole = self._whole(gradients, bucket)
+        if is_whole or not self.is_exclusive:
+            return start_all_reduce(whole, axis, "mean")
+        return start_reduce_scatter(self.own_part(gradients, bucket), whole, axis, "mean")
+
+    def start_gather(
+        self, parameters: Shaped[Tensor, "_"], bucket: int, mesh: ParallelMesh
+    ) -> Pending:
+        """Start the all-gather of the parts of one bucket of the parameters.
+
+        Args:
+            parameters: Parameters of the buffer.
+            bucket: Number of the bucket.
+            mesh: Process groups of this rank.
+
+        Communication: an all-gather over the data axis, or over that of experts.
+        """
+        axis = mesh.replica_axis(self.is_expert)
+        part = self.own_part(parameters, bucket)
+        return start_all_gather(self._whole(parameters, bucket), part, axis)
+
+    def _whole(self, flat: Tensor, bucket: int) -> Tensor:
+        planned = self.plan.buckets[bucket]
+        return flat[planned.start : planned.stop]
 
 
 class BufferPlanner:
@@ -109,21 +206,26 @@ class BufferPlanner:
             )
         return granularity if self._config.slices == "auto" else self._config.slices
 
-    def plan(
+    @property
+    def gathers(self) -> bool:
+        """Return whether updates of parameters end with a gather, the same on all ranks."""
+        return self._config.zero > 0
+
+    def shard(
         self,
         sizes: Mapping[str, int],
         granularity: ShardGranularity,
-        num_copies: int,
+        is_expert: bool,
         partial: Collection[str],
         tied: Collection[str],
-    ) -> BufferPlan:
-        """Plan one flat buffer.
+    ) -> Zero1Sharding:
+        """Plan one flat buffer, and which part of it each rank trains.
 
         Args:
             sizes: Number of elements of each parameter by name, in the order of the model
                 (elements).
             granularity: Granularity at which the ranks divide the parameters.
-            num_copies: Number of ranks that have the same parameters (ranks).
+            is_expert: Whether the parameters belong to experts.
             partial: Parameters whose gradients are partial sums over tp.
             tied: Parameters with a copy on another pipeline stage.
         """
@@ -140,10 +242,13 @@ class BufferPlanner:
             stack, _ = self._stack_of.get(name, (None, ()))
             pieces.append(FlatParameter(name, sizes[name], group, name in self.ties_alone, stack))
         pieces.sort(key=lambda piece: piece.group)
-        num_parts = 1 if granularity == "model" else num_copies
+        axis = self._mesh.replica_axis(is_expert)
+        num_parts = 1 if granularity == "model" else axis.size
         if granularity == "parameters":
-            return plan_by_parameters(pieces, num_parts)
-        return plan_by_elements(pieces, num_parts, self._config.bucket_size)
+            plan = plan_by_parameters(pieces, num_parts)
+        else:
+            plan = plan_by_elements(pieces, num_parts, self._config.bucket_size)
+        return Zero1Sharding(plan, axis.rank if num_parts > 1 else 0, is_expert)
 
     def _with_neighbours(self, names: Collection[str]) -> list[str]:
         """Order names so that the members of a stack are next to each other.
