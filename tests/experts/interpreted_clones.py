@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.experts.transport import peer_cloning, peer_passes
-from lightning_megatron.experts.transport.peer_cloning import PeerCloningDispatcher
+from lightning_megatron.experts.transport import cloning_dispatchers, peer_passes
+from lightning_megatron.experts.transport.cloning_dispatchers import PeerCloningDispatcher
 from lightning_megatron.experts.transport.peer_transfer import Puts
 from lightning_megatron.experts.transport.permute import permute_both
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -69,7 +69,7 @@ def _compare_cases(rank: int, size: int, folder: str) -> dict[str, tuple[float, 
         for name, case in CASES[size].items():
             with pytest.MonkeyPatch.context() as patch:
                 if name == "any plan":
-                    patch.setattr(peer_cloning, "place_clones", any_legal_plan)
+                    patch.setattr(cloning_dispatchers, "place_clones", any_legal_plan)
                 if name in ("one rank late", "no wait") and rank == 1:
                     delay(patch, kernels, lambda: time.sleep(0.02))
                 if name == "no wait":

@@ -19,8 +19,8 @@ from lightning_megatron.experts.transport.dispatchers import (
     AllToAllDispatcher,
     GatherDispatcher,
     LocalDispatcher,
+    OneSidedDispatcher,
 )
-from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.experts.transport.permute import map_rows, sort_by_expert
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit, RowNeed
 from lightning_megatron.groups.axis import MeshAxis

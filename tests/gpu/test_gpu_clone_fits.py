@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.experts.transport import cloning_dispatcher, peer_cloning
+from lightning_megatron.experts.transport import cloning_dispatchers
 from tests.fits import MIXTURE, run_job
 from tests.gpu.ranks import gpu_job
 from tests.gpu.shared_gpu import require_gpus
@@ -34,16 +34,15 @@ def _losses(
     losses, moved = {}, dict.fromkeys(layouts, 0)
     for name, layout in layouts.items():
         with pytest.MonkeyPatch.context() as patch:
-            for module in (cloning_dispatcher, peer_cloning):
-                place = module.place_clones
+            place = cloning_dispatchers.place_clones
 
-                def counted(*sizes: Any, place: Any = place, name: str = name) -> Any:
-                    clones = place(*sizes)
-                    is_captured = accelerator == "gpu" and torch.cuda.is_current_stream_capturing()
-                    moved[name] += 0 if is_captured else int(clones.amounts.sum())
-                    return clones
+            def counted(*sizes: Any, place: Any = place, name: str = name) -> Any:
+                clones = place(*sizes)
+                is_captured = accelerator == "gpu" and torch.cuda.is_current_stream_capturing()
+                moved[name] += 0 if is_captured else int(clones.amounts.sum())
+                return clones
 
-                patch.setattr(module, "place_clones", counted)
+            patch.setattr(cloning_dispatchers, "place_clones", counted)
             job = gpu_job(MIXTURE, layout, "bf16-mixed", steps=steps)
             job = replace(job, trainer={"accelerator": accelerator})
             losses[name] = run_job(job, size).losses

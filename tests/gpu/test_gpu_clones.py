@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.experts.transport import peer_cloning
-from lightning_megatron.experts.transport.peer_cloning import PeerCloningDispatcher
+from lightning_megatron.experts.transport import cloning_dispatchers
+from lightning_megatron.experts.transport.cloning_dispatchers import PeerCloningDispatcher
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.cloned_layer import Case, ClonedLayer, any_legal_plan, distance, floats
@@ -53,7 +53,7 @@ def _distances(rank: int, size: int) -> dict[str, tuple[float, int]]:
     for name, case in CASES.items():
         with pytest.MonkeyPatch.context() as patch:
             if name == "any plan":
-                patch.setattr(peer_cloning, "place_clones", legal_plan)
+                patch.setattr(cloning_dispatchers, "place_clones", legal_plan)
             if name == "one rank late" and rank == 1:
                 delay(patch, kernels, lambda: torch.cuda._sleep(CYCLES))
             distances[name] = distance(mesh, case)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.transport.choose_transport import choose_transport
-from lightning_megatron.experts.transport.dispatchers import Dispatcher
-from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
+from lightning_megatron.experts.transport.dispatchers import Dispatcher, OneSidedDispatcher
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_

@@ -18,8 +18,8 @@ from lightning_megatron.experts.transport.dispatchers import (
     AllToAllDispatcher,
     GatherDispatcher,
     LocalDispatcher,
+    OneSidedDispatcher,
 )
-from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh

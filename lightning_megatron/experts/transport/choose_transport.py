@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
 from lightning_megatron.experts.transport.cloning import PlacedClones
-from lightning_megatron.experts.transport.cloning_dispatcher import CloningDispatcher
+from lightning_megatron.experts.transport.cloning_dispatchers import (
+    CloningDispatcher,
+    PeerCloningDispatcher,
+)
 from lightning_megatron.experts.transport.dispatchers import (
     AllToAllDispatcher,
     Dispatcher,
     GatherDispatcher,
     LocalDispatcher,
+    OneSidedDispatcher,
 )
-from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.experts.transport.peer_clones import (
     Matrices,
     PeerClones,
     PeerSource,
 )
-from lightning_megatron.experts.transport.peer_cloning import PeerCloningDispatcher
 from lightning_megatron.experts.transport.peer_transfer import (
     Puts,
     transfer_over,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_megatron.errors import RankMismatchError
+from lightning_megatron.experts.transport.peer_passes import from_experts, sort_again, to_experts
+from lightning_megatron.experts.transport.peer_transfer import PeerTransfer
 from lightning_megatron.experts.transport.permute import (
     RowMap,
     map_rows,
@@ -43,23 +47,27 @@ from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.shapes import Float, Int
 
 
-class Dispatcher(Protocol):
-    """Interface of the transports that bring tokens to experts and back.
+class Dispatcher(ABC):
+    """Transport that brings tokens to experts and back.
 
     The steps are :meth:`prepare`, :meth:`send`, :meth:`receive`, the experts, :meth:`send_back` and
     :meth:`combine`. The sizes in the first and the last step follow from input shapes, and the host
     does not wait. A dispatcher has no state: everything that a step needs is in the result of the
     previous one. Computation between :meth:`send` and :meth:`receive` overlaps with the
     communication, forward and backward.
+
+    The steps here leave everything on this rank, without communication.
     """
 
     @property
     def is_static(self) -> bool:
         """Return whether all sizes follow from input shapes, without a copy from device to host."""
+        return True
 
     @property
     def needs_equal_counts(self) -> bool:
         """Return whether all its ranks must have the same number of tokens."""
+        return False
 
     def prepare(
         self,
@@ -74,13 +82,19 @@ class Dispatcher(Protocol):
             probabilities: Factors of the selected experts' outputs.
             experts: Indices of the selected experts in the whole layer; -1 means none.
         """
+        return PreparedTokens(hidden, probabilities, experts)
 
     def send(self, prepared: PreparedTokens) -> TokensInTransit:
         """Start to send every token to the ranks of its experts."""
+        return TokensInTransit(
+            InFlight(prepared.hidden), InFlight(prepared.probabilities), InFlight(prepared.experts)
+        )
 
+    @abstractmethod
     def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Wait for the tokens of this rank's experts, and sort them by expert."""
 
+    @abstractmethod
     def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how the backward pass recomputes the rows of the experts; None if it keeps them.
 
@@ -95,13 +109,50 @@ class Dispatcher(Protocol):
 
         The outputs are already multiplied by their probabilities, and undefined past the last end.
         """
+        return ExpertOutput(outputs, dispatched.row_map)
 
     def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token, with sizes that follow from input shapes."""
+        return unpermute(returned.rows, returned.row_map)
 
 
 @dataclass(frozen=True)
-class LocalDispatcher:
+class OuterDispatcher(Dispatcher):
+    """Dispatcher that changes some steps of another one, and leaves it the others.
+
+    Args:
+        inner: The other dispatcher.
+    """
+
+    inner: Dispatcher
+
+    @property
+    @override
+    def is_static(self) -> bool:
+        return self.inner.is_static
+
+    @property
+    @override
+    def needs_equal_counts(self) -> bool:
+        return self.inner.needs_equal_counts
+
+    @override
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
+        return self.inner.rows_recipe(dispatched)
+
+    @override
+    def send_back(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
+        return self.inner.send_back(outputs, dispatched)
+
+    @override
+    def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
+        return self.inner.combine(returned)
+
+
+@dataclass(frozen=True)
+class LocalDispatcher(Dispatcher):
     """Dispatcher without communication: it sorts this rank's tokens by expert.
 
     Sizes are static, and nothing is copied from the device to the host.
@@ -114,58 +165,23 @@ class LocalDispatcher:
     local_experts: ShardRange
     limit: LayerRows | None = None
 
-    @property
-    def is_static(self) -> bool:
-        """Return ``True``: all sizes follow from input shapes."""
-        return True
-
-    @property
-    def needs_equal_counts(self) -> bool:
-        """Return ``False``: no other rank takes part."""
-        return False
-
-    def prepare(
-        self,
-        hidden: Float[Tensor, "tokens hidden"],
-        probabilities: Float[Tensor, "tokens top_k"],
-        experts: Int[Tensor, "tokens top_k"],
-    ) -> PreparedTokens:
-        """Return the tokens unchanged."""
-        return PreparedTokens(hidden, probabilities, experts)
-
-    def send(self, prepared: PreparedTokens) -> TokensInTransit:
-        """Return the tokens unchanged, without communication."""
-        return TokensInTransit(
-            InFlight(prepared.hidden), InFlight(prepared.probabilities), InFlight(prepared.experts)
-        )
-
+    @override
     def receive(self, sent: TokensInTransit) -> ExpertInput:
-        """Sort the tokens of this rank's experts."""
         experts = sent.experts.wait()
         row_map = map_within(self.limit, experts, self.local_experts.start, self.local_experts.size)
         hidden = sent.hidden.wait()
         rows = permute_both(hidden, sent.probabilities.wait(), row_map)
         return ExpertInput(*rows, row_map, tokens=hidden.detach())
 
+    @override
     def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
-        """Return how to sort the same tokens again."""
         if dispatched.tokens is None:
             return None
         return Recipe.of(_sort_again, dispatched.tokens, *dispatched.row_map.tensors)
 
-    def send_back(
-        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
-    ) -> ExpertOutput:
-        """Return the outputs unchanged."""
-        return ExpertOutput(outputs, dispatched.row_map)
-
-    def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
-        """Sum the outputs of each token."""
-        return unpermute(returned.rows, returned.row_map)
-
 
 @dataclass(frozen=True)
-class GatherDispatcher:
+class GatherDispatcher(OuterDispatcher):
     """Dispatcher that all-gathers the tokens of an axis and reduce-scatters the outputs.
 
     No token is dropped, for any routing. The ranks of the axis hold different tokens, in equal
@@ -182,36 +198,22 @@ class GatherDispatcher:
         outputs; its backward pass all-gathers their gradients.
     """
 
-    inner: Dispatcher
     axis: MeshAxis
 
     @property
-    def is_static(self) -> bool:
-        """Return whether the inner dispatcher is static."""
-        return self.inner.is_static
-
-    @property
+    @override
     def needs_equal_counts(self) -> bool:
-        """Return ``True``: an all-gather needs equal parts."""
         return True
 
-    def prepare(
-        self,
-        hidden: Float[Tensor, "tokens hidden"],
-        probabilities: Float[Tensor, "tokens top_k"],
-        experts: Int[Tensor, "tokens top_k"],
-    ) -> PreparedTokens:
-        """Return the tokens unchanged."""
-        return PreparedTokens(hidden, probabilities, experts)
-
+    @override
     def send(self, prepared: PreparedTokens) -> TokensInTransit:
-        """Start to all-gather the tokens, their probabilities and their experts."""
         return TokensInTransit(
             start_all_gather_sequence(prepared.hidden, self.axis),
             start_all_gather_sequence(prepared.probabilities, self.axis),
             start_all_gather_sequence(prepared.experts, self.axis),
         )
 
+    @override
     def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Wait for the gathered tokens, and give them to the inner dispatcher."""
         return self.inner.receive(
@@ -222,23 +224,14 @@ class GatherDispatcher:
             )
         )
 
-    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
-        """Return how the inner dispatcher recomputes the rows from the gathered tokens."""
-        return self.inner.rows_recipe(dispatched)
-
-    def send_back(
-        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
-    ) -> ExpertOutput:
-        """Give the outputs to the inner dispatcher."""
-        return self.inner.send_back(outputs, dispatched)
-
+    @override
     def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token on this rank, then over all ranks."""
         return reduce_scatter_sequence(self.inner.combine(returned), self.axis)
 
 
 @dataclass(frozen=True)
-class AllToAllDispatcher:
+class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends one row for each selection to the rank of the selected expert.
 
     Only rows that an expert needs are sent, and no token is dropped. From :meth:`send` to
@@ -258,15 +251,11 @@ class AllToAllDispatcher:
     axis: MeshAxis
 
     @property
+    @override
     def is_static(self) -> bool:
-        """Return ``False``: buffer sizes depend on the routing."""
         return False
 
-    @property
-    def needs_equal_counts(self) -> bool:
-        """Return ``False``: ranks exchange their row counts."""
-        return False
-
+    @override
     def prepare(
         self,
         hidden: Float[Tensor, "tokens hidden"],
@@ -282,6 +271,7 @@ class AllToAllDispatcher:
         counts = RowCounts(row_map, received, totals)
         return PreparedTokens(*permute_both(hidden, probabilities, row_map), experts, counts)
 
+    @override
     def send(self, prepared: PreparedTokens) -> TokensInTransit:
         """Read row counts on the host, and start to send the rows."""
         counts = prepared.counts
@@ -302,6 +292,7 @@ class AllToAllDispatcher:
         sizes = AllToAllSizes(counts.row_map, tuple(sends), tuple(receives))
         return TokensInTransit(rows, scales, InFlight(experts), sizes)
 
+    @override
     def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Wait for the rows, and sort them by expert."""
         row_map = map_rows(sent.experts.wait().unsqueeze(1), 0, self.num_experts // self.axis.size)
@@ -309,9 +300,11 @@ class AllToAllDispatcher:
         scales = sent.probabilities.wait()
         return ExpertInput(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.sizes)
 
+    @override
     def rows_recipe(self, dispatched: ExpertInput) -> None:
         """Return ``None``: the rows that have arrived are as many as the sorted ones."""
 
+    @override
     def send_back(
         self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
     ) -> ExpertOutput:
@@ -324,9 +317,79 @@ class AllToAllDispatcher:
         missing = sizes.row_map.num_rows - back.shape[0]
         return ExpertOutput(F.pad(back, (0, 0, 0, missing)) if missing else back, sizes.row_map)
 
+
+@dataclass(frozen=True)
+class OneSidedDispatcher(Dispatcher):
+    """Dispatcher that puts each token into the memory of the ranks of its selected experts, once.
+
+    Only the needed tokens are sent, no token is dropped, and nothing is copied from the device to
+    the host. A token has the same row on every rank, so each buffer has room for the tokens of all
+    ranks, and all ranks must have the same number. The puts run in :meth:`receive`, so computation
+    between :meth:`send` and :meth:`receive` does not overlap with them.
+
+    Args:
+        local_experts: Experts of this rank; all ranks have the same number.
+        transfer: Transfer of tokens and of sums of outputs.
+        limit: Limit on the rows of this rank's experts; None without one.
+
+    Communication: ``receive`` puts tokens, probabilities and experts; its backward pass puts sums
+        of gradients. ``combine`` puts sums of outputs; its backward pass puts gradients, and tokens
+        again if the rows of experts were not kept. A barrier precedes and follows each transfer.
+    """
+
+    local_experts: ShardRange
+    transfer: PeerTransfer
+    limit: LayerRows | None = None
+
+    @property
+    @override
+    def needs_equal_counts(self) -> bool:
+        return True
+
+    @override
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
+        """Put tokens into the memory of their experts' ranks, and sort the received tokens."""
+        experts = sent.experts.wait()
+        tokens = sent.hidden.wait()
+        probabilities = sent.probabilities.wait()
+        self.transfer.begin()
+        arrived = to_experts(
+            tokens, probabilities, experts, self.local_experts, self.transfer, self.limit
+        )
+        return ExpertInput(*arrived, sent_experts=experts, tokens=tokens.detach())
+
+    @override
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
+        """Return how to sort the tokens that the backward pass of :meth:`combine` puts again."""
+        tokens = dispatched.tokens
+        experts = dispatched.sent_experts
+        if tokens is None:
+            return None
+        assert experts is not None, "these rows were put here"
+        # Allocated here, so that a layer that has run forward once can be captured.
+        self.transfer.buffer_again(tokens, experts)
+        sort = partial(sort_again, self.transfer)
+        return Recipe.of(sort, tokens, experts, *dispatched.row_map.tensors)
+
+    @override
+    def send_back(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
+        """Return the outputs unchanged; :meth:`combine` transfers their sums."""
+        sent = dispatched.sent_experts
+        return ExpertOutput(outputs, dispatched.row_map, sent, tokens=dispatched.tokens)
+
+    @override
     def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
-        """Sum the outputs of each token."""
-        return unpermute(returned.rows, returned.row_map)
+        """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
+        assert returned.sent_experts is not None, "these rows were put here"
+        return from_experts(
+            returned.rows,
+            returned.row_map,
+            returned.sent_experts,
+            self.transfer,
+            tokens=returned.tokens,
+        )
 
 
 def _sort_again(tokens: Tensor, *map_tensors: Tensor) -> Tensor:

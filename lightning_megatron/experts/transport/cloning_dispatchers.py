@@ -1,29 +1,83 @@
-"""Dispatcher that puts tokens into the memory of the ranks of their experts, or of their clones."""
+"""Dispatchers that send some tokens of busy experts to clones of these experts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.experts.transport.cloning import place_clones, to_physical
-from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
+from lightning_megatron.experts.transport.dispatchers import OneSidedDispatcher, OuterDispatcher
 from lightning_megatron.experts.transport.peer_clones import PeerClones, PeerRound
 from lightning_megatron.experts.transport.peer_passes import from_experts, to_experts
 from lightning_megatron.experts.transport.permute import map_rows
-from lightning_megatron.experts.transport.transit import ExpertInput, ExpertOutput, TokensInTransit
+from lightning_megatron.experts.transport.transit import (
+    ExpertInput,
+    ExpertOutput,
+    PreparedTokens,
+    TokensInTransit,
+)
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_gather_sequence
 from lightning_megatron.plan.cloning import CloneSettings
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Int
+
+
+@dataclass(frozen=True)
+class CloningDispatcher(OuterDispatcher):
+    """Dispatcher that passes physical experts (homes and places of clones) to another dispatcher.
+
+    All ranks plan the same clones from the counts of all ranks. Probabilities stay those of the
+    selected experts, so the router and its losses do not see the clones.
+
+    Args:
+        inner: Dispatcher over the homes and places of all ranks.
+        axis: Axis that divides the experts into equal parts (ep).
+        num_experts: Number of experts of the layer.
+        settings: The places, and the smallest clone.
+
+    Communication: ``prepare`` all-gathers the counts of selections; otherwise that of the inner
+        dispatcher.
+    """
+
+    axis: MeshAxis
+    num_experts: int
+    settings: CloneSettings
+
+    @override
+    def prepare(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"],
+        experts: Int[Tensor, "tokens top_k"],
+    ) -> PreparedTokens:
+        """Plan clones, and replace the selected experts by physical ones."""
+        row_map = map_rows(experts, 0, self.num_experts)
+        counts = torch.diff(row_map.ends, prepend=row_map.ends.new_zeros(1))
+        every = all_gather_sequence(counts.unsqueeze(0), self.axis)
+        clones = place_clones(every, self.settings.places, self.settings.min_rows)
+        physical = to_physical(experts, row_map, clones, self.axis.rank)
+        return replace(self.inner.prepare(hidden, probabilities, physical), clones=clones)
+
+    @override
+    def send(self, prepared: PreparedTokens) -> TokensInTransit:
+        """Start to send every token to the ranks of its physical experts."""
+        return replace(self.inner.send(prepared), clones=prepared.clones)
+
+    @override
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
+        """Wait for the tokens of this rank's homes and clones, and sort them."""
+        return replace(self.inner.receive(sent), clones=sent.clones)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerCloningDispatcher(OneSidedDispatcher):
     """Dispatcher of one-sided puts to homes and places of clones, which it plans on the device.
 
-    Equal to :class:`~lightning_megatron.experts.transport.cloning_dispatcher.CloningDispatcher`
-    with an inner dispatcher of puts. Counts, weights and tokens share the barriers of the tokens,
-    so that everything runs in :meth:`receive`.
+    Equal to :class:`CloningDispatcher` with an inner dispatcher of puts. Counts, weights and tokens
+    share the barriers of the tokens, so that everything runs in :meth:`receive`.
 
     Args:
         local_experts: Homes and places of this rank; all ranks have the same number.
