@@ -81,3 +81,12 @@ def line_of_user() -> str:
         return "in code without a file"
     line = Line.of(frame)
     return f"{line.place} in {frame.f_code.co_name}: {line.text}"
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of a module run code of ``torch.compile``.
+
+    Args:
+        module: Any module.
+    """
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

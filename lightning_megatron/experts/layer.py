@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +24,16 @@ from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.experts.transport.transit import (
     ExpertInput,
     ExpertOutput,
-    PreparedTokens,
     TokensInTransit,
 )
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.recompute import recomputed
-from lightning_megatron.layers.segments import Segment, SegmentList
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.model_shape import Activation
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Int
 
 
 class MixtureOfExperts(nn.Module):
@@ -46,9 +43,8 @@ class MixtureOfExperts(nn.Module):
     output of the shared expert. Also equal to Hugging Face's MixtralSparseMoeBlock,
     Qwen3MoeSparseMoeBlock, DeepseekV3MoE and GptOssMLP with the same weights.
 
-    The layer runs as a list of segments. Those from ``send`` to ``send_back`` are static if the
-    dispatcher is, the others always. Without sequence parallelism all tp ranks have the same
-    tokens, and each rank dispatches an equal share of them.
+    Without sequence parallelism all tp ranks have the same tokens, and each rank dispatches an
+    equal share of them.
 
     Router losses are attached to the probabilities, scaled by the value of :attr:`loss_weight` at
     the time of the forward pass.
@@ -116,33 +112,19 @@ class MixtureOfExperts(nn.Module):
         self.recomputes_experts = False
         #: Whether the backward pass sends and sorts the inputs of the experts again.
         self.sends_inputs_again = False
-        # The mesh and the settings for which the transport and the segments were built.
-        self._built: tuple[ParallelMesh, object, TransportChoice, SegmentList] | None = None
+        # The mesh and the settings for which the transport was chosen.
+        self._chosen: tuple[ParallelMesh, object, TransportChoice] | None = None
 
     @property
     def transport_choice(self) -> TransportChoice:
-        """Return the transport of the layer's tokens, with the reason for its choice."""
-        return self._parts()[0]
+        """Return the transport of the layer's tokens, with the reason for its choice.
 
-    def segments(self) -> SegmentList:
-        """Return the list that a forward pass runs, from ``hidden`` to ``output``."""
-        return self._parts()[1]
-
-    def forward(
-        self, hidden: Float[Tensor, "seq_local batch hidden"]
-    ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the mixture's output for each token."""
-        return self.segments()((hidden,))[0]
-
-    def _parts(self) -> tuple[TransportChoice, SegmentList]:
-        """Return the dispatcher and the segments.
-
-        They are rebuilt if a later run has set another mesh, transport, limit or other places for
+        It is chosen again if a later run has set another mesh, transport, limit or other places for
         clones.
         """
         settings = (self.transport, self.clones, self.row_limit)
-        built = self._built
-        if built is None or built[0] is not self.mesh or built[1] != settings:
+        chosen = self._chosen
+        if chosen is None or chosen[0] is not self.mesh or chosen[1] != settings:
             choice = choose_transport(
                 self.config.num_experts,
                 self.config.top_k,
@@ -153,88 +135,44 @@ class MixtureOfExperts(nn.Module):
                 matrices=self.experts.matrices,
                 limit=self.row_limit,
             )
-            segments = self._list_segments(choice)
-            self._built = built = self.mesh, settings, choice, segments
-        return built[2:]
+            self._chosen = chosen = self.mesh, settings, choice
+        return chosen[2]
 
-    def _list_segments(self, choice: TransportChoice) -> SegmentList:
-        is_static = choice.dispatcher.is_static
-        dispatch: dict[str, Any] = {"is_static": is_static, "scopes": ("preprocess",)}
-        segments = [
-            Segment(
-                "route",
-                self._route,
-                ("hidden",),
-                ("entered", "tokens", "probabilities", "selected"),
-                scopes=("router",),
-                modules=(self.router,),
-            ),
-            Segment(
-                "prepare",
-                self._prepare,
-                ("tokens", "probabilities", "selected"),
-                ("prepared",),
-                scopes=("preprocess",),
-            ),
-            Segment("send", self._send, ("prepared",), ("sent",), starts_transfer=True, **dispatch),
-        ]
-        if self.shared is not None:
-            # The shared expert runs between send and receive, where it overlaps with the transport
-            # of tokens, and its backward pass with that of their gradients.
-            segments.append(
-                Segment(
-                    "shared",
-                    self.shared,
-                    ("entered",),
-                    ("shared",),
-                    scopes=("preprocess",),
-                    modules=(self.shared,),
-                )
-            )
-        segments += [
-            Segment(
-                "receive",
-                self._receive,
-                ("sent",),
-                ("dispatched",),
-                modules=(self.experts,) if choice.puts_weights else (),
-                starts_transfer=choice.puts_weights,
-                **dispatch,
-            ),
-            Segment(
-                "experts",
-                self._compute,
-                ("dispatched",),
-                ("rows",),
-                is_static,
-                scopes=("experts",),
-                modules=(self.experts,),
-            ),
-            Segment(
-                "send_back",
-                self._send_back,
-                ("rows", "dispatched"),
-                ("returned",),
-                is_static,
-                scopes=("combine",),
-            ),
-            Segment(
-                "combine",
-                self._combine,
-                ("returned", "entered"),
-                ("output",),
-                scopes=("combine",),
-            ),
-        ]
-        if self.shared is not None:
-            segments.append(
-                Segment("join", torch.add, ("output", "shared"), ("output",), scopes=("combine",))
-            )
-        return SegmentList(segments, ("hidden",), ("output",))
+    def forward(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "seq_local batch hidden"]:
+        """Return the mixture's output for each token."""
+        dispatcher = self.transport_choice.dispatcher
+        hidden, *routed = self.route(hidden)
+        sent = dispatcher.send(dispatcher.prepare(*routed))
+        # The shared expert overlaps with the transport of tokens, and its backward pass with that
+        # of their gradients.
+        shared = None if self.shared is None else self.shared(hidden)
+        dispatched = self.receive(sent)
+        # Memory of what later steps do not read is freed at once.
+        del sent
+        rows = self.compute(dispatched)
+        returned = dispatcher.send_back(rows, dispatched)
+        del rows, dispatched
+        output = self.combine(returned, hidden)
+        return output if shared is None else output + shared
 
-    def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # The view sums the gradients of all its readers. If this segment runs separately, it then
-        # gets one gradient, with the same sum as in a pass through the whole layer.
+    def route(
+        self, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> tuple[
+        Float[Tensor, "seq_local batch hidden"],
+        Float[Tensor, "tokens hidden"],
+        Float[Tensor, "tokens top_k"],
+        Int[Tensor, "tokens top_k"],
+    ]:
+        """Select the experts of each token.
+
+        Returns:
+            The input for later readers; the tokens that this rank dispatches, with the
+            probabilities and the numbers of their experts.
+        """
+        # The view sums the gradients of all its readers. If a CUDA graph runs this method
+        # separately, it then gets one gradient, with the same sum as in a pass through the layer.
         hidden = hidden.view_as(hidden)
         routing = self.router(hidden)
         # A recomputed forward pass must not count its tokens twice.
@@ -249,13 +187,12 @@ class MixtureOfExperts(nn.Module):
             self._local_share(routing.experts, fill=-1),
         )
 
-    def _prepare(self, tokens: Tensor, probabilities: Tensor, selected: Tensor) -> PreparedTokens:
-        return self.transport_choice.dispatcher.prepare(tokens, probabilities, selected)
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
+        """Wait for the tokens that other ranks send to the experts of this rank.
 
-    def _send(self, prepared: PreparedTokens) -> TokensInTransit:
-        return self.transport_choice.dispatcher.send(prepared)
-
-    def _receive(self, sent: TokensInTransit) -> ExpertInput:
+        Args:
+            sent: Tokens in transit.
+        """
         dispatched = self.transport_choice.dispatcher.receive(sent)
         if not (self.sends_inputs_again and torch.is_grad_enabled()):
             dispatched = replace(dispatched, tokens=None)
@@ -263,7 +200,12 @@ class MixtureOfExperts(nn.Module):
             self.rank_rows.add_(dispatched.row_map.needed, dispatched.clones, self.mesh.ep.rank)
         return dispatched
 
-    def _compute(self, dispatched: ExpertInput) -> Tensor:
+    def compute(self, dispatched: ExpertInput) -> Float[Tensor, "rows hidden"]:
+        """Return the outputs of the experts of this rank.
+
+        Args:
+            dispatched: Rows of the experts.
+        """
         clones = None
         if dispatched.clones is not None:
             sources = self.transport_choice.clone_sources
@@ -275,10 +217,15 @@ class MixtureOfExperts(nn.Module):
             experts = partial(recomputed, self.experts)
         return experts(dispatched.rows, dispatched.probabilities, dispatched.ends, clones, again)
 
-    def _send_back(self, rows: Tensor, dispatched: ExpertInput) -> ExpertOutput:
-        return self.transport_choice.dispatcher.send_back(rows, dispatched)
+    def combine(
+        self, returned: ExpertOutput, hidden: Float[Tensor, "seq_local batch hidden"]
+    ) -> Float[Tensor, "seq_local batch hidden"]:
+        """Return the weighted sum of the experts' outputs for each token.
 
-    def _combine(self, returned: ExpertOutput, hidden: Tensor) -> Tensor:
+        Args:
+            returned: Outputs on their way back.
+            hidden: Input of the layer.
+        """
         output = self.transport_choice.dispatcher.combine(returned)
         if self._is_divided:
             output = gather_from_axis(output, self.mesh.tp, dim=0)[

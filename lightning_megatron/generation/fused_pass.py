@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention import SelfAttention
-from lightning_megatron.layers.block import TransformerBlock
+from lightning_megatron.layers.block import PreNormBlock
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.key_value_cache import KeyValueCache
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -60,7 +60,7 @@ def _names(dtypes: set[torch.dtype]) -> str:
 
 def _reason_against_block(block: Any) -> str | None:
     """Return why a block cannot be computed by the kernels; None if it can."""
-    if type(block) is not TransformerBlock or block.norm_position != "pre" or block.is_parallel:
+    if type(block) is not PreNormBlock:
         return "a layer is not a sequence of norm, attention, norm and MLP"
     if block.scale != 1.0 or block.attention_output_norm or block.mlp_output_norm:
         return "the outputs of a layer are scaled or normalised"
@@ -92,7 +92,7 @@ def _reason_against_block(block: Any) -> str | None:
     return _reason_against_weights(block)
 
 
-def _reason_against_weights(block: TransformerBlock) -> str | None:
+def _reason_against_weights(block: PreNormBlock) -> str | None:
     layer = _Layer.of(block)
     weights = (layer.qkv, layer.output, layer.gate_up, layer.down)
     if not all(is_stored(weight) and weight.is_contiguous() for weight in weights):
@@ -123,7 +123,7 @@ class _Layer:
     @classmethod
     def of(cls, block: Any) -> _Layer:
         attention = block.attention
-        scale = attention.kind.scale
+        scale = attention.span.scale
         settings: dict[str, Any] = {
             "scale": attention.head_dim**-0.5 if scale is None else scale,
             "interleaved": attention.interleaved,

@@ -26,7 +26,7 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
 from lightning_megatron.layers.token_attention import reason_against_token_attention
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.gpt_block import attention_kind
+from lightning_megatron.models.gpt_block import span_of_layer
 from lightning_megatron.shapes import Float, Int
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def reason_against_replay(gpt: GPT) -> str | None:
     if any(getattr(module, "sinks", None) is not None for module in gpt.modules()):
         return "the attention of the model has sinks"
     reasons = (
-        reason_against_token_attention(attention_kind(config, index))
+        reason_against_token_attention(span_of_layer(config, index))
         for index in range(config.num_layers)
     )
     return next((reason for reason in reasons if reason is not None), None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_megatron.layers.segments import SegmentList
+from lightning_megatron.graphs.segments import SegmentList
 
 
 def bucket_cuts(

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from torch import nn
 
+from lightning_megatron.graphs.segments import SegmentList
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks, user_hook_of
-from lightning_megatron.layers.segments import SegmentList, is_compiled
 from lightning_megatron.plan.cuda_graphs import expanded_scopes
+from lightning_megatron.user_code import is_compiled
 
 
 def must_be_called(module: nn.Module) -> bool:

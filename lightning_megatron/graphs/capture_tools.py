@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.effects import EffectObservers
+from lightning_megatron.graphs.segments import SegmentList
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.layers.segments import SegmentList
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 
 #: Memory for copies of gradients, by position, shape and dtype; see ``OutputGradients``.

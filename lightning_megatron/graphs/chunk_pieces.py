@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_megatron.graphs.foreign_functions import runs_foreign
+from lightning_megatron.graphs.segments import SegmentList, split
 from lightning_megatron.graphs.values import flatten
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.layers.segments import SegmentList, is_compiled, split
+from lightning_megatron.user_code import is_compiled
 
 #: Runs one piece on its inputs, given its number and these.
 RunPiece = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
@@ -46,6 +47,11 @@ class ChunkPieces:
         self.names = tuple(segment.name for piece in self.pieces for segment in piece)
         self._parameters = [piece.parameters for piece in self.pieces]
         self._dropped = _last_reads(self.pieces, segments.outputs)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of the inputs of the chunk."""
+        return self._segments.inputs
 
     @property
     def runs(self) -> list[tuple[bool, tuple[str, ...]]]:

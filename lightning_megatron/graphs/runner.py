@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.graphs.capture_tools import CaptureTools, StaticPiece
 from lightning_megatron.graphs.captured_piece import CapturedPiece
 from lightning_megatron.graphs.chunk_key import ChunkKey, PassMode
 from lightning_megatron.graphs.chunk_pieces import ChunkObserver, ChunkPieces
+from lightning_megatron.graphs.model_segments import chunk_segments, chunk_values
 from lightning_megatron.graphs.report import GraphCounts, beyond, runs_of
+from lightning_megatron.graphs.segments import SegmentList
 from lightning_megatron.graphs.shared_slot import SharedSlot
 from lightning_megatron.graphs.slot import Slot
 from lightning_megatron.graphs.step_kind import TRAINING, StepKind
 from lightning_megatron.graphs.values import flatten
 from lightning_megatron.groups.p2p import PendingTransfers
-from lightning_megatron.layers.segments import SegmentList, is_compiled
+from lightning_megatron.models.layered import LayeredModule, LayerInputs
 from lightning_megatron.optimizer.reduction import GradientReducer
 from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.graph_slots import GraphSlots
 from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.user_code import is_compiled
 
 
 @dataclass(frozen=True)
@@ -207,25 +210,27 @@ class GraphRunner:
 
     def run(
         self,
+        model: LayeredModule,
         chunk: int,
-        segments: SegmentList,
-        values: tuple[Any, ...],
-        is_last: bool,
-        is_training: bool,
-    ) -> tuple[Any, ...]:
+        hidden: Tensor | None,
+        call: Any,
+        layers: Mapping[int, LayerInputs],
+    ) -> Any:
         """Run a chunk; see ``ChunkRunner``."""
-        mode = PassMode(is_training, torch.is_grad_enabled())
+        mode = PassMode(model.training, torch.is_grad_enabled())
         kind = self._kind
         if kind is None or not self._serves(chunk, kind, mode):
-            return segments(values)
-        observer = self._observer(chunk, segments, mode)
+            return model.run_chunk(chunk, hidden, call, layers)
+        observer = self._observer(model, chunk, mode)
+        names = self._chunks[chunk].inputs
+        named = chunk_values(model, hidden, call, layers)
+        values = tuple([named[name] for name in names])
         if kind not in self._begun or not observer.has_observed:
-            return observer.run(values)
-        if not self._is_permitted or self.failure is not None:
-            return segments(values)
-        key = ChunkKey.of(mode, segments.inputs, values)
-        if not self._admits(chunk, kind, key):
-            return segments(values)
+            return observer.run(values)[0]
+        key = ChunkKey.of(mode, names, values)
+        is_off = not self._is_permitted or self.failure is not None
+        if is_off or not self._admits(chunk, kind, key):
+            return model.run_chunk(chunk, hidden, call, layers)
         graphs = self._graphs_of(key)
         # If there are many sequence lengths, the model moves tables, which are then copied before
         # each replay.
@@ -233,13 +238,12 @@ class GraphRunner:
         outputs = self._chunks[chunk].run(
             values, partial(self._run_piece, chunk, graphs, constants)
         )
-        if not is_last and mode.has_backward:
-            return outputs
+        if not model.is_last_stage(chunk) and mode.has_backward:
+            return outputs[0]
         # The next microbatch overwrites the outputs of graphs, but user code or another chunk may
         # keep them.
         flat = flatten(outputs)
-        copies: tuple[Any, ...] = flat.with_tensors([tensor.clone() for tensor in flat.tensors])
-        return copies
+        return flat.with_tensors([tensor.clone() for tensor in flat.tensors])[0]
 
     def _serves(self, chunk: int, kind: StepKind, mode: PassMode) -> bool:
         """Return whether a call belongs to a microbatch in a step of the current kind."""
@@ -264,20 +268,20 @@ class GraphRunner:
             self._note_eager(f"a {kind.name} of a further shape", beyond(most))
         return False
 
-    def _observer(self, chunk: int, segments: SegmentList, mode: PassMode) -> ChunkObserver:
+    def _observer(self, model: LayeredModule, chunk: int, mode: PassMode) -> ChunkObserver:
         if chunk not in self._chunks or chunk in self._unchecked:
             self._unchecked.discard(chunk)
-            self._prepare(chunk, segments)
+            self._prepare(model, chunk)
         if (chunk, mode) not in self._observers:
             observer = ChunkObserver(self._chunks[chunk], self._tools.random)
             self._observers[chunk, mode] = observer
         return self._observers[chunk, mode]
 
-    def _prepare(self, chunk: int, segments: SegmentList) -> None:
+    def _prepare(self, model: LayeredModule, chunk: int) -> None:
         """Divide a chunk into pieces, unless the current division is up to date."""
         settings = self._settings
         pieces = ChunkPieces(
-            settings.prepare(segments),
+            settings.prepare(chunk_segments(model, chunk)),
             settings.scopes,
             settings.cuts,
             settings.keeps_whole,

@@ -35,7 +35,7 @@ class Attention(nn.Module):
         kv_heads: Key/value heads of this rank (heads).
         head_dim: Size of a query or key head (elements).
         value_dim: Size of a value head, at most ``head_dim``; None means ``head_dim`` (elements).
-        kind: Attention of the layer over whole rows; None means causal attention.
+        span: Attention of the layer over whole rows; None means causal attention.
         dropout: Probability that an attention weight is dropped.
         layer: Number of the layer in the random streams; 1 is the first block.
     """
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         kv_heads: int,
         head_dim: int,
         value_dim: int | None = None,
-        kind: AttentionSpan | None = None,
+        span: AttentionSpan | None = None,
         dropout: float = 0.0,
         layer: int = 1,
     ) -> None:
@@ -58,8 +58,11 @@ class Attention(nn.Module):
         self.value_dim = value_dim or head_dim
         self.dropout = dropout
         #: Attention of the layer over whole rows.
-        self.kind = kind or AttentionSpan()
+        self.span = span or AttentionSpan()
         self.layer = layer
+        #: Whether the backward pass recomputes the attention core, whose activations are then not
+        #: kept.
+        self.recomputes_core = False
         #: Dropout of weights where torch's kernels do not drop them.
         self.weight_dropout = WeightDropout(mesh, mesh.tp.rank * heads)
         #: Transport of attention over cp; without context parallelism nothing is exchanged.
@@ -72,8 +75,7 @@ class Attention(nn.Module):
         query: Float[Tensor, "seq_part batch heads head_dim"],
         key: Float[Tensor, "seq_part batch kv_heads head_dim"],
         value: Float[Tensor, "seq_part batch kv_heads value_dim"],
-        rows: AttentionSpan | None = None,
-        recompute: bool = False,
+        span: AttentionSpan | None = None,
         sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "seq_part batch heads*value_dim"]:
         """Return the attention output of every query, before the output projection.
@@ -82,30 +84,28 @@ class Attention(nn.Module):
             query: Queries.
             key: Keys.
             value: Values.
-            rows: Documents, prefix or mask of the rows; None means whole rows.
-            recompute: Whether the backward pass recomputes the attention core instead of keeping
-                its activations.
+            span: Documents, prefix or mask of the rows; None means whole rows.
             sinks: Score of each head's sink; None means no sinks.
         """
-        if recompute:
+        if self.recomputes_core:
             replayed_core: Tensor = replayed(
-                self._core, self.mesh.random, self.layer, query, key, value, rows, sinks
+                self._core, self.mesh.random, self.layer, query, key, value, span, sinks
             )
             return replayed_core
-        return self._core(query, key, value, rows, sinks)
+        return self._core(query, key, value, span, sinks)
 
     def _core(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: AttentionSpan | None = None,
+        span: AttentionSpan | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         drops: dict[str, Any] = {"dropout": dropout, "drop": self.weight_dropout}
         with tensor_region_stream(self.dropout, self.training, self.mesh):
-            span = self.kind.over(rows)
+            span = self.span.over(span)
             if sinks is not None:
                 span = replace(span, sinks=sinks)
             cp = self.mesh.cp
@@ -143,9 +143,9 @@ class SelfAttention(Attention):
         head_dim: Size of a head; None means ``hidden_size / num_heads`` (elements).
         bias: Whether the projections to queries, keys and values add a bias.
         output_bias: Whether the output projection adds a bias; None means the same as ``bias``.
-        causal: Whether a position attends only to itself and to earlier positions, if no kind is
+        causal: Whether a position attends only to itself and to earlier positions, if no span is
             given.
-        kind: Attention of the layer over whole rows, with the ALiBi slopes of all heads; None means
+        span: Attention of the layer over whole rows, with the ALiBi slopes of all heads; None means
             plain attention, causal if ``causal`` is true.
         dropout: Probability that an attention weight is dropped.
         norm_eps: Epsilon of the RMSNorm that is applied to every query and key head before the
@@ -179,7 +179,7 @@ class SelfAttention(Attention):
         bias: bool = True,
         output_bias: bool | None = None,
         causal: bool = True,
-        kind: AttentionSpan | None = None,
+        span: AttentionSpan | None = None,
         dropout: float = 0.0,
         norm_eps: float | None = None,
         norm_offset: float = 0.0,
@@ -199,13 +199,13 @@ class SelfAttention(Attention):
             heads=widths[0] // head_dim,
             kv_heads=widths[1] // head_dim,
             head_dim=head_dim,
-            kind=kind or AttentionSpan(causal=causal),
+            span=span or AttentionSpan(causal=causal),
             dropout=dropout,
             layer=layer,
         )
-        if self.kind.slopes is not None:
+        if self.span.slopes is not None:
             own_heads = range(ranges[0].start // head_dim, ranges[0].stop // head_dim)
-            self.kind = replace(self.kind, slopes=self.kind.slopes.of(own_heads))
+            self.span = replace(self.span, slopes=self.span.slopes.of(own_heads))
         self.widths = widths
         self.qkv = ColumnParallelLinear(
             hidden_size,
@@ -251,8 +251,7 @@ class SelfAttention(Attention):
             Float[Tensor, "seq_part #batch 1 rotary_dim"],
         ]
         | None = None,
-        recompute_core: bool = False,
-        rows: AttentionSpan | None = None,
+        span: AttentionSpan | None = None,
         magnitude: Magnitude | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the attention output of every position.
@@ -260,9 +259,7 @@ class SelfAttention(Attention):
         Args:
             hidden: Hidden states.
             rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
-            recompute_core: Whether the backward pass recomputes the attention core instead of
-                keeping its activations.
-            rows: Documents, prefix or mask of the rows; None means whole rows.
+            span: Documents, prefix or mask of the rows; None means whole rows.
             magnitude: Largest magnitude of the input; None if it is not known.
         """
         norms = None
@@ -277,7 +274,7 @@ class SelfAttention(Attention):
             norms_layer=self.norm_over_layer,
             interleaved=self.interleaved,
         )
-        return self.output(self.mixed(query, key, value, rows, recompute_core, sinks=self.sinks))
+        return self.output(self.mixed(query, key, value, span, sinks=self.sinks))
 
     def _norms(
         self, numbers: tuple[int, int], ranges: Sequence[ShardRange], settings: Mapping[str, float]

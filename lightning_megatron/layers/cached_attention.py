@@ -54,17 +54,17 @@ def attend_with_cache(
 
 
 def cached_span(
-    kind: AttentionSpan,
+    layer_span: AttentionSpan,
     rows: AttentionSpan,
     seq_length: int,
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionSpan:
-    """Return the span of new tokens, with a mask that all layers of one kind share.
+    """Return the span of new tokens, with a mask that all layers of one layer_span share.
 
     Args:
-        kind: Attention of the layers over whole rows.
+        layer_span: Attention of the layers over whole rows.
         rows: Span with ``past``, whose cache is not empty.
         seq_length: New positions of each row, with padding after the tokens (tokens).
         dtype: Dtype of queries, keys and values.
@@ -74,24 +74,24 @@ def cached_span(
     assert past is not None, "the rows have a cache"
     if past.cache.place is not None:
         return AttentionSpan(past=past)
-    keys = past.cache.places(kind.window, past.count, device)
+    keys = past.cache.places(layer_span.window, past.count, device)
     queries = past.query_places(seq_length, device)
-    exceeds = kind.window is not None and len(keys) > kind.window
+    exceeds = layer_span.window is not None and len(keys) > layer_span.window
     mask: Tensor | None = None
     if past.visible is not None or seq_length > 1 or exceeds:
         distance = queries[:, None] - keys
         visible = (distance >= 0)[None, None]
-        if kind.window is not None:
-            visible = visible & (distance < kind.window)
+        if layer_span.window is not None:
+            visible = visible & (distance < layer_span.window)
         if past.visible is not None:
             # Padding attends to itself, because every query must have a key.
             visible = visible & past.visible[:, None, None, keys] | (distance == 0)
         mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
             ~visible, -torch.inf
         )
-    if kind.slopes is None:
+    if layer_span.slopes is None:
         return AttentionSpan(mask=mask, past=past)
-    if not kind.slopes.skips_padding or past.visible is None:
+    if not layer_span.slopes.skips_padding or past.visible is None:
         places = queries[None], keys[None]
     else:
         counted = past.visible.cumsum(-1)
@@ -99,9 +99,13 @@ def cached_span(
     return AttentionSpan(mask=mask, places=places[0], past=replace(past, key_places=places[1]))
 
 
-def _needs_operators(kind: AttentionSpan) -> bool:
+def _needs_operators(layer_span: AttentionSpan) -> bool:
     """Return whether a kind of attention has scores that torch's kernel cannot compute."""
-    return kind.soft_cap is not None or kind.slopes is not None or kind.sinks is not None
+    return (
+        layer_span.soft_cap is not None
+        or layer_span.slopes is not None
+        or layer_span.sinks is not None
+    )
 
 
 def _attend_to_stored(

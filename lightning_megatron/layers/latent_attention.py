@@ -39,7 +39,7 @@ class LatentAttention(Attention):
         bias: Whether the projections to latent vectors add a bias.
         output_bias: Whether the output projection adds a bias.
         interleaved: Whether the rotary embedding pairs neighbouring elements of a head.
-        kind: Attention of the layer over whole rows; None means causal attention.
+        span: Attention of the layer over whole rows; None means causal attention.
         dropout: Probability that an attention weight is dropped.
         layer: Number of the layer in the random streams; 1 is the first block.
         initializer: Initializer of the projections to latent vectors and to heads.
@@ -66,7 +66,7 @@ class LatentAttention(Attention):
         bias: bool = False,
         output_bias: bool = False,
         interleaved: bool = False,
-        kind: AttentionSpan | None = None,
+        span: AttentionSpan | None = None,
         dropout: float = 0.0,
         layer: int = 1,
         initializer: Initializer | None = None,
@@ -81,7 +81,7 @@ class LatentAttention(Attention):
             kv_heads=local_heads,
             head_dim=sizes.head_dim,
             value_dim=sizes.value_dim,
-            kind=kind,
+            span=span,
             dropout=dropout,
             layer=layer,
         )
@@ -133,21 +133,18 @@ class LatentAttention(Attention):
             Float[Tensor, "seq_part #batch 1 rotary_dim"],
             Float[Tensor, "seq_part #batch 1 rotary_dim"],
         ],
-        recompute_core: bool = False,
-        rows: AttentionSpan | None = None,
+        span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the attention output of every position.
 
         Args:
             hidden: Hidden states.
             rotary: Cosines and sines from ``rotary_tables``.
-            recompute_core: Whether the backward pass recomputes the attention core instead of
-                keeping its activations.
-            rows: Documents, prefix or mask of the rows; None means rows of one document.
+            span: Documents, prefix or mask of the rows; None means rows of one document.
         """
         query = self._queries(hidden, rotary)
         key, value = self._keys_and_values(hidden, rotary)
-        return self.output(self.mixed(query, key, value, rows, recompute_core))
+        return self.output(self.mixed(query, key, value, span))
 
     def _queries(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         extras: dict[str, Magnitude] = {}

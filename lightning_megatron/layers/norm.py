@@ -81,6 +81,8 @@ class _Norm(nn.Module):
     offset: float = 0.0
     #: Whether Transformer Engine computes the norm.
     uses_engine: bool = False
+    #: Whether the backward pass of the layer that reads the output recomputes it.
+    is_recomputed: bool = False
 
     @overload
     def forward(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
 from torch import Tensor, nn
 
 from lightning_megatron.layers.fp8.magnitude import Magnitude, no_magnitude
+from lightning_megatron.layers.recompute import output_recomputed
 from lightning_megatron.shapes import Float
 
 
@@ -36,3 +40,22 @@ def normalise_for(
     bits = no_magnitude(hidden)
     stream, normed = norm(hidden, update, True, bits)
     return stream, normed, {"magnitude": Magnitude(normed, bits)}
+
+
+def norm_recomputed(
+    norm: nn.Module | None,
+    stream: Float[Tensor, "*tokens hidden"],
+    normed: Float[Tensor, "*tokens hidden"],
+) -> AbstractContextManager[None]:
+    """Return a context in which operators recompute a norm's output instead of keeping it.
+
+    The norm's attribute ``is_recomputed`` chooses that; otherwise the context does nothing.
+
+    Args:
+        norm: The norm; None means that there is none.
+        stream: The residual stream.
+        normed: Output of the norm for this stream.
+    """
+    if norm is None or not getattr(norm, "is_recomputed", False):
+        return nullcontext()
+    return output_recomputed(normed, partial(norm.forward, stream.detach()))

@@ -11,15 +11,19 @@ from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.shapes import Float, Int
 
 
-def reason_against_token_attention(kind: AttentionSpan) -> str | None:
+def reason_against_token_attention(layer_span: AttentionSpan) -> str | None:
     """Return why a kind of attention does not support places on the device; None if it does.
 
     Args:
-        kind: Attention of a layer over whole rows.
+        layer_span: Attention of a layer over whole rows.
     """
-    if not kind.causal:
+    if not layer_span.causal:
         return "its attention is not causal"
-    parts = {"soft cap": kind.soft_cap, "slopes": kind.slopes, "sinks": kind.sinks}
+    parts = {
+        "soft cap": layer_span.soft_cap,
+        "slopes": layer_span.slopes,
+        "sinks": layer_span.sinks,
+    }
     unsupported = next((name for name, value in parts.items() if value is not None), None)
     return None if unsupported is None else f"the scores of its attention have a {unsupported}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,13 +21,12 @@ from lightning_megatron.layers.context_parallel.sequence_order import (
 )
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.norm import LayerNorm
-from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config_checks import check_length
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_heads import build_head
 from lightning_megatron.models.encoder_layers import build_block, build_embedding, context_choice
 from lightning_megatron.models.encoder_rows import EncoderInput, RowAttention
-from lightning_megatron.models.layered import LayeredModule, dtype_of_products
+from lightning_megatron.models.layered import LayeredModule, LayerInputs, dtype_of_products
 from lightning_megatron.models.remote_tensor import RemoteTensor, check_present
 from lightning_megatron.shapes import Float, Int
 
@@ -56,6 +56,23 @@ class EncoderResult:
     ) = None
     losses: Float[Tensor, "batch seq"] | None = None
     order_logits: Float[Tensor, "batch 2"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderCall:
+    """Inputs of one call of an encoder, which are the same on all stages.
+
+    Args:
+        rows: Tokens or vectors, positions and padding.
+        labels: Target tokens of a masked language model, or ``ignore_index``.
+        ignore_index: Label whose loss is zero.
+        num_joined: Number of rows that the layers process as one; None means that they do not.
+    """
+
+    rows: EncoderInput
+    labels: Int[Tensor, "batch seq"] | None
+    ignore_index: int
+    num_joined: int | None
 
 
 class Encoder(LayeredModule):
@@ -142,22 +159,17 @@ class Encoder(LayeredModule):
         num_joined = self._num_joined(rows, attention)
         inputs = rows if num_joined is None else rows.joined(self._positions(rows))
 
+        call = EncoderCall(inputs, labels, ignore_index, num_joined)
+
         def run(chunk: int, hidden: Tensor | None) -> Any:
             chunk_attention = attention
             if hidden is not None:
                 chunk_attention = replace(attention, dtype=dtype_of_products(hidden))
-            return self._run_chunk(
-                chunk,
-                {
-                    "rows": inputs,
-                    "hidden": hidden,
-                    "rotary": None,
-                    "span": chunk_attention.span(rows),
-                    "labels": labels,
-                    "ignore_index": ignore_index,
-                    "num_joined": num_joined,
-                },
-            )
+            given = LayerInputs(None, chunk_attention.span(rows))
+            layers = dict.fromkeys(self._layers_of_chunk[chunk], given)
+            if self.runner is None:
+                return self.run_chunk(chunk, hidden, call, layers)
+            return self.runner.run(self, chunk, hidden, call, layers)
 
         result: EncoderResult = self.run_stage(
             run,
@@ -165,6 +177,35 @@ class Encoder(LayeredModule):
             lambda: self._placeholders(given.shape[0], given.shape[1], labels is not None),
         )
         return result
+
+    @override
+    def run_chunk(
+        self,
+        chunk: int,
+        hidden: Float[Tensor, "seq_local batch hidden"] | None,
+        call: EncoderCall,
+        layers: Mapping[int, LayerInputs],
+    ) -> Any:
+        """Run the embedding, the layers and the head, as far as a chunk has them.
+
+        Args:
+            chunk: Index of this rank's chunk.
+            hidden: Hidden states of the previous virtual stage; None on the first one.
+            call: Inputs of the model.
+            layers: Inputs of each layer, by its index in the whole model.
+
+        Returns:
+            The hidden states; on the last virtual stage an :class:`EncoderResult`.
+        """
+        if hidden is None:
+            hidden = self.embed(call.rows)
+        for index, given in layers.items():
+            hidden = self.layers[str(index)](hidden, given.rotary, given.span)
+        if not self.is_last_stage(chunk):
+            return hidden
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        return self.result(hidden, call.labels, call.ignore_index, call.num_joined)
 
     def _placeholders(self, num_sequences: int, length: int, has_losses: bool) -> EncoderResult:
         """Return the result with placeholders instead of tensors."""
@@ -236,7 +277,12 @@ class Encoder(LayeredModule):
         columns = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocabulary]
         return join_parts(columns, cp).transpose(0, 1)
 
-    def _embed(self, rows: EncoderInput) -> Tensor:
+    def embed(self, rows: EncoderInput) -> Float[Tensor, "seq_local batch hidden"]:
+        """Return the input of the first layer.
+
+        Args:
+            rows: Inputs of the model.
+        """
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         positions = self._positions(rows)
         types = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
@@ -294,44 +340,23 @@ class Encoder(LayeredModule):
         """Whether modules that are not of this package may mix the positions of a row."""
         return any(True for _ in foreign_parts(self))
 
-    @override
-    def _first_segment(self) -> Segment:
-        assert self.embedding is not None, "the first virtual stage holds the embedding"
-        return Segment(
-            "embedding",
-            self._embed,
-            ("rows",),
-            ("hidden",),
-            scopes=("embedding",),
-            modules=(self.embedding,),
-        )
-
-    @override
-    def _inputs_of_layer(self, index: int) -> tuple[str, str]:
-        return "rotary", "span"
-
-    @override
-    def _last_segment(self) -> Segment:
-        # The head of a masked language model reads the weight of the embedding, or has a copy.
-        reads_embedding = self.config.tie_embeddings and self.embedding is not None
-        word = self.embedding.word if self.embedding is not None and reads_embedding else None
-        return Segment(
-            "head",
-            self._result,
-            ("hidden", "labels", "ignore_index", "num_joined"),
-            ("result",),
-            scopes=("head",),
-            modules=tuple(
-                module for module in (self.final_norm, self.head, word) if module is not None
-            ),
-        )
-
-    def _result(
-        self, hidden: Tensor, labels: Tensor | None, ignore_index: int, num_joined: int | None
+    def result(
+        self,
+        hidden: Float[Tensor, "_ _ hidden"],
+        labels: Int[Tensor, "batch seq"] | None,
+        ignore_index: int,
+        num_joined: int | None,
     ) -> EncoderResult:
+        """Return the outputs of the head.
+
+        Args:
+            hidden: Output of the last norm.
+            labels: Target tokens of a masked language model, or ``ignore_index``.
+            ignore_index: Label whose loss is zero.
+            num_joined: Number of rows that the layers have processed as one; None means that they
+                have not (rows).
+        """
         head: Any = self.head
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
         if num_joined is not None:
             hidden = hidden.view(num_joined, -1, hidden.shape[-1]).transpose(0, 1).contiguous()
         cp = self.mesh.cp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention import SelfAttention
-from lightning_megatron.layers.block import TransformerBlock
+from lightning_megatron.layers.block import Block, PostNormBlock, PreNormBlock
 from lightning_megatron.layers.embedding import EncoderEmbedding, VocabParallelEmbedding
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import MLP
@@ -54,7 +54,7 @@ def context_choice(config: EncoderConfig, mesh: ParallelMesh) -> ContextChoice:
     )
 
 
-def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
+def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> Block:
     """Build this rank's part of a layer of an encoder.
 
     Args:
@@ -86,13 +86,13 @@ def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> Transf
         initializer=drawn,
         output_initializer=output,
     )
-    return TransformerBlock(
+    block = PostNormBlock if config.norm_position == "post" else PreNormBlock
+    return block(
         attention,
         mlp,
         LayerNorm(size, mesh, eps=config.norm_eps),
         LayerNorm(size, mesh, eps=config.norm_eps),
         mesh=mesh,
         layer=layer,
-        norm_position=config.norm_position,
         dropout=config.hidden_dropout,
     )

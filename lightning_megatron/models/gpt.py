@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,18 +29,21 @@ from lightning_megatron.layers.embedding import (
     vocab_logits,
 )
 from lightning_megatron.layers.init import Initializer
-from lightning_megatron.layers.segments import Segment
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import (
     build_block,
     build_norm,
     build_rotary,
     context_choice,
-    rotary_name,
 )
-from lightning_megatron.models.gpt_inputs import continues_cache, laid_out, tokens_or_embeddings
+from lightning_megatron.models.gpt_inputs import (
+    GPTCall,
+    continues_cache,
+    laid_out,
+    tokens_or_embeddings,
+)
 from lightning_megatron.models.gpt_losses import Targets
-from lightning_megatron.models.layer_inputs import layer_inputs, rows_name
+from lightning_megatron.models.layer_inputs import LayerInputs, layer_inputs
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule
 from lightning_megatron.models.layered import single_mesh as single_mesh
 from lightning_megatron.models.remote_tensor import check_present
@@ -194,7 +197,7 @@ class GPT(LayeredModule):
         sums: bool,
         place: int | None = None,
     ) -> Any:
-        """Run the model and return the result of :meth:`_run_head`; see :meth:`forward`."""
+        """Check the inputs, and run the stages of this rank; see :meth:`forward`."""
         inputs = tokens_or_embeddings(tokens, embeddings)
         check_present(tokens, embeddings)
         self.check_has_all_stages()
@@ -205,43 +208,66 @@ class GPT(LayeredModule):
         self._advance_own_streams(inputs.device)
         if self.cursor is None or not self.cursor.probe:
             self._check_tokens(inputs.shape[0] * inputs.shape[1])
-
         rows = span or AttentionSpan()
+        targets = None
+        if labels is not None:
+            targets = Targets(labels, label_smoothing, ignore_index, rows.order, sums)
+        call = GPTCall(
+            tokens, embeddings, rows.positions, rows.order, targets, place, rows.past is not None
+        )
 
         def run(chunk: int, hidden: Tensor | None) -> Any:
             like = self._stream_like(inputs, embeddings) if hidden is None else hidden
-            values = {
-                "tokens": tokens,
-                "positions": rows.positions,
-                "cut": rows.order,
-                "vectors": embeddings,
-                "hidden": hidden,
-                "labels": labels,
-                "label_smoothing": label_smoothing,
-                "ignore_index": ignore_index,
-                "sums": sums,
-                "place": place,
-                "past": rows.past,
-            }
-            layers = self._layers_of_chunk[chunk]
-            dropout = self.config.attention_dropout if self.training else 0.0
-            shared = layer_inputs(
+            layers = layer_inputs(
                 self.config,
-                layers,
+                self._layers_of_chunk[chunk],
                 self.rotary,
                 self.mesh,
                 like,
                 inputs.shape[:2],
                 span,
-                dropout=dropout,
+                dropout=self.config.attention_dropout if self.training else 0.0,
             )
-            return self._run_chunk(chunk, values | shared)
+            if self.runner is None or self.watches_layers or call.continues:
+                return self.run_chunk(chunk, hidden, call, layers)
+            return self.runner.run(self, chunk, hidden, call, layers)
 
         return self.run_stage(
             run,
             lambda: self.boundary(inputs, parts),
             lambda: self._placeholder(inputs.shape[:2], labels is not None, sums),
         )
+
+    @override
+    def run_chunk(
+        self,
+        chunk: int,
+        hidden: Float[Tensor, "seq_local batch hidden"] | None,
+        call: GPTCall,
+        layers: Mapping[int, LayerInputs],
+    ) -> Any:
+        """Run the embedding, the layers and the head, as far as a chunk has them.
+
+        Args:
+            chunk: Index of this rank's chunk.
+            hidden: Hidden states of the previous virtual stage; None on the first one.
+            call: Inputs of the model.
+            layers: Inputs of each layer, by its index in the whole model.
+
+        Returns:
+            The hidden states; on the last virtual stage the losses, their sum, or the logits.
+        """
+        if hidden is None:
+            hidden = self.embed(call.tokens, call.vectors, call.positions, call.order)
+        for index, given in layers.items():
+            self._collect(hidden)
+            hidden = self.layers[str(index)](hidden, given.rotary, given.span)
+        if not self.is_last_stage(chunk):
+            return hidden
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        self._collect(hidden)
+        return self.result(hidden, call.targets, call.order, call.place)
 
     def _placeholder(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:
         """Return a placeholder for the losses, their sum or the logits."""
@@ -264,43 +290,21 @@ class GPT(LayeredModule):
         """Whether the running call collects the hidden states of its layers."""
         return self.hidden_states is not None
 
-    @override
-    def _first_segment(self) -> Segment:
-        assert self.embedding is not None, "the first virtual stage holds the embedding"
-        return Segment(
-            "embedding",
-            self._embed,
-            ("tokens", "positions", "vectors", "cut"),
-            ("hidden",),
-            scopes=("embedding",),
-            modules=(self.embedding,),
-        )
-
-    @override
-    def _inputs_of_layer(self, index: int) -> tuple[str, str]:
-        return rotary_name(self.config, index), rows_name(self.config, index)
-
-    @override
-    def _last_segment(self) -> Segment:
-        head: nn.Module | None = self.head
-        if head is None and self.embedding is not None:
-            head = self.embedding.word
-        return Segment(
-            "head",
-            self._run_head,
-            ("hidden", "labels", "label_smoothing", "ignore_index", "cut", "sums", "place"),
-            ("result",),
-            scopes=("head",),
-            modules=tuple(part for part in (self.final_norm, head) if part is not None),
-        )
-
-    def _embed(
+    def embed(
         self,
-        tokens: Tensor | None,
-        positions: Tensor | None,
-        vectors: Tensor | None,
-        cut: TokenOrder | None,
-    ) -> Tensor:
+        tokens: Int[Tensor, "batch seq"] | None,
+        vectors: Float[Tensor, "batch seq hidden"] | None,
+        positions: Int[Tensor, "batch seq"] | None,
+        order: TokenOrder | None,
+    ) -> Float[Tensor, "seq_local batch hidden"]:
+        """Return the input of the first layer.
+
+        Args:
+            tokens: Token ids; None if vectors are given.
+            vectors: Vectors that replace the token embeddings.
+            positions: Position of each token in its row; None counts along the row.
+            order: Positions of the rows that each rank of cp holds; None means equal parts.
+        """
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         cp = self.mesh.cp
         if cp.size > 1:
@@ -310,44 +314,48 @@ class GPT(LayeredModule):
                 index = torch.arange(inputs.shape[1], device=inputs.device)
                 positions = index.expand(inputs.shape[:2])
             tokens, positions, vectors = (
-                None if tensor is None else own_part(tensor, cp, 1, cut)
+                None if tensor is None else own_part(tensor, cp, 1, order)
                 for tensor in (tokens, positions, vectors)
             )
         return self.embedding(tokens, positions=positions, vectors=vectors)
 
-    @override
-    def _run_layer(
+    def result(
         self,
-        name: str,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        rows: AttentionSpan | None,
-    ) -> Tensor:
-        self._collect(hidden)
-        return super()._run_layer(name, hidden, rotary, rows)
-
-    def _run_head(
-        self,
-        hidden: Tensor,
-        labels: Tensor | None,
-        label_smoothing: float,
-        ignore_index: int,
-        cut: TokenOrder | None,
-        sums: bool,
+        hidden: Float[Tensor, "seq_local batch hidden"],
+        targets: Targets | None,
+        order: TokenOrder | None,
         place: int | None,
     ) -> Any:
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-        self._collect(hidden)
+        """Return the losses or their sum, the logits, or the logits at one position.
+
+        Args:
+            hidden: Output of the last norm.
+            targets: Labels and settings of the loss; None returns logits.
+            order: Positions of the rows that each rank of cp holds; None means equal parts.
+            place: Index of the position; None means all positions.
+        """
         if place is not None:
-            return self._logits_at_place(hidden, place, cut)
-        if labels is None:
-            return self._result(self.logits(hidden), None, cut)
-        targets = Targets(labels, label_smoothing, ignore_index, cut, sums)
-        chunk = self.tokens_at_once(labels.numel() // self.mesh.cp.size)
-        if chunk is None:
-            return self._result(self.logits(hidden), targets, cut)
-        return self._chunked_result(hidden, targets, chunk)
+            return self._logits_at_place(hidden, place, order)
+        chunk = None
+        if targets is not None:
+            chunk = self.tokens_at_once(targets.labels.numel() // self.mesh.cp.size)
+        if targets is None or chunk is None:
+            return self._of_logits(self.logits(hidden), targets, order)
+        return self._in_chunks(hidden, targets, chunk)
+
+    def _of_logits(self, logits: Tensor, targets: Targets | None, order: TokenOrder | None) -> Any:
+        """Return the losses of logits, or the logits of all ranks without targets."""
+        vocab_size = self.config.vocab_size
+        if targets is not None:
+            return targets.losses(logits, self.mesh, vocab_size)
+        full = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size]
+        return join_parts(full, self.mesh.cp, cut=order).transpose(0, 1)
+
+    def _in_chunks(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
+        """Return the losses, with the logits of some tokens at a time."""
+        options: dict[str, Any] = {"mesh": self.mesh, "vocab": self.config.vocab_size}
+        options |= {"form": self._form, "early_gradients": self.loss_chunk == "forward"}
+        return self._read_head(hidden, partial(targets.chunked_losses, chunk=chunk, **options))
 
     def tokens_at_once(self, num_tokens: int) -> int | None:
         """Return the number of tokens of which the head and the loss compute the logits at once.
@@ -376,9 +384,9 @@ class GPT(LayeredModule):
         """
         return self._form.applied(self._read_head(hidden, partial(vocab_logits, mesh=self.mesh)))
 
-    def _logits_at_place(self, hidden: Tensor, place: int, cut: TokenOrder | None) -> Tensor:
+    def _logits_at_place(self, hidden: Tensor, place: int, order: TokenOrder | None) -> Tensor:
         part = gather_from_axis(hidden, self.mesh.tp, 0) if self.mesh.sequence_parallel else hidden
-        selected = at_place(part, place, self.mesh.cp, cut)
+        selected = at_place(part, place, self.mesh.cp, order)
         shard = self._form.applied(self._read_head(selected, F.linear))
         return gather_from_axis(shard, self.mesh.tp, dim=-1)[..., : self.config.vocab_size]
 
@@ -392,16 +400,3 @@ class GPT(LayeredModule):
     @property
     def _form(self) -> LogitForm:
         return LogitForm(self.config.logit_scale, self.config.logit_soft_cap)
-
-    def _result(self, logits: Tensor, targets: Targets | None, cut: TokenOrder | None) -> Any:
-        vocab_size = self.config.vocab_size
-        if targets is None:
-            full = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size]
-            return join_parts(full, self.mesh.cp, cut=cut).transpose(0, 1)
-        return targets.losses(logits, self.mesh, vocab_size)
-
-    def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
-        """Return the same as :meth:`_result`, computed from the output of the last norm."""
-        options: dict[str, Any] = {"mesh": self.mesh, "vocab": self.config.vocab_size}
-        options |= {"form": self._form, "early_gradients": self.loss_chunk == "forward"}
-        return self._read_head(hidden, partial(targets.chunked_losses, chunk=chunk, **options))

@@ -12,7 +12,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.alibi import AlibiSlopes
 from lightning_megatron.layers.attention import Attention, SelfAttention
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.block import NormPosition, TransformerBlock
+from lightning_megatron.layers.block import Block, ParallelBlock, PostNormBlock, PreNormBlock
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.latent_attention import LatentAttention
 from lightning_megatron.layers.mlp import MLP
@@ -34,8 +34,8 @@ def build_norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
     return LayerNorm(config.hidden_size, mesh, eps=config.norm_eps, bias=config.bias)
 
 
-def attention_kind(config: GPTConfig, index: int) -> AttentionSpan:
-    """Return the settings of the attention of a block over whole rows.
+def span_of_layer(config: GPTConfig, index: int) -> AttentionSpan:
+    """Return the attention of a block over whole rows.
 
     Args:
         config: Configuration of the model.
@@ -98,7 +98,7 @@ def build_rotary(config: GPTConfig, mesh: ParallelMesh) -> dict[str, RotaryTable
     }
 
 
-def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
+def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Block:
     """Build this rank's part of a block.
 
     Args:
@@ -112,18 +112,18 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Transforme
     output_norms = None
     if config.norm_position in ("sandwich", "output"):
         output_norms = build_norm(config, mesh), build_norm(config, mesh)
-    position: NormPosition = "post" if config.norm_position == "post" else "pre"
-    return TransformerBlock(
+    block: type[Block] = PostNormBlock if config.norm_position == "post" else PreNormBlock
+    if config.parallel_residual:
+        block = ParallelBlock
+    return block(
         _build_attention(config, mesh, index),
         _build_network(config, mesh, index),
         *norms,
         output_norms=output_norms,
         mesh=mesh,
         layer=index + 1,
-        norm_position=position,
         scale=config.residual_scale,
         dropout=config.hidden_dropout,
-        is_parallel=config.parallel_residual,
     )
 
 
@@ -132,7 +132,7 @@ def _build_attention(config: GPTConfig, mesh: ParallelMesh, index: int) -> Atten
         "bias": config.has_qkv_bias,
         "output_bias": config.has_output_bias,
         "interleaved": config.rotary_interleaved,
-        "kind": attention_kind(config, index),
+        "span": span_of_layer(config, index),
         "dropout": config.attention_dropout,
         "layer": index + 1,
         "initializer": Initializer.normal(config.init_std),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,8 +12,33 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.context_parallel.attend_across import cut_documents
 from lightning_megatron.layers.context_parallel.group_cut import group_size
 from lightning_megatron.layers.document_cut import TokenOrder
+from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.plan.context_transport import ContextChoice
 from lightning_megatron.shapes import Float, Int, Shaped
+
+
+@dataclass(frozen=True, eq=False)
+class GPTCall:
+    """Inputs of one call of a GPT, which are the same on all stages.
+
+    Args:
+        tokens: Token ids; None if vectors are given.
+        vectors: Vectors that replace the token embeddings.
+        positions: Position of each token in its row; None counts along the row.
+        order: Positions of the rows that each rank of cp holds; None means equal parts.
+        targets: Labels and settings of the loss; None means that the call returns logits.
+        place: Index of the only position whose logits are returned; None means all positions.
+        continues: Whether the rows have a cache of earlier tokens, so that the shapes differ in
+            each call.
+    """
+
+    tokens: Int[Tensor, "batch seq"] | None
+    vectors: Float[Tensor, "batch seq hidden"] | None
+    positions: Int[Tensor, "batch seq"] | None
+    order: TokenOrder | None
+    targets: Targets | None
+    place: int | None
+    continues: bool
 
 
 def tokens_or_embeddings(

@@ -16,8 +16,8 @@ from lightning_megatron.layers.cached_attention import cached_span
 from lightning_megatron.layers.context_parallel.cached_parts import held_span
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.gpt_block import attention_kind, rotary_name
-from lightning_megatron.models.layered import dtype_of_products
+from lightning_megatron.models.gpt_block import rotary_name, span_of_layer
+from lightning_megatron.models.layered import LayerInputs, dtype_of_products
 from lightning_megatron.shapes import Float
 
 
@@ -31,8 +31,8 @@ def layer_inputs(
     span: AttentionSpan | None,
     *,
     dropout: float,
-) -> dict[str, Any]:
-    """Return the rotary tables and the attention spans of layers, by name.
+) -> dict[int, LayerInputs]:
+    """Return the rotary tables and the attention spans of layers, by their index.
 
     Layers with the same angles share tables, and layers with the same window share a span.
 
@@ -48,23 +48,23 @@ def layer_inputs(
         dropout: Probability that an attention weight is dropped.
     """
     rows = span or AttentionSpan()
-    inputs: dict[str, Any] = {}
+    angles: dict[str, Any] = {}
+    spans: dict[str, AttentionSpan | None] = {}
+    inputs: dict[int, LayerInputs] = {}
     for index in layers:
-        name = rotary_name(config, index)
-        if name not in inputs:
-            tables = rotary.get(name)
-            inputs[name] = (
+        rotary_key = rotary_name(config, index)
+        span_key = span_name(config, index)
+        if rotary_key not in angles:
+            tables = rotary.get(rotary_key)
+            angles[rotary_key] = (
                 None if tables is None else tables(shape[1], like, rows.positions, rows.order)
             )
-        name = rows_name(config, index)
-        if mesh.cp.size > 1 and (span is None or _is_plain_part(span)):
-            # The ranks of cp have parts of rows, and need no mask of whole rows.
-            inputs[name] = None if rows.past is None else AttentionSpan(past=rows.past)
-        elif span is not None and span.cut is not None:
-            inputs[name] = replace(span, positions=None)
-        elif name not in inputs:
-            kind = attention_kind(config, index)
-            inputs[name] = _shared_span(kind, like, shape, span, dropout, config.head_size)
+        if span_key not in spans:
+            layer_span = span_of_layer(config, index)
+            spans[span_key] = _shared_span(
+                layer_span, like, shape, span, dropout, config.head_size, mesh
+            )
+        inputs[index] = LayerInputs(angles[rotary_key], spans[span_key])
     return inputs
 
 
@@ -75,7 +75,7 @@ def _is_plain_part(span: AttentionSpan) -> bool:
     return not (describes_rows or is_continued)
 
 
-def rows_name(config: GPTConfig, index: int) -> str:
+def span_name(config: GPTConfig, index: int) -> str:
     """Return the name of the attention span of a block.
 
     Args:
@@ -83,22 +83,28 @@ def rows_name(config: GPTConfig, index: int) -> str:
         index: Index of the block in the whole model.
     """
     window = config.window_of(index)
-    return "rows" if window is None else f"rows.{window}"
+    return "span" if window is None else f"span.{window}"
 
 
 def _shared_span(
-    kind: AttentionSpan,
+    layer_span: AttentionSpan,
     like: Tensor,
     shape: torch.Size,
     span: AttentionSpan | None,
     dropout: float,
     head_dim: int,
+    mesh: ParallelMesh,
 ) -> AttentionSpan | None:
     """Return the attention span for all layers with the same kind of attention."""
     options: dict[str, Any] = {"dtype": dtype_of_products(like), "device": like.device}
     past = None if span is None else span.past
+    if mesh.cp.size > 1 and (span is None or _is_plain_part(span)):
+        # The ranks of cp have parts of rows, and need no mask of whole rows.
+        return None if past is None else AttentionSpan(past=past)
+    if span is not None and span.cut is not None:
+        return replace(span, positions=None)
     if span is not None and past is not None and past.cache.length > 0:
         make_span = cached_span if past.cache.held is None else held_span
-        return make_span(kind, span, shape[1], **options)
-    whole = prepared(kind.over(span), *shape, **options, dropout=dropout, head_dim=head_dim)
+        return make_span(layer_span, span, shape[1], **options)
+    whole = prepared(layer_span.over(span), *shape, **options, dropout=dropout, head_dim=head_dim)
     return whole if past is None else replace(whole or AttentionSpan(), past=past)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +15,11 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.block import BlockMode
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.weight_casts import WeightCasts
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.offload import HostOffload
-from lightning_megatron.layers.segments import Segment, SegmentList, names_from_outside
+from lightning_megatron.layers.recomputed_block import recompute_parts
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.plan.experts import ExpertsConfig
@@ -30,25 +30,38 @@ from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.shapes import Float, Int, Shaped
 
 
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """Inputs of one layer besides the hidden states.
+
+    Args:
+        rotary: Cosines and sines; None means no rotary embedding.
+        span: Attention span of the rows; None means rows of one document.
+    """
+
+    rotary: tuple[Float[Tensor, "..."], Float[Tensor, "..."]] | None
+    span: AttentionSpan | None
+
+
 class ChunkRunner(Protocol):
-    """Runner of the segments of a chunk, such as one that replays CUDA graphs."""
+    """Runner of a model's chunks, such as one that replays CUDA graphs."""
 
     def run(
         self,
+        model: LayeredModule,
         chunk: int,
-        segments: SegmentList,
-        values: tuple[Any, ...],
-        is_last: bool,
-        is_training: bool,
-    ) -> tuple[Any, ...]:
-        """Run a chunk. Outputs and gradients equal those of ``segments(values)``.
+        hidden: Float[Tensor, "seq_local batch hidden"] | None,
+        call: Any,
+        layers: Mapping[int, LayerInputs],
+    ) -> Any:
+        """Run a chunk. Outputs and gradients equal those of :meth:`LayeredModule.run_chunk`.
 
         Args:
+            model: The model.
             chunk: Index of this rank's chunk.
-            segments: Segments of the chunk; the same list in every call.
-            values: Inputs of the segments.
-            is_last: Whether the chunk is the last virtual stage, whose outputs the model returns.
-            is_training: Whether the model is in training mode.
+            hidden: Hidden states of the previous virtual stage; None on the first one.
+            call: Inputs of the model.
+            layers: Inputs of each layer, by its index in the whole model.
         """
 
 
@@ -119,7 +132,6 @@ class LayeredModule(PipelinedModule):
         config.check_layout(self.mesh.layout, self.mesh.sequence_parallel)
         self.config = config
         self._recompute = Recomputation(("none",))
-        self._modes: dict[str, BlockMode] = {}
         #: Whether forward passes compare the token counts of ranks that share experts. Code that
         #: has already compared them for a whole step sets it to False.
         self.compares_counts = True
@@ -127,7 +139,7 @@ class LayeredModule(PipelinedModule):
         self.delayed_scales: DelayedScales | None = None
         #: 8-bit weights that microbatches share; None unless this package computes in 8 bits.
         self.weight_casts: WeightCasts | None = None
-        #: Runner of the chunks; None runs the segments of a chunk one after the other.
+        #: Runner of the chunks; None runs them directly.
         self.runner: ChunkRunner | None = None
         self._owns_mesh = mesh is None
         self._num_calls = 0
@@ -140,7 +152,6 @@ class LayeredModule(PipelinedModule):
             self._build()
         self._mixtures = self._find_mixtures()
         self.recompute = "none"
-        self._lists = [self.segments(chunk) for chunk in range(self.num_chunks)]
         if not torch.empty(0).is_meta:
             initialize_(self, self.mesh.device, seed)
 
@@ -168,9 +179,16 @@ class LayeredModule(PipelinedModule):
         offload = HostOffload(firsts) if settings.offload else None
         for layers in chosen:
             for index, parts in layers.items():
-                layer: Any = self.layers[str(index)]
-                self._modes[str(index)] = layer.recompute_parts(parts, offload if parts else None)
+                recompute_parts(self.layers[str(index)], parts, offload if parts else None)
         self._recompute = settings
+
+    def layers_of_chunk(self, chunk: int) -> tuple[int, ...]:
+        """Return the indices of a chunk's layers in the whole model.
+
+        Args:
+            chunk: Index of this rank's chunk.
+        """
+        return tuple(self._layers_of_chunk[chunk])
 
     def mixtures(self) -> dict[int, MixtureOfExperts]:
         """Return this rank's mixture-of-experts layers, by their index in the whole model."""
@@ -209,84 +227,30 @@ class LayeredModule(PipelinedModule):
     def _build(self) -> None:
         raise NotImplementedError
 
-    def segments(self, chunk: int = 0) -> SegmentList:
-        """Return the segments that a forward pass of a chunk runs.
-
-        On the first virtual stage they begin with the embedding; other stages read ``hidden``. Each
-        layer is one segment, which can be divided into the segments of its block. On the last
-        virtual stage the segment ``head`` follows, which includes the loss and writes ``result``;
-        on other stages the last layer writes ``hidden``. Attention spans and rotary tables are
-        inputs.
+    def run_chunk(
+        self,
+        chunk: int,
+        hidden: Float[Tensor, "seq_local batch hidden"] | None,
+        call: Any,
+        layers: Mapping[int, LayerInputs],
+    ) -> Any:
+        """Run the embedding, the layers and the head, as far as a chunk has them.
 
         Args:
             chunk: Index of this rank's chunk.
+            hidden: Hidden states of the previous virtual stage; None on the first one.
+            call: Inputs of the model.
+            layers: Inputs of each layer, by its index in the whole model.
+
+        Returns:
+            The hidden states; on the last virtual stage the result of the model.
         """
-        segments: list[Segment] = []
-        if self.is_first_stage(chunk):
-            segments.append(self._first_segment())
-        segments += [self._layer_segment(index) for index in self._layers_of_chunk[chunk]]
-        outputs: tuple[str, ...] = ("hidden",)
-        if self.is_last_stage(chunk):
-            segments.append(self._last_segment())
-            outputs = segments[-1].writes
-        return SegmentList(segments, names_from_outside(segments, outputs), outputs)
-
-    def _first_segment(self) -> Segment:
-        """Return the segment from the model's inputs to ``hidden``."""
         raise NotImplementedError
-
-    def _layer_segment(self, index: int) -> Segment:
-        """Return the segment of a layer, from ``hidden`` to ``hidden``."""
-        layer: Any = self.layers[str(index)]
-        has_parts = hasattr(layer, "segments")
-        return Segment(
-            f"layers.{index}",
-            partial(self._run_layer, str(index)),
-            ("hidden", *self._inputs_of_layer(index)),
-            ("hidden",),
-            is_static=has_parts,
-            modules=(layer,),
-            parts=partial(self._parts_of_layer, str(index)) if has_parts else None,
-        )
-
-    def _inputs_of_layer(self, index: int) -> tuple[str, str]:
-        """Return the names of a layer's rotary tables and of its attention span."""
-        raise NotImplementedError
-
-    def _last_segment(self) -> Segment:
-        """Return the segment from ``hidden`` to ``result``."""
-        raise NotImplementedError
-
-    def _run_layer(
-        self,
-        name: str,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        rows: AttentionSpan | None,
-    ) -> Tensor:
-        output: Tensor = self.layers[name](hidden, rotary, self._modes[name], rows)
-        return output
-
-    def _parts_of_layer(self, name: str) -> SegmentList:
-        layer: Any = self.layers[name]
-        segments: SegmentList = layer.segments(self._modes[name])
-        return segments
 
     @property
     def watches_layers(self) -> bool:
         """Whether the running call collects values between its layers."""
         return False
-
-    def _run_chunk(self, chunk: int, values: Mapping[str, Any]) -> Any:
-        """Run a chunk on values by name; its segments read the values that they name as inputs."""
-        segments = self._lists[chunk]
-        inputs = tuple([values[name] for name in segments.inputs])
-        # The shapes of rows that continue a cache differ in each call.
-        is_whole = values.get("past") is None
-        if self.runner is None or self.watches_layers or not is_whole:
-            return segments(inputs)[0]
-        is_last = self.is_last_stage(chunk)
-        return self.runner.run(chunk, segments, inputs, is_last, self.training)[0]
 
     def boundary(
         self,

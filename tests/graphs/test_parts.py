@@ -14,10 +14,10 @@ from lightning_megatron.graphs.bucket_cuts import bucket_cuts
 from lightning_megatron.graphs.piece_backward import PieceBackward
 from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
 from lightning_megatron.graphs.report import GraphCounts, GraphReport, runs_of
+from lightning_megatron.graphs.segments import Segment, SegmentList
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs, reason_against
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.journal import DeviceCounter, Journal
-from lightning_megatron.layers.segments import Segment, SegmentList
 from lightning_megatron.pipeline.microbatch import Microbatch
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers import regions
 from lightning_megatron.layers.attention import SelfAttention
-from lightning_megatron.layers.block import TransformerBlock
+from lightning_megatron.layers.block import PostNormBlock, PreNormBlock
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
     PositionEmbedding,
@@ -152,16 +152,16 @@ def check_linear(mesh: ParallelMesh) -> None:
 
 def check_blocks(mesh: ParallelMesh) -> None:
     torch.manual_seed(0)
-    for position in ("pre", "post"):
-        reference = nn.TransformerEncoderLayer(D, H, 24, 0.0, "gelu", norm_first=position == "pre")
-        block = TransformerBlock(
+    for block_class in (PreNormBlock, PostNormBlock):
+        is_first = block_class is PreNormBlock
+        reference = nn.TransformerEncoderLayer(D, H, 24, 0.0, "gelu", norm_first=is_first)
+        block = block_class(
             SelfAttention(D, H, mesh, causal=False),
             MLP(D, 24, mesh),
             LayerNorm(D, mesh),
             LayerNorm(D, mesh),
             mesh=mesh,
             layer=1,
-            norm_position=position,
         )
         names = {
             "attention.qkv.": "self_attn.in_proj_",

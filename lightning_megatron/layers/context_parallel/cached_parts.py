@@ -88,7 +88,7 @@ def attend_to_held(
 
 
 def held_span(
-    kind: AttentionSpan,
+    layer_span: AttentionSpan,
     rows: AttentionSpan,
     seq_length: int,
     *,
@@ -98,7 +98,7 @@ def held_span(
     """Return the span of new tokens, with a mask of the keys that this rank holds.
 
     Args:
-        kind: Attention of the layers over whole rows.
+        layer_span: Attention of the layers over whole rows.
         rows: Span with ``past``, whose cache holds a part of the earlier tokens.
         seq_length: New positions of each row, with padding after the tokens (tokens).
         dtype: Dtype of queries, keys and values.
@@ -110,8 +110,8 @@ def held_span(
     queries = past.query_places(seq_length, device)
     distance = queries[:, None] - keys[:, None]
     visible = (distance >= 0) & (keys >= 0)[:, None]
-    if kind.window is not None:
-        visible = visible & (distance < kind.window)
+    if layer_span.window is not None:
+        visible = visible & (distance < layer_span.window)
     index = keys.clamp(min=0)
     if past.visible is not None:
         index = index.expand(len(past.visible), -1)
@@ -121,9 +121,9 @@ def held_span(
         visible.shape, dtype=torch.promote_types(dtype, torch.float32), device=device
     )
     mask = mask.masked_fill_(~visible, -torch.inf)[:, None]
-    if kind.slopes is None:
+    if layer_span.slopes is None:
         return AttentionSpan(mask=mask, past=past)
-    if not kind.slopes.skips_padding or past.visible is None:
+    if not layer_span.slopes.skips_padding or past.visible is None:
         places = queries[None], index
     else:
         counted = past.visible.cumsum(-1)

@@ -22,7 +22,7 @@ from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.context_parallel.attend_across import transport_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.gpt_block import attention_kind
+from lightning_megatron.models.gpt_block import span_of_layer
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.nest import leaves
 from lightning_megatron.plan.budget import (
@@ -64,7 +64,7 @@ def kept_activations_of(model: GPT) -> KeptActivations:
     repeats = int(config.kv_heads < config.num_heads and choice.expand_kv)
     activations = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
     # Attention over parts of the keys keeps no scores, because its backward pass recomputes them.
-    transport = transport_of(attention_kind(config, 0), model.mesh, model.context)
+    transport = transport_of(span_of_layer(config, 0), model.mesh, model.context)
     has_parts_of_keys = model.mesh.cp.size > 1 and transport != "all_to_all"
     activations = replace(
         activations, stores_scores=choice.core == "operators" and not has_parts_of_keys
@@ -74,9 +74,9 @@ def kept_activations_of(model: GPT) -> KeptActivations:
 
 def _scores_of(config: GPTConfig) -> AttentionSpan:
     """Return the attention span of a model over whole rows, which determines the kind of scores."""
-    kind = attention_kind(config, 0)
+    span = span_of_layer(config, 0)
     sinks = torch.zeros(config.num_heads) if config.attention_sinks else None
-    return replace(kind, window=None, sinks=sinks)
+    return replace(span, window=None, sinks=sinks)
 
 
 def _makes_expert_gradients(model: GPT) -> bool:

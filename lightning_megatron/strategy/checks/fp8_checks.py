@@ -7,8 +7,8 @@ from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.layers.fp8.operand import has_products
-from lightning_megatron.layers.segments import is_compiled
 from lightning_megatron.plan.fp8 import FP8
+from lightning_megatron.user_code import is_compiled
 
 #: Precisions that matrix products in 8 bits on a GPU support.
 _PRECISIONS = ("bf16-mixed", "bf16-true")

@@ -25,7 +25,6 @@ from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.layers.context_parallel.attend_across import transport_of
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.parameter_stack import ParameterStack
-from lightning_megatron.layers.segments import is_compiled
 from lightning_megatron.models.cut_blocks import CutBlocks
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import pipelined_modules
@@ -34,6 +33,7 @@ from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
+from lightning_megatron.user_code import is_compiled
 
 
 @dataclass(frozen=True)
@@ -282,11 +282,11 @@ def _kernel_choice(device: torch.device, dtype: torch.dtype) -> TableRow:
 
 def _attention_choice(layer: Attention, device: torch.device, dtype: torch.dtype) -> TableRow:
     sizes = {"head_dim": layer.head_dim, "value_dim": layer.value_dim}
-    choice = choose_core(device, dtype, layer.kind, dropout=layer.dropout, **sizes)
+    choice = choose_core(device, dtype, layer.span, dropout=layer.dropout, **sizes)
     is_cut = layer.mesh.cp.size > 1
-    if is_cut and transport_of(layer.kind, layer.mesh, layer.context) != "all_to_all":
-        choice = choose_part(device, dtype, layer.kind, head_dim=layer.head_dim)
-    window = layer.kind.window
+    if is_cut and transport_of(layer.span, layer.mesh, layer.context) != "all_to_all":
+        choice = choose_part(device, dtype, layer.span, head_dim=layer.head_dim)
+    window = layer.span.window
     subject = "attention" if window is None else f"attention in a window of {window}"
     return TableRow(subject, choice.name, choice.reason, choice.remedy)
 

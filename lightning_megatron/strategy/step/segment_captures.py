@@ -11,10 +11,11 @@ from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.bucket_cuts import bucket_cuts
 from lightning_megatron.graphs.capturable import eager_reasons, must_be_called, without_hooked
 from lightning_megatron.graphs.capture_tools import CaptureTools
+from lightning_megatron.graphs.model_segments import chunk_segments
 from lightning_megatron.graphs.report import GraphReport, runs_of
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
+from lightning_megatron.graphs.segments import SegmentList
 from lightning_megatron.graphs.step_kind import StepKind
-from lightning_megatron.layers.segments import SegmentList
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.step_run import new_weight
@@ -129,7 +130,8 @@ class SegmentCaptures:
     def _chunks(self) -> list[SegmentList]:
         """Return the segments of all chunks; segments with hooks of users are not static."""
         return [
-            without_hooked(self._model.segments(chunk)) for chunk in range(self._model.num_chunks)
+            without_hooked(chunk_segments(self._model, chunk))
+            for chunk in range(self._model.num_chunks)
         ]
 
     def release(self) -> None:

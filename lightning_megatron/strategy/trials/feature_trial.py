@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.segments import is_compiled
 from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.modules.module_state import ModuleState
@@ -31,6 +30,7 @@ from lightning_megatron.swap.whole_features import (
     cut_layers,
     record_inputs,
 )
+from lightning_megatron.user_code import is_compiled
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.segments import is_compiled
 from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch, copy_batch
 from lightning_megatron.strategy.logs.log_record import Recorder
@@ -25,6 +24,7 @@ from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 from lightning_megatron.strategy.trials.constant_random import ConstantRandomValues
 from lightning_megatron.strategy.trials.part_draws import DrawRecord, UserDraw
+from lightning_megatron.user_code import is_compiled
 
 
 class SeededGenerators:

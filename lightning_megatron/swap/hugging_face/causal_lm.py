@@ -63,14 +63,14 @@ class LabelledGPT(GPT):
         return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings, sums)
 
     @override
-    def _result(self, logits: Tensor, targets: Targets | None, cut: TokenOrder | None) -> Any:
+    def _of_logits(self, logits: Tensor, targets: Targets | None, order: TokenOrder | None) -> Any:
         if targets is None:
             return None, logits
-        return super()._result(logits, targets, cut), logits
+        return super()._of_logits(logits, targets, order), logits
 
     @override
-    def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
-        return super()._chunked_result(hidden, targets, chunk), hidden
+    def _in_chunks(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
+        return super()._in_chunks(hidden, targets, chunk), hidden
 
     @override
     def _placeholder(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:

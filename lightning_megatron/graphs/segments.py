@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.cuda_graphs import SegmentScope, expanded_scopes
+from lightning_megatron.user_code import is_compiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +51,6 @@ class Segment:
     parts: Callable[[], SegmentList] | None = None
     stays_whole: bool = False
     keeps_only_inputs: bool = False
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether calls of a module run code of ``torch.compile``."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 class SegmentList:

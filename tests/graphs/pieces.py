@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.segments import SegmentList, split
-from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.graphs.model_segments import chunk_segments, chunk_values
+from lightning_megatron.graphs.segments import SegmentList, split
+from lightning_megatron.models.layered import LayeredModule, LayerInputs
 from lightning_megatron.nest import leaves, rebuild
 
 
@@ -27,14 +28,21 @@ class PieceRunner:
     """Runner of the chunks of a model, piece by piece, forward and backward."""
 
     def __init__(self, model: LayeredModule, **options: Any) -> None:
-        self.model = model
         self.options = options
         self.pieces: list[SegmentList] = []
-        model._run_chunk = self.run
+        model.runner = self
 
-    def run(self, chunk: int, values: Mapping[str, Any]) -> Any:
-        self.pieces = split(self.model.segments(chunk), **self.options)
-        tensors_by_name = dict(values)
+    def run(
+        self,
+        model: LayeredModule,
+        chunk: int,
+        hidden: Tensor | None,
+        call: Any,
+        layers: Mapping[int, LayerInputs],
+    ) -> Any:
+        segments = chunk_segments(model, chunk)
+        self.pieces = split(segments, **self.options)
+        tensors_by_name = chunk_values(model, hidden, call, layers)
         piece_runs: list[PieceRun] = []
         for piece in self.pieces:
             sources = [tensors_by_name[name] for name in piece.inputs]
@@ -42,7 +50,7 @@ class PieceRunner:
             outputs = piece(copies)
             piece_runs.append(PieceRun(*map(float_tensors_in, (sources, copies, outputs))))
             tensors_by_name.update(zip(piece.outputs, outputs, strict=True))
-        (name,) = self.model.segments(chunk).outputs
+        (name,) = segments.outputs
         result = detach_leaves(tensors_by_name[name])
         for source, copy in zip(
             float_tensors_in(tensors_by_name[name]), float_tensors_in(result), strict=True

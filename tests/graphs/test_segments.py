@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.layers.segments import Segment, SegmentList, split
+from lightning_megatron.graphs.segments import Segment, SegmentList, split
 
 
 def add_one(x: Any) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.graphs.model_segments import chunk_segments
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder import Encoder
@@ -16,8 +17,8 @@ from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.cuda_graphs import SegmentScope
 from lightning_megatron.plan.recomputation import Recompute
+from tests.graphs.pieces import PieceRunner
 from tests.models.flash_stand_in import flash_stand_in, padded_on_the_right
-from tests.models.pieces import PieceRunner
 
 V, S = 40, 8
 SIZES: dict[str, Any] = {
@@ -157,7 +158,7 @@ def test_an_encoder_in_pieces_computes_the_same_bits(head, dropout):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_segments_read_all_parameters_and_pieces_end_at_cuts(name):
     model = GPT(CONFIGS[name], seed=1)
-    expanded = model.segments().expand()
+    expanded = chunk_segments(model).expand()
     assert set(expanded.parameters) == set(model.parameters())
     PieceRunner(model, cuts=["embedding", "layers.0.attention"])
     runner = PieceRunner(model, cuts=["embedding", "layers.0.attention"])
