@@ -172,58 +172,6 @@ class Run:
             return None
         return ScheduleChoice(self.mesh, self.executor, self._options.schedule_name)
 
-    def _limit_rows(self) -> LimitedRows | None:
-        limit = self.mixtures.row_limit
-        if limit is None:
-            return None
-        return LimitedRows(
-            self.module, self.mesh, limit, self._states, self.state.gradients, self.graphs
-        )
-
-    def _make_trials(self) -> StepTrials | None:
-        options = self._options
-        if not options.check_microbatches:
-            return None
-        wait = self.state.main.wait
-        interval = options.replica_check_interval
-        return StepTrials(
-            MicrobatchTrials(self.module, self.mesh, wait, interval, self._suspend_graphs),
-            FeatureTrials(self.module, self.mesh),
-        )
-
-    def _make_step(
-        self, precision: MegatronPrecision, attributes: AttributeSync, around: Sequence[AroundRuns]
-    ) -> Step:
-        rule = self._options.microbatches(self.mesh.layout)
-        return Step(
-            self.module,
-            self.mesh,
-            precision,
-            self.state,
-            self.mixtures,
-            self._states,
-            self.buffers,
-            self.comparison,
-            self.graphs,
-            BatchCuts(rule, self.mesh, self.module.trainer),
-            self._make_trials(),
-            attributes,
-            around,
-            self._choice,
-            self.executor,
-            overlaps_gradients=self._options.overlap_gradients,
-        )
-
-    def _suspend_graphs(self) -> None:
-        """Run the rest of the running step without graphs."""
-        if self.graphs is not None:
-            self.graphs.suspend()
-
-    def recheck_graphs(self) -> None:
-        """Check before the next step whether graphs are still valid; called on all ranks."""
-        if self.graphs is not None:
-            self.graphs.recheck()
-
     def _training_state(
         self,
         precision: MegatronPrecision,
@@ -268,6 +216,53 @@ class Run:
             make_backend,
             lambda: choice is None or choice.measured is not None,
         )
+
+    def _limit_rows(self) -> LimitedRows | None:
+        limit = self.mixtures.row_limit
+        if limit is None:
+            return None
+        return LimitedRows(
+            self.module, self.mesh, limit, self._states, self.state.gradients, self.graphs
+        )
+
+    def _make_step(
+        self, precision: MegatronPrecision, attributes: AttributeSync, around: Sequence[AroundRuns]
+    ) -> Step:
+        rule = self._options.microbatches(self.mesh.layout)
+        return Step(
+            self.module,
+            self.mesh,
+            precision,
+            self.state,
+            self.mixtures,
+            self._states,
+            self.buffers,
+            self.comparison,
+            self.graphs,
+            BatchCuts(rule, self.mesh, self.module.trainer),
+            self._make_trials(),
+            attributes,
+            around,
+            self._choice,
+            self.executor,
+            overlaps_gradients=self._options.overlap_gradients,
+        )
+
+    def _make_trials(self) -> StepTrials | None:
+        options = self._options
+        if not options.check_microbatches:
+            return None
+        wait = self.state.main.wait
+        interval = options.replica_check_interval
+        return StepTrials(
+            MicrobatchTrials(self.module, self.mesh, wait, interval, self._suspend_graphs),
+            FeatureTrials(self.module, self.mesh),
+        )
+
+    def _suspend_graphs(self) -> None:
+        """Run the rest of the running step without graphs."""
+        if self.graphs is not None:
+            self.graphs.suspend()
 
     # ---- changes of the Trainer
 
@@ -357,6 +352,11 @@ class Run:
     def end_hooks(self) -> None:
         """End what :meth:`begin_hooks` has begun, before a step runs."""
         self._hooks.close()
+
+    def recheck_graphs(self) -> None:
+        """Check before the next step whether graphs are still valid; called on all ranks."""
+        if self.graphs is not None:
+            self.graphs.recheck()
 
     def begin_training(self) -> None:
         """Check the training data, and prepare for the first step.

@@ -92,14 +92,14 @@ class LimitedRows:
         """Return the current limit on the rows of a buffer, as a multiple of the even share."""
         return self._limit.factor
 
-    def run(self, run: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
+    def run(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
         """Run a step with the limit, and again without the limit if a buffer was too small.
 
         The hooks that clear the gradients of the previous step run once, before the first forward
         pass, because a second run must not undo their changes.
 
         Args:
-            run: Function that runs the microbatches of a call, with graphs if there are any.
+            inner: Function that runs the microbatches of a call, with graphs if there are any.
             call: Call of the step.
 
         Returns:
@@ -110,22 +110,22 @@ class LimitedRows:
             gradient accumulation, of all batches of this optimizer step.
         """
         if call.passes is None:
-            return self._run(run, call, self._before())
+            return self._run(inner, call, self._before())
         passes = call.passes.cleared()
         if not passes.adds:
             self._earlier.clear()
         call = replace(call, passes=passes)
         before = self._before()
-        ran = self._run(run, call, before)
+        ran = self._run(inner, call, before)
         if passes.will_step:
             self._earlier.clear()
         else:
             self._earlier.append(_EarlierBatch(before, call))
         return ran
 
-    def _run(self, run: RunCall, call: StepCall, before: _Before) -> RanStep[MicrobatchOutputs]:
+    def _run(self, inner: RunCall, call: StepCall, before: _Before) -> RanStep[MicrobatchOutputs]:
         with self._limit.limit_rows():
-            ran = run(call)
+            ran = inner(call)
         if not self._limit.was_too_small():
             return ran
         # The second run may need the memory that the outputs of the first run occupy.
@@ -133,9 +133,9 @@ class LimitedRows:
         if self._graphs is not None:
             self._graphs.suspend()
         try:
-            self._undo(run, call, before)
+            self._undo(inner, call, before)
             with self._limit.measure_rows() as measured:
-                ran = run(replace(call, may_replay=False))
+                ran = inner(replace(call, may_replay=False))
         except Exception as error:
             error.add_note(
                 f"experts: expert_rows={self.factor:g} was too small for this step, which was "
@@ -145,11 +145,11 @@ class LimitedRows:
         self._warn(measured.needs())
         return ran
 
-    def _undo(self, run: RunCall, call: StepCall, before: _Before) -> None:
+    def _undo(self, inner: RunCall, call: StepCall, before: _Before) -> None:
         """Undo the first run of a call, after which the sum has the gradients of earlier batches.
 
         Args:
-            run: Function that runs the microbatches of a call.
+            inner: Function that runs the microbatches of a call.
             call: Call of the step.
             before: State before the first run.
         """
@@ -159,7 +159,7 @@ class LimitedRows:
         self._gradients.discard()
         for batch in self._earlier:
             batch.before.restore()
-            run(replace(batch.call, may_replay=False))
+            inner(replace(batch.call, may_replay=False))
         before.restore()
         self._states.resume_step()
 

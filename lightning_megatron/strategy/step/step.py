@@ -86,9 +86,20 @@ class StepTrials:
 class Step:
     """Training and evaluation steps of one run, with all that happens around the user's step.
 
-    :meth:`train` is the formula of a step, and the methods stand in the order of their calls. The
-    arguments that surround a run act from outside to inside in the order in which they are listed
-    here, from ``comparison`` to ``executor``.
+    :meth:`train` is the formula of a step, and the methods stand in the order of their calls. What
+    surrounds the user's step acts in this order, from outside to inside:
+
+    1. ``comparison`` compares the batch between ranks that must read the same one.
+    2. ``graphs`` permit or forbid graphs in this step; in an evaluation only around 7 to 9.
+    3. ``cuts`` cut the batch into microbatches.
+    4. ``trials`` try the step at its first batch.
+    5. ``attributes`` record the attributes of the module before the run, and share them after it.
+    6. The log calls of a run are recorded, and replayed on every rank after it.
+    7. A limit on the rows of experts, in ``around``, may run a step again.
+    8. Graphs of whole steps, in ``around``, run in the place of 9.
+    9. ``executor`` runs the schedule, whose actions call the user's step and its backward passes.
+
+    Gradients are finished after all of them.
 
     Args:
         module: The user's module.
@@ -103,8 +114,7 @@ class Step:
         cuts: Cuts of batches into microbatches.
         trials: Trials of steps at their first batch; None skips them.
         attributes: Module attributes that steps set, recorded before a run and shared after it.
-        around: Objects through which each run of a step goes, the outermost one first: limits on
-            the rows of experts, which may run a step again, then graphs of whole steps.
+        around: Objects through which each run of a step goes, the outermost one first.
         choice: Choice of the schedule by the times of the first steps; None keeps the executor's.
         executor: Executor of the pipeline schedule, which calls the user's step.
         overlaps_gradients: Whether sums of gradients may start during the backward pass.

@@ -122,11 +122,11 @@ RunCall = Callable[[StepCall], RanStep[MicrobatchOutputs]]
 class AroundRuns(Protocol):
     """Object through which all runs of steps go."""
 
-    def run(self, run: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
-        """Run the microbatches of a step.
+    def run(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
+        """Run the microbatches of a step, once, repeatedly or by a graph.
 
         Args:
-            run: Function that runs them further inside, once, repeatedly or in a graph.
+            inner: Function that runs the microbatches of a call, further inside.
             call: Call of the step.
         """
 

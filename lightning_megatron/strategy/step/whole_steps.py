@@ -65,34 +65,34 @@ class WholeSteps:
         self._has_looked_for_reader = False
         state.main.gather.defers = True
 
-    def run(self, run: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
+    def run(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
         """Run a step, by a graph if there is one.
 
         Args:
-            run: Function that runs the microbatches of a call.
+            inner: Function that runs the microbatches of a call.
             call: Call of the step.
 
         Communication: that of the step, of :meth:`ParameterGather.begin` and of
             :meth:`StepGraphs.run`.
         """
         if call.may_replay and call.passes is not None:
-            return self._train(run, call, call.passes)
+            return self._train(inner, call, call.passes)
         if call.may_replay and not call.is_training and self._graphs.evaluates:
-            return self._evaluate(run, call)
-        return self._run_eagerly(run, call)
+            return self._evaluate(inner, call)
+        return self._run_eagerly(inner, call)
 
-    def _run_eagerly(self, run: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
+    def _run_eagerly(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
         self._state.main.gather.begin()
-        return run(call)
+        return inner(call)
 
     def _train(
-        self, run: RunCall, call: StepCall, passes: TrainingPasses
+        self, inner: RunCall, call: StepCall, passes: TrainingPasses
     ) -> RanStep[MicrobatchOutputs]:
         """Run ``training_step`` and the backward passes."""
         gather = self._state.main.gather
         gather.defers = not self._graphs.is_off
         if passes.backward.inspector is not None or self._hook_in_backward() is not None:
-            return self._run_eagerly(run, call)
+            return self._run_eagerly(inner, call)
         passes = passes.cleared()
         observer = passes.backward.observer
         sums = observer is not None and self._state.gradients.may_sum_in_graphs
@@ -108,9 +108,9 @@ class WholeSteps:
                 (call.divisor, passes.adds, isinstance(scale, torch.Tensor), self._module.training),
                 call.microbatches,
                 call.index,
-                run_eagerly=lambda: self._run_eagerly(run, call).result,
+                run_eagerly=lambda: self._run_eagerly(inner, call).result,
                 run=lambda given: self._run_in_graph(
-                    run, replace(captured, microbatches=given), states, sums=sums
+                    inner, replace(captured, microbatches=given), states, sums=sums
                 ),
                 holds_sums=sums,
                 variant=(sums, gather.is_deferred, states is not None),
@@ -126,25 +126,25 @@ class WholeSteps:
         return ran
 
     def _run_in_graph(
-        self, run: RunCall, call: StepCall, states: LayerStates | None, *, sums: bool
+        self, inner: RunCall, call: StepCall, states: LayerStates | None, *, sums: bool
     ) -> MicrobatchOutputs:
         """Run what a graph of a training step captures.
 
         Args:
-            run: Function that runs the microbatches of a call.
+            inner: Function that runs the microbatches of a call.
             call: Call of the step on the microbatches of the graph.
             states: State of layers whose step ends in the graph; None without one.
             sums: Whether the graph sums gradients over the ranks.
         """
         gather = self._state.main.gather
         gather.begin()
-        ran = run(call).result
+        ran = inner(call).result
         gather.wait()
         if sums:
             self._state.gradients.sum_up()
         return ran if states is None else replace(ran, statistics=states.end_step())
 
-    def _evaluate(self, run: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
+    def _evaluate(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
         """Run an evaluation step."""
         captured = _unread(call)
         ran = self._graphs.run(
@@ -153,8 +153,8 @@ class WholeSteps:
                 (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self._module.training),
                 call.microbatches,
                 call.index,
-                run_eagerly=lambda: run(call).result,
-                run=lambda given: run(replace(captured, microbatches=given)).result,
+                run_eagerly=lambda: inner(call).result,
+                run=lambda given: inner(replace(captured, microbatches=given)).result,
                 prepare=self._state.main.wait,
                 around=partial(refuse_kept_changes, self._module, call.name),
                 held=partial(attributes_of, self._module),
