@@ -15,7 +15,6 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.optimizer.eight_bit_weights import EightBitBuffer, EightBitWeights
-from lightning_megatron.optimizer.exposed_gradients import ExposedGradients
 from lightning_megatron.optimizer.flat_buffer import (
     CountedGradients,
     FlatBuffer,
@@ -24,14 +23,17 @@ from lightning_megatron.optimizer.flat_buffer import (
     slice_state,
 )
 from lightning_megatron.optimizer.parameter_gather import ParameterGather
-from lightning_megatron.optimizer.shard_granularity import ShardGranularity
-from lightning_megatron.optimizer.sharding import BufferPlanner, DistributedOptimizerConfig
+from lightning_megatron.optimizer.sharding import (
+    BufferPlanner,
+    DistributedOptimizerConfig,
+    ShardGranularity,
+)
 from lightning_megatron.optimizer.shared_gradients import (
     check_on_one_stage,
     repeated_names,
     resolve_ties,
 )
-from lightning_megatron.optimizer.user_writes import UserWrites
+from lightning_megatron.optimizer.user_writes import ExposedGradients, UserWrites
 from lightning_megatron.shapes import Shaped
 
 #: Attributes that every optimizer has, which hold groups, states and functions.

@@ -16,7 +16,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
 from lightning_megatron.optimizer import MainParameters
-from lightning_megatron.optimizer.shard_granularity import check_granularity, finest_granularity
+from lightning_megatron.optimizer.sharding import check_granularity, finest_granularity
 from lightning_megatron.plan.shards import ShardRange
 from tests.optimizer.runs import single
 from tests.worlds.test_hooks import Lookahead, SharpnessAware

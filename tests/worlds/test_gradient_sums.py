@@ -20,8 +20,8 @@ from lightning_megatron.optimizer import (
     MainParameters,
     clip_by_norm_,
 )
-from lightning_megatron.optimizer.exposed_gradients import ShardedGradient
 from lightning_megatron.optimizer.ties import check_ties as check_tied_groups
+from lightning_megatron.optimizer.user_writes import ShardedGradient
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import ShardRange, even_range
 from tests.optimizer.runs import Run
