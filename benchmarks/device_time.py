@@ -81,9 +81,10 @@ def burst(
             stop.record()
             pairs[name].append((start, stop))
     torch.cuda.synchronize()
-    return {
-        name: [start.elapsed_time(stop) for start, stop in events] for name, events in pairs.items()
-    }
+    times = {}
+    for name, events in pairs.items():
+        times[name] = [start.elapsed_time(stop) for start, stop in events]
+    return times
 
 
 def host_time(call: Callable[[], Any]) -> float:

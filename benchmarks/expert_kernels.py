@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,25 @@ def drawn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(*shape, device="cuda").to(dtype).requires_grad_()
 
 
+def route(router: Router, x: Tensor) -> Tensor:
+    """Return the probabilities of the selected experts, with the losses attached."""
+    routing = router(x.unsqueeze(1))
+    assert routing.losses.load_factors is not None, "the auxiliary loss is on"
+    return routing.losses.attach_to(routing.probabilities, 1.0)
+
+
+def plain_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return a matrix product in float32."""
+    return F.linear(x.float(), weight.float())
+
+
+def router_of(shape: Shape) -> Router:
+    """Return the initialized router of a layer."""
+    router = Router(shape.config, shape.hidden_size, ParallelMesh.single("cuda", seed=0))
+    initialize_(router, torch.device("cuda"), 0)
+    return router.to("cuda", DTYPE)
+
+
 def cases_of(shape: Shape) -> list[Case]:
     """Return the steps of a layer with random routing."""
     config = shape.config
@@ -94,10 +114,7 @@ def cases_of(shape: Shape) -> list[Case]:
     num_experts = config.num_experts
     top_k = config.top_k
     inner = config.ffn_hidden_size
-    mesh = ParallelMesh.single("cuda", seed=0)
-    router = Router(config, width, mesh)
-    initialize_(router, torch.device("cuda"), 0)
-    router = router.to("cuda", DTYPE)
+    router = router_of(shape)
     hidden = drawn(tokens, width)
     probabilities = torch.rand(tokens, top_k, device="cuda").requires_grad_()
     experts = torch.rand(tokens, num_experts, device="cuda").topk(top_k).indices
@@ -111,24 +128,16 @@ def cases_of(shape: Shape) -> list[Case]:
     gate_up = drawn(rows, 2 * inner)
     scales = torch.rand(rows, device="cuda").requires_grad_()
 
-    def route(x: Tensor) -> Tensor:
-        routing = router(x.unsqueeze(1))
-        assert routing.losses.load_factors is not None, "the auxiliary loss is on"
-        return routing.losses.attach_to(routing.probabilities, 1.0)
-
-    def plain_product(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x.float(), weight.float())
-
-    product_traffic = (token + logits, 2 * token + logits)
+    routed = partial(route, router)
     return [
         Case(
             "router's product",
             exact_linear,
             (hidden, router.weight),
-            product_traffic,
+            (token + logits, 2 * token + logits),
             plain_product,
         ),
-        Case("router", route, (hidden,), (token + 3 * scores, token + logits + 3 * scores)),
+        Case("router", routed, (hidden,), (token + 3 * scores, token + logits + 3 * scores)),
         Case("row map", lambda e: map_rows(e, 0, num_experts).rows, (experts,), (6 * scores, 0)),
         Case(
             "permute + probabilities",

@@ -76,9 +76,8 @@ def host_times(
         backward(output)
         times.append((middle - start, time.perf_counter() - middle))
     torch.cuda.synchronize()
-    return 1e6 * statistics.median(first for first, _ in times), 1e6 * statistics.median(
-        last for _, last in times
-    )
+    first, last = zip(*times, strict=True)
+    return 1e6 * statistics.median(first), 1e6 * statistics.median(last)
 
 
 def by_kernel(step: Callable[[], object], rounds: int) -> list[tuple[str, float, float]]:
@@ -132,7 +131,8 @@ def measure(num_experts: int, num_tokens: int, rounds: int, inputs: str) -> list
     outputs.clear()
     host = host_times(lambda: layer(hidden), backward, rounds)
     kernels = by_kernel(lambda: backward(layer(hidden)), rounds)
-    launches, total = sum(row[1] for row in kernels), sum(row[2] for row in kernels)
+    launches = sum(count for _, count, _ in kernels)
+    total = sum(microseconds for _, _, microseconds in kernels)
     assert all(slot_of(parameter) is not None for parameter in layer.parameters()), (
         "gradients are in slots"
     )

@@ -141,17 +141,7 @@ def mesh_of(world: int) -> ParallelMesh:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama3_8b", choices=sorted(SHAPES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--compiled", action="store_true", help="also measure transformers' compiled passes"
-    )
-    parser.add_argument("--table", type=Path)
-    args = parser.parse_args()
+    args = read_options()
 
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -193,12 +183,7 @@ def main() -> None:
     lines = [*HEAD]
     for batch in args.batch:
         bound = bytes_of_token(gpt, batch, args.prompt + args.new / 2) / speed
-        for (size, name), (prompt_time, token_time) in results.items():
-            if size == batch:
-                lines.append(
-                    f"| {batch} | {name} | {1e3 * prompt_time:.1f} | {1e3 * token_time:.2f} | "
-                    f"{batch / token_time:,.0f} | {1e3 * bound:.2f} | {bound / token_time:.0%} |"
-                )
+        lines += rows_of(results, batch, bound)
     device = torch.cuda.get_device_name()
     gpus = device if world == 1 else f"{world} x {device}, tp={world}"
     lines.insert(0, f"{gpus}, copies at {speed / 1e12:.2f} TB/s, {args.shape}\n")
@@ -208,6 +193,33 @@ def main() -> None:
     if args.table is not None:
         args.table.parent.mkdir(parents=True, exist_ok=True)
         args.table.write_text("\n".join(lines) + "\n")
+
+
+def read_options() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama3_8b", choices=sorted(SHAPES))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--compiled", action="store_true", help="also measure transformers' compiled passes"
+    )
+    parser.add_argument("--table", type=Path)
+    return parser.parse_args()
+
+
+def rows_of(
+    results: dict[tuple[int, str], tuple[float, float]], batch: int, bound: float
+) -> list[str]:
+    """Return the rows of a batch size; ``bound`` is the shortest possible time of a token (s)."""
+    return [
+        f"| {batch} | {name} | {1e3 * prompt_time:.1f} | {1e3 * token_time:.2f} | "
+        f"{batch / token_time:,.0f} | {1e3 * bound:.2f} | {bound / token_time:.0%} |"
+        for (size, name), (prompt_time, token_time) in results.items()
+        if size == batch
+    ]
 
 
 def keep(

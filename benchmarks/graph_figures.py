@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -86,23 +87,19 @@ class GraphFigures(Callback):
         extra_seconds = [
             seconds[step - 1] - median for step in self._capturing if step <= len(seconds)
         ]
+        static = [*_of(objects, PieceInputs), *_of(objects, StaticInputs)]
+        tools = _of(objects, CaptureTools)
+        copies = [tensor for one in tools for tensor in one.gradient_copies.values()]
+        graphs = [graph for graph in _of(objects, CudaGraph) if graph._graph is not None]
         self.result = {
-            "graphs": sum(graph._graph is not None for graph in _of(objects, CudaGraph)),
+            "graphs": len(graphs),
             "slots": len(_of(objects, Slot)),
             "captures": self._times.num_captures,
             "capture_seconds": round(self._times.seconds, 3),
             "capturing_steps": self._capturing,
             "capturing_steps_seconds": round(sum(extra_seconds), 3),
-            "static_inputs": sum(
-                inputs.num_bytes
-                for kind in (PieceInputs, StaticInputs)
-                for inputs in _of(objects, kind)
-            ),
-            "gradient_copies": sum(
-                tensor.nbytes
-                for tools in _of(objects, CaptureTools)
-                for tensor in tools.gradient_copies.values()
-            ),
+            "static_inputs": sum(map(attrgetter("num_bytes"), static)),
+            "gradient_copies": sum(map(attrgetter("nbytes"), copies)),
             **_pools(trainer),
         }
 

@@ -57,14 +57,7 @@ def train(
         validates_every: Steps between validations; 0 means no validation (steps).
         checkpoint: Checkpoint from which the training resumes.
     """
-    graphs: Any = mode_of(mode)[2]
-    if graphs is not None:
-        # A failed capture must not be measured as if it were a replay.
-        fields = {"mode": graphs} if isinstance(graphs, str) else graphs
-        graphs = {"on_failure": "error", **fields}
-    strategy = MegatronStrategy(cuda_graphs=graphs, microbatch_size=1)
-    if graphs is not None and accelerator == "cpu":
-        strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
+    strategy = _strategy_of(mode, accelerator)
     trainer = Trainer(
         accelerator=accelerator,
         devices=1,
@@ -83,17 +76,8 @@ def train(
         enable_model_summary=False,
         default_root_dir=tempfile.gettempdir(),
     )
-    options: dict[str, Any] = {"batch_size": batch, "pin_memory": accelerator == "cuda"}
-    training_data = DataLoader(Tokens(config, (epoch or steps) * batch), **options)
-    validation_data = DataLoader(Tokens(config, 4 * batch), **options)
     try:
-        trainer.fit(
-            Validated(config, forced_balance=True),
-            training_data,
-            validation_data if validates_every else None,
-            ckpt_path=checkpoint,
-            weights_only=False,
-        )
+        _fit(trainer, config, batch, epoch or steps, bool(validates_every), checkpoint)
     finally:
         for callback in callbacks:
             # Lightning adds methods of the module to callbacks, which would keep the module alive.
@@ -103,6 +87,39 @@ def train(
         gc.collect()
         if accelerator == "cuda":
             torch.cuda.empty_cache()
+
+
+def _strategy_of(mode: str, accelerator: str) -> MegatronStrategy:
+    graphs: Any = mode_of(mode)[2]
+    if graphs is not None:
+        # A failed capture must not be measured as if it were a replay.
+        fields = {"mode": graphs} if isinstance(graphs, str) else graphs
+        graphs = {"on_failure": "error", **fields}
+    strategy = MegatronStrategy(cuda_graphs=graphs, microbatch_size=1)
+    if graphs is not None and accelerator == "cpu":
+        strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
+    return strategy
+
+
+def _fit(
+    trainer: Trainer,
+    config: GPTConfig,
+    batch: int,
+    steps: int,
+    validates: bool,
+    checkpoint: Path | None,
+) -> None:
+    on_gpu = trainer.strategy.root_device.type == "cuda"
+    options: dict[str, Any] = {"batch_size": batch, "pin_memory": on_gpu}
+    training_data = DataLoader(Tokens(config, steps * batch), **options)
+    validation_data = DataLoader(Tokens(config, 4 * batch), **options)
+    trainer.fit(
+        Validated(config, forced_balance=True),
+        training_data,
+        validation_data if validates else None,
+        ckpt_path=checkpoint,
+        weights_only=False,
+    )
 
 
 def be_quiet() -> None:

@@ -126,9 +126,9 @@ def tables(results: Sequence[Measured], steps: int, warmup: int) -> str:
         host = "| work | graphs | " + " | ".join(["all", LOOP, *PARTS]) + " |"
         blocks += [
             [GRAPHS, _rule_of(GRAPHS), *[_graphs(measured, ours) for measured in ours]],
-            [LAUNCHES, _rule_of(LAUNCHES), *[_launches(measured) for measured in ours]],
+            [LAUNCHES, _rule_of(LAUNCHES), *map(_launches, ours)],
             ["The host's time of a step on an idle device, ms:"],
-            [host, _rule_of(host), *[_host(measured) for measured in ours]],
+            [host, _rule_of(host), *map(_host, ours)],
         ]
     blocks += [block for measured in ours if (block := _names(measured))]
     blocks += [notes for measured in ours if (notes := _notes(measured, warmup))]
@@ -153,6 +153,7 @@ def _speed(measured: Measured, results: Sequence[Measured]) -> str:
     times = [measured.waited] + ([measured.row_mean] if measured.row_mean else [])
     rates = [tokens / time * 1e3 for time in times]
     losses = figures.get("losses") or [figures.get("loss", "")]
+    flop_rates = " / ".join(f"{rate * flops / 1e12:.1f}" for rate in rates)
     return _row(
         case.work,
         case.program,
@@ -161,7 +162,7 @@ def _speed(measured: Measured, results: Sequence[Measured]) -> str:
         figures.get("row_ms", "") if measured.is_ours else "",
         measured.row_mean or "",
         " / ".join(f"{rate:,.0f}" for rate in rates),
-        " / ".join(f"{rate * flops / 1e12:.1f}" for rate in rates),
+        flop_rates,
         figures["peak_gib"] if measured.is_ours else figures["mem_gib"],
         _ratio(measured, results, lambda peer: peer.waited),
         _ratio(measured, results, lambda peer: peer.row_mean),

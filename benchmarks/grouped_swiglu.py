@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor
@@ -111,10 +111,9 @@ def table(rows: Sequence[Row]) -> str:
             f"| {shape} | {'skewed' if row.skewed else 'equal'} | {times} | {ratios} | "
             f"{row.chosen} |"
         )
-    means = [prod(row.ratio(name) for row in rows) ** (1 / len(rows)) for name in (KEPT, ALONE)]
-    return "\n".join(
-        [*lines, "", f"Geometric means: {means[0]:.2f} kept, {means[1]:.2f} not stored."]
-    )
+    kept = geometric_mean(row.ratio(KEPT) for row in rows)
+    alone = geometric_mean(row.ratio(ALONE) for row in rows)
+    return "\n".join([*lines, "", f"Geometric means: {kept:.2f} kept, {alone:.2f} not stored."])
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ class HostTime(Callback):
         """Compute the medians."""
         if self._steps:
             parts = {
-                name: statistics.median(times[name] for times in self._steps)
+                name: statistics.median(map(itemgetter(name), self._steps))
                 for name in self._steps[0]
             }
             parts["all"] = statistics.median(sum(times.values()) for times in self._steps)

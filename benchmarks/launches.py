@@ -61,11 +61,11 @@ def launches_of(events: Iterable[dict[str, Any]]) -> list[Launch]:
             calls[correlation] = event["name"]
         elif event.get("cat") in ON_DEVICE:
             kernels.setdefault(correlation, []).append((float(event["ts"]), event["name"]))
-    launches = [
-        Launch(calls[correlation], min(group)[0], tuple(name for _, name in group))
-        for correlation, group in kernels.items()
-        if correlation in calls
-    ]
+    launches = []
+    for correlation, group in kernels.items():
+        if correlation in calls:
+            names = tuple(name for _, name in group)
+            launches.append(Launch(calls[correlation], min(group)[0], names))
     return sorted(launches, key=lambda launch: launch.start)
 
 
@@ -81,9 +81,10 @@ def count_launches(launches: Sequence[Launch], steps: Sequence[Interval]) -> dic
         ``kernels``: number of single-kernel launches; ``in_graphs``: number of kernels inside
         graphs; ``names``: number of single-kernel launches by kernel name.
     """
-    in_steps = [
-        launch for launch in launches if any(begin <= launch.start < end for begin, end in steps)
-    ]
+    in_steps = []
+    for launch in launches:
+        if any(begin <= launch.start < end for begin, end in steps):
+            in_steps.append(launch)
     single_launches = [launch for launch in in_steps if launch.is_kernel]
     graphs = [launch for launch in in_steps if launch.is_graph]
     scale = 1 / max(len(steps), 1)
@@ -91,10 +92,13 @@ def count_launches(launches: Sequence[Launch], steps: Sequence[Interval]) -> dic
     def mean(counts: Counter[str]) -> dict[str, float]:
         return {name: round(number * scale, 2) for name, number in counts.most_common()}
 
+    calls = Counter(launch.call for launch in in_steps)
+    names = Counter(name for launch in single_launches for name in launch.kernels)
+    num_in_graphs = sum(len(launch.kernels) for launch in graphs)
     return {
-        "calls": mean(Counter(launch.call for launch in in_steps)),
+        "calls": mean(calls),
         "graphs": round(len(graphs) * scale, 2),
         "kernels": round(len(single_launches) * scale, 2),
-        "in_graphs": round(sum(len(launch.kernels) for launch in graphs) * scale, 2),
-        "names": mean(Counter(name for launch in single_launches for name in launch.kernels)),
+        "in_graphs": round(num_in_graphs * scale, 2),
+        "names": mean(names),
     }

@@ -125,9 +125,9 @@ def breakdown(folder: Path) -> list[str]:
         profile: dict[str, Any] = json.loads(path.read_text()).get("Profile", {})
         if not profile:
             continue
-        parts = [
-            sum(profile["kinds_ms"].get(kind, 0.0) for kind in kinds) for kinds in PARTS.values()
-        ]
+        parts = []
+        for kinds in PARTS.values():
+            parts.append(sum(profile["kinds_ms"].get(kind, 0.0) for kind in kinds))
         figures = [profile["step_ms"], *parts, profile["exposed_ms"], profile["idle_ms"]]
         figures += [profile["clone_parts_ms"][part] for part in CLONE_PARTS]
         lines.append(f"| {path.stem} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |")

@@ -231,8 +231,9 @@ def read(files: list[Path]) -> tuple[list[Curve], dict[str, Any]]:
 
 def report(curves: list[Curve], layers: int, hidden: int, picture: Path) -> None:
     """Draw the curves, and print their last losses."""
-    rates = ", ".join(f"{rate:g}" for rate in sorted({curve.learning_rate for curve in curves}))
-    draw(curves, f"{layers} layers of {hidden}, learning rate {rates}", picture)
+    rates = sorted({curve.learning_rate for curve in curves})
+    listed = ", ".join(f"{rate:g}" for rate in rates)
+    draw(curves, f"{layers} layers of {hidden}, learning rate {listed}", picture)
     for curve in curves:
         last = curve.losses[-SPAN:]
         print(

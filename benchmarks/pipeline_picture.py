@@ -35,20 +35,21 @@ def recorded_timeline(schedule: Schedule, rows: list[list[list[Any]]]) -> Timeli
         ValueError: If a stage ran other actions, or in another order.
     """
     begin = min(start for row in rows for *_, start, _ in row)
-    spans = tuple(
-        tuple(
+    spans = []
+    actions = []
+    for stage, row in enumerate(rows):
+        spans_of_stage = [
             Span(stage, Action(kind, chunk, microbatch), start - begin, stop - begin)
             for kind, chunk, microbatch, start, stop in row
-        )
-        for stage, row in enumerate(rows)
-    )
-    actions = tuple(tuple(span.action for span in row) for row in spans)
-    if actions != schedule.rows:
+        ]
+        spans.append(tuple(spans_of_stage))
+        actions.append(tuple(span.action for span in spans_of_stage))
+    if tuple(actions) != schedule.rows:
         raise ValueError(
             f"the recorded actions must be those of schedule {schedule.name!r}: they are of "
             "another schedule, or of other sizes. Use the --name that was recorded."
         )
-    return Timeline(schedule, spans)
+    return Timeline(schedule, tuple(spans))
 
 
 def main() -> None:

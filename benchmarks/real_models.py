@@ -171,10 +171,12 @@ def batches(samples: Sequence[Review], tokenizer: Tokenizer, size: int) -> list[
     for first in range(0, len(by_length), size):
         texts, labels = zip(*by_length[first : first + size], strict=True)
         encoded = tokenizer.encode_batch(list(texts))
+        ids = [encoding.ids for encoding in encoded]
+        masks = [encoding.attention_mask for encoding in encoded]
         encoded_batches.append(
             {
-                "input_ids": torch.tensor([encoding.ids for encoding in encoded]),
-                "attention_mask": torch.tensor([encoding.attention_mask for encoding in encoded]),
+                "input_ids": torch.tensor(ids),
+                "attention_mask": torch.tensor(masks),
                 "labels": torch.tensor(labels),
             }
         )

@@ -141,14 +141,10 @@ def parts(logs: list[list[tuple[str, float, int]]], killed: float) -> dict[str, 
     result = {}
     before = killed
     for moment, phase in MOMENTS.items():
-        first = [
-            next(
-                (noted_at for name, noted_at, _ in rank if name == moment and noted_at > killed),
-                None,
-            )
-            for rank in logs
-        ]
-        times = [when for when in first if when is not None]
+        times = []
+        for rank in logs:
+            after = [when for name, when, _ in rank if name == moment and when > killed]
+            times += after[:1]
         if times:
             result[phase] = max(times) - before
             before = max(times)

@@ -159,11 +159,13 @@ class RankLoad(Callback):
             for rows in layers
         )
         count = len(layers)
+        moved = float(sum(rows.moved for rows in layers))
+        clones = float(sum(rows.clones for rows in layers))
         return {
             "max_over_mean": round(sum(before) / count, 3),
             "max_over_mean_after": round(sum(after) / count, 3),
-            "moved": round(float(sum(rows.moved for rows in layers)) / count, 4),
-            "clones": round(float(sum(rows.clones for rows in layers)) / count, 2),
+            "moved": round(moved / count, 4),
+            "clones": round(clones / count, 2),
             "rows_needed": max(int(rows.needed) for rows in layers),
             "predicted_gain_ms": round(gain * 1e3, 2),
         }

@@ -203,11 +203,12 @@ class SaveStall(Callback):
         for number, call in enumerate(self._calls):
             start = self.first + number * self.steps
             step_seconds = self.measure.seconds[start : start + self.steps - 2]
+            stall = sum(seconds - median for seconds in step_seconds)
             self.result[("first", "second")[number]] = {
                 "call_ms": round(call * 1e3, 1),
                 "next_step_ms": round(step_seconds[0] * 1e3, 1),
-                "stall_ms": round(sum(seconds - median for seconds in step_seconds) * 1e3, 1),
-                "in_steps": round(sum(seconds - median for seconds in step_seconds) / median, 2),
+                "stall_ms": round(stall * 1e3, 1),
+                "in_steps": round(stall / median, 2),
                 "looked_at_steps": len(step_seconds),
                 "first_steps_ms": [round(seconds * 1e3, 1) for seconds in step_seconds[:8]],
             }

@@ -90,10 +90,8 @@ class Kernel:
     def kind(self) -> str:
         """Class of the kernel."""
         lower_name = self.name.lower()
-        return next(
-            (kind for kind, marks in _CLASSES if any(mark in lower_name for mark in marks)),
-            ELEMENTWISE,
-        )
+        kinds = (kind for kind, marks in _CLASSES for mark in marks if mark in lower_name)
+        return next(kinds, ELEMENTWISE)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

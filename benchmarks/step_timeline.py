@@ -10,7 +10,8 @@ import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,13 @@ class Timeline:
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON files, which :meth:`of_dict` reads."""
-        return {
-            "duration": self.duration,
-            "host": {kind: list(map(list, intervals)) for kind, intervals in self.host.items()},
-            "device": {kind: list(map(list, intervals)) for kind, intervals in self.device.items()},
-            "num_launches": dict(self.num_launches),
-        }
+        return asdict(self)
 
     @classmethod
     def of_dict(cls, content: Mapping[str, Any]) -> Timeline:
         """Return the timeline from a dictionary of :meth:`as_dict`."""
-        host, device = (
-            {kind: [(begin, end) for begin, end in spans] for kind, spans in content[name].items()}
-            for name in ("host", "device")
-        )
+        host = {kind: list(map(tuple, spans)) for kind, spans in content["host"].items()}
+        device = {kind: list(map(tuple, spans)) for kind, spans in content["device"].items()}
         return cls(content["duration"], host, device, content["num_launches"])
 
 
@@ -95,12 +89,10 @@ def timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
             last = max(last, kernel.stop)
             span = ((kernel.start - begin) / 1e3, (kernel.stop - begin) / 1e3)
             device[kernel.kind].append(span)
-    return Timeline(
-        (last - begin) / 1e3,
-        {kind: union(spans) for kind, spans in host.items()},
-        {kind: union(spans) for kind, spans in device.items()},
-        {kind: len(spans) for kind, spans in host.items()},
-    )
+    num_launches = {kind: len(spans) for kind, spans in host.items()}
+    busy_host = {kind: union(spans) for kind, spans in host.items()}
+    busy_device = {kind: union(spans) for kind, spans in device.items()}
+    return Timeline((last - begin) / 1e3, busy_host, busy_device, num_launches)
 
 
 def steps_between_waits(events: Iterable[dict[str, Any]]) -> list[Interval]:
@@ -115,11 +107,10 @@ def steps_between_waits(events: Iterable[dict[str, Any]]) -> list[Interval]:
     events = list(events)
     kernels = kernels_of(events)
     waits = sorted(_end(call) for call in _calls_of(events) if call["name"] == _WAIT)
-    steps = [
-        (begin, end)
-        for begin, end in zip(waits, waits[1:], strict=False)
-        if sum(begin <= kernel.start < end for kernel in kernels) > 1
-    ]
+    steps = []
+    for begin, end in pairwise(waits):
+        if sum(begin <= kernel.start < end for kernel in kernels) > 1:
+            steps.append((begin, end))
     if not steps:
         raise ValueError(
             f"a trace must have kernels between two calls of {_WAIT}: it has {len(waits)} calls "

@@ -164,10 +164,9 @@ class Tracer(Callback):
         trace = Trace(
             torch.stack(self._losses).tolist(),
             tuple(name for name, _ in own_slices(trainer)),
-            *(
-                torch.stack(tensors).cpu()
-                for tensors in (self._gradients, self._magnitudes, self._updated)
-            ),
+            torch.stack(self._gradients).cpu(),
+            torch.stack(self._magnitudes).cpu(),
+            torch.stack(self._updated).cpu(),
         )
         self.traces = all_gather_objects(trace, strategy.mesh.world_cpu)
         graphs = strategy.run.graphs

@@ -172,6 +172,14 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--time-actions", action="store_true", help="record the actions of a step on all stages"
     )
+    _add_saves_and_routing(result)
+    result.add_argument(
+        "--out", default="runs/train_shapes.json", help="file for the measurements of rank 0"
+    )
+    return result
+
+
+def _add_saves_and_routing(result: argparse.ArgumentParser) -> None:
     result.add_argument("--async-save", default="", help="save in the background to this folder")
     result.add_argument(
         "--save-steps", type=int, default=20, help="steps to measure after each save"
@@ -184,10 +192,6 @@ def parser() -> argparse.ArgumentParser:
         default="natural",
         help="balanced, natural, zipf:EXPONENT:random or zipf:EXPONENT:ordered",
     )
-    result.add_argument(
-        "--out", default="runs/train_shapes.json", help="file for the measurements of rank 0"
-    )
-    return result
 
 
 if __name__ == "__main__":

@@ -85,18 +85,11 @@ def consolidate(
     """
     verify_checkpoint(path)
     metadata = load_metadata(path, weights_only=not unsafe)
-    one_process = metadata.pop(ONE_PROCESS, None)
     stored = OpenCheckpoint.open(path)
     saved = stored.tensors
-    if one_process is None:
-        raise CheckpointMismatchError(
-            "a checkpoint must describe the state of one process to be written as one file: "
-            f"{os.fspath(path)} was saved by an earlier version and does not. Load it with "
-            "MegatronStrategy and save it again."
-        )
+    one_process = _record_of_one_process(metadata, path)
     shapes = {name: tensor.shape for name, tensor in saved.items()}
-    where = stored.checkpoint.file(METADATA)
-    check_names(one_process, metadata.get(OPTIMIZERS, ()), shapes, where)
+    check_names(one_process, metadata.get(OPTIMIZERS, ()), shapes, stored.checkpoint.file(METADATA))
     models = ClassTensors.from_checkpoint(metadata.pop(HUGGING_FACE, {}))
     metadata = without_training(metadata) if weights_only else metadata
     target = _new_file(out)
@@ -107,23 +100,11 @@ def consolidate(
             for name in saved
             if name.startswith(MODEL) or (not weights_only and _TRAINING.match(name))
         ]
-        for entry, full in read_one_by_one(stored, names):
-            is_weight = entry.startswith((MODEL, CURRENT))
-            name = (
-                entry.removeprefix(MODEL).removeprefix(CURRENT)
-                if is_weight
-                else _parameter_of(entry)
-            )
-            converted = is_weight and dtype is not None and full.is_floating_point()
-            tensors.add(entry, name, full.to(dtype) if converted else full)
+        _copy_to_disk(stored, names, dtype, tensors)
         values = _without_division(metadata, stored.checkpoint.header.layout.dp)
-        aliases = one_process["aliases"]
-        order = {name: aliases.get(name, name) for name in one_process["order"]}
-        state = {name: tensors.get(f"{MODEL}{first}") for name, first in order.items()}
-        values["state_dict"] = to_class_names(models, state)
-        if not weights_only and any(name.startswith(CURRENT) for name in names):
-            current = {name: tensors.get(f"{CURRENT}{first}") for name, first in order.items()}
-            values["current_model_state"] = to_class_names(models, current)
+        values["state_dict"] = _weights(MODEL, one_process, tensors, models)
+        if any(name.startswith(CURRENT) for name in names):
+            values["current_model_state"] = _weights(CURRENT, one_process, tensors, models)
         if not weights_only:
             values["optimizer_states"] = [
                 _numbered(index, optimizer, one_process["numbering"][index], tensors, models)
@@ -134,6 +115,49 @@ def consolidate(
         torch.save(values, unfinished)
         os.replace(unfinished, target)
         return WrittenSize(tensors.num_tensors, tensors.num_bytes)
+
+
+def _record_of_one_process(
+    metadata: dict[str, Any], path: str | os.PathLike[str]
+) -> Mapping[str, Any]:
+    """Take the record of the model in one process out of the values of a checkpoint."""
+    record = metadata.pop(ONE_PROCESS, None)
+    if record is None:
+        raise CheckpointMismatchError(
+            "a checkpoint must describe the state of one process to be written as one file: "
+            f"{os.fspath(path)} was saved by an earlier version and does not. Load it with "
+            "MegatronStrategy and save it again."
+        )
+    return record
+
+
+def _copy_to_disk(
+    stored: OpenCheckpoint,
+    names: Iterable[str],
+    dtype: torch.dtype | None,
+    tensors: _TensorsOnDisk,
+) -> None:
+    """Copy the named tensors, and convert weights to the dtype."""
+    for entry, full in read_one_by_one(stored, names):
+        is_weight = entry.startswith((MODEL, CURRENT))
+        weight = entry.removeprefix(MODEL).removeprefix(CURRENT)
+        name = weight if is_weight else _parameter_of(entry)
+        converted = is_weight and dtype is not None and full.is_floating_point()
+        tensors.add(entry, name, full.to(dtype) if converted else full)
+
+
+def _weights(
+    prefix: str,
+    one_process: Mapping[str, Any],
+    tensors: _TensorsOnDisk,
+    models: Sequence[ClassTensors],
+) -> dict[str, Any]:
+    """Return the weights whose entries have a prefix, by their names in one process."""
+    aliases = one_process["aliases"]
+    state = {
+        name: tensors.get(f"{prefix}{aliases.get(name, name)}") for name in one_process["order"]
+    }
+    return to_class_names(models, state)
 
 
 def _parameter_of(entry: str) -> str:
@@ -254,9 +278,9 @@ def _numbered(
         )
     # Several parameters of this package can be one parameter of the model's class. The latter takes
     # the position of the first of them.
-    groups = [
-        list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in numbering
-    ]
+    groups = []
+    for names in numbering:
+        groups.append(list(dict.fromkeys(class_name_in(models, name) for name in names)))
     number_of: dict[str, int] = {}
     for name in (name for names in groups for name in names):
         if name in number_of:
@@ -276,10 +300,10 @@ def _numbered(
     for key, states in by_key.items():
         for name, value in class_states(models, key, states).items():
             state.setdefault(number_of[name], {})[key] = value
-    param_groups = [
-        {**group["hyperparameters"], "params": [number_of[name] for name in names]}
-        for group, names in zip(optimizer["groups"], groups, strict=True)
-    ]
+    param_groups = []
+    for group, names in zip(optimizer["groups"], groups, strict=True):
+        numbers = [number_of[name] for name in names]
+        param_groups.append({**group["hyperparameters"], "params": numbers})
     return {"state": dict(sorted(state.items())), "param_groups": param_groups}
 
 

@@ -29,6 +29,10 @@ class Match:
     unexpected: tuple[str, ...]
 
 
+#: Name of an entry, its shape in the checkpoint and in the model.
+_OtherShape = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
 def match(
     saved: Mapping[str, Sequence[int]],
     expected: Mapping[str, Placement],
@@ -53,7 +57,7 @@ def match(
     """
     sources: dict[str, str] = {}
     missing: list[str] = []
-    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    shapes: list[_OtherShape] = []
     for name, spec in expected.items():
         if 0 in spec.full_shape:
             continue  # tensors without elements are not saved
@@ -66,23 +70,15 @@ def match(
             shapes.append((source, tuple(saved[source]), spec.full_shape))
         else:
             sources[name] = source
-    reports = all_gather_objects((set(sources.values()), missing, shapes), mesh.full_model_cpu)
-    needed = set().union(*(report[0] for report in reports)) | {
-        source for report in reports for source, _, _ in report[2]
-    }
-    all_missing = sorted({name for report in reports for name in report[1]})
-    all_shapes = sorted({entry for report in reports for entry in report[2]})
-    unexpected = sorted(name for name in saved if name.startswith(prefix) and name not in needed)
-    result = Match(sources, tuple(all_missing), tuple(unexpected))
-    complaints = [
-        f"{name} is {saved_shape} in the checkpoint and {model_shape} in the model"
-        for name, saved_shape, model_shape in all_shapes[:_NUM_SHOWN]
-    ]
-    complaints += (
-        [f"{len(all_shapes) - _NUM_SHOWN} more have other shapes"]
-        if len(all_shapes) > _NUM_SHOWN
-        else []
+    report = set(sources.values()), missing, shapes
+    found, missing_of, shapes_of = zip(
+        *all_gather_objects(report, mesh.full_model_cpu), strict=True
     )
+    all_missing = sorted(set().union(*missing_of))
+    all_shapes = sorted(set().union(*shapes_of))
+    needed = set().union(*found, (source for source, _, _ in all_shapes))
+    unexpected = sorted(name for name in saved if name.startswith(prefix) and name not in needed)
+    complaints = _other_shapes(all_shapes)
     if strict:
         complaints += _listed("missing in the checkpoint", all_missing)
         complaints += _listed("unexpected in the checkpoint", unexpected)
@@ -92,7 +88,17 @@ def match(
             "the model with the saved configuration"
             + ("." if all_shapes else ", or load with strict=False.")
         )
-    return result
+    return Match(sources, tuple(all_missing), tuple(unexpected))
+
+
+def _other_shapes(entries: Sequence[_OtherShape]) -> list[str]:
+    listed = [
+        f"{name} is {saved_shape} in the checkpoint and {model_shape} in the model"
+        for name, saved_shape, model_shape in entries[:_NUM_SHOWN]
+    ]
+    if len(entries) > _NUM_SHOWN:
+        listed.append(f"{len(entries) - _NUM_SHOWN} more have other shapes")
+    return listed
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:

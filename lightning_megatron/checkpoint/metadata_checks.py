@@ -73,13 +73,17 @@ def _is_optimizer(value: Any) -> bool:
     return (
         _is_mapping(value)
         and isinstance(value.get("groups"), list)
-        and all(_is_mapping(group) for group in value["groups"])
-        and all(_is_mapping(group.get("hyperparameters")) for group in value["groups"])
-        and all(
-            _is_names(group.get("parameters")) and _is_names(group.get("states", []))
-            for group in value["groups"]
-        )
+        and all(map(_is_group, value["groups"]))
         and _is_mapping(value.get("values"), _is_mapping)
+    )
+
+
+def _is_group(value: Any) -> bool:
+    return (
+        _is_mapping(value)
+        and _is_mapping(value.get("hyperparameters"))
+        and _is_names(value.get("parameters"))
+        and _is_names(value.get("states", []))
     )
 
 
@@ -235,18 +239,37 @@ def check_names(
         shape = shapes.get(f"{MODEL}{name}")
         if shape is not None and (not shape or not shape[0] <= rows <= 2 * shape[0] + _MAX_PADDING):
             raise _damaged(where, f"{name} of shape {tuple(shape)} cannot be padded to {rows} rows")
-    for optimizer, numbering in zip(optimizers, one_process["numbering"], strict=False):
+    _check_optimizers(optimizers, one_process["numbering"], shapes, where)
+    starts = (
+        MODEL,
+        CURRENT,
+        SCALES,
+        *(f"optimizer.{index}.state." for index in range(len(optimizers))),
+    )
+    _check_same_names(
+        "tensors belong to neither the model nor an optimizer",
+        (name for name in shapes if not name.startswith(starts)),
+        where,
+    )
+
+
+def _check_optimizers(
+    optimizers: Sequence[Mapping[str, Any]],
+    numberings: Sequence[Any],
+    shapes: Mapping[str, Sequence[int]],
+    where: str,
+) -> None:
+    """Check the names of the numbered parameters, of tensors and of values of optimizers."""
+    for optimizer, numbering in zip(optimizers, numberings, strict=False):
         if not isinstance(numbering, str):
             groups = [group["parameters"] for group in optimizer["groups"]]
             if list(map(sorted, groups)) != list(map(sorted, numbering)):
                 raise _damaged(
                     where, "the numbered parameters of an optimizer do not match its groups"
                 )
-    if len(optimizers) not in (0, len(one_process["numbering"])):
+    if len(optimizers) not in (0, len(numberings)):
         raise _damaged(
-            where,
-            f"{len(optimizers)} optimizers have {len(one_process['numbering'])} lists of parameter "
-            "numbers",
+            where, f"{len(optimizers)} optimizers have {len(numberings)} lists of parameter numbers"
         )
     for index, optimizer in enumerate(optimizers):
         states: dict[str, dict[str, Any]] = {}
@@ -260,17 +283,6 @@ def check_names(
             optimizer["values"].keys() - known,
             where,
         )
-    starts = (
-        MODEL,
-        CURRENT,
-        SCALES,
-        *(f"optimizer.{index}.state." for index in range(len(optimizers))),
-    )
-    _check_same_names(
-        "tensors belong to neither the model nor an optimizer",
-        (name for name in shapes if not name.startswith(starts)),
-        where,
-    )
 
 
 def check_states(

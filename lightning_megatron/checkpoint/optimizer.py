@@ -84,7 +84,6 @@ def optimizer_metadata(
     groups: list[dict[str, Any]] = []
     values: dict[str, Any] = {}
     for group, names in zip(optimizer.param_groups, main.names_of(optimizer), strict=True):
-        hyperparameters = hyperparameters_of(group)
         untied = [name for name in names if main.spec(name).tied_to is None]
         states = {
             key
@@ -92,9 +91,8 @@ def optimizer_metadata(
             for key, value in _state_of(optimizer, parameter).items()
             if isinstance(value, Tensor)
         }
-        groups.append(
-            {"hyperparameters": hyperparameters, "parameters": untied, "states": sorted(states)}
-        )
+        saved = {"hyperparameters": hyperparameters_of(group), "parameters": untied}
+        groups.append({**saved, "states": sorted(states)})
         for name, parameter in zip(names, group["params"], strict=True):
             state = _state_of(optimizer, parameter)
             plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -102,23 +100,16 @@ def optimizer_metadata(
                 values[name] = plain
     _join_stage(groups, values, mesh)
     stages = all_gather_objects((groups, values), mesh.pp_cpu)
-    check_same_groups(
-        [[group["hyperparameters"] for group in stage_groups] for stage_groups, _ in stages]
-    )
-    merged = [
-        {
-            "hyperparameters": groups[number]["hyperparameters"],
-            "parameters": [
-                name for stage_groups, _ in stages for name in stage_groups[number]["parameters"]
-            ],
-            "states": sorted(
-                {key for stage_groups, _ in stages for key in stage_groups[number]["states"]}
-            ),
-        }
-        for number in range(len(groups))
-    ]
+    hyperparameters = []
+    for stage_groups, _ in stages:
+        hyperparameters.append([group["hyperparameters"] for group in stage_groups])
+    check_same_groups(hyperparameters)
+    for number, group in enumerate(groups):
+        of_stages = [stage_groups[number] for stage_groups, _ in stages]
+        group["parameters"] = [name for other in of_stages for name in other["parameters"]]
+        group["states"] = sorted({key for other in of_stages for key in other["states"]})
     return {
-        "groups": merged,
+        "groups": groups,
         "values": {name: plain for _, stage in stages for name, plain in stage.items()},
     }
 

@@ -99,15 +99,16 @@ def check_saved_groups(
         for name in names
         if saved.get(original[name]) != number
     ]
-    reports = all_gather_objects(
-        (len(names_of_groups), moved, set(original.values())), mesh.full_model_cpu
+    report = len(names_of_groups), moved, set(original.values())
+    numbers, moved_of, present_of = zip(
+        *all_gather_objects(report, mesh.full_model_cpu), strict=True
     )
     complaints = [
-        f"{len(groups)} groups were saved, the optimizer has {n}"
-        for n in {report[0] for report in reports} - {len(groups)}
+        f"{len(groups)} groups were saved, the optimizer has {number}"
+        for number in set(numbers) - {len(groups)}
     ]
-    complaints += sorted({complaint for report in reports for complaint in report[1]})[:10]
-    present = set().union(*(report[2] for report in reports))
+    complaints += sorted(set().union(*moved_of))[:10]
+    present = set().union(*present_of)
     dropped = [name for name in saved if name not in present]
     complaints += [f"saved, but now in no group: {', '.join(dropped[:10])}"] if dropped else []
     if complaints:

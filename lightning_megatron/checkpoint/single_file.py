@@ -73,9 +73,7 @@ def _load(path: str, safe: bool) -> Any:
         signs = (
             ("GLOBAL", "Unsupported") if "://" in path or zipfile.is_zipfile(path) else ("GLOBAL",)
         )
-        lines = [
-            line.strip() for line in str(error).splitlines() if any(sign in line for sign in signs)
-        ]
+        lines = [line.strip() for line in str(error).splitlines() for sign in signs if sign in line]
         if not safe or not lines:
             raise
         raise UnsupportedError(

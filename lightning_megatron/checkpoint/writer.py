@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -90,14 +90,8 @@ class CheckpointWriter:
         # An error on this rank must reach the other ranks, which are about to write. `collected`
         # raises it inside the save, whose first collective reports it to all ranks.
         with CaughtError(BaseException) as caught:
-            copies = (self._copies.copy, self._copies.wait) if background else ()
             number = partial(self._next_number, {folder_of(path), *folders})
-            content.append(
-                gather_content(tensors, metadata, rank_state, self._mesh, number, *copies)
-            )
-            if self._mesh.world.rank == 0:
-                self._warn_of_unsafe(metadata, content[0].metadata)
-                self._warn_of_unsafe(rank_state, content[0].rank_state)
+            content.append(self._gathered(tensors, metadata, rank_state, number, background))
 
         def collected() -> RankSnapshot:
             if caught.error is not None:
@@ -122,6 +116,22 @@ class CheckpointWriter:
         # training now, instead of at the next `poll`.
         if caught.error is not None and not isinstance(caught.error, Exception):
             raise caught.error
+
+    def _gathered(
+        self,
+        tensors: Mapping[str, Entry],
+        metadata: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+        number: Callable[[], int],
+        background: bool,
+    ) -> RankSnapshot:
+        """Collect the data that this rank writes, and warn of values that load unsafely."""
+        copies = (self._copies.copy, self._copies.wait) if background else ()
+        content = gather_content(tensors, metadata, rank_state, self._mesh, number, *copies)
+        if self._mesh.world.rank == 0:
+            self._warn_of_unsafe(metadata, content.metadata)
+            self._warn_of_unsafe(rank_state, content.rank_state)
+        return content
 
     def _next_number(self, folders: Iterable[str]) -> int:
         if self._last_number is None:

@@ -110,17 +110,7 @@ def checkpoint_parser() -> argparse.ArgumentParser:
         help="number of tensor files (default: 1)",
     )
     for command in (one_file, reshard):
-        command.add_argument(
-            "--weights-only",
-            action="store_true",
-            help="leave out what only training needs",
-        )
-        command.add_argument(
-            "--dtype",
-            choices=DTYPES,
-            help="dtype of the weights; reshard accepts it only with --weights-only",
-        )
-        command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+        _add_result_options(command)
     for command in (show, one_file, reshard):
         command.add_argument(
             "--unsafe",
@@ -128,6 +118,18 @@ def checkpoint_parser() -> argparse.ArgumentParser:
             help="unpickle objects of any type, which runs code that the file names",
         )
     return parser
+
+
+def _add_result_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--weights-only", action="store_true", help="leave out what only training needs"
+    )
+    command.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the weights; reshard accepts it only with --weights-only",
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
 def run_show(options: argparse.Namespace) -> None:
@@ -219,9 +221,9 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
         return ["", "no optimizer: saved with weights only"]
     lines: list[str] = []
     for number, optimizer in enumerate(optimizers):
+        prefix = f"optimizer.{number}.state."
         entries = {
             name.removeprefix(prefix): tensor
-            for prefix in (f"optimizer.{number}.state.",)
             for name, tensor in states.items()
             if name.startswith(prefix)
         }
@@ -236,15 +238,10 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
         by_key: dict[str, list[Any]] = {}
         for name, tensor in entries.items():
             by_key.setdefault(name if options.all else name.rpartition(".")[2], []).append(tensor)
-        rows = [
-            (
-                key,
-                str(len(saved)),
-                " ".join(sorted({_dtype(tensor.dtype) for tensor in saved})),
-                _size(sum(map(_bytes, saved))),
-            )
-            for key, saved in by_key.items()
-        ]
+        rows = []
+        for key, saved in by_key.items():
+            dtypes = " ".join(sorted({_dtype(tensor.dtype) for tensor in saved}))
+            rows.append((key, str(len(saved)), dtypes, _size(sum(map(_bytes, saved)))))
         lines += [
             "",
             *_table(("state", "tensors", "dtype", "size"), rows),
@@ -312,11 +309,11 @@ def _check_new(out: Path, overwrite: bool) -> None:
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     cells = [tuple(titles), *map(tuple, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(titles))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(line.rstrip())
     return [lines[0], "-" * min(120, sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
 
 

@@ -62,7 +62,10 @@ class Panel:
 
     def note(self, gpus_per_node: int) -> str:
         """Return a note on the number of groups that stay inside a node."""
-        inside = sum(len({rank // gpus_per_node for rank in group}) == 1 for group in self.groups)
+        # The ranks of a group are in ascending order.
+        inside = sum(
+            group[0] // gpus_per_node == group[-1] // gpus_per_node for group in self.groups
+        )
         if inside == len(self.groups):
             return "inside a node"
         return f"{inside} inside a node, the others across" if inside else "across nodes"
@@ -262,11 +265,11 @@ def _colours(number: int) -> list[str]:
     if number <= len(FEW_COLOURS):
         return list(FEW_COLOURS[:number])
     # The hues divide the colour circle evenly; neighbouring colours also differ in lightness.
-    rgb = [
-        colorsys.hls_to_rgb(index / number, (0.42, 0.62, 0.78)[index % 3], 0.55)
-        for index in range(number)
-    ]
-    return ["#" + "".join(f"{round(255 * part):02x}" for part in colour) for colour in rgb]
+    colours = []
+    for index in range(number):
+        rgb = colorsys.hls_to_rgb(index / number, (0.42, 0.62, 0.78)[index % 3], 0.55)
+        colours.append("#" + bytes(round(255 * part) for part in rgb).hex())
+    return colours
 
 
 def ink_on(colour: str) -> str:

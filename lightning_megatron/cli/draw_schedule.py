@@ -58,7 +58,8 @@ def draw_schedules(
     patches = import_extra("matplotlib.patches", "plot")
     length = max(outcome.timeline.length for outcome in outcomes)
     largest_peak = max(max(outcome.peaks) for outcome in outcomes)
-    boxes = max(len(row) for outcome in outcomes for row in outcome.schedule.rows)
+    rows = [row for outcome in outcomes for row in outcome.schedule.rows]
+    boxes = max(map(len, rows))
     across = min(max(TIMELINE_WIDTHS[0], boxes * BOX_WIDTH), TIMELINE_WIDTHS[1])
     heights = [ROW * outcome.schedule.num_stages + PANEL_EDGES for outcome in outcomes]
     width = across + MEMORY_WIDTH + MARGIN
@@ -77,7 +78,8 @@ def draw_schedules(
         _draw_timeline(timeline, outcome, 72 * across / max(length, 1))
         _draw_memory(memory, outcome)
         timeline.get_xaxis().set_visible(outcome is outcomes[-1])
-    kinds = [kind for kind in COLOURS if any(_has(outcome, kind) for outcome in outcomes)]
+    used = {action.kind for row in rows for action in row}
+    kinds = [kind for kind in COLOURS if kind in used]
     handles = [patches.Patch(facecolor=COLOURS[kind], label=WORDS[kind]) for kind in kinds]
     if max(outcome.schedule.num_chunks for outcome in outcomes) > 1:
         handles.append(patches.Patch(facecolor="none", label="darker: later chunk"))
@@ -88,10 +90,6 @@ def draw_schedules(
     figure.savefig(
         path, dpi=min(110.0, MAX_PIXELS / max(width, height)), metadata={"Title": title, **metadata}
     )
-
-
-def _has(outcome: ScheduleOutcome, kind: str) -> bool:
-    return any(action.kind == kind for row in outcome.schedule.rows for action in row)
 
 
 def _draw_timeline(axes: Any, outcome: ScheduleOutcome, points: float) -> None:
@@ -107,12 +105,10 @@ def _draw_timeline(axes: Any, outcome: ScheduleOutcome, points: float) -> None:
         pad=3,
     )
     for rank, row in enumerate(timeline.rows):
+        boxes = [(span.start, span.stop - span.start) for span in row]
+        colours = [_colour(span, num_chunks) for span in row]
         axes.broken_barh(
-            [(span.start, span.stop - span.start) for span in row],
-            (rank - 0.46, 0.92),
-            facecolors=[_colour(span, num_chunks) for span in row],
-            edgecolors="white",
-            linewidth=0.4,
+            boxes, (rank - 0.46, 0.92), facecolors=colours, edgecolors="white", linewidth=0.4
         )
         for span in row:
             _number(axes, span, num_chunks, points)

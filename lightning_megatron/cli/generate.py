@@ -189,6 +189,17 @@ def generate_parser() -> argparse.ArgumentParser:
         help="whether prompts get the special tokens that the tokenizer adds (default: with a "
         "Hugging Face folder)",
     )
+    _add_decoding_options(parser)
+    add("--samples", type=at_least_one, default=1, metavar="N", help="rows of each prompt")
+    add("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    add("--batch-size", type=at_least_one, default=1, metavar="N", help="rows at once of a copy")
+    add_layout(parser)
+    add("--json", action="store_true", help="print a JSON object for each row")
+    return parser
+
+
+def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--max-new-tokens",
         type=at_least_one,
@@ -211,15 +222,10 @@ def generate_parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="further token that ends a row, as the end-of-text token does; may be repeated",
     )
+
     add("--beams", type=at_least_one, default=1, metavar="N", help="beams of a beam search")
     add("--length-penalty", type=float, metavar="X", help="of beams; above 0 favours long words")
     add("--sample", action="store_true", help="draw tokens, instead of taking the likeliest")
     add("--temperature", type=float, metavar="X", help="divisor of the logits (default: 1)")
     add("--top-k", type=at_least_one, metavar="N", help="draw among the N likeliest tokens")
     add("--top-p", type=float, metavar="X", help="draw among the likeliest with probability X")
-    add("--samples", type=at_least_one, default=1, metavar="N", help="rows of each prompt")
-    add("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
-    add("--batch-size", type=at_least_one, default=1, metavar="N", help="rows at once of a copy")
-    add_layout(parser)
-    add("--json", action="store_true", help="print a JSON object for each row")
-    return parser

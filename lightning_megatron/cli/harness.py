@@ -65,9 +65,10 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
         for metric, value in values.items()
         if isinstance(value, float)
     ]
-    widths = [max((len(row[place]) for row in rows), default=0) + 2 for place in (0, 1)]
+    task_width = max((len(task) for task, _, _ in rows), default=0) + 2
+    metric_width = max((len(metric) for _, metric, _ in rows), default=0) + 2
     return "\n".join(
-        f"{task:<{widths[0]}}{metric:<{widths[1]}}{value}" for task, metric, value in rows
+        f"{task:<{task_width}}{metric:<{metric_width}}{value}" for task, metric, value in rows
     )
 
 

@@ -54,6 +54,15 @@ def main(args: Sequence[str]) -> None:
     options.run(options)
 
 
+#: Sizes of a product, with their meanings.
+_SIZES = {
+    "rows": "rows of all groups",
+    "groups": "groups",
+    "n": "output features",
+    "k": "input features",
+}
+
+
 def kernels_parser() -> argparse.ArgumentParser:
     """Build the parser of ``build``, ``show``, ``check`` and ``wheel``."""
     parser = argparse.ArgumentParser(
@@ -95,12 +104,7 @@ def kernels_parser() -> argparse.ArgumentParser:
     show = commands.add_parser(
         "show", help="print compilers, library and variants, or the choice for a shape"
     )
-    for name, what in {
-        "rows": "rows of all groups",
-        "groups": "groups",
-        "n": "output features",
-        "k": "input features",
-    }.items():
+    for name, what in _SIZES.items():
         show.add_argument(
             f"--{name}", type=at_least_one, metavar="N", help=f"shape of the product: {what}"
         )
@@ -110,19 +114,23 @@ def kernels_parser() -> argparse.ArgumentParser:
     )
     check.set_defaults(run=run_check)
     for command in (build, wheel, show):
-        home = os.environ.get("CUDA_HOME")
-        default = Path(home) if home else None
-        command.add_argument(
-            "--cuda-home", type=Path, default=default, help="a CUDA toolkit (default: CUDA_HOME)"
-        )
-        command.add_argument(
-            "--cutlass", type=Path, help="a folder of CUTLASS (default: the package nvidia-cutlass)"
-        )
+        _add_toolchain(command)
     for command in (build, wheel, show, check):
         command.add_argument(
             "--cache", type=Path, default=default_cache(), help="folder of the built libraries"
         )
     return parser
+
+
+def _add_toolchain(command: argparse.ArgumentParser) -> None:
+    home = os.environ.get("CUDA_HOME")
+    default = Path(home) if home else None
+    command.add_argument(
+        "--cuda-home", type=Path, default=default, help="a CUDA toolkit (default: CUDA_HOME)"
+    )
+    command.add_argument(
+        "--cutlass", type=Path, help="a folder of CUTLASS (default: the package nvidia-cutlass)"
+    )
 
 
 def run_build(options: argparse.Namespace) -> None:

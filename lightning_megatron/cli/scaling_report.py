@@ -146,11 +146,15 @@ def _cells(record: Mapping[str, Any]) -> list[str]:
         value = record[name]
         return "-" if value is None else format(value, form)
 
-    sizes = ("hidden_size", "num_heads", "num_layers")
     return [
-        *(str(record[name]) for name in sizes),
+        shown("hidden_size", ""),
+        shown("num_heads", ""),
+        shown("num_layers", ""),
         _short(record["parameters"]),
-        *(str(record[name]) for name in ("tp", "dp", "devices", "batch_size")),
+        shown("tp", ""),
+        shown("dp", ""),
+        shown("devices", ""),
+        shown("batch_size", ""),
         shown("tokens_per_second", ",.0f"),
         shown("tflops_per_device", ".4g"),
         shown("efficiency", ".1%"),

@@ -155,6 +155,12 @@ def study_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="samples of a replica per step",
     )
+    _add_training_options(parser)
+    return parser
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--steps", type=at_least_one, default=20, metavar="N", help="measured steps (default: 20)")
     add(
         "--warmup",
@@ -182,7 +188,6 @@ def study_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds after which a job is ended (default: 1800)",
     )
-    return parser
 
 
 def strategy_options(text: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -180,13 +181,11 @@ def summary(runs: Sequence[SeedRun], part: str, monitor: str) -> dict[str, Any]:
     assert metric is not None, "scores were written for this part"
     names = models[0].results
     order = sorted(range(len(runs)), key=lambda number: models[number].results[monitor])
+    seeds = [f"seed{run.seed}" for run in runs]
+    results = [scores.results for scores in models]
     return {
-        "seeds": {
-            f"seed{run.seed}": scores.results for run, scores in zip(runs, models, strict=True)
-        },
-        "median": {
-            name: statistics.median(scores.results[name] for scores in models) for name in names
-        },
+        "seeds": dict(zip(seeds, results, strict=True)),
+        "median": {name: statistics.median(map(itemgetter(name), results)) for name in names},
         # For an even number of fits, the one with the lower result of the two in the middle.
         "median_run": order[(len(order) - 1) // 2],
         "ensemble": ensemble_results(metric, models),

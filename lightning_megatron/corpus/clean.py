@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from tqdm import tqdm
 
 from lightning_megatron.corpus.clusters import find_clusters, find_matches
@@ -20,6 +21,7 @@ from lightning_megatron.corpus.examination import (
     examine,
     held_out_of,
 )
+from lightning_megatron.corpus.held_out import HeldOut
 from lightning_megatron.corpus.report import CleaningReport, write_report
 from lightning_megatron.corpus.signatures import NUM_HASHES, least_equal, rows_of_bands
 from lightning_megatron.corpus.spool import Spool
@@ -80,30 +82,9 @@ def clean(
     ):
         broken, short, errors = _examine_all(paths, spool, options, workers, progress)
         spool.close()
-        roots = np.arange(spool.num_documents, dtype=np.int64)
-        matches = np.full(spool.num_documents, -1, dtype=np.int64)
-        signatures = spool.signatures()
-        if held_out.texts:
-            tests = held_out.signatures(options.ngram)
-            matches = find_matches(signatures, tests, options.test_jaccard)
-        if options.jaccard is not None:
-            bands = NUM_HASHES // rows_of_bands(options.jaccard)
-            with tqdm(total=bands, unit="band", disable=not progress, desc="duplicates") as bar:
-                roots = find_clusters(signatures, matches < 0, options.jaccard, bar.update)
-        duplicate = roots != np.arange(len(roots))
-        kept = (matches < 0) & ~duplicate
-        report = CleaningReport(
-            read=spool.num_documents + broken + short,
-            kept=int(kept.sum()),
-            fixed=spool.num_fixed(kept),
-            broken=broken,
-            short=short,
-            test=int((matches >= 0).sum()),
-            duplicate=int(duplicate.sum()),
-            clusters=len(np.unique(roots[duplicate])),
-            overlaps=tuple(held_out.overlaps(spool.grams_found(len(held_out.grams), kept))),
-            broken_lines=tuple(errors),
-        )
+        matches, roots = _matches_and_roots(spool, held_out, options, progress)
+        kept = (matches < 0) & (roots == np.arange(len(roots)))
+        report = _report_of(spool, held_out, matches, roots, broken, short, errors)
         written = Path(work) / targets[0].name
         _write_lines(written, spool.lines(kept))
         partial_report = Path(work) / "report"
@@ -112,6 +93,49 @@ def clean(
             _publish(partial_report, targets[1])
         _publish(written, targets[0])
     return report
+
+
+def _report_of(
+    spool: Spool,
+    held_out: HeldOut,
+    matches: npt.NDArray[np.int64],
+    roots: npt.NDArray[np.int64],
+    broken: int,
+    short: int,
+    errors: Sequence[str],
+) -> CleaningReport:
+    """Count the documents that each step has removed, and the overlap with the test files."""
+    duplicate = roots != np.arange(len(roots))
+    kept = (matches < 0) & ~duplicate
+    return CleaningReport(
+        read=spool.num_documents + broken + short,
+        kept=int(kept.sum()),
+        fixed=spool.num_fixed(kept),
+        broken=broken,
+        short=short,
+        test=int((matches >= 0).sum()),
+        duplicate=int(duplicate.sum()),
+        clusters=len(np.unique(roots[duplicate])),
+        overlaps=tuple(held_out.overlaps(spool.grams_found(len(held_out.grams), kept))),
+        broken_lines=tuple(errors),
+    )
+
+
+def _matches_and_roots(
+    spool: Spool, held_out: HeldOut, options: CleaningOptions, progress: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the similar test document of each document, or -1, and the first of its cluster."""
+    roots = np.arange(spool.num_documents, dtype=np.int64)
+    matches = np.full(spool.num_documents, -1, dtype=np.int64)
+    signatures = spool.signatures()
+    if held_out.texts:
+        tests = held_out.signatures(options.ngram)
+        matches = find_matches(signatures, tests, options.test_jaccard)
+    if options.jaccard is not None:
+        bands = NUM_HASHES // rows_of_bands(options.jaccard)
+        with tqdm(total=bands, unit="band", disable=not progress, desc="duplicates") as bar:
+            roots = find_clusters(signatures, matches < 0, options.jaccard, bar.update)
+    return matches, roots
 
 
 def _examine_all(

@@ -102,14 +102,16 @@ class HeldOut:
         Args:
             in_corpus: Which 8-grams occur in the training corpus.
         """
-        return [
-            Overlap(
+        overlaps = []
+        for name, documents, counts in self._sets:
+            found = [times for gram, times in counts.items() if in_corpus[gram]]
+            overlap = Overlap(
                 test=name,
                 documents=documents,
                 eight_grams=counts.total(),
-                num_found=sum(times for gram, times in counts.items() if in_corpus[gram]),
+                num_found=sum(found),
                 distinct=len(counts),
-                distinct_found=sum(bool(in_corpus[gram]) for gram in counts),
+                distinct_found=len(found),
             )
-            for name, documents, counts in self._sets
-        ]
+            overlaps.append(overlap)
+        return overlaps

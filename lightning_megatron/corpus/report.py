@@ -100,10 +100,7 @@ def write_report(
             file,
             "clusters",
             (
-                {
-                    "kept": spool.place(kept),
-                    "removed": [spool.place(duplicate) for duplicate in duplicates],
-                }
+                {"kept": spool.place(kept), "removed": list(map(spool.place, duplicates))}
                 for kept, duplicates in clusters_of(roots)
             ),
         )

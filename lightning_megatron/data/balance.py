@@ -91,7 +91,7 @@ class RowBalance:
             work = dict(zip(numbers, map(self.work, numbers), strict=True))
             mean = sum(work.values()) / self.num_ranks
             ranges = _contiguous_shares(len(numbers), self.num_ranks)
-            contiguous = [[numbers[index] for index in share] for share in ranges]
+            contiguous = [list(map(numbers.__getitem__, share)) for share in ranges]
             divisions = (contiguous, self.shares(numbers))
             ratios.append([_max_work(work, shares) / mean for shares in divisions])
         before, after = np.mean(ratios, axis=0).tolist()
@@ -152,7 +152,8 @@ def balanced_shares(work: Sequence[int], num_shares: int) -> list[list[int]]:
         ]
         merged.sort(key=lambda share: (-share[0], share[1]))
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-    return sorted(sorted(items) for items in _exchanged(work, [items for _, items in heap[0][2]]))
+    shares_of_items = _exchanged(work, [items for _, items in heap[0][2]])
+    return sorted(map(sorted, shares_of_items))
 
 
 def _exchanged(work: Sequence[int], shares: list[list[int]]) -> list[list[int]]:
@@ -185,4 +186,4 @@ def _contiguous_shares(count: int, num_shares: int) -> list[list[int]]:
 
 
 def _max_work(work: Mapping[int, int], shares: Sequence[Sequence[int]]) -> int:
-    return max(sum(work[number] for number in share) for share in shares)
+    return max(sum(map(work.__getitem__, share)) for share in shares)

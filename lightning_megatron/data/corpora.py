@@ -129,15 +129,10 @@ def bytes_per_token(corpora: Sequence[TokenFile]) -> float | None:
         for description in descriptions
         if description is not None and description.tokenizer is not None
     ]
-    if (
-        not known
-        or len(known) < len(descriptions)
-        or not sum(description.num_tokens for description in known)
-    ):
+    num_tokens = sum(description.num_tokens for description in known)
+    if len(known) < len(descriptions) or not num_tokens:
         return None
-    return sum(description.num_bytes for description in known) / sum(
-        description.num_tokens for description in known
-    )
+    return sum(description.num_bytes for description in known) / num_tokens
 
 
 def check_corpus_once(corpus: TokenFile, results: Path, in_charge: bool) -> None:

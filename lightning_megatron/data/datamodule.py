@@ -138,12 +138,7 @@ class TokenDataModule(RowDataModule):
         check_sources(train, val, test, split, corpus)
         check_rows(documents == "whole", order)
         check_context_windows(given["context_windows"], given["seq_length"], documents == "whole")
-        if balance_attention and documents == "joined":
-            raise UnsupportedError(
-                "balance_attention cannot be used with documents='joined', because all rows then "
-                "have equal attention work. Use documents='separate', or leave balance_attention "
-                "out."
-            )
+        _check_balance(balance_attention, documents)
         if split is not None:
             check_split(given["split"], given["order"])
         sets: dict[Part, dict[str, list[str]]] = {
@@ -308,3 +303,11 @@ class TokenDataModule(RowDataModule):
     def _corpora(self, part: Part, name: str | None = None) -> list[tuple[TokenFile, range | None]]:
         # If checksums cannot be stored, one process of each node reads the files.
         return self._parts.of(part, getattr(self.trainer, "local_rank", 0) == 0, name)
+
+
+def _check_balance(balance_attention: bool, documents: str) -> None:
+    if balance_attention and documents == "joined":
+        raise UnsupportedError(
+            "balance_attention cannot be used with documents='joined', because all rows then have "
+            "equal attention work. Use documents='separate', or leave balance_attention out."
+        )

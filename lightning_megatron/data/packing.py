@@ -144,10 +144,11 @@ def _rows(
         return [pieces[item : item + 1] for item in range(len(pieces))]
     if num_windows == 1:
         return [pieces[row] for row in best_fit(pieces[:, 2], seq_length + 1, max_pieces)]
-    return [
-        np.array([[GAP, 0, size] if item == GAP else pieces[item] for item, size in row])
-        for row in pack_windows(pieces[:, 2], seq_length, num_windows, random, max_pieces)
-    ]
+    rows = []
+    for row in pack_windows(pieces[:, 2], seq_length, num_windows, random, max_pieces):
+        parts = [[GAP, 0, size] if item == GAP else pieces[item] for item, size in row]
+        rows.append(np.array(parts))
+    return rows
 
 
 def _pieces(lengths: npt.NDArray[np.int64], seq_length: int) -> npt.NDArray[np.int64]:

@@ -134,7 +134,7 @@ def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
     tokens = np.fromiter(
         (token for document in documents for sequence in document for token in sequence), np.int64
     )
-    lengths = [[len(sequence) for sequence in document] for document in documents]
+    lengths = [list(map(len, document)) for document in documents]
     return _Encoded(tokens, lengths, [len(text.encode("utf-8")) for text in texts], chunk.num_bytes)
 
 

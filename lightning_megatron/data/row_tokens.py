@@ -71,15 +71,24 @@ class RowTokens(NamedTuple):
         Args:
             rows: Rows in order.
         """
-        kept = [(row.number, row.texts) for row in rows if row.texts is not None]
-        texts = [text for _, row_texts in kept for text in row_texts]
+        tokens = [np.zeros(0, np.int32)]
+        is_answer = [np.zeros(0, np.uint8)]
+        numbers = []
+        num_cut = 0
+        for row in rows:
+            if row.texts is None:
+                continue
+            numbers.append(row.number)
+            num_cut += any(text.was_cut for text in row.texts)
+            tokens += [text.tokens for text in row.texts]
+            is_answer += [text.is_answer for text in row.texts]
         return cls(
-            np.concatenate([np.zeros(0, np.int32), *(text.tokens for text in texts)]),
-            np.concatenate([np.zeros(0, np.uint8), *(text.is_answer for text in texts)]),
-            np.cumsum([0, *(len(text.tokens) for text in texts)], dtype=np.int64),
-            np.array([number for number, _ in kept], np.int64),
+            np.concatenate(tokens),
+            np.concatenate(is_answer),
+            np.cumsum(list(map(len, tokens)), dtype=np.int64),
+            np.array(numbers, np.int64),
             len(rows),
-            sum(any(text.was_cut for text in row_texts) for _, row_texts in kept),
+            num_cut,
         )
 
     @classmethod

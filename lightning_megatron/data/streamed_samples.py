@@ -56,11 +56,9 @@ class SectionStart:
                 f"the stream in the data position of a checkpoint must have {sorted(names)} as "
                 f"whole numbers of at least 0: it is {ascii(state)[:80]}. Use another checkpoint."
             )
-        return cls(
-            SectionPosition(**{name: state[name] for name in SectionPosition._fields}),
-            state["first"],
-            StreamCounts(**{name: state[name] for name in StreamCounts._fields}),
-        )
+        position = SectionPosition(*map(state.__getitem__, SectionPosition._fields))
+        counts = StreamCounts(*map(state.__getitem__, StreamCounts._fields))
+        return cls(position, state["first"], counts)
 
 
 class SectionSamples(Protocol):

@@ -87,20 +87,7 @@ def read_index(
     Raises:
         CorruptDataError: If the file is missing, truncated or not an index.
     """
-    try:
-        header = read_first_bytes(path, HEADER.size)
-        size = path.stat().st_size
-    except (ValueError, OSError) as error:
-        # Python raises ValueError for a path with a null byte.
-        reason = (
-            error
-            if isinstance(error, CorruptDataError)
-            else f"{str(path)!r} cannot be read: {error}"
-        )
-        raise CorruptDataError(
-            f"{str(reason).rstrip('.')}. A corpus is named by its path without .bin and .idx. An "
-            "interrupted `lightning-megatron preprocess` leaves no .idx: run it again."
-        ) from error
+    header, size = _header_and_size(path)
     if len(header) < HEADER.size:
         raise CorruptDataError(
             f"{path} is truncated: {len(header)} bytes found, but the header has {HEADER.size}. "
@@ -134,6 +121,22 @@ def read_index(
     offsets = content[after : after + 8 * num_sequences].view("<i8")
     documents = content[after + 8 * num_sequences : expected].view("<i8")
     return DTYPES[code], lengths, offsets, documents
+
+
+def _header_and_size(path: Path) -> tuple[bytes, int]:
+    try:
+        return read_first_bytes(path, HEADER.size), path.stat().st_size
+    except (ValueError, OSError) as error:
+        # Python raises ValueError for a path with a null byte.
+        reason = (
+            error
+            if isinstance(error, CorruptDataError)
+            else f"{str(path)!r} cannot be read: {error}"
+        )
+        raise CorruptDataError(
+            f"{str(reason).rstrip('.')}. A corpus is named by its path without .bin and .idx. An "
+            "interrupted `lightning-megatron preprocess` leaves no .idx: run it again."
+        ) from error
 
 
 def check_index(

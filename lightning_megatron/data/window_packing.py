@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -96,10 +97,7 @@ def pack_windows(
         span = int(spans[items[0]])
         filled = [(item, int(sizes[item])) for item in items]
         by_span.setdefault(span, []).append(_with_gap(filled, span * window))
-    return [
-        [piece for span in row for piece in span]
-        for row in _rows_of_spans(by_span, num_windows, window)
-    ]
+    return [list(chain(*row)) for row in _rows_of_spans(by_span, num_windows, window)]
 
 
 def _with_gap(pieces: list[tuple[int, int]], capacity: int) -> list[tuple[int, int]]:

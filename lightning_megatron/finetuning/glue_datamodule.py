@@ -67,7 +67,7 @@ class GlueDataModule(TaskDataModule):
         self._files = {
             "train": [root / columns.train],
             "val": [root / name for name in columns.validation.values()],
-            "test": [Path(name) for name in arguments["test"] or ()],
+            "test": list(map(Path, arguments["test"] or ())),
         }
         present("files of the task " + self.task, (p for f in self._files.values() for p in f))
 
@@ -82,21 +82,20 @@ class GlueDataModule(TaskDataModule):
     @override
     def encode(self, part: str) -> dict[str, npt.NDArray]:
         examples = self._read(part)
-        sides = [
-            [text for example in examples for text in example.texts[side]]
-            for side in range(len(examples[0].texts))
-        ]
+        sides: list[list[str]] = [[] for _ in examples[0].texts]
+        labels: list[int] = []
+        groups: list[int] = []
+        for number, example in enumerate(examples):
+            for side, texts in zip(sides, example.texts, strict=True):
+                side += texts
+            labels += example.labels
+            groups += [number] * len(example.labels)
         second = sides[1] if len(sides) > 1 else None
         tokens, types, num_cut = self.tokenizer.pairs(
             sides[0], second, self.seq_length, "longest_first"
         )
-        return joined(
-            tokens,
-            types,
-            [label for example in examples for label in example.labels],
-            [number for number, example in enumerate(examples) for _ in example.labels],
-            (sum(example.num_left_out for example in examples), num_cut),
-        )
+        num_left_out = sum(example.num_left_out for example in examples)
+        return joined(tokens, types, labels, groups, (num_left_out, num_cut))
 
     @override
     def new_scores(self, part: str) -> ClassScores:

@@ -64,10 +64,10 @@ class RaceDataModule(TaskDataModule):
 
     @cached_property
     def _paths(self) -> dict[str, list[Path]]:
-        return {
-            part: race_files(self.folder / name / group for group in GROUPS)
-            for part, name in _FOLDERS.items()
-        }
+        paths = {}
+        for part, name in _FOLDERS.items():
+            paths[part] = race_files(self.folder / name / group for group in GROUPS)
+        return paths
 
     @override
     def files(self, part: str) -> list[Path]:
@@ -91,13 +91,9 @@ class RaceDataModule(TaskDataModule):
         tokens, types, num_cut = self.tokenizer.pairs(
             texts, passages, self.seq_length, "only_second"
         )
-        return joined(
-            tokens,
-            types,
-            [question.label for question in questions],
-            [question.group for question in questions],
-            (0, num_short + num_cut),
-        )
+        labels = [question.label for question in questions]
+        groups = [question.group for question in questions]
+        return joined(tokens, types, labels, groups, (0, num_short + num_cut))
 
     @override
     def new_scores(self, part: str) -> ClassScores:

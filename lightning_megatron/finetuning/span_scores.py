@@ -240,7 +240,8 @@ def best_spans(
 def _answer(listed: list[tuple[float, str]], no_answer: float, num_best: int) -> Answer:
     # Sorting is stable, so among spans with equal scores the span of the earlier window is first.
     best = sorted(listed, key=lambda entry: -entry[0])[:num_best]
-    return Answer(tuple(text for _, text in best), tuple(value for value, _ in best), no_answer)
+    texts = tuple(text for _, text in best)
+    return Answer(texts, tuple(value for value, _ in best), no_answer)
 
 
 def _mean(values: Any) -> float:

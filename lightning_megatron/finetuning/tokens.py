@@ -110,9 +110,8 @@ class PairTokenizer:
             ]
             if long:
                 num_cut += len(long)
-                short = self._cut(
-                    [[side[index] for index in long] for side in texts], max_tokens, cut
-                )
+                long_texts = [list(map(side.__getitem__, long)) for side in texts]
+                short = self._cut(long_texts, max_tokens, cut)
                 for name in ("input_ids", "token_type_ids"):
                     for index, shortened in zip(long, short[name], strict=True):
                         encoding[name][index] = shortened

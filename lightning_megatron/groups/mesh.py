@@ -154,37 +154,16 @@ class ParallelMesh:
         Communication: creation of process groups, a collective over all ranks of the layout.
         """
         device = torch.device(device)
-        context = context or ContextLinks()
         if device.type == "cuda":
             torch.cuda.set_device(device)
         builder = GroupBuilder(layout, device, backend, timeout, options)
         owns_world = builder.join(rendezvous, timeout)
-        # Ranks with different layouts would wait for each other while they create groups.
-        number = builder.compare(sequence_parallel)
-        with groups_of_part(layout.rank_offset, number) if builder.is_part else nullcontext():
-            axes = builder.axes(context.inner)
-            cp_groups = builder.groups_of_cp() if context.groups == "documents" else ()
-        axes["tp"] = replace(axes["tp"], overlaps_matmul=overlaps_matmul)
-        where = layout.coordinates(builder.rank)
-        experts = layout.expert_coordinates(builder.rank)
-        places = {"tp": where["tp"], "cp": where["cp"], "ep": experts["ep"], "etp": experts["etp"]}
-        random = RandomStreams(seed, **places, device=device)
-        return cls(
-            layout,
-            builder.rank,
-            device,
-            random,
-            sequence_parallel and layout.tp > 1,
-            **axes,
-            cp_groups=cp_groups,
-            context=context,
-            loss_chunk=loss_chunk,
-            journal=builder.journal,
-            launcher=builder.launcher,
-            host_values=HostValues(),
-            owned_groups=tuple(builder.created),
-            owns_world=owns_world,
-        )
+        links = context or ContextLinks()
+        groups = _groups(builder, sequence_parallel, overlaps_matmul, links)
+        random = _random_streams(layout, builder.rank, seed, device)
+        is_cut = sequence_parallel and layout.tp > 1
+        mesh = cls(layout, builder.rank, device, random, is_cut, owns_world=owns_world, **groups)
+        return replace(mesh, context=links, loss_chunk=loss_chunk)
 
     @property
     def has_loss(self) -> bool:
@@ -251,6 +230,36 @@ class ParallelMesh:
             return
         for group in self.owned_groups:
             dist.destroy_process_group(group)
+
+
+def _groups(
+    builder: GroupBuilder, sequence_parallel: bool, overlaps_matmul: bool, links: ContextLinks
+) -> dict[str, Any]:
+    """Create the groups of a layout, and return the fields of the mesh that belong to them."""
+    # Ranks with different layouts would wait for each other while they create groups.
+    number = builder.compare(sequence_parallel)
+    is_part = builder.is_part
+    with groups_of_part(builder.layout.rank_offset, number) if is_part else nullcontext():
+        axes = builder.axes(links.inner)
+        cp_groups = builder.groups_of_cp() if links.groups == "documents" else ()
+    axes["tp"] = replace(axes["tp"], overlaps_matmul=overlaps_matmul)
+    return {
+        **axes,
+        "cp_groups": cp_groups,
+        "journal": builder.journal,
+        "launcher": builder.launcher,
+        "host_values": HostValues(),
+        "owned_groups": tuple(builder.created),
+    }
+
+
+def _random_streams(
+    layout: ParallelLayout, rank: int, seed: int, device: torch.device
+) -> RandomStreams:
+    where = layout.coordinates(rank)
+    experts = layout.expert_coordinates(rank)
+    places = {"tp": where["tp"], "cp": where["cp"], "ep": experts["ep"], "etp": experts["etp"]}
+    return RandomStreams(seed, **places, device=device)
 
 
 @contextmanager

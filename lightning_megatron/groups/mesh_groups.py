@@ -157,12 +157,17 @@ class GroupBuilder:
         layout = self.layout
         lists = {
             "world": self._all_ranks(),
-            **{name: layout.groups(name) for name in ("tp", "cp", "dp", "pp")},
+            "tp": layout.groups("tp"),
+            "cp": layout.groups("cp"),
+            "dp": layout.groups("dp"),
+            "pp": layout.groups("pp"),
             "data": layout.groups("dp-cp"),
             "model": layout.groups("tp-pp"),
             "embedding": layout.embedding_groups(),
             "position_embedding": layout.position_embedding_groups(),
-            **{name: layout.expert_groups(name) for name in ("etp", "ep", "edp")},
+            "etp": layout.expert_groups("etp"),
+            "ep": layout.expert_groups("ep"),
+            "edp": layout.expert_groups("edp"),
         }
         axes = {name: self._axis(name, groups, self.backend) for name, groups in lists.items()}
         for name in GROUP_NAMES:

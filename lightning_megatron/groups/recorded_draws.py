@@ -142,13 +142,10 @@ class DrawRecorder:
     @property
     def recorded(self) -> RecordedDraws:
         """Return the recorded moves and draws, which may be empty."""
-        first, *others = (
-            replace(
-                move,
-                draws=tuple(draw for draw in draws if not self.pool.is_idle(draw.generator)),
-                masks=tuple(masks),
-            )
-            for move, draws, masks in zip(self._moves, self._draws, self._masks, strict=True)
-        )
-        moves = [first, *others] if first.draws or first.masks else others
+        moves = []
+        for move, draws, masks in zip(self._moves, self._draws, self._masks, strict=True):
+            used = [draw for draw in draws if not self.pool.is_idle(draw.generator)]
+            moves.append(replace(move, draws=tuple(used), masks=tuple(masks)))
+        if not (moves[0].draws or moves[0].masks):
+            del moves[0]
         return RecordedDraws(tuple(moves), self.pool.keys if self.pool.keys.num_taken else None)

@@ -354,13 +354,12 @@ class StepRun:
         # frozen.
         edge_gradients = zip(self._edges.pop(key, ()), gradients, strict=True)
         pairs = [(edge, gradient) for edge, gradient in edge_gradients if edge is not None]
+        edges = [edge for edge, _ in pairs]
         if inspect is not None:
-            for edge, _ in pairs:
+            for edge in edges:
                 inspect(edge.node, False)
-        if pairs:
-            torch.autograd.backward(
-                [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-            )
+        if edges:
+            torch.autograd.backward(edges, [gradient for _, gradient in pairs])
         received = [tensor for tensor in self._inputs.pop(key, ()) if tensor.is_floating_point()]
         before = self._placement.chunk_beside(self._axis.rank, chunk, -1)
         target = chunk if before is None else before

@@ -90,15 +90,7 @@ def search_schedule(
     Raises:
         ParallelPlanError: For inconsistent numbers, and if nothing fits.
     """
-    require_positive("pp", num_stages)
-    require_positive("num_microbatches", num_microbatches)
-    count = costs.num_virtual_stages
-    if count % num_stages or len(kept) != count:
-        raise ParallelPlanError(
-            f"costs and sizes must have one value for each virtual stage: costs name {count}, kept "
-            f"names {len(kept)}, pp is {num_stages}. Use lists of pp x vpp values."
-        )
-    num_chunks = count // num_stages
+    num_chunks = _num_chunks(num_stages, num_microbatches, costs, kept)
 
     def evaluate(schedule: Schedule, length: int) -> Candidate:
         peak = max(stage_peaks(schedule, schedule.placement.by_stage(kept), weight_half_share))
@@ -112,9 +104,8 @@ def search_schedule(
     for shape in shapes if num_chunks > 1 else shapes[:1]:
         placement = Placement(shape, num_stages, num_chunks)
         # Rows that take longer than a schedule that fits are discarded.
-        longest = min(
-            (candidate.length for candidate in candidates if candidate.fits), default=None
-        )
+        lengths = [candidate.length for candidate in candidates if candidate.fits]
+        longest = min(lengths, default=None)
         rules = _rules(placement, kept, limit, weight_half_share, num_microbatches)
         for rows, length in _constructed(placement, num_microbatches, costs, rules, longest):
             generated = Schedule(
@@ -123,16 +114,34 @@ def search_schedule(
             candidates.append(evaluate(generated, length))
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        raise ParallelPlanError(
-            f"activations must fit into memory: the limit is {limit:g}, one microbatch in all "
-            "chunks of the fullest stage keeps "
-            f"{_smallest_peak(num_stages, num_chunks, kept, shapes):g}. Raise the limit to at "
-            "least that, or use smaller microbatches."
-        )
+        raise _nothing_fits(limit, _smallest_peak(num_stages, num_chunks, kept, shapes))
     # Of equal values `min` takes the first, and named schedules come first.
     chosen = min(fitting, key=lambda candidate: (candidate.length, candidate.peak))
     chosen.schedule.validate()
     return SearchResult(simulate(chosen.schedule, costs), chosen, named)
+
+
+def _num_chunks(
+    num_stages: int, num_microbatches: int, costs: StageCosts, kept: Sequence[float]
+) -> int:
+    """Check the sizes of a search, and return the chunks per stage."""
+    require_positive("pp", num_stages)
+    require_positive("num_microbatches", num_microbatches)
+    count = costs.num_virtual_stages
+    if count % num_stages or len(kept) != count:
+        raise ParallelPlanError(
+            f"costs and sizes must have one value for each virtual stage: costs name {count}, kept "
+            f"names {len(kept)}, pp is {num_stages}. Use lists of pp x vpp values."
+        )
+    return count // num_stages
+
+
+def _nothing_fits(limit: float, smallest: float) -> ParallelPlanError:
+    return ParallelPlanError(
+        f"activations must fit into memory: the limit is {limit:g}, one microbatch in all chunks "
+        f"of the fullest stage keeps {smallest:g}. Raise the limit to at least that, or use "
+        "smaller microbatches."
+    )
 
 
 def in_halves(schedule: Schedule) -> Schedule:
@@ -144,15 +153,15 @@ def in_halves(schedule: Schedule) -> Schedule:
         schedule: Order of actions.
     """
     halves: dict[Kind, tuple[Kind, ...]] = {"B": ("I", "W")}
-    rows = tuple(
-        tuple(
+    rows = []
+    for row in schedule.rows:
+        actions = [
             Action(kind, action.chunk, action.microbatch)
             for action in row
             for kind in halves.get(action.kind, (action.kind,))
-        )
-        for row in schedule.rows
-    )
-    return replace(schedule, rows=rows)
+        ]
+        rows.append(tuple(actions))
+    return replace(schedule, rows=tuple(rows))
 
 
 def _named(
@@ -222,4 +231,4 @@ def _smallest_peak(
     num_stages: int, num_chunks: int, kept: Sequence[float], shapes: Sequence[PlacementShape]
 ) -> float:
     placements = (Placement(shape, num_stages, num_chunks) for shape in shapes)
-    return min(max(sum(chunks) for chunks in placement.by_stage(kept)) for placement in placements)
+    return min(max(map(sum, placement.by_stage(kept))) for placement in placements)

@@ -291,7 +291,10 @@ def _distribute(pieces: Sequence[FlatParameter], num_parts: int) -> list[list[Fl
         lightest = min(range(num_parts), key=loads.__getitem__)
         loads[lightest] += _align(piece.size, ALIGNMENT)
         owners[piece.name] = lightest
-    return [[piece for piece in pieces if owners[piece.name] == part] for part in range(num_parts)]
+    parts: list[list[FlatParameter]] = [[] for _ in range(num_parts)]
+    for piece in pieces:
+        parts[owners[piece.name]].append(piece)
+    return parts
 
 
 def _placed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.activations import ActivationCosts, activation_costs, offloaded
@@ -200,24 +201,17 @@ def estimate_memory(
     costs = _BlockCosts(
         model, layout, training, table or eager_activations(model, training.activation_bytes)
     )
-    return tuple(
-        _stage_memory(
-            model,
-            layout,
-            training,
-            stage,
-            schedule,
-            [costs.of_chunk(chunk) for chunk in chunks],
-            costs.of(()),
-            [
-                eight_bit_layers
-                for chunk in chunks
-                for eight_bit_layers in map(costs.eight_bits, chunk)
-                if eight_bit_layers is not None
-            ],
+    stages = []
+    for stage, chunks in enumerate(layers):
+        blocks = [costs.of_chunk(chunk) for chunk in chunks]
+        found = [costs.eight_bits(layer) for chunk in chunks for layer in chunk]
+        eight_bits = [layers_of_block for layers_of_block in found if layers_of_block is not None]
+        stages.append(
+            _stage_memory(
+                model, layout, training, stage, schedule, blocks, costs.of(()), eight_bits
+            )
         )
-        for stage, chunks in enumerate(layers)
-    )
+    return tuple(stages)
 
 
 class _BlockCosts:
@@ -313,7 +307,7 @@ def _stage_memory(
         static_bytes(dense, layout.dp * layout.cp, training, stored),
         static_bytes(expert, layout.edp, training),
     ]
-    static = {name: sum(part[name] for part in parts) for name in parts[0]}
+    static = {name: sum(map(itemgetter(name), parts)) for name in parts[0]}
     owned = _owned(dense, layout.dp * layout.cp, training) + _owned(expert, layout.edp, training)
     head = schedule.placement.owner(schedule.placement.num_virtual_stages - 1)
     costs = [
@@ -334,6 +328,8 @@ def _stage_memory(
     # A stage receives one tensor while it sends another.
     transfers = 2 * ends.boundary if layout.pp > 1 else 0
     clones = clone_bytes(model, layout, training) if num_mixtures else 0
+    slots = max((block.slots for block in blocks), default=0)
+    history = sum(layers.history_bytes for layers in eight_bits)
     return StageMemory(
         stage=stage,
         moment=worst.name,
@@ -343,15 +339,16 @@ def _stage_memory(
         activations=worst.activations,
         loss=worst.loss,
         workspace=worst.workspace,
-        communication=(transfers if worst.name != "optimizer step" else 0)
-        + max((block.slots for block in blocks), default=0)
-        + clones,
+        communication=(transfers if worst.name != "optimizer step" else 0) + slots + clones,
         libraries=training.library_bytes,
-        casts=casts_at(worst) + sum(layers.history_bytes for layers in eight_bits),
+        casts=casts_at(worst) + history,
         graphs=_graph_memory(training, schedule, stage, chunks, ends, transfers).total,
-        host=max(moment.in_flight for moment in peaks)
-        * max(sum(block.on_host for block in chunk) for chunk in chunks),
+        host=max(moment.in_flight for moment in peaks) * max(map(_host_bytes, chunks)),
     )
+
+
+def _host_bytes(blocks: Sequence[ActivationCosts]) -> int:
+    return sum(block.on_host for block in blocks)
 
 
 def _graph_memory(

@@ -255,7 +255,7 @@ def assign_one_shot(
     """
     experts = sorted(range(len(excess)), key=lambda expert: -excess[expert])
     ranks = sorted(range(len(room)), key=lambda rank: -room[rank])
-    chunks = overlaps([excess[expert] for expert in experts], [room[rank] for rank in ranks])
+    chunks = overlaps(sorted(excess, reverse=True), sorted(room, reverse=True))
     assigned = [(NO_EXPERT, 0)] * layout.num_places
     for column, rank in enumerate(ranks):
         largest = sorted(range(len(experts)), key=lambda row: -chunks[row][column])
@@ -283,11 +283,14 @@ def divide_over_ranks(
         places = [place for place, expert in enumerate(owners) if expert == owner]
         sent = [row[owner] for row in counts]
         total = max(sum(sent), 1)
-        for place in places:
+        left = list(sent)
+        missing = [amounts[place] for place in places]
+        for index, place in enumerate(places):
             for rank, number in enumerate(sent):
-                off[rank][place] = number * amounts[place] // total
-        left = [number - sum(off[rank][p] for p in places) for rank, number in enumerate(sent)]
-        missing = [amounts[place] - sum(row[place] for row in off) for place in places]
+                share = number * amounts[place] // total
+                off[rank][place] = share
+                left[rank] -= share
+                missing[index] -= share
         for row, more in zip(off, overlaps(left, missing), strict=True):
             for place, number in zip(places, more, strict=True):
                 row[place] += number
@@ -296,15 +299,15 @@ def divide_over_ranks(
 
 def overlaps(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:
     """Return the overlap of each row with each column, as consecutive intervals on a line."""
-    row_ends = list(accumulate(rows))
     column_ends = list(accumulate(columns))
-    return [
-        [
+    shared = []
+    for row, row_end in zip(rows, accumulate(rows), strict=True):
+        of_row = [
             max(0, min(row_end, column_end) - max(row_end - row, column_end - column))
             for column, column_end in zip(columns, column_ends, strict=True)
         ]
-        for row, row_end in zip(rows, row_ends, strict=True)
-    ]
+        shared.append(of_row)
+    return shared
 
 
 def physical_experts(
@@ -330,4 +333,4 @@ def physical_experts(
             return NO_EXPERT
         return next(waiting.get(expert, iter(())), plan.layout.physical_home(expert))
 
-    return tuple(tuple(clone_of(expert) for expert in token) for token in selections)
+    return tuple(tuple(map(clone_of, token)) for token in selections)

@@ -80,7 +80,6 @@ def graph_memory(
         peak = max(moment.size for moment in moments(schedule.actions(stage), costs))
         inputs = schedule.num_microbatches * num_tokens * input_bytes
         return GraphMemory(peak + transfers, inputs)
-    slots = GraphSlots(schedule, stage)
     parts = [
         _ChunkGraphs(
             graphs,
@@ -92,6 +91,12 @@ def graph_memory(
         )
         for number, blocks in enumerate(chunks)
     ]
+    return _segment_memory(schedule, stage, parts)
+
+
+def _segment_memory(schedule: Schedule, stage: int, parts: Sequence[_ChunkGraphs]) -> GraphMemory:
+    """Estimate the memory of graphs of segments, from the captured parts of each chunk."""
+    slots = GraphSlots(schedule, stage)
     is_halved = any(action.kind == "W" for action in schedule.actions(stage))
     pools = inputs = shared = 0
     for number, part in enumerate(parts):

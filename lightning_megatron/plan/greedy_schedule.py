@@ -109,7 +109,9 @@ class GreedyConstruction:
         self._kept = placement.by_stage(rule.kept)
         # Size of a microbatch in a chunk and in all later chunks. A forward needs this much room,
         # because the microbatch passes the later chunks before anything is freed.
-        self._room = [[sum(kept[chunk:]) for chunk in chunks] for kept in self._kept]
+        self._room = []
+        for kept in self._kept:
+            self._room.append([sum(kept[chunk:]) for chunk in chunks])
         self._ticks: dict[Kind, tuple[tuple[int, ...], ...]] = {
             "F": placement.by_stage(costs.forward),
             "I": placement.by_stage(costs.input_half),
@@ -169,11 +171,11 @@ class GreedyConstruction:
             delay = transfer if peer != placement.owner(virtual)[0] else 0
             return _Destination(peer, arrivals[after], delay)
 
+        after = [destination(virtual, 1, inputs) for virtual in range(count)]
+        before = [destination(virtual, -1, gradients) for virtual in range(count)]
         self._outlets: dict[Kind, tuple[tuple[_Destination | None, ...], ...]] = {
-            "F": placement.by_stage([destination(virtual, 1, inputs) for virtual in range(count)]),
-            "I": placement.by_stage(
-                [destination(virtual, -1, gradients) for virtual in range(count)]
-            ),
+            "F": placement.by_stage(after),
+            "I": placement.by_stage(before),
         }
 
     def _ticks_of_all(self, rank: int) -> int:

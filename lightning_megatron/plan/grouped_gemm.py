@@ -49,17 +49,18 @@ _SQUARE = "pingpong_128x128_1x2"
 _WIDE_TILE = "pingpong_128x192_1x1"
 
 #: Every variant that the rule can return; the bundled library contains exactly these.
-VARIANTS: tuple[str, ...] = (
-    *(f"forward_{tile}" for tile in (_COOPERATIVE, _WIDE_PAIR_TILE, _SQUARE)),
-    *(f"forward_swiglu_{tile}" for tile in (_WIDE_TILE, _SQUARE)),
-    *(
-        f"{kind}_{tile}"
-        for kind in ("data_grad", "weight_grad_bf16")
-        for tile in (_COOPERATIVE, _WIDE_PAIR_TILE, _SQUARE)
-    ),
-    *(f"weight_grad_fp32_{tile}" for tile in (_WIDE_PAIR_TILE, _SQUARE)),
-    *(f"weight_grad_add_reduce_{tile}" for tile in (_WIDE_PAIR_TILE, _SQUARE)),
-    f"weight_grad_add_read_{_SQUARE}",
+VARIANTS: tuple[str, ...] = tuple(
+    f"{kind}_{tile}"
+    for kind, tiles in (
+        ("forward", (_COOPERATIVE, _WIDE_PAIR_TILE, _SQUARE)),
+        ("forward_swiglu", (_WIDE_TILE, _SQUARE)),
+        ("data_grad", (_COOPERATIVE, _WIDE_PAIR_TILE, _SQUARE)),
+        ("weight_grad_bf16", (_COOPERATIVE, _WIDE_PAIR_TILE, _SQUARE)),
+        ("weight_grad_fp32", (_WIDE_PAIR_TILE, _SQUARE)),
+        ("weight_grad_add_reduce", (_WIDE_PAIR_TILE, _SQUARE)),
+        ("weight_grad_add_read", (_SQUARE,)),
+    )
+    for tile in tiles
 )
 
 MAX_GROUPS = 1024

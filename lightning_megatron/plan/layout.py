@@ -60,8 +60,10 @@ class Grid:
         """
         inside = set(axes)
         members = self._offsets([axis for axis in self.axes if axis in inside])
-        bases = self._offsets([axis for axis in self.axes if axis not in inside])
-        return [[self.rank_offset + base + member for member in members] for base in bases]
+        groups = []
+        for base in self._offsets([axis for axis in self.axes if axis not in inside]):
+            groups.append([self.rank_offset + base + member for member in members])
+        return groups
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of a global rank on every axis."""
@@ -240,8 +242,8 @@ class ParallelLayout:
 
         They are the first stage and the one that computes the loss, or one stage that is both.
         """
-        ends = sorted({0, self.loss_stage})
-        return [[stages[end] for end in ends] for stages in self.groups("pp")]
+        last = self.loss_stage
+        return [[ranks[0], ranks[last]] if last else ranks[:1] for ranks in self.groups("pp")]
 
     def position_embedding_groups(self) -> list[list[int]]:
         """Return the first stage of every pipeline, which has the position embedding."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, permutations
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.layout import ParallelLayout
@@ -179,20 +179,17 @@ def _filled(costs: LayerCosts, placement: Placement, minimum: Sequence[int]) -> 
     """Divide layers of mean cost among the stages, and those of a stage among its chunks."""
     counts = [0] * placement.num_virtual_stages
     extras = costs.of_virtual_stages(counts)
-    chunks = [
-        [placement.virtual_stage(stage, chunk) for chunk in range(placement.num_chunks)]
-        for stage in range(placement.num_stages)
-    ]
+    chunks = placement.by_stage(range(placement.num_virtual_stages))
     last = placement.num_virtual_stages - 1
 
     def tie_break(numbers: Sequence[int]) -> int:
         return 2 if 0 in numbers else int(last in numbers)
 
-    totals = _fill(
-        len(costs.layers),
-        [sum(minimum[number] for number in numbers) for numbers in chunks],
-        [(sum(extras[number] for number in numbers), tie_break(numbers)) for numbers in chunks],
-    )
+    stages = [
+        (sum(extra), tie_break(numbers))
+        for extra, numbers in zip(placement.by_stage(extras), chunks, strict=True)
+    ]
+    totals = _fill(len(costs.layers), list(map(sum, placement.by_stage(minimum))), stages)
     for numbers, total in zip(chunks, totals, strict=True):
         parts = [(extras[number], tie_break([number])) for number in numbers]
         filled = _fill(total, [minimum[number] for number in numbers], parts)
@@ -248,15 +245,14 @@ def _move_layers(
 
     All virtual stages between the two shift by one layer.
     """
-    numbers = range(len(counts))
     best = list(counts)
     while True:
-        moved = [
-            [count - (n == giver) + (n == taker) for n, count in enumerate(best)]
-            for giver in numbers
-            for taker in numbers
-            if giver != taker and best[giver] > minimum[giver]
-        ]
+        moved = []
+        for giver, taker in permutations(range(len(best)), 2):
+            if best[giver] > minimum[giver]:
+                moved.append(list(best))
+                moved[-1][giver] -= 1
+                moved[-1][taker] += 1
         lightest = min(
             moved, key=lambda counts: _sorted_costs(counts, costs, placement), default=best
         )
@@ -269,10 +265,9 @@ def _sorted_costs(
     counts: Sequence[int], costs: LayerCosts, placement: Placement
 ) -> list[list[float]]:
     """Return the costs of the stages and of the virtual stages, the highest first."""
-    return [
-        sorted((round(cost, 9) for cost in unsorted), reverse=True)
-        for unsorted in (costs.of_stages(counts, placement), costs.of_virtual_stages(counts))
-    ]
+    stages = [round(cost, 9) for cost in costs.of_stages(counts, placement)]
+    virtual_stages = [round(cost, 9) for cost in costs.of_virtual_stages(counts)]
+    return [sorted(stages, reverse=True), sorted(virtual_stages, reverse=True)]
 
 
 def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:

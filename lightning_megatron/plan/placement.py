@@ -91,10 +91,11 @@ class Placement:
         Args:
             values: A value for each virtual stage, in the order in which a microbatch passes them.
         """
-        return tuple(
-            tuple(values[self.virtual_stage(stage, chunk)] for chunk in range(self.num_chunks))
-            for stage in range(self.num_stages)
-        )
+        rows = []
+        for stage in range(self.num_stages):
+            chunks = [self.virtual_stage(stage, chunk) for chunk in range(self.num_chunks)]
+            rows.append(tuple(map(values.__getitem__, chunks)))
+        return tuple(rows)
 
     def _is_reversed(self, chunk: int) -> bool:
         return self.shape == "v" and chunk % 2 == 1

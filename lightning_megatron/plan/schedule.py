@@ -142,10 +142,11 @@ class Schedule:
 
     @cached_property
     def _split(self) -> tuple[frozenset[tuple[int, int]], ...]:
-        return tuple(
-            frozenset((action.chunk, action.microbatch) for action in row if action.kind == "I")
-            for row in self.rows
-        )
+        split = []
+        for row in self.rows:
+            halves = [action for action in row if action.kind == "I"]
+            split.append(frozenset((action.chunk, action.microbatch) for action in halves))
+        return tuple(split)
 
     def validate(self) -> Schedule:
         """Return the schedule after a check that every stage does all its work once and in order.
@@ -263,9 +264,7 @@ def build_schedule(
     if forward_only:
         placement = Placement(shape, num_stages, num_chunks)
         return forward_schedule(name, placement, num_microbatches, microbatch_group_size)
-    group = num_microbatches
-    if name == "interleaved":
-        group = num_stages if microbatch_group_size is None else microbatch_group_size
+    group = (microbatch_group_size or num_stages) if name == "interleaved" else num_microbatches
     rows = tuple(
         _row(name, rank, num_stages, num_microbatches, num_chunks, group)
         for rank in range(num_stages)

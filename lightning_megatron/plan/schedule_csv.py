@@ -14,6 +14,7 @@ import csv
 import io
 import re
 from collections.abc import Sequence
+from operator import eq
 from pathlib import Path
 from typing import get_args
 
@@ -81,10 +82,9 @@ def parse_schedule(text: str, name: str) -> Schedule:
         table = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
     except csv.Error as error:
         raise CorruptDataError(f"{name} is not valid CSV: {error}. {_REMEDY}") from error
-    cells = [
-        [_parsed(cell, name, rank) for part in row for cell in _singles(part)]
-        for rank, row in enumerate(table)
-    ]
+    cells = []
+    for rank, parts in enumerate(table):
+        cells.append([_parsed(cell, name, rank) for part in parts for cell in _singles(part)])
     for rank, row in enumerate(cells):
         if not row:
             raise ParallelPlanError(
@@ -139,21 +139,20 @@ def _parsed(cell: str, name: str, rank: int) -> _Cell:
 
 def _placement(cells: Sequence[Sequence[_Cell]], name: str) -> Placement:
     """Find the placement of the virtual stages of the rows on the ranks."""
-    stages = [sorted({virtual for virtual, _, _ in row}) for row in cells]
+    stages = []
+    for row in cells:
+        stages.append(sorted({virtual for virtual, _, _ in row}))
     placements = [
         Placement(shape, len(cells), max(map(len, stages))) for shape in get_args(PlacementShape)
     ]
     # For each placement, the first rank whose virtual stages differ from those of the row.
-    wrong = [
-        next(
-            (rank for rank, listed in enumerate(stages) if listed != _stages_of(placement, rank)),
-            None,
-        )
-        for placement in placements
-    ]
-    if None in wrong:
-        return placements[wrong.index(None)]
-    rank = max(rank for rank in wrong if rank is not None)
+    wrong = []
+    for placement in placements:
+        listed = [_stages_of(placement, rank) for rank in range(len(stages))]
+        if listed == stages:
+            return placement
+        wrong.append(list(map(eq, listed, stages)).index(False))
+    rank = max(wrong)
     loop, v = (_stages_of(placement, rank) for placement in placements)
     raise ParallelPlanError(
         f"{name}: virtual stages must lie on the {len(cells)} ranks in a loop or in a V, the same "

@@ -5,9 +5,8 @@ at which stages start to reduce gradients without slowing each other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 
 from lightning_megatron.errors import ParallelPlanError
@@ -60,14 +59,15 @@ class Timeline:
 
     def idle(self) -> tuple[int, ...]:
         """Return the ticks of the step in which each stage does not compute."""
-        busy = (sum(span.stop - span.start for span in row) for row in self.rows)
-        return tuple(self.length - ticks for ticks in busy)
+        return tuple(self.length - _busy(row) for row in self.rows)
 
     def waits(self) -> tuple[int, ...]:
         """Return the ticks that each stage is idle between its first action and its last."""
-        return tuple(
-            sum(after.start - before.stop for before, after in pairwise(row)) for row in self.rows
-        )
+        return tuple(row[-1].stop - row[0].start - _busy(row) if row else 0 for row in self.rows)
+
+
+def _busy(row: Sequence[Span]) -> int:
+    return sum(span.stop - span.start for span in row)
 
 
 def consumer_of(schedule: Schedule, stage: int, action: Action) -> tuple[int, Action] | None:
@@ -257,18 +257,14 @@ def reduction_points(schedule: Schedule) -> tuple[tuple[ReductionPoint, ...], ..
             f"summed: schedule {schedule.name!r} is forward only. Build it with forward_only=False."
         )
     rows = simulate(schedule).rows
-    last_backward = [
-        {
-            span.action.chunk: index
-            for index, span in enumerate(row)
-            if span.action.kind in ("B", "W")
-        }
-        for row in rows
-    ]
-    done = {
-        chunk: max(row[last[chunk]].stop for row, last in zip(rows, last_backward, strict=True))
-        for chunk in range(schedule.num_chunks)
-    }
+    last_backward: list[dict[int, int]] = []
+    done = dict.fromkeys(range(schedule.num_chunks), 0)
+    for row in rows:
+        last_backward.append({})
+        for index, span in enumerate(row):
+            if span.action.kind in ("B", "W"):
+                last_backward[-1][span.action.chunk] = index
+                done[span.action.chunk] = max(done[span.action.chunk], span.stop)
     # Backward reaches the first chunk last, so of two chunks with equal times the higher one comes
     # first.
     order = sorted(done, key=lambda chunk: (done[chunk], -chunk))

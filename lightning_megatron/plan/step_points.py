@@ -140,7 +140,8 @@ def _workspaces(blocks: Sequence[ActivationCosts]) -> tuple[int, int]:
     They are in addition to the activations that all blocks of the chunk keep.
     """
     # While a block runs, later blocks keep nothing: not yet in forward, no longer in backward.
-    later = [sum(block.kept for block in blocks[number + 1 :]) for number in range(len(blocks))]
+    kept_bytes = [block.kept for block in blocks]
+    later = [sum(kept_bytes[number + 1 :]) for number in range(len(blocks))]
     pairs = list(zip(blocks, later, strict=True))
     forward = max((block.layer_forward - kept for block, kept in pairs), default=0)
     return forward, max((block.layer_backward - kept for block, kept in pairs), default=0)

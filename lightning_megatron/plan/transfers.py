@@ -132,10 +132,9 @@ def plan_transfers(
         if (delivery := _delivery_of(schedule, span)) is not None
     ]
     deliveries.sort(key=lambda delivery: (delivery.time, delivery.sort_key))
-    numbers = {
-        time: number
-        for number, time in enumerate(sorted({delivery.time for delivery in deliveries}))
-    }
+    # The deliveries are in the order of their times.
+    times = dict.fromkeys(delivery.time for delivery in deliveries)
+    numbers = {time: number for number, time in enumerate(times)}
     sends: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     receives: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for delivery in deliveries:

@@ -71,10 +71,10 @@ def share_weights(root: nn.Module, swaps: Sequence[Swap], stage_modules: Set[str
 
 
 def _check_models(shared: Sequence[str], models: Sequence[str]) -> None:
-    model_names = {
-        next((name for name in models if key.startswith(f"{name}.")), "") for key in shared
-    }
-    if len(model_names) > 1:
+    sides = set()
+    for key in shared:
+        sides.add(next((name for name in models if key.startswith(f"{name}.")), ""))
+    if len(sides) > 1:
         raise ParallelPlanError(
             f"{' and '.join(repr(key) for key in shared)} share one weight across the border of a "
             "model that is replaced as a whole. They would become separate weights. Use "

@@ -178,7 +178,8 @@ def _table_of(key: list[_Key], device: torch.device, known: _Table | None) -> _T
             return tensor
         return tensor.pin_memory().to(device, non_blocking=True)
 
-    if known is not None and [row[-1] for row in known.key] == [row[-1] for row in key]:
+    sizes = [row[-1] for row in key]
+    if known is not None and [row[-1] for row in known.key] == sizes:
         # Only addresses have changed, for example of converted gradients, which are new tensors in
         # every step.
         return _Table(key, send(rows), known.owners, known.scales, known.num_programs)

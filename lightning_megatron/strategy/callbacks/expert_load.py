@@ -214,15 +214,12 @@ def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> di
         layers: Values of every layer, by layer index.
         per_expert: Whether to include the share of each expert.
     """
-    figures = [
-        name
-        for name in (*_FIGURES, *_RANK_FIGURES)
-        if all(name in layer for layer in layers.values())
-    ]
-    values = {
-        f"experts/{name}": torch.stack([layer[name] for layer in layers.values()]).mean()
-        for name in figures
-    }
+    figures = list(_FIGURES + _RANK_FIGURES)
+    for layer in layers.values():
+        figures = [name for name in figures if name in layer]
+    values = {}
+    for name in figures:
+        values[f"experts/{name}"] = torch.stack([layer[name] for layer in layers.values()]).mean()
     for number, layer in layers.items():
         values.update({f"experts/layer_{number}/{name}": layer[name] for name in figures})
         if per_expert:

@@ -60,7 +60,8 @@ def _rank_columns(layers: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
     """Return the rows of ranks over the mean, without and with clones if they differ, by layer."""
     if not all("before" in layer for layer in layers):
         return None
-    before, after = (torch.stack([layer[name] for layer in layers]) for name in ("before", "after"))
+    before = torch.stack([layer["before"] for layer in layers])
+    after = torch.stack([layer["after"] for layer in layers])
     return before if torch.equal(before, after) else torch.cat([before, after], 1)
 
 

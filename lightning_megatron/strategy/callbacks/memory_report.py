@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -322,7 +323,7 @@ def estimate_of(
         static_bytes(count, size, training, stored if size == strategy.mesh.data.size else 0)
         for size, count in counts.items()
     ]
-    static = {part: sum(held[part] for held in parts) for part in _STATIC}
+    static = {part: sum(map(itemgetter(part), parts)) for part in _STATIC}
     return StageMemory(
         stage=stage, moment="", in_flight=0, num_parameters=sum(counts.values()), **static
     )
@@ -381,15 +382,12 @@ def state_copies(optimizer: Optimizer) -> int:
         return int(any(group.get("momentum") for group in groups))
     if isinstance(optimizer, Adagrad):
         return 1
-    states = optimizer.state.items()
-    counts = [
-        sum(
-            isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values()
-        )
-        for parameter, state in states
-        if parameter.ndim
-    ]
-    return max(counts, default=0)
+    most = 0
+    for parameter, state in optimizer.state.items():
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        copies = [tensor for tensor in tensors if tensor.shape == parameter.shape]
+        most = max(most, len(copies) if parameter.ndim else 0)
+    return most
 
 
 def tokens_shape(batch: Any) -> tuple[int, int] | None:

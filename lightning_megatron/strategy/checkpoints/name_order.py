@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import TypeVar
 
 from lightning_megatron.errors import CheckpointMismatchError
@@ -30,12 +31,9 @@ def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
     sends = mesh.edp.is_first and mesh.etp.is_first
     place = (mesh.pp.rank, mesh.ep.rank)
     gathered = all_gather_objects((place, part) if sends else None, mesh.world_cpu)
-    return [
-        entry[1]
-        for entry in sorted(
-            (entry for entry in gathered if entry is not None), key=lambda entry: entry[0]
-        )
-    ]
+    entries = [entry for entry in gathered if entry is not None]
+    entries.sort(key=itemgetter(0))
+    return [value for _, value in entries]
 
 
 def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> list[str]:
@@ -53,15 +51,19 @@ def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> lis
     """
     if len(stages) == 1:
         return list(dict.fromkeys(stages[0]))
-    parts = [list(dict.fromkeys(name.partition(".")[0] for name in names)) for names in stages]
-    heads = _merge_parts(parts, descends)
+    parts = []
+    for names in stages:
+        parts.append(list(dict.fromkeys(name.partition(".")[0] for name in names)))
     merged = []
-    for head in heads:
-        inner = [[name for name in names if name.partition(".")[0] == head] for names in stages]
-        if any(name == head for names in inner for name in names):
+    for head in _merge_parts(parts, descends):
+        if any(head in names for names in stages):
             merged.append(head)
             continue
-        rests = [[name.partition(".")[2] for name in names] for names in inner if names]
+        rests = []
+        for names in stages:
+            inner = [name for name in names if name.startswith(f"{head}.")]
+            if inner:
+                rests.append([name.removeprefix(f"{head}.") for name in inner])
         merged += [
             f"{head}.{rest}" for rest in merge_orders(rests, descends or head == _DESCENDING)
         ]
@@ -113,18 +115,11 @@ def order_groups(
                     "stages are not. Build the group from self.named_parameters() without sorting "
                     "it, or use pp=1."
                 )
-    num_groups = max(len(stage_groups) for stage_groups in stages)
-    return [
-        sorted(
-            {
-                name
-                for stage_groups in stages
-                for name in (stage_groups[number] if number < len(stage_groups) else ())
-            },
-            key=place.__getitem__,
-        )
-        for number in range(num_groups)
-    ]
+    merged: list[set[str]] = [set() for _ in range(max(map(len, stages)))]
+    for stage_groups in stages:
+        for names_of_group, names in zip(merged, stage_groups, strict=False):
+            names_of_group.update(names)
+    return [sorted(names, key=place.__getitem__) for names in merged]
 
 
 def named_numbers(group: Mapping[str, object], names: Sequence[str]) -> list[str]:

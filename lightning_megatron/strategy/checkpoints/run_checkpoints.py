@@ -133,8 +133,7 @@ class RunCheckpoints:
             ]
         record = single_process_record(module, optimizers if trains else (), main, mesh)
         names = [name for name in record["order"] if name not in weights.removed]
-        models = describe_models(module, record)
-        if models:
+        if models := describe_models(module, record):
             checkpoint[HUGGING_FACE] = models
         checkpoint[ONE_PROCESS] = {**record, "order": [*names, *weights.added]}
         rank_state = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -114,10 +114,7 @@ def weights_to_save(
     _warn_of_extra_states(current)
     changes = _compare(state_dict, current, main, mesh, all_changed)
     reports = all_gather_objects(changes, mesh.world_cpu)
-    first: dict[_ShardOwners, _WeightChanges] = {}
-    for rank, report in zip(mesh.world.ranks, reports, strict=True):
-        for owners, part in zip(_owners_of(rank, mesh), report, strict=True):
-            first.setdefault(owners, part)
+    first = _first_changes(reports, mesh)
     _check(reports, first)
     decided = [first[owners] for owners in _owners_of(mesh.rank, mesh)]
     changed = frozenset().union(*(part.changed for part in decided))
@@ -143,6 +140,17 @@ def weights_to_save(
             )
     removed = frozenset().union(*(report.removed for report in first.values()))
     return SavedWeights(tensors, removed, tuple(sorted(added)))
+
+
+def _first_changes(
+    reports: Sequence[Sequence[_WeightChanges]], mesh: ParallelMesh
+) -> dict[_ShardOwners, _WeightChanges]:
+    """Return the changes on the first rank that has each shard."""
+    first: dict[_ShardOwners, _WeightChanges] = {}
+    for rank, report in zip(mesh.world.ranks, reports, strict=True):
+        for owners, part in zip(_owners_of(rank, mesh), report, strict=True):
+            first.setdefault(owners, part)
+    return first
 
 
 def _warn_of_extra_states(current: Mapping[str, Any]) -> None:

@@ -155,13 +155,10 @@ def load_full_optimizer(
     of failures over the world.
     """
     models = ClassTensors.of_module(module)
-    untied = [
-        [name for name in names if main.spec(name).tied_to is None]
-        for names in main.names_of(optimizer)
-    ]
-    names_here = [
-        list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in untied
-    ]
+    names_here = []
+    for group_names in main.names_of(optimizer):
+        untied = [name for name in group_names if main.spec(name).tied_to is None]
+        names_here.append(list(dict.fromkeys(class_name_in(models, name) for name in untied)))
     names = order_groups(gather_parts(names_here, mesh), full)
     groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
     if len(groups) != len(names):
@@ -177,6 +174,26 @@ def load_full_optimizer(
             _check_shapes(name, state_of[name], full)
     is_of_torch = type(optimizer).__module__.startswith("torch.optim")
     check_states(names, state_of, full, is_of_torch)
+    complaints = _load_states(optimizer, main, models, state_of, full)
+    # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
+    all_complaints = [
+        complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part
+    ]
+    if all_complaints:
+        raise UnsupportedError(all_complaints[0])
+    check_hyperparameters(optimizer.param_groups, groups)
+    for group, taken in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in taken.items() if key not in _NOT_LOADED})
+
+
+def _load_states(
+    optimizer: Optimizer,
+    main: MainParameters,
+    models: Sequence[ClassTensors],
+    state_of: Mapping[str, Mapping[str, Any]],
+    full: Mapping[str, Any],
+) -> list[str]:
+    """Load this rank's parts of the states; return the reasons why some cannot be divided."""
     complaints = []
     for piece, on_device in _pieces_of(optimizer, main):
         name = piece.name
@@ -198,15 +215,7 @@ def load_full_optimizer(
         optimizer.state.pop(piece.main, None)
         if state:
             optimizer.state[piece.main] = state
-    # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
-    all_complaints = [
-        complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part
-    ]
-    if all_complaints:
-        raise UnsupportedError(all_complaints[0])
-    check_hyperparameters(optimizer.param_groups, groups)
-    for group, taken in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in taken.items() if key not in _NOT_LOADED})
+    return complaints
 
 
 def without_padding(full: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:

@@ -101,12 +101,10 @@ def check_states(
     for names in groups:
         for num_dims in {full[name].dim() for name in names}:
             similar = [name for name in names if full[name].dim() == num_dims and states[name]]
-            forms = {
-                name: frozenset(
-                    (key, *_kind_of(key, value, full[name])) for key, value in states[name].items()
-                )
-                for name in similar
-            }
+            forms = {}
+            for name in similar:
+                items = states[name].items()
+                forms[name] = frozenset((key, *_kind_of(key, v, full[name])) for key, v in items)
             common = Counter(forms.values()).most_common(1)[0][0] if forms else frozenset()
             wrong = [name for name, form in forms.items() if form != common]
             if wrong:

@@ -52,11 +52,8 @@ def single_process_record(
     names: list[str] = []
     aliases: dict[str, str] = {}
     empty: dict[str, list[int]] = {}
-    own_prefixes = tuple(
-        f"{prefix}." if prefix else ""
-        for prefix, part in module.named_modules()
-        if isinstance(part, LayeredModule)
-    )
+    own = [path for path, part in module.named_modules() if isinstance(part, LayeredModule)]
+    own_prefixes = tuple(f"{path}." if path else "" for path in own)
     for name, tensor in module.state_dict(keep_vars=True).items():
         tied_to = main.spec(name).tied_to if main.holds(name) else None
         # In a single process a model of this package has one name for tied tensors, and any other
@@ -75,26 +72,19 @@ def single_process_record(
         original = first_name.setdefault(id(tensor), name)
         if original != name:
             aliases[name] = original
-    groups = [
-        [
-            [name for name in group if main.spec(name).tied_to is None]
-            for group in main.names_of(optimizer)
-        ]
-        for optimizer in optimizers
-    ]
+    groups: list[list[list[str]]] = [[] for _ in optimizers]
+    for of_optimizer, optimizer in zip(groups, optimizers, strict=True):
+        for group in main.names_of(optimizer):
+            of_optimizer.append([name for name in group if main.spec(name).tied_to is None])
     stages = gather_parts((names, aliases, padded_rows(module), groups, empty), mesh)
-    order = in_class_order(
-        ClassTensors.of_module(module), merge_orders([stage[0] for stage in stages])
-    )
+    orders, all_aliases, rows, all_groups, all_empty = zip(*stages, strict=True)
+    order = in_class_order(ClassTensors.of_module(module), merge_orders(orders))
     return {
         "order": order,
-        "aliases": _merged([stage[1] for stage in stages]),
-        "padded_rows": _merged([stage[2] for stage in stages]),
-        "empty": _merged([stage[4] for stage in stages]),
-        "numbering": [
-            _numbering([stage[3][index] for stage in stages], order)
-            for index in range(len(optimizers))
-        ],
+        "aliases": _merged(all_aliases),
+        "padded_rows": _merged(rows),
+        "empty": _merged(all_empty),
+        "numbering": [_numbering(parts, order) for parts in zip(*all_groups, strict=True)],
     }
 
 

@@ -52,6 +52,8 @@ def check_graphs(
         return
     reader = _reader_before_update(trainer) if settings.optimizer else None
     recomputations = _recomputations(options, module)
+    offloads = any(recomputation.offload for recomputation in recomputations)
+    parts = {part for recomputation in recomputations for part in recomputation.parts}
     check_cuda_graphs(
         settings,
         GraphConditions(
@@ -59,10 +61,8 @@ def check_graphs(
             schedule=options.schedule_name,
             transport=options.expert_transport,
             is_automatic=module is None or bool(getattr(module, "automatic_optimization", True)),
-            offloads=any(recomputation.offload for recomputation in recomputations),
-            keeps_core=any(
-                "full_except_core" in recomputation.parts for recomputation in recomputations
-            ),
+            offloads=offloads,
+            keeps_core="full_except_core" in parts,
             compile_modes=() if module is None else compile_graph_modes(module),
             environment=os.environ,
             precision=precision,

@@ -81,15 +81,11 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
 def _remedy_of_several(module: LightningModule, mesh: ParallelMesh) -> str:
     """Describe how the user can leave one model to divide among the stages."""
     models = [module.get_submodule(name) for name, _ in pipelined_modules(module)]
-    trained = [
-        model
-        for model in models
-        if any(parameter.requires_grad for parameter in model.parameters())
-    ]
+    is_trained = any(part.requires_grad for model in models for part in model.parameters())
     can_freeze = mesh.cp.size == 1 and not any(
         isinstance(part, PipelinedModule | AveragedModel) for part in module.modules()
     )
-    if not can_freeze or not trained:
+    if not can_freeze or not is_trained:
         return "Use pp=1."
     return (
         "Stages divide the blocks of one trained model. Freeze the others in configure_model "

@@ -152,23 +152,35 @@ class LogReplay:
         is_training = key[0] == "training_step"
         reduced = self._reduce_by_step(form.calls, vector, by_index, is_training)
         for index, call in enumerate(form.calls):
-            options = dict(call.options)
-            if index in reduced:
-                # The value is already reduced. ``sync_dist`` stays set, because the Trainer warns
-                # without it; ``rank_zero_only`` keeps the Trainer from reducing again.
-                options["rank_zero_only"] = True
             value = vector[index] if call.is_double else vector[index].to(torch.float32)
-            if options.get("prog_bar"):
-                by_step_only = is_training and call.times(is_training) == (True, False)
-                options["prog_bar"] = self._is_read_after_every_batch(
-                    module, call.name, value, by_step_only
-                )
+            options = self._options_of(call, value, module, is_training, index in reduced)
             # Pass a float, because the Trainer would round the mean of integer batch sizes down.
             module.log(
                 call.name, value, batch_size=by_index.get(index, float(call.batch_size)), **options
             )
         self._log_metrics(module, form.metrics, iter(vector[end:last]))
         return ReplayedLogs(list(vector[last:]), form.is_counted, form.returns_more)
+
+    def _options_of(
+        self,
+        call: LogCall,
+        value: Tensor,
+        module: LightningModule,
+        is_training: bool,
+        is_reduced: bool,
+    ) -> dict[str, Any]:
+        """Return the options with which the Trainer logs a value."""
+        options = dict(call.options)
+        if is_reduced:
+            # ``sync_dist`` stays set, because the Trainer warns without it; ``rank_zero_only``
+            # keeps the Trainer from reducing again.
+            options["rank_zero_only"] = True
+        if options.get("prog_bar"):
+            by_step_only = is_training and call.times(is_training) == (True, False)
+            options["prog_bar"] = self._is_read_after_every_batch(
+                module, call.name, value, by_step_only
+            )
+        return options
 
     def _path_of(self, metric: Metric, module: LightningModule) -> str | None:
         if id(metric) not in self._paths:

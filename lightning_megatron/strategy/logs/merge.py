@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[Weight]) -> Any:
     if all(isinstance(output, Tensor) for output in outputs):
         return _merge_tensors(outputs, weights)
     if all(isinstance(output, Mapping) and output.keys() == first.keys() for output in outputs):
-        return {key: merge_outputs([output[key] for output in outputs], weights) for key in first}
+        return {key: merge_outputs(list(map(itemgetter(key), outputs)), weights) for key in first}
     if all(isinstance(output, list) for output in outputs):
         return [item for output in outputs for item in output]
     if all(isinstance(output, tuple) and len(output) == len(first) for output in outputs):

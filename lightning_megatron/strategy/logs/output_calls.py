@@ -137,10 +137,8 @@ class OutputCalls:
             calls = [call for call, _, _ in entries]
             weights = [size if counts is None else counts[run] for _, run, size in entries]
             kwargs = _merged([call.kwargs for call in calls], weights)
-            args = tuple(
-                _merged(list(column), weights)
-                for column in zip(*(call.args for call in calls), strict=False)
-            )
+            columns = zip(*(call.args for call in calls), strict=False)
+            args = tuple(_merged(list(column), weights) for column in columns)
             merged.append(OutputCall(calls[0].target, args, kwargs))
         return merged
 
@@ -191,14 +189,12 @@ def with_values_of_stages(arguments: Any) -> Any:
 def _merged(values: Sequence[Any], weights: Sequence[Weight]) -> Any:
     first = values[0]
     if all(isinstance(value, Mapping) for value in values):
-        keys = dict.fromkeys(key for value in values for key in value)
-        holders = {
-            key: [number for number, value in enumerate(values) if key in value] for key in keys
-        }
-        return {
-            key: _merged([values[n][key] for n in holders[key]], [weights[n] for n in holders[key]])
-            for key in keys
-        }
+        merged = {}
+        for key in dict.fromkeys(key for value in values for key in value):
+            holders = [number for number, value in enumerate(values) if key in value]
+            held = [values[number][key] for number in holders]
+            merged[key] = _merged(held, [weights[number] for number in holders])
+        return merged
     if len(values) == 1 or not all(_is_number(value) for value in values):
         return first
     if all(bool(value == first) for value in values):

@@ -118,12 +118,11 @@ def whole_backward_choices(module: nn.Module) -> list[TableRow]:
     """
     rows = []
     for name, blocks in pipelined_modules(module):
-        whole_parts = [
-            type(part).__name__
-            for part in blocks.modules()
-            if not isinstance(part, (ColumnParallelLinear, RowParallelLinear))
-            and any(parameter.dim() > 1 for parameter in part.parameters(recurse=False))
-        ]
+        whole_parts = []
+        for part in blocks.modules():
+            has_matrix = any(weight.dim() > 1 for weight in part.parameters(recurse=False))
+            if has_matrix and not isinstance(part, (ColumnParallelLinear, RowParallelLinear)):
+                whole_parts.append(type(part).__name__)
         if isinstance(blocks, StagedBlocks) and whole_parts:
             why = f"{whole_parts[0]} computes the gradients of its inputs and its weights at once"
             rows.append(TableRow(f"backward of {name}", "not split into halves", why))

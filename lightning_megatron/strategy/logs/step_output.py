@@ -50,14 +50,11 @@ class StepOutput:
         """
         if self._properties is not None or self._mesh.pp.size == 1:
             return
-        found = [
-            {
-                name: getattr(logger, name)
-                for name in _PROPERTIES
-                if isinstance(getattr(type(logger), name, None), property)
-            }
-            for logger in module.trainer.loggers
-        ]
+        found: list[dict[str, Any]] = [{} for _ in module.trainer.loggers]
+        for values, logger in zip(found, module.trainer.loggers, strict=True):
+            for name in _PROPERTIES:
+                if isinstance(getattr(type(logger), name, None), property):
+                    values[name] = getattr(logger, name)
         self._properties = broadcast_object(found, self._mesh.pp_cpu)
 
     @contextmanager

@@ -38,11 +38,10 @@ def full_loads(module: nn.Module) -> Iterator[None]:
     Args:
         module: User's module.
     """
-    handles = [
-        part.register_load_state_dict_pre_hook(_take_parts)
-        for part in module.modules()
-        if any(not shard_spec_of(weight).is_whole for weight in part.parameters(recurse=False))
-    ]
+    handles = []
+    for part in module.modules():
+        if not all(shard_spec_of(weight).is_whole for weight in part.parameters(recurse=False)):
+            handles.append(part.register_load_state_dict_pre_hook(_take_parts))
     try:
         yield
     finally:

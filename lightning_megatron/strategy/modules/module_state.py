@@ -83,7 +83,8 @@ class ModuleState:
             for key, value in attributes.kept.items():
                 self._record(f"{attributes.prefix}.{key}" if attributes.is_watched else "", value)
         tensors = [record for record in self._recorded.values() if isinstance(record.value, Tensor)]
-        copy_all_([record.copy for record in tensors], [record.value for record in tensors])
+        copies = [record.copy for record in tensors]
+        copy_all_(copies, [record.value for record in tensors])
 
     def changes(self, tolerance: float = 0.0) -> dict[str, str]:
         """Return the kind of every changed value by name: number, tensor, container or object.
@@ -130,7 +131,8 @@ class ModuleState:
             elif not _is_same(recorded):
                 _put_back(recorded)
         # Writes through .data do not count as changes of tensors that a backward pass needs.
-        copy_all_([item.value.data for item in tensors], [item.copy for item in tensors])
+        written = [record.value.data for record in tensors]
+        copy_all_(written, [record.copy for record in tensors])
 
     def _restore_entries(self) -> None:
         for attributes in self._held:

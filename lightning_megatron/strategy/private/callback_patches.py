@@ -103,23 +103,22 @@ def restore_finetuning(
     """
     states = checkpoint.get("callbacks", {})
     present = {name for name, _ in module.named_parameters()}
-    named = [
-        [group["parameters"] for group in optimizer_state["groups"]]
-        for optimizer_state in checkpoint.get(OPTIMIZERS) or ()
-    ]
+    named = []
+    for optimizer_state in checkpoint.get(OPTIMIZERS) or ():
+        named.append([group["parameters"] for group in optimizer_state["groups"]])
     for callback in _finetuning(trainer):
-        if callback.state_key in states:
-            callback.load_state_dict(states[callback.state_key])
-            callback._internal_optimizer_metadata = {
-                index: [
-                    {**group, "params": [name for name in names if name in present]}
-                    for group, names in zip(
-                        groups, _names_of(groups, named[index : index + 1]), strict=True
-                    )
-                ]
-                for index, groups in callback._internal_optimizer_metadata.items()
-            }
-            callback.on_fit_start(trainer, module)
+        if callback.state_key not in states:
+            continue
+        callback.load_state_dict(states[callback.state_key])
+        metadata: dict[int, list[dict[str, Any]]] = {}
+        for index, groups in callback._internal_optimizer_metadata.items():
+            metadata[index] = []
+            names_of_groups = _names_of(groups, named[index : index + 1])
+            for group, names in zip(groups, names_of_groups, strict=True):
+                names_here = [name for name in names if name in present]
+                metadata[index].append({**group, "params": names_here})
+        callback._internal_optimizer_metadata = metadata
+        callback.on_fit_start(trainer, module)
 
 
 def _names_of(

@@ -76,6 +76,9 @@ class Membership:
                 configuration,
                 self._port.detach(),
             )
+        links = ContextLinks.of(
+            options.cp_transport, layout, layout.world_size // num_nodes, options.cp_groups
+        )
         mesh = ParallelMesh.create(
             layout,
             device=device,
@@ -85,12 +88,7 @@ class Membership:
             timeout=timeout,
             options=options.nccl_options,
             overlaps_matmul=options.overlap_tensor_parallel,
-            context=ContextLinks.of(
-                options.cp_transport,
-                layout,
-                layout.world_size // num_nodes,
-                options.cp_groups,
-            ),
+            context=links,
             loss_chunk=options.loss_chunk,
         )
         agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)

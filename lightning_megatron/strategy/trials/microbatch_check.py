@@ -234,13 +234,7 @@ class _MicrobatchTrial:
             # they draw per sample cannot be: another seed shows which results depend on them.
             # Without such draws the same seed shows results that differ in every run.
             again = self._run(joined, seed=int(self._any_rank(self._tried.has_other_draws)))
-            unrepeatable = {
-                name
-                for before, after in zip(joined_results, again, strict=True)
-                for name in before.values
-                if name in after.values
-                and not is_close(before.values[name][0], after.values[name][0], tolerance)
-            }
+            unrepeatable = _unrepeatable(joined_results, again, tolerance)
             if not is_later:
                 self._warn_of_unrepeatable(sorted(unrepeatable & differences.keys()))
             differences = {
@@ -400,6 +394,19 @@ def _groups(num_parts: int) -> list[range]:
     starts = range(1, num_parts - 1, 2)
     groups = [range(start, min(start + 3, num_parts)) for start in starts]
     return [range(2), *groups] if num_parts > 1 else []
+
+
+def _unrepeatable(
+    runs: Sequence[StepResults], repeated: Sequence[StepResults], tolerance: float
+) -> set[str]:
+    """Return the names whose values differ between two runs on the same microbatches."""
+    return {
+        name
+        for before, after in zip(runs, repeated, strict=True)
+        for name in before.values
+        if name in after.values
+        and not is_close(before.values[name][0], after.values[name][0], tolerance)
+    }
 
 
 def _differences(

@@ -116,9 +116,8 @@ class HeadParallelAttention(nn.Module):
         if key_padding_mask is not None and not batched:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         if need_weights:
-            mixed, weights = self._explicit(
-                q, k, v, self._mask(attn_mask, key_padding_mask, query.dtype)
-            )
+            mask = self._mask(attn_mask, key_padding_mask, query.dtype)
+            mixed, weights = self._explicit(q, k, v, mask)
         else:
             causal = is_causal and key_padding_mask is None
             mask = None if causal else self._mask(attn_mask, key_padding_mask, query.dtype)

@@ -179,9 +179,8 @@ def gather_sequence_inputs(module: nn.Module) -> None:
 def _full_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    return tuple(gather_shard(value) for value in args), {
-        name: gather_shard(value) for name, value in kwargs.items()
-    }
+    gathered = {name: gather_shard(value) for name, value in kwargs.items()}
+    return tuple(map(gather_shard, args)), gathered
 
 
 def _gather_parts_of_gradients(module: nn.Module, mesh: ParallelMesh) -> None:

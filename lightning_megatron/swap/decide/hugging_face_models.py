@@ -104,16 +104,15 @@ def whole_models(
     """
     if layout.pp == 1 or layout.cp > 1:
         return []
-    named = [site for site in sites if any(fnmatchcase(site.name, key) for key in plan or ())]
+    named = [site for site in sites for key in plan or () if fnmatchcase(site.name, key)]
     averages = [site.name for site in sites if isinstance(site.module, AveragedModel)]
     models = _outermost(sites)
-    frozen = [
-        model.name
-        for model in models
-        if not model.is_inside(averages)
-        and not any(parameter.requires_grad for parameter in model.module.parameters())
-        and not any(site.name == model.name or site.is_inside([model.name]) for site in named)
-    ]
+    frozen = []
+    for model in models:
+        is_trained = any(parameter.requires_grad for parameter in model.module.parameters())
+        is_named = any(site.name == model.name or site.is_inside([model.name]) for site in named)
+        if not (model.is_inside(averages) or is_trained or is_named):
+            frozen.append(model.name)
     has_stages = any(
         isinstance(site.module, PipelinedModule) or computed_by(site.module) is not None
         for site in sites
@@ -123,7 +122,8 @@ def whole_models(
 
 def _outermost(sites: Sequence[ModuleSite]) -> list[ModuleSite]:
     models = [site for site in sites if is_hugging_face(site.module)]
-    return [site for site in models if not site.is_inside([model.name for model in models])]
+    names = [model.name for model in models]
+    return [model for model in models if not model.is_inside(names)]
 
 
 def choose_models(
@@ -287,7 +287,7 @@ def _declared_stages(model: Any) -> dict[str, str]:
     base = lists[0].rpartition(".")[0]
     inner = [name for name in names if name.rpartition(".")[0] == base and name in modules]
     stages = ["first" if inner.index(name) < inner.index(lists[0]) else "last" for name in inner]
-    left_out = [name for name in (f"{base}.{key}" for key in _BEFORE_BLOCKS) if name in modules]
+    left_out = [f"{base}.{key}" for key in _BEFORE_BLOCKS if f"{base}.{key}" in modules]
     return (
         dict(zip(inner, stages, strict=True))
         | dict.fromkeys(left_out, "first")

@@ -252,17 +252,19 @@ def originals_of_averages(sites: Sequence[ModuleSite]) -> dict[str, list[str]]:
     Returns:
         Names of the originals by the name of the copy, without copies that have no original.
     """
-    originals = {
-        f"{site.name}.module": [
-            other.name
-            for other in sites
-            if not f"{other.name}.".startswith(f"{site.name}.")
-            and _is_copy(site.module.module, other.module)
+    originals = {}
+    for average in sites:
+        if not isinstance(average.module, AveragedModel):
+            continue
+        found = [
+            site.name
+            for site in sites
+            if not f"{site.name}.".startswith(f"{average.name}.")
+            and _is_copy(average.module.module, site.module)
         ]
-        for site in sites
-        if isinstance(site.module, AveragedModel)
-    }
-    return {name: found for name, found in originals.items() if found}
+        if found:
+            originals[f"{average.name}.module"] = found
+    return originals
 
 
 def kinds_of_averages(sites: Sequence[ModuleSite], kinds: Mapping[str, str]) -> dict[str, str]:

@@ -176,21 +176,22 @@ def _head_parameters(
     module: nn.Module, name: str, block: Mapping[str, str], config: Any, rules: _Rules
 ) -> dict[str, str]:
     """Shard parameters with one row per head, such as norms of queries and keys."""
+    if not _leaves_parts(block):
+        return {}
     config = getattr(module, "config", config)
     heads = {
         getattr(config, field, None) for field in ("num_attention_heads", "num_key_value_heads")
     }
     owners = {
-        id(owner): (key.rpartition(".")[0], owner)
+        owner: key.rpartition(".")[0]
         for key, owner, _ in _unplanned_parameters(module, name, block)
     }
-    return {
-        f"{name}.{key}": "features"
-        for key, owner in owners.values()
-        if _leaves_parts(block)
-        and all(p.dim() > 1 and p.shape[0] in heads for p in owner.parameters())
-        and "features" in rules[owner]
-    }
+    kinds = {}
+    for owner, key in owners.items():
+        has_row_per_head = all(p.dim() > 1 and p.shape[0] in heads for p in owner.parameters())
+        if has_row_per_head and "features" in rules[owner]:
+            kinds[f"{name}.{key}"] = "features"
+    return kinds
 
 
 def _share_vocabularies(

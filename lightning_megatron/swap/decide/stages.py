@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -143,15 +144,12 @@ class Stages:
             f"{layers.start} to {layers.stop - 1}" if layers else "none"
             for layers in self.layers[self.mesh.pp.rank]
         )
-        first, last = (
-            ", ".join(end.site.name for end in self.ends if end.is_before == is_before)
-            or "nothing else"
-            for is_before in (True, False)
-        )
+        before = ", ".join(end.site.name for end in self.ends if end.is_before)
+        after = ", ".join(end.site.name for end in self.ends if not end.is_before)
         num_blocks = len(self.blocks.module)  # type: ignore[arg-type]
         note = (
-            f"Blocks {held} of {num_blocks} here; only on the first stage: {first}; only on the "
-            f"last: {last}."
+            f"Blocks {held} of {num_blocks} here; only on the first stage: "
+            f"{before or 'nothing else'}; only on the last: {after or 'nothing else'}."
         )
         source = type(self.blocks.module).__name__
         return SwapRecord(self.blocks.name, "blocks", source, StagedBlocks.__name__, old, new, note)
@@ -268,11 +266,8 @@ def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> Module
 
 def _enclosing_modules(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """List the modules around the blocks, from the root inwards."""
-    parts = name.split(".")
-    return [
-        (name, root.get_submodule(name))
-        for name in (".".join(parts[:count]) for count in range(len(parts)))
-    ]
+    parents = accumulate(name.split(".")[:-1], "{}.{}".format)
+    return [(parent, root.get_submodule(parent)) for parent in ("", *parents)]
 
 
 def _ends(
@@ -398,9 +393,10 @@ class _Owners:
         if path.startswith(f"{self.blocks}."):
             index = int(path.removeprefix(f"{self.blocks}.").partition(".")[0])
             return next(
-                s
-                for s, chunks in enumerate(self.layers)
-                if any(index in layers for layers in chunks)
+                stage
+                for stage, chunks in enumerate(self.layers)
+                for layers in chunks
+                if index in layers
             )
         end = self.end_of(path)
         if end is not None:

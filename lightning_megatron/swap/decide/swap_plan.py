@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -113,36 +113,41 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
     stage_modules = frozenset(
         site.name for site in sites if stages is None or stages.is_on_stage(site.name)
     )
-    own_code = [model.site.name for model in models.own_code]
     replacements: list[Replacement] = [
-        *(WholeModelReplacement(site, mesh) for site in swappable if is_foreign(site.module, mesh)),
-        *(
-            FamilyReplacement(site, family, mesh, options.shows_progress)
-            for site, family in models.replaced
-        ),
-        *choose_blocks(
-            swappable,
-            kinds,
-            stage_modules,
-            mesh,
-            has_stages=stages is not None,
-            deferred=own_code,
-            whole=whole,
-        ),
+        WholeModelReplacement(site, mesh) for site in swappable if is_foreign(site.module, mesh)
     ]
-    order = {site.name: number for number, site in enumerate(sites)}
-    partial = [name for name, kind in kinds.items() if kind == "partial" and mesh.tp.size > 1]
+    replacements += [
+        FamilyReplacement(site, family, mesh, options.shows_progress)
+        for site, family in models.replaced
+    ]
+    replacements += choose_blocks(
+        swappable,
+        kinds,
+        stage_modules,
+        mesh,
+        has_stages=stages is not None,
+        deferred=[model.site.name for model in models.own_code],
+        whole=whole,
+    )
+    partial = [name for name, kind in kinds.items() if kind == "partial" and name in stage_modules]
     return SwapPlan(
         module,
         mesh,
         tuple(sites),
-        tuple(sorted(replacements, key=lambda replacement: order[replacement.site.name])),
+        _in_order(replacements, sites),
         models.own_code,
         stages,
         stage_modules,
-        tuple(name for name in partial if name in stage_modules),
+        tuple(partial) if mesh.tp.size > 1 else (),
         tuple(site.name for site in swappable if _is_built_here(site.module, mesh)),
     )
+
+
+def _in_order(
+    replacements: Sequence[Replacement], sites: Sequence[ModuleSite]
+) -> tuple[Replacement, ...]:
+    numbers = {site.name: number for number, site in enumerate(sites)}
+    return tuple(sorted(replacements, key=lambda replacement: numbers[replacement.site.name]))
 
 
 def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:

@@ -73,9 +73,8 @@ class Family:
 
     def ignores(self, name: str) -> bool:
         """Return whether a tensor with this name contains no weights, or repeats another tensor."""
-        return any(name == copy for copy, _ in self.copies) or any(
-            re.fullmatch(pattern, name) for pattern in self.ignored
-        )
+        is_copy = name in dict(self.copies)
+        return is_copy or any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
     def is_head(self, name: str) -> bool:
         """Return whether a tensor of this name belongs to a head."""

@@ -55,7 +55,8 @@ def _stack(name: str, parts: tuple[str, ...]) -> tuple[Packed, ...]:
     The rows of a stack alternate between gates and the features that the gates multiply.
     """
     interleaved = len(parts) > 1
-    weights, biases = (tuple(f"{part}.{kind}" for part in parts) for kind in ("weight", "bias"))
+    weights = tuple(f"{part}.weight" for part in parts)
+    biases = tuple(f"{part}.bias" for part in parts)
     settings = {"interleaved": interleaved, "is_in_files": True}
     return (
         Packed(f"{_STACKS}.{name}", weights, is_transposed=True, **settings),

@@ -71,11 +71,12 @@ def rotary_fields(
     )
     names = {
         base_field,
+        share_field or "partial_rotary_factor",
         "rope_theta",
         "partial_rotary_factor",
         "original_max_position_embeddings",
-    } | ({share_field} - {None})
-    others = tuple(Field(name) for name in sorted(name for name in names if name is not None))
+    }
+    others = map(Field, sorted(names))
     return (Field("rope_parameters", target=rule), Field("rope_scaling"), *others)
 
 
@@ -143,21 +144,7 @@ def _rule(
                 "one mapping for all layers",
                 "all layers use the same rotary positions",
             )
-        kind = parameters.get("rope_type") or parameters.get("type") or "default"
-        kind = kind_aliases.get(kind, kind)
-        if kind not in _KEYS_OF_KIND:
-            raise _refusal(
-                "rope_type", kind, join_or(list(_KEYS_OF_KIND)), "only these kinds are implemented"
-            )
-        unknown = sorted(parameters.keys() - _KEYS_OF_KIND[kind] - _COMMON_KEYS)
-        for name in unknown:
-            if parameters[name] is not None and parameters[name] is not False:
-                raise _refusal(
-                    f"rope_parameters.{name}",
-                    parameters[name],
-                    "left out",
-                    f"{kind} positions do not use it",
-                )
+        kind = _kind_of(parameters, kind_aliases)
         base = (
             parameters.get("rope_theta")
             or _agreed(values, base_field, "rope_theta")
@@ -186,6 +173,25 @@ def _rule(
         return {"rotary_base": rotary_base, "rotary_dim": rotary_dim, "rotary_scaling": scaling}
 
     return rule
+
+
+def _kind_of(parameters: Mapping[str, Any], aliases: Mapping[str, str]) -> str:
+    """Return the kind of the positions, and refuse parameters that it does not use."""
+    named = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = aliases.get(named, named)
+    if kind not in _KEYS_OF_KIND:
+        raise _refusal(
+            "rope_type", kind, join_or(list(_KEYS_OF_KIND)), "only these kinds are implemented"
+        )
+    for name in sorted(parameters.keys() - _KEYS_OF_KIND[kind] - _COMMON_KEYS):
+        if parameters[name] is not None and parameters[name] is not False:
+            raise _refusal(
+                f"rope_parameters.{name}",
+                parameters[name],
+                "left out",
+                f"{kind} positions do not use it",
+            )
+    return kind
 
 
 def _agreed(values: Values, name: str | None, second_name: str) -> Any:

@@ -154,31 +154,39 @@ class HuggingFaceLM(ReplacedModel):
         stages run in turn and the last one broadcasts the result, so all ranks must make the call.
         """
         _refuse(others)
-        caches = _own_caches(past_key_values=past_key_values, cache=cache)
-        past = next(iter(caches.values()), None)
+        past = _own_caches(past_key_values=past_key_values, cache=cache)
         inputs = _one_input(input_ids, inputs_embeds)
         pack = PackedRow(cu_seq_lens_q, max_length_q, self._cut_by_positions(use_cache))
         rows = self._rows(
             input_ids, inputs_embeds, attention_mask, position_ids, pack, labels, shift_labels, past
         )
-        has_hidden = self._is_chunked(rows.labels)
-        gather: Any = partial(self._gather, logits_to_keep, inputs.shape[:2], has_hidden, rows.span)
         run = partial(self._run, rows, num_items_in_batch)
+        output = self._output(rows, run, inputs.shape[:2], logits_to_keep, output_hidden_states)
+        return self._returned(_with_caches(output, past, inputs.shape[1]), return_dict)
+
+    def _output(
+        self,
+        rows: _Rows,
+        run: Callable[[], tuple[Tensor | None, Tensor]],
+        shape: torch.Size,
+        logits_to_keep: int | Tensor,
+        has_states: bool | None,
+    ) -> Any:
+        """Run the layers on rows; the shape is that of the caller's tokens, without padding."""
+        has_hidden = self._is_chunked(rows.labels)
+        gather: Any = partial(self._gather, logits_to_keep, shape, has_hidden, rows.span)
         states = {}
         if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
-            shape = _selected(torch.empty(*inputs.shape[:2], 1), logits_to_keep).shape[:-1]
-            loss, gather = self._from_last_stage(run, gather, shape, rows.labels is not None)
-        elif output_hidden_states:
+            selected = _selected(torch.empty(*shape, 1), logits_to_keep).shape[:-1]
+            loss, gather = self._from_last_stage(run, gather, selected, rows.labels is not None)
+        elif has_states:
             (loss, shard), found = self._with_states(run, rows.span)
-            states["hidden_states"] = tuple(
-                state[: len(inputs), : inputs.shape[1]] for state in found
-            )
+            states["hidden_states"] = tuple(state[: shape[0], : shape[1]] for state in found)
             gather = partial(gather, shard)
         else:
             loss, shard = run()
             gather = partial(gather, shard)
-        output = late_output(output_class(self), loss, gather, **states)
-        return self._returned(_with_caches(output, caches, inputs.shape[1]), return_dict)
+        return late_output(output_class(self), loss, gather, **states)
 
     def _run(self, rows: _Rows, num_items: Tensor | int | None) -> tuple[Tensor | None, Tensor]:
         """Return the mean loss, if there are labels, and this rank's logits."""
@@ -203,10 +211,11 @@ class HuggingFaceLM(ReplacedModel):
         packed: PackedRow,
         labels: Tensor | None,
         shift_labels: Tensor | None,
-        cache: GenerationCache | None,
+        caches: Mapping[str, GenerationCache],
     ) -> _Rows:
         """Return the arguments of a call, padded to the form that the layout needs."""
         inputs = _one_input(input_ids, inputs_embeds)
+        cache = next(iter(caches.values()), None)
         # With a cache, the mask also covers earlier tokens, and the cache reads it.
         is_continued = cache is not None and cache.length > 0
         own_mask = None if is_continued else attention_mask

@@ -209,13 +209,10 @@ def class_states(
             nor shaped like the parameter.
         CheckpointMismatchError: If a part of a parameter has no state.
     """
-    groups: dict[str, list[str]] = {}
-    for name in states:
-        groups.setdefault(class_name_in(models, name), []).append(name)
-    return {
-        name: _class_state(models, key, {member: states[member] for member in group})
-        for name, group in groups.items()
-    }
+    groups: dict[str, dict[str, Any]] = {}
+    for name, state in states.items():
+        groups.setdefault(class_name_in(models, name), {})[name] = state
+    return {name: _class_state(models, key, group) for name, group in groups.items()}
 
 
 def state_from_class(

@@ -78,12 +78,7 @@ class HuggingFaceEncoder(ReplacedModel):
             StageDone: On pipeline stages that do not compute the result.
         """
         head = self.layers.config.head
-        unsupported = {"start_positions": start_positions, "end_positions": end_positions}
-        if head == "span":
-            unsupported = {"labels": labels}
-        elif head not in ("masked_lm", "classifier"):
-            unsupported["labels"] = labels
-        _refuse({**others, **unsupported})
+        _refuse({**others, **_without_loss(head, labels, start_positions, end_positions)})
         inputs = input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids
         choices = None
         if self.family.architecture.endswith("ForMultipleChoice"):
@@ -273,6 +268,14 @@ def _padding(
     if bool((known[:, 1:] <= known[:, :-1]).all()):
         return None, valid.sum(1)
     return valid, None
+
+
+def _without_loss(head: str, labels: Any, starts: Any, ends: Any) -> dict[str, Any]:
+    """Return the targets for which the loss of a head has no use."""
+    if head == "span":
+        return {"labels": labels}
+    positions = {"start_positions": starts, "end_positions": ends}
+    return positions if head in ("masked_lm", "classifier") else {**positions, "labels": labels}
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:

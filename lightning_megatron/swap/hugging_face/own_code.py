@@ -92,12 +92,9 @@ def names_in_files(model: Any, of_tensor: Mapping[str, Any]) -> list[str]:
     tied = [re.compile(pattern) for pattern in _tied_keys(model)]
     kept: set[str] = set()
     for shared in names.values():
-        free = [
-            name
-            for name in shared
-            if len(shared) == 1 or not any(pattern.search(name) for pattern in tied)
-        ]
-        kept |= set(free or [max(shared)])
+        matched = {name for name in shared for pattern in tied if pattern.search(name)}
+        free = set(shared) - matched if len(shared) > 1 else set(shared)
+        kept |= free or {max(shared)}
     return [name for name in of_tensor if name in kept]
 
 

@@ -216,7 +216,7 @@ def _wrapped(source: nn.Module, family: Family) -> tuple[dict[str, Any], dict[st
 def _check_saved(name: str, source: nn.Module, family: Family, saved: Iterable[str]) -> None:
     """Refuse modules to save whose tensors have other names in files."""
     tensors = {plain_name(key) for key in source.state_dict()}
-    packed = {key for key in tensors if any(rule.is_name(key) for rule in family.packed)}
+    packed = {key for key in tensors for rule in family.packed if rule.is_name(key)}
     for module in saved:
         if any(key.startswith(f"{module}.") for key in packed):
             _refuse(name, f"its modules_to_save has {module!r}", _NO_EXPERTS)

@@ -157,10 +157,8 @@ def mesh_of(model: nn.Module) -> ParallelMesh | None:
 def _tensors_of_class(model: Any) -> dict[str, Tensor]:
     """Return a model's tensors on this rank by their names in files."""
     state = model.state_dict(keep_vars=True)
-    return {
-        name: state[name]
-        for name in names_in_files(model, {name: id(tensor) for name, tensor in state.items()})
-    }
+    names = names_in_files(model, {name: id(tensor) for name, tensor in state.items()})
+    return {name: state[name] for name in names}
 
 
 def write_together(
@@ -194,10 +192,10 @@ def write_together(
             )
     held = _held(tensors, mesh)
     with _all_ranks(mesh) as world:
-        offers = {
-            name: (tensor.dtype, [(box.offsets, box.sizes) for box in tensor.boxes], tensor.shape)
-            for name, tensor in held.items()
-        }
+        offers = {}
+        for name, part in held.items():
+            boxes = [(box.offsets, box.sizes) for box in part.boxes]
+            offers[name] = part.dtype, boxes, part.shape
         all_offers = all_gather_objects(offers, world)
         all_shapes = {name: offer[2] for offers in all_offers for name, offer in offers.items()}
         shapes = {name: all_shapes[name] for name in sorted(all_shapes, key=block)}

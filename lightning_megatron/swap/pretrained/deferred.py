@@ -196,10 +196,10 @@ def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None
     names_in_file = _names_in(name, reader, family)
     if not names_in_file:
         return None
-    parts = {
-        part: reader.read(part, tuple(slice(0, size) for size in reader.shape(part))).clone()
-        for part in names_in_file
-    }
+    parts = {}
+    for part in names_in_file:
+        whole = tuple(slice(0, size) for size in reader.shape(part))
+        parts[part] = reader.read(part, whole).clone()
     return pack(parts, family.packed)[name]
 
 

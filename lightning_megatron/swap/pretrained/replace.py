@@ -112,20 +112,7 @@ def build_swapped_model(
         model.recompute = "full"
     load: Callable[[], str]
     if any(tensor.is_meta for tensor in tensors.values()):
-        rows_by_name = reader_of(tensors, family)
-        # The check of the folder would not notice values that user code set in a model without
-        # weights.
-        check_tensors(
-            rows_by_name, family.tensors(model.config), family, model.config.tie_embeddings
-        )
-        with_values = rows_by_name.only(
-            key for key, tensor in tensors.items() if not tensor.is_meta
-        )
-        folder = folder_of(source)
-        if folder is None:
-            load = partial(_draw, model, origin, family, rows_by_name, with_values)
-        else:
-            load = _reading(model, family, folder, with_values, shows_progress)
+        load = _loading_without_weights(source, model, family, tensors, origin, shows_progress)
     else:
         load = partial(_copy, plan_loading(model, tensors, family), NOTE if is_cut(mesh) else "")
     updates = [] if adapter is None else updates_of(name, model, source, family, adapter)
@@ -144,6 +131,25 @@ def build_swapped_model(
         install_layers(name, source, model, family, adapter, kind)
 
     return SwappedModel(model, fill, install)
+
+
+def _loading_without_weights(
+    source: Any,
+    model: GPT | Encoder,
+    family: Family,
+    tensors: Mapping[str, Tensor],
+    origin: Origin | None,
+    shows_progress: bool,
+) -> Callable[[], str]:
+    """Return a function that fills a model whose source has tensors without values."""
+    rows_by_name = reader_of(tensors, family)
+    # The check of the folder would not notice values that user code set in a model without weights.
+    check_tensors(rows_by_name, family.tensors(model.config), family, model.config.tie_embeddings)
+    with_values = rows_by_name.only(key for key, tensor in tensors.items() if not tensor.is_meta)
+    folder = folder_of(source)
+    if folder is None:
+        return partial(_draw, model, origin, family, rows_by_name, with_values)
+    return _reading(model, family, folder, with_values, shows_progress)
 
 
 def _copy(loading: WeightLoading, note: str) -> str:

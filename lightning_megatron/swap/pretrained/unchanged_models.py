@@ -60,14 +60,11 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleDescription]:
     Args:
         model: Model, as built by its class.
     """
-    return {
-        name: ModuleDescription(
-            type(module),
-            dict(_settings(module)),
-            {key: table.clone() for key, table in _tables(module)},
-        )
-        for name, module in model.named_modules()
-    }
+    described = {}
+    for name, module in model.named_modules():
+        tables = {key: table.clone() for key, table in _tables(module)}
+        described[name] = ModuleDescription(type(module), dict(_settings(module)), tables)
+    return described
 
 
 def describe_built(model: Any) -> dict[str, ModuleDescription]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -186,11 +187,9 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
             whole, rule, index, number = match
             parts.setdefault((whole, rule), {})[index, number] = tensor
     for (name, rule), pieces in parts.items():
-        indices = sorted({index for index, _ in pieces})
-        rows = [
-            rule.join([pieces[key] for key in sorted(pieces) if key[0] == index])
-            for index in indices
-        ]
+        rows = []
+        for _, keys in groupby(sorted(pieces), key=itemgetter(0)):
+            rows.append(rule.join([pieces[key] for key in keys]))
         packed[name] = torch.stack(rows) if rule.is_stack else rows[0]
     return packed
 
@@ -262,11 +261,8 @@ def class_parameters_of(
         packed: Rules of the packed tensors of the class.
     """
     rules = tuple(packed)
-    named = [(_class_name(source.name, rules), source) for source in tensor.sources]
-    return tuple(
-        ClassParameter(name, tuple(source for _, source in group))
-        for name, group in groupby(named, key=lambda named_source: named_source[0])
-    )
+    groups = groupby(tensor.sources, key=lambda source: _class_name(source.name, rules))
+    return tuple(ClassParameter(name, tuple(sources)) for name, sources in groups)
 
 
 def class_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tuple[TensorMap, ...]:

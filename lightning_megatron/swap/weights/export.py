@@ -88,12 +88,13 @@ def _parts_of_files(
         yield from tensor.split(full.detach()).items()
         # Free this tensor before the next one is gathered.
         del full
-    heads = {
+    others = {
         name
         for name, tensor in known.items()
-        if all(family.is_head(source.name) for source in tensor.sources)
+        for source in tensor.sources
+        if not family.is_head(source.name)
     }
-    if heads == left.keys():
+    if known.keys() - others == left.keys():
         # The model was built without a head, and Hugging Face loads files without one.
         return
     if left:
