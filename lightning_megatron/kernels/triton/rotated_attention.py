@@ -114,36 +114,14 @@ def _rotated(
 
 @triton.jit
 def _attend(
-    qkv: tl.tensor,
-    cosines: tl.tensor,
-    sines: tl.tensor,
-    query_scale: tl.tensor,
-    key_scale: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    place: tl.tensor,
-    counters: tl.tensor,
-    sums: tl.tensor,
-    bests: tl.tensor,
-    totals: tl.tensor,
-    output: tl.tensor,
-    kv_heads: tl.tensor,
-    slots: tl.tensor,
-    eps: tl.tensor,
-    scale: tl.tensor,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTATED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    MERGED: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    qkv: tl.tensor, cosines: tl.tensor, sines: tl.tensor, query_scale: tl.tensor,
+    key_scale: tl.tensor, keys: tl.tensor, values: tl.tensor, place: tl.tensor, counters: tl.tensor,
+    sums: tl.tensor, bests: tl.tensor, totals: tl.tensor, output: tl.tensor, kv_heads: tl.tensor,
+    slots: tl.tensor, eps: tl.tensor, scale: tl.tensor, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ROTATED: tl.constexpr, HAS_NORM: tl.constexpr, INTERLEAVED: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    MERGED: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
     kv_head = tl.program_id(0)

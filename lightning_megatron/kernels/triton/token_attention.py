@@ -59,42 +59,15 @@ def attend_one_token(
     lanes = max(16, power_of_two(value_dim))
     with on_device_of(query):
         _attend_part[(pairs, parts)](
-            query,
-            keys,
-            values,
-            place,
-            padding,
-            sums,
-            bests,
-            totals,
-            kv_heads,
-            slots,
-            head_dim,
-            value_dim,
-            group,
-            scale * 1.4426950408889634,
-            HAS_PADDING=padding is not None,
-            PARTS=parts,
-            ROWS=max(16, power_of_two(group)),
-            LANES=max(16, power_of_two(head_dim)),
-            VALUE_LANES=lanes,
-            BLOCK=_BLOCK,
-            num_warps=4,
-            **early_start(1),
-        )
+            query, keys, values, place, padding, sums, bests, totals, kv_heads, slots, head_dim,
+            value_dim, group, scale * 1.4426950408889634, HAS_PADDING=padding is not None,
+            PARTS=parts, ROWS=max(16, power_of_two(group)), LANES=max(16, power_of_two(head_dim)),
+            VALUE_LANES=lanes, BLOCK=_BLOCK, num_warps=4, **early_start(1),
+        )  # fmt: skip
         _add_parts[(pairs, group)](
-            sums,
-            bests,
-            totals,
-            output,
-            value_dim,
-            group,
-            PARTS=parts,
-            PART_LANES=power_of_two(parts),
-            VALUE_LANES=lanes,
-            num_warps=4,
-            **early_start(1),
-        )
+            sums, bests, totals, output, value_dim, group, PARTS=parts,
+            PART_LANES=power_of_two(parts), VALUE_LANES=lanes, num_warps=4, **early_start(1),
+        )  # fmt: skip
     return output
 
 
@@ -174,28 +147,12 @@ def _store(
 
 @triton.jit
 def _attend_part(
-    query: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    place: tl.tensor,
-    padding: tl.tensor,
-    sums: tl.tensor,
-    bests: tl.tensor,
-    totals: tl.tensor,
-    kv_heads: tl.tensor,
-    slots: tl.tensor,
-    head_dim: tl.tensor,
-    value_dim: tl.tensor,
-    group: tl.tensor,
-    scale: tl.tensor,
-    HAS_PADDING: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-    VALUE_LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    query: tl.tensor, keys: tl.tensor, values: tl.tensor, place: tl.tensor, padding: tl.tensor,
+    sums: tl.tensor, bests: tl.tensor, totals: tl.tensor, kv_heads: tl.tensor, slots: tl.tensor,
+    head_dim: tl.tensor, value_dim: tl.tensor, group: tl.tensor, scale: tl.tensor,
+    HAS_PADDING: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    VALUE_LANES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     wait_early(EARLY)
     pair = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -207,9 +164,8 @@ def _attend_part(
     is_row = rows < group
     queries = tl.load(
         query + (pair * group + rows)[:, None] * head_dim + lanes[None, :],
-        mask=is_row[:, None] & is_lane[None, :],
-        other=0.0,
-    )
+        mask=is_row[:, None] & is_lane[None, :], other=0.0,
+    )  # fmt: skip
     at = tl.load(place)
     start_of_row = at - at
     if HAS_PADDING:
@@ -229,9 +185,8 @@ def _attend_part(
         index = pair * slots + slot
         key = tl.load(
             keys + index[None, :] * head_dim + lanes[:, None],
-            mask=is_slot[None, :] & is_lane[:, None],
-            other=0.0,
-        )
+            mask=is_slot[None, :] & is_lane[:, None], other=0.0,
+        )  # fmt: skip
         products = tl.dot(queries, key, input_precision="ieee")
         scores = tl.where(visible[None, :], products * scale, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
@@ -240,9 +195,8 @@ def _attend_part(
         decay = tl.exp2(best - finite)
         value = tl.load(
             values + index[:, None] * value_dim + value_lanes[None, :],
-            mask=is_slot[:, None] & is_value_lane[None, :],
-            other=0.0,
-        )
+            mask=is_slot[:, None] & is_value_lane[None, :], other=0.0,
+        )  # fmt: skip
         total = total * decay + tl.sum(weights, 1)
         mixed *= decay[:, None]
         mixed += tl.dot(weights.to(value.dtype), value, input_precision="ieee")

@@ -120,22 +120,11 @@ def _launch(
 
 @triton.jit(do_not_specialize=["number"])
 def _multiply(
-    vector: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    result: tl.tensor,
-    pointers: tl.tensor,
-    rank: tl.tensor,
-    number: tl.tensor,
-    num_results: tl.tensor,
-    NUM_IN: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    SLOT: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
+    vector: tl.tensor, weight: tl.tensor, bias: tl.tensor, result: tl.tensor, pointers: tl.tensor,
+    rank: tl.tensor, number: tl.tensor, num_results: tl.tensor, NUM_IN: tl.constexpr,
+    IS_GATED: tl.constexpr, NUM_RANKS: tl.constexpr, SLOT: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, EARLY: tl.constexpr,
+) -> None:  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -156,11 +145,9 @@ def _multiply(
         inside = columns < NUM_IN
         # A weight is read once in a pass, and must not replace other data in the cache.
         part = tl.load(
-            rows + columns[None, :],
-            mask=has_row[:, None] & inside[None, :],
-            other=0.0,
+            rows + columns[None, :], mask=has_row[:, None] & inside[None, :], other=0.0,
             eviction_policy="evict_first",
-        )
+        )  # fmt: skip
         parts = parts + (part,)  # type: ignore[assignment]
     if NUM_RANKS > 0:
         regions = ()
