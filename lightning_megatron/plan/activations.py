@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_megatron.plan.attention_activations import AttentionCosts, attention_costs
 from lightning_megatron.plan.eight_bits import EightBitCosts, EightBitLayers
@@ -112,58 +113,102 @@ def activation_costs(
     network = _network_costs(model, table, batch, recompute, has_experts)
     heads = attention_costs(model, table, batch, seq_length)
     network, heads = _in_eight_bits(network, heads, change, batch, model.hidden_size, has_experts)
-    num_tokens = batch.num_tokens
-    whole = num_tokens * batch.activation_bytes * model.hidden_size
-    shards = batch.tp if batch.sequence_parallel else 1
-    boundary = whole // shards
-    statistics = num_tokens * table.norm_bytes // shards
-    masks = 2 * boundary // batch.activation_bytes if model.dropout else 0
-    norms = table.hidden_copies * boundary + 2 * statistics + change.norms
-    layer = norms + heads.kept + heads.core + network.kept + masks
-    gathered = whole if batch.sequence_parallel else 0
+    stream = _Stream.of(model, table, batch, change.norms)
+    layer = stream.norms + heads.kept + heads.core + network.kept + stream.masks
     is_full = not set(WHOLE).isdisjoint(recompute)
     results = heads.results if "full_except_core" in recompute else 0
     inside = _recomputed_inside(model, table, batch, network, recompute, change.frees_activation)
     num_norms = ("norms" in recompute) * change.num_norms_in_16_bits(has_experts)
-    recomputed = layer - boundary - results if is_full else inside + num_norms * boundary
+    recomputed = layer - stream.boundary - results
+    recomputed = recomputed if is_full else inside + num_norms * stream.boundary
     attention_buffers = heads.backward + (is_core_again or results > 0) * heads.core
+    attention_buffers += 2 * stream.gathered
     # The MLP has finished its backward pass, and freed its memory, when attention starts its own.
-    attention = attention_buffers - network.kept - norms // 2
-    widest = max(gathered, change.forward) + whole
-    forward = _forward_bytes(network, heads, widest, norms, inside, is_full)
+    attention = attention_buffers - network.kept - stream.norms // 2
+    widest = max(stream.gathered, change.forward) + stream.whole
     start = recomputed + network.recomputed_start if is_full else network.backward_start
     # The output of the norm before attention is recomputed after that of the MLP.
-    later = recomputed - (boundary if num_norms else 0)
-    backward = max(start, later + network.backward, recomputed + attention + 2 * gathered)
-    loss = _loss_costs(model, table, batch, loss_chunk)
+    last_norm = stream.boundary if num_norms else 0
+    backward = max(start, recomputed - last_norm + network.backward, recomputed + attention)
     costs = ActivationCosts(
-        boundary=boundary,
         layer=layer,
         kept=layer - recomputed - is_core_again * heads.core,
         masks=_mask_bytes(model, batch, seq_length),
-        layer_forward=forward,
-        layer_backward=backward + 2 * boundary,
-        head=(2 if model.final_norm else 1) * boundary + statistics,
-        head_backward=whole + gathered,
-        loss_kept=loss.kept,
-        loss_forward=loss.forward,
-        loss_backward=loss.backward,
-        slots=network.slots,
+        layer_forward=_forward_bytes(network, heads, widest, stream.norms, inside, is_full),
+        layer_backward=backward + 2 * stream.boundary,
         waiting=heads.waiting + network.waiting,
-        head_waiting=loss.waiting and boundary + loss.waiting,
-        weight_half=2 * gathered,
-        returned=network.returned,
         has_experts=has_experts,
-        static_transport=network.has_static_transport,
+        **_ends_and_transport(model, table, batch, loss_chunk, stream, network),
     )
     if is_full:
         return replace(costs, captured_network=costs.layer_backward, is_whole=True)
-    norm = norms // 2 + masks // 2 - (boundary if num_norms == 2 else 0)
-    attention_buffers += 2 * gathered + (boundary if num_norms else 0)
     captured = max(start, recomputed + network.captured_backward)
-    outside = max(0, network.inside - inside)
-    network = replace(network, kept=network.kept - inside, inside=outside)
-    return _with_parts(costs, network, norm, attention_buffers, captured)
+    norm = stream.norms // 2 + stream.masks // 2 - (stream.boundary if num_norms == 2 else 0)
+    return _with_parts(costs, network, inside, norm, attention_buffers + last_norm, captured)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Bytes of the residual stream, and of what the norms and the dropout of a block keep.
+
+    Args:
+        whole: Hidden features of the tokens of all ranks of tp.
+        boundary: Hidden features of this rank's tokens.
+        gathered: Hidden features that a collective over tp gathers; 0 without one.
+        statistics: Statistics of a norm.
+        norms: Activations that both norms keep.
+        masks: Masks of both dropouts.
+    """
+
+    whole: int
+    boundary: int
+    gathered: int
+    statistics: int
+    norms: int
+    masks: int
+
+    @classmethod
+    def of(
+        cls, model: ModelShape, table: KeptActivations, batch: MicrobatchShape, more_norms: int
+    ) -> _Stream:
+        whole = batch.num_tokens * batch.activation_bytes * model.hidden_size
+        shards = batch.tp if batch.sequence_parallel else 1
+        boundary = whole // shards
+        statistics = batch.num_tokens * table.norm_bytes // shards
+        masks = 2 * boundary // batch.activation_bytes if model.dropout else 0
+        return cls(
+            whole,
+            boundary,
+            gathered=whole if batch.sequence_parallel else 0,
+            statistics=statistics,
+            norms=table.hidden_copies * boundary + 2 * statistics + more_norms,
+            masks=masks,
+        )
+
+
+def _ends_and_transport(
+    model: ModelShape,
+    table: KeptActivations,
+    batch: MicrobatchShape,
+    loss_chunk: LossChunk,
+    stream: _Stream,
+    network: NetworkCosts,
+) -> dict[str, Any]:
+    """Return the costs that do not depend on recomputation, by the fields of ActivationCosts."""
+    loss = _loss_costs(model, table, batch, loss_chunk)
+    return {
+        "boundary": stream.boundary,
+        "head": (2 if model.final_norm else 1) * stream.boundary + stream.statistics,
+        "head_backward": stream.whole + stream.gathered,
+        "loss_kept": loss.kept,
+        "loss_forward": loss.forward,
+        "loss_backward": loss.backward,
+        "slots": network.slots,
+        "head_waiting": loss.waiting and stream.boundary + loss.waiting,
+        "weight_half": 2 * stream.gathered,
+        "returned": network.returned,
+        "static_transport": network.has_static_transport,
+    }
 
 
 def _forward_bytes(
@@ -316,13 +361,19 @@ def _loss_costs(
 
 
 def _with_parts(
-    costs: ActivationCosts, network: NetworkCosts, norm: int, attention: int, captured: int
+    costs: ActivationCosts,
+    network: NetworkCosts,
+    inside: int,
+    norm: int,
+    attention: int,
+    captured: int,
 ) -> ActivationCosts:
     """Return the costs of a block with those of its two parts.
 
     Args:
         costs: Costs of the block.
         network: Costs of the MLP or the mixture of experts.
+        inside: Activations of that part that are recomputed (bytes).
         norm: What that part keeps for its norm and its dropout (bytes).
         attention: Temporary buffers of attention in a captured backward pass (bytes).
         captured: Temporary buffers of the other part in this pass (bytes).
@@ -331,8 +382,8 @@ def _with_parts(
         costs,
         captured_attention=attention + 2 * costs.boundary,
         captured_network=captured + 2 * costs.boundary,
-        network=network.kept + norm,
-        experts=network.inside,
+        network=network.kept - inside + norm,
+        experts=max(0, network.inside - inside),
     )
 
 

@@ -162,53 +162,65 @@ def mixture_costs(
     vectors = element * rows.buffer * hidden
     # Rows that exist in both passes and are not kept between them.
     passing = vectors if sends_again and not rows.are_exchanged else 0
-    recomputed = parts.products
     forward = passing + _output_bytes(model, table, batch, rows)
-    gathered = element * rows.gathered * hidden if rows.gathered > batch.local_tokens else 0
-    # Gradients of all experts' matrices, if they are computed before they are added to those of
-    # earlier microbatches.
-    matrix = table.expert_gradients * element * (experts.num_experts // batch.ep) * inner * hidden
-    firsts = 2 if model.gated else 1
-    wide = features // element * batch.wide_bytes
-    # Input of the second matrix product, which is recomputed for the gradients of its weights.
-    second_input = features
-    scaling = 0
     if table.expert_copies:
-        forward = max(forward, wide)
-        second_input += wide if wide > features else 0
-        # Product with the probabilities, in float32 or wider. In half types the gradient of its
-        # result exists beside it, unless recomputation frees as much.
-        scaling = 3 * wide + (0 if wide == features or recomputes else features)
-    largest_kept = max(
-        # Second matrix product.
-        vectors + max(second_input, features + matrix),
-        scaling,
-        # Activation as one kernel, or as operators.
-        max(firsts + 1, table.ffn_backward if table.expert_copies else 0) * features,
-    )
-    # First matrix product after all inner features have been freed; then the sum over every
-    # token's selections.
-    freed_moments = (
-        firsts * features + max(vectors, passing + firsts * matrix),
-        table.selection_copies * selections,
-    )
-    last = max(freed_moments)
+        forward = max(forward, features // element * batch.wide_bytes)
+    gathered = element * rows.gathered * hidden if rows.gathered > batch.local_tokens else 0
+    firsts = 2 if model.gated else 1
+    # Gradients of all experts' matrices, if they are computed before they are added to others.
+    matrix = table.expert_gradients * element * (experts.num_experts // batch.ep) * inner * hidden
+    largest_kept = _largest_kept(model, table, batch, features, vectors, matrix, recomputes)
+    # First matrix product, after all inner features have been freed; then the sum over selections.
+    freed = firsts * features + max(vectors, passing + firsts * matrix)
+    last = max(freed, table.selection_copies * selections)
     start = gathered + min(1, table.selection_copies) * selections + vectors
     return NetworkCosts(
         kept=parts.total,
-        recomputed=recomputed,
+        recomputed=parts.products,
         forward=forward,
-        backward=max(largest_kept, last - recomputed),
-        captured_backward=max(largest_kept, last - recomputes * recomputed),
+        backward=max(largest_kept, last - parts.products),
+        captured_backward=max(largest_kept, last - recomputes * parts.products),
         backward_start=start,
         # Outputs and their copies exist in place of the gradient of rows.
         recomputed_start=start + table.selection_copies * selections,
         slots=_slot_bytes(experts, hidden, batch, sends_again) if rows.are_put else 0,
         waiting=2 * vectors + (firsts + 1) * features + _shared_costs(model, table, batch).waiting,
-        inside=recomputed,
+        inside=parts.products,
         returned=selections,
         has_static_transport=not rows.are_exchanged,
     )
+
+
+def _largest_kept(
+    model: ModelShape,
+    table: KeptActivations,
+    batch: MicrobatchShape,
+    features: int,
+    vectors: int,
+    matrix: int,
+    recomputes: bool,
+) -> int:
+    """Return the peak of the backward pass of experts while their inner features are kept.
+
+    Args:
+        features: Inner features of the rows (bytes).
+        vectors: Hidden features of the rows (bytes).
+        matrix: Gradients of a matrix of all experts, before they are added (bytes).
+        recomputes: Whether backward recomputes the activations inside experts.
+    """
+    activation = 3 if model.gated else 2
+    second_product = vectors + features + matrix
+    if not table.expert_copies:
+        return max(second_product, activation * features)
+    wide = features // batch.activation_bytes * batch.wide_bytes
+    # Input of the second matrix product, which is recomputed for the gradients of its weights.
+    second_input = features + (wide if wide > features else 0)
+    # Product with the probabilities, in float32 or wider. In half types the gradient of its result
+    # exists beside it, unless recomputation frees as much.
+    scaling = 3 * wide + (0 if wide == features or recomputes else features)
+    # The activation is one kernel, or operators.
+    activation = max(activation, table.ffn_backward)
+    return max(second_product, vectors + second_input, scaling, activation * features)
 
 
 def _output_bytes(
