@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from lightning_megatron.models.config_checks import (
-    check_expert_axes,
+    ModelConfig,
     check_heads,
     check_latent_attention,
-    check_length,
     check_norms,
     check_padding,
     check_positions,
@@ -20,7 +21,6 @@ from lightning_megatron.models.config_checks import (
 )
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
-from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import (
     GATED,
     MEMORY_OF,
@@ -29,7 +29,7 @@ from lightning_megatron.plan.model_shape import (
     ModelShape,
     window_of_layer,
 )
-from lightning_megatron.plan.partition import LayerPartition, partition_of
+from lightning_megatron.plan.partition import LayerCosts
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.settings import (
     Count,
@@ -39,11 +39,10 @@ from lightning_megatron.plan.settings import (
     Probability,
     coerce_fields,
 )
-from lightning_megatron.plan.shards import attention_ranges, even_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(ModelConfig):
     """Configuration of a decoder-only Transformer.
 
     Args:
@@ -225,11 +224,13 @@ class GPTConfig:
         return cls(**(kind | large | sizes))
 
     @property
+    @override
     def kv_heads(self) -> int:
         """Return the number of key/value heads."""
         return self.num_kv_heads or self.num_heads
 
     @property
+    @override
     def head_size(self) -> int:
         """Return the size of a query or key head (elements)."""
         if self.latent_attention is not None:
@@ -242,6 +243,7 @@ class GPTConfig:
         return self.latent_attention.value_dim if self.latent_attention else self.head_size
 
     @property
+    @override
     def ffn_size(self) -> int:
         """Return the inner features of the MLP (elements)."""
         return self.ffn_hidden_size or 4 * self.hidden_size
@@ -298,19 +300,6 @@ class GPTConfig:
         """Return whether a layer has a mixture of experts instead of an MLP."""
         return self.experts is not None and self.experts.is_in(layer)
 
-    def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
-        """Return the number of layers of each virtual stage, given by the layout or else by cost.
-
-        Args:
-            layout: Sizes of the axes.
-            loss_chunk: Number of tokens whose logits exist at once; None stores all logits.
-
-        Raises:
-            ParallelPlanError: If the layout gives another total number of layers, or the model has
-                fewer layers than virtual stages.
-        """
-        return partition_of(self.memory_shape().costs(loss_chunk, layout.tp), layout)
-
     def memory_shape(self) -> ModelShape:
         """Return the sizes that :func:`~lightning_megatron.plan.budget.estimate_memory` needs."""
         return ModelShape(
@@ -349,39 +338,9 @@ class GPTConfig:
             experts=self.experts,
         )
 
-    def check_layout(
-        self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
-    ) -> None:
-        """Raise if this model cannot be divided over a layout. No process group is needed.
-
-        Args:
-            layout: Sizes of the axes.
-            sequence_parallel: Whether activations are sharded along the sequence.
-            seq_length: Length of the sequences, if it is known (tokens).
-
-        Raises:
-            ParallelPlanError: If a size of the model does not divide over the layout.
-            UnsupportedError: If the model cannot be cut along an axis of the layout.
-        """
-        attention_ranges(self.num_heads, self.kv_heads, self.head_size, layout.tp, 0)
-        even_range(self.ffn_size, layout.tp, 0, what="ffn_hidden_size")
-        self.partition(layout)
-        check_expert_axes(layout, self.experts)
-        if seq_length is not None:
-            self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1, layout.cp)
-
-    def check_seq_length(self, seq_length: int, sequence_shards: int = 1, cp: int = 1) -> None:
-        """Raise if sequences are too long, or do not divide over the ranks that share them.
-
-        Args:
-            seq_length: Length of the sequences (tokens).
-            sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
-            cp: Ranks that share a sequence (ranks).
-
-        Raises:
-            ParallelPlanError: If the length is too large or not divisible.
-        """
-        check_length(seq_length, self.max_seq_length, sequence_shards, cp)
+    @override
+    def _costs(self, loss_chunk: LossChunk, tp: int) -> LayerCosts:
+        return self.memory_shape().costs(loss_chunk, tp)
 
     @property
     def _rotates_halves_of_heads(self) -> bool:

@@ -1,14 +1,18 @@
-"""Checks of the sizes of models, of layouts and of sequence lengths."""
+"""Base of the configurations of models, and checks of sizes, layouts and sequence lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.context import check_context_length, context_multiple
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.model_shape import LossChunk
+from lightning_megatron.plan.partition import LayerCosts, LayerPartition, partition_of
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.shards import attention_ranges, even_range
 
@@ -21,6 +25,81 @@ _ROTARY_FIELDS: Mapping[str, object] = {
     "rotary_interleaved": False,
 }
 _ALIBI_FIELDS: Mapping[str, object] = {"alibi_bias_max": 8.0, "alibi_skips_padding": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of a model with numbered layers, and how they divide over a layout.
+
+    It has no fields: those of a configuration stay in the order in which it lists them. It is a
+    dataclass because the command line reads nested fields of dataclasses without other bases.
+    """
+
+    if TYPE_CHECKING:
+        # Fields of some configurations; others derive them.
+        @property
+        def num_heads(self) -> int: ...
+        @property
+        def kv_heads(self) -> int: ...
+        @property
+        def head_size(self) -> int: ...
+        @property
+        def ffn_size(self) -> int: ...
+        @property
+        def max_seq_length(self) -> int: ...
+        @property
+        def attention_dropout(self) -> float: ...
+        @property
+        def experts(self) -> ExpertsConfig | None: ...
+        def _costs(self, loss_chunk: LossChunk, tp: int) -> LayerCosts: ...
+
+    def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
+        """Return the number of layers of each virtual stage, given by the layout or else by cost.
+
+        Args:
+            layout: Sizes of the axes.
+            loss_chunk: Number of tokens whose logits exist at once; None stores all logits. It has
+                no effect on encoders.
+
+        Raises:
+            ParallelPlanError: If the layout gives another total number of layers, or the model has
+                fewer layers than virtual stages.
+        """
+        return partition_of(self._costs(loss_chunk, layout.tp), layout)
+
+    def check_layout(
+        self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
+    ) -> None:
+        """Raise if this model cannot be divided over a layout. No process group is needed.
+
+        Args:
+            layout: Sizes of the axes.
+            sequence_parallel: Whether activations are sharded along the sequence.
+            seq_length: Length of the sequences, if it is known (tokens).
+
+        Raises:
+            ParallelPlanError: If a size of the model does not divide over the layout.
+            UnsupportedError: If the model cannot be cut along an axis of the layout.
+        """
+        attention_ranges(self.num_heads, self.kv_heads, self.head_size, layout.tp, 0)
+        even_range(self.ffn_size, layout.tp, 0, what="ffn_hidden_size")
+        self.partition(layout)
+        check_expert_axes(layout, self.experts)
+        if seq_length is not None:
+            self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1, layout.cp)
+
+    def check_seq_length(self, seq_length: int, sequence_shards: int = 1, cp: int = 1) -> None:
+        """Raise if sequences are too long, or do not divide over the ranks that share them.
+
+        Args:
+            seq_length: Length of the sequences (tokens).
+            sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
+            cp: Ranks that share a sequence (ranks).
+
+        Raises:
+            ParallelPlanError: If the length is too large or not divisible.
+        """
+        check_length(seq_length, self.max_seq_length, sequence_shards, cp)
 
 
 def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> None:

@@ -23,9 +23,9 @@ from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.models.config_checks import check_length
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.encoder_heads import build_head
-from lightning_megatron.models.encoder_layers import build_block, build_embedding, context_choice
+from lightning_megatron.models.encoder_parts import build_block, build_embedding, build_head
 from lightning_megatron.models.encoder_rows import EncoderInput, RowAttention
+from lightning_megatron.models.gpt_block import context_choice
 from lightning_megatron.models.layered import LayeredModule, LayerInputs, dtype_of_products
 from lightning_megatron.models.remote_tensor import RemoteTensor, check_present
 from lightning_megatron.shapes import Float, Int

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_megatron.models.config_checks import check_expert_axes, check_length, require
-from lightning_megatron.plan.layout import ParallelLayout
+from typing_extensions import override
+
+from lightning_megatron.models.config_checks import ModelConfig, require
 from lightning_megatron.plan.model_shape import COUNTED_LENGTH, EMBEDDING_COST, LossChunk
-from lightning_megatron.plan.partition import LayerCosts, LayerPartition, partition_of
+from lightning_megatron.plan.partition import LayerCosts
 from lightning_megatron.plan.settings import Count, Index, NotNegative, Probability, coerce_fields
-from lightning_megatron.plan.shards import attention_ranges, even_range
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu"]
 EncoderHead = Literal["none", "pooler", "masked_lm", "classifier", "pretraining", "span"]
@@ -25,7 +25,7 @@ BERT_SIZES: dict[BERTSize, tuple[int, int, int]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
+class EncoderConfig(ModelConfig):
     """Configuration of an encoder-only Transformer and of its head.
 
     Args:
@@ -145,6 +145,7 @@ class EncoderConfig:
         return cls(**(values | changes))
 
     @property
+    @override
     def experts(self) -> None:
         """Return ``None``: no layer has a mixture of experts."""
         return None
@@ -160,66 +161,32 @@ class EncoderConfig:
         return 0 if self.positions == "row" or self.padding_id is None else self.padding_id + 1
 
     @property
+    @override
     def max_seq_length(self) -> int:
         """Return the length of the longest sequence (tokens)."""
         return self.num_positions - self.first_position
 
     @property
+    @override
+    def kv_heads(self) -> int:
+        """Return the number of key/value heads."""
+        return self.num_heads
+
+    @property
+    @override
     def head_size(self) -> int:
         """Return the size of an attention head (elements)."""
         return self.hidden_size // self.num_heads
 
-    def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
-        """Return the number of layers of each virtual stage, given by the layout or else by cost.
+    @property
+    @override
+    def ffn_size(self) -> int:
+        """Return the inner features of the MLP (elements)."""
+        return self.ffn_hidden_size
 
-        Args:
-            layout: Sizes of the axes.
-            loss_chunk: Setting of decoders, which has no effect on encoders.
-
-        Raises:
-            ParallelPlanError: If the layout gives another total number of layers, or the model has
-                fewer layers than virtual stages.
-        """
-        return partition_of(self._costs(), layout)
-
-    def check_layout(
-        self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
-    ) -> None:
-        """Raise if this model cannot be divided over a layout. No process group is needed.
-
-        Args:
-            layout: Sizes of the axes.
-            sequence_parallel: Whether activations are sharded along the sequence.
-            seq_length: Length of the sequences, if it is known (tokens).
-
-        Raises:
-            ParallelPlanError: If a size of the model does not divide over the layout.
-        """
-        attention_ranges(self.num_heads, self.num_heads, self.head_size, layout.tp, 0)
-        even_range(self.ffn_hidden_size, layout.tp, 0, what="ffn_hidden_size")
-        self.partition(layout)
-        check_expert_axes(layout, None)
-        if seq_length is not None:
-            self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1, layout.cp)
-
-    def check_seq_length(self, seq_length: int, sequence_shards: int = 1, cp: int = 1) -> None:
-        """Raise if sequences are too long, or do not divide over the ranks that share them.
-
-        Args:
-            seq_length: Length of the sequences (tokens).
-            sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
-            cp: Ranks that share a sequence (ranks).
-
-        Raises:
-            ParallelPlanError: If the length is too large or not divisible.
-        """
-        check_length(seq_length, self.max_seq_length, sequence_shards, cp)
-
-    def _costs(self) -> LayerCosts:
-        """Return the work of each part (multiplications per token in a forward pass).
-
-        The work of heads that read only the first token is neglected.
-        """
+    @override
+    def _costs(self, loss_chunk: LossChunk, tp: int) -> LayerCosts:
+        # The work of heads that read only the first token is neglected.
         size = self.hidden_size
         keys = min(self.max_seq_length, COUNTED_LENGTH)
         layer = size * (4 * size + 2 * self.ffn_hidden_size + 2 * keys)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.config_checks import ModelConfig
 from lightning_megatron.plan.context_transport import ContextChoice, choose_context_transport
 
 
@@ -70,7 +71,7 @@ def rotary_name(config: GPTConfig, index: int) -> str:
     return "rotary" if is_common else "rotary.window"
 
 
-def context_choice(config: GPTConfig, mesh: ParallelMesh) -> ContextChoice:
+def context_choice(config: ModelConfig, mesh: ParallelMesh) -> ContextChoice:
     """Return the transport of attention over cp in all layers of a model.
 
     Args:
@@ -98,14 +99,23 @@ def build_rotary(config: GPTConfig, mesh: ParallelMesh) -> dict[str, RotaryTable
     }
 
 
-def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Block:
+def build_block(
+    config: GPTConfig, mesh: ParallelMesh, index: int, output_initializer: Initializer | None = None
+) -> Block:
     """Build this rank's part of a block.
 
     Args:
         config: Configuration of the model.
         mesh: Process groups of this rank.
         index: Index of the block in the whole model.
+        output_initializer: Initializer of the layers whose outputs are added to the residual
+            stream; None means that of GPT, which is scaled by the number of layers.
     """
+    initializers: dict[str, Initializer] = {
+        "initializer": Initializer.normal(config.init_std),
+        "output_initializer": output_initializer
+        or Initializer.residual(config.init_std, config.num_layers),
+    }
     norms: Sequence[nn.Module | None] = (None, None)
     if config.norm_position != "output":
         norms = [build_norm(config, mesh) for _ in range(2)]
@@ -116,8 +126,8 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Block:
     if config.parallel_residual:
         block = ParallelBlock
     return block(
-        _build_attention(config, mesh, index),
-        _build_network(config, mesh, index),
+        _build_attention(config, mesh, index, initializers),
+        _build_network(config, mesh, index, initializers),
         *norms,
         output_norms=output_norms,
         mesh=mesh,
@@ -127,7 +137,9 @@ def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> Block:
     )
 
 
-def _build_attention(config: GPTConfig, mesh: ParallelMesh, index: int) -> Attention:
+def _build_attention(
+    config: GPTConfig, mesh: ParallelMesh, index: int, initializers: Mapping[str, Initializer]
+) -> Attention:
     shared: dict[str, Any] = {
         "bias": config.has_qkv_bias,
         "output_bias": config.has_output_bias,
@@ -135,8 +147,7 @@ def _build_attention(config: GPTConfig, mesh: ParallelMesh, index: int) -> Atten
         "span": span_of_layer(config, index),
         "dropout": config.attention_dropout,
         "layer": index + 1,
-        "initializer": Initializer.normal(config.init_std),
-        "output_initializer": Initializer.residual(config.init_std, config.num_layers),
+        **initializers,
     }
     if config.latent_attention is not None:
         sizes = config.latent_attention
@@ -155,12 +166,10 @@ def _build_attention(config: GPTConfig, mesh: ParallelMesh, index: int) -> Atten
     )
 
 
-def _build_network(config: GPTConfig, mesh: ParallelMesh, index: int) -> nn.Module:
-    shared: dict[str, Any] = {
-        "activation": config.activation,
-        "initializer": Initializer.normal(config.init_std),
-        "output_initializer": Initializer.residual(config.init_std, config.num_layers),
-    }
+def _build_network(
+    config: GPTConfig, mesh: ParallelMesh, index: int, initializers: Mapping[str, Initializer]
+) -> nn.Module:
+    shared: dict[str, Any] = {"activation": config.activation, **initializers}
     if config.experts is not None and config.experts.is_in(index):
         return MixtureOfExperts(config.hidden_size, config.experts, mesh, **shared)
     return MLP(config.hidden_size, config.ffn_size, mesh, bias=config.has_mlp_bias, **shared)

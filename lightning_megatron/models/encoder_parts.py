@@ -1,4 +1,6 @@
-"""Heads of encoders: pooler, classifier, answer spans, masked language model and pre-training."""
+"""Parts of encoders: the embedding, the layers, and the heads (pooler, classifier, answer spans,
+masked language model and pre-training).
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,78 @@ from torch.nn import functional as F
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
+from lightning_megatron.layers.block import Block
 from lightning_megatron.layers.dropout import hidden_dropout
-from lightning_megatron.layers.embedding import vocab_parameter
+from lightning_megatron.layers.embedding import (
+    EncoderEmbedding,
+    VocabParallelEmbedding,
+    vocab_parameter,
+)
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.mlp import gelu_activation
 from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.layers.regions import column_linear
-from lightning_megatron.layers.replicated import ReplicatedLinear, first_place
+from lightning_megatron.layers.replicated import ReplicatedLinear, TableEmbedding, first_place
+from lightning_megatron.models import gpt_block
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderActivation, EncoderConfig
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
 from lightning_megatron.shapes import Float
+
+
+def build_embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbedding:
+    """Build the embedding of an encoder, which ends with a norm unless layers begin with norms.
+
+    Args:
+        config: Configuration of the model.
+        mesh: Process groups of this rank.
+    """
+    drawn = Initializer.normal(config.init_std)
+    size = config.hidden_size
+    untrained = config.padding_id if config.positions == "tokens" else None
+    return EncoderEmbedding(
+        VocabParallelEmbedding(
+            config.vocab_size,
+            size,
+            mesh,
+            multiple=config.vocab_multiple,
+            initializer=drawn,
+            padding_id=config.padding_id,
+        ),
+        TableEmbedding(config.num_positions, size, mesh, untrained=untrained, initializer=drawn),
+        TableEmbedding(config.num_token_types, size, mesh, initializer=drawn),
+        LayerNorm(size, mesh, eps=config.norm_eps) if config.norm_position == "post" else None,
+        mesh=mesh,
+        dropout=config.hidden_dropout,
+    )
+
+
+def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> Block:
+    """Build this rank's part of a layer of an encoder: a block of a GPT that is not causal.
+
+    Args:
+        config: Configuration of the model.
+        mesh: Process groups of this rank.
+        index: Index of the layer in the whole model.
+    """
+    same = GPTConfig(
+        vocab_size=config.vocab_size,
+        max_seq_length=config.max_seq_length,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        ffn_hidden_size=config.ffn_hidden_size,
+        activation=config.activation,
+        norm_eps=config.norm_eps,
+        norm_position=config.norm_position,
+        causal=False,
+        hidden_dropout=config.hidden_dropout,
+        attention_dropout=config.attention_dropout,
+        init_std=config.init_std,
+    )
+    output = None if config.scaled_init else Initializer.normal(config.init_std)
+    return gpt_block.build_block(same, mesh, index, output)
 
 
 class Pooler(nn.Module):
