@@ -65,7 +65,7 @@ def test_missing_fused_kernels_on_a_gpu_have_a_remedy(monkeypatch):
 
 def test_context_parallel_attention_that_stores_scores_has_a_remedy(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    layer = Mock(head_dim=64, value_dim=64, dropout=0.0, kind=AttentionSpan(soft_cap=50.0))
+    layer = Mock(head_dim=64, value_dim=64, dropout=0.0, span=AttentionSpan(soft_cap=50.0))
     layer.mesh.cp.size = 2
     for transport, dtype, value in (
         ("ring", torch.bfloat16, "FlexAttention"),
