@@ -46,8 +46,13 @@ class LayerProducts(Protocol):
     """
 
     def gather_and_multiply(
-        self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, magnitude: Magnitude | None
-    ) -> Tensor:
+        self,
+        ctx: Any,
+        x: Shaped[Tensor, "..."],
+        weight: Shaped[Tensor, "..."],
+        bias: Shaped[Tensor, "..."] | None,
+        magnitude: Magnitude | None,
+    ) -> Shaped[Tensor, "..."]:
         """Return ``gather(x) @ W^T + b``, and save what the backward pass needs of ``x`` and ``W``.
 
         The magnitude of ``x`` is None if it is not known.
@@ -55,8 +60,13 @@ class LayerProducts(Protocol):
         ...
 
     def multiply_and_sum(
-        self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, magnitude: Magnitude | None
-    ) -> Tensor:
+        self,
+        ctx: Any,
+        x: Shaped[Tensor, "..."],
+        weight: Shaped[Tensor, "..."],
+        bias: Shaped[Tensor, "..."] | None,
+        magnitude: Magnitude | None,
+    ) -> Shaped[Tensor, "..."]:
         """Return ``sum(x @ W^T) + b``, and save as :meth:`gather_and_multiply` does."""
         ...
 
@@ -65,7 +75,7 @@ class LayerProducts(Protocol):
         ...
 
     def receive(
-        self, ctx: Any, grad: Tensor, inputs: Any
+        self, ctx: Any, grad: Shaped[Tensor, "..."], inputs: Any
     ) -> tuple[Any, Callable[[], Callable[[], Any]]]:
         """Return ``dy`` of a column layer as factor, and the result of :func:`start_early` for the
         function that starts ``gather(x)`` of the saved input.
@@ -73,8 +83,8 @@ class LayerProducts(Protocol):
         ...
 
     def gather_gradient(
-        self, ctx: Any, grad: Tensor, weight: Any
-    ) -> Callable[[], tuple[Any, Tensor | None]]:
+        self, ctx: Any, grad: Shaped[Tensor, "..."], weight: Any
+    ) -> Callable[[], tuple[Any, Shaped[Tensor, "..."] | None]]:
         """Start ``gather(dy)`` of a row layer; return the function that waits for it.
 
         The function returns ``dy`` as factor, and ``dy @ W`` of the saved weight if that product
@@ -82,7 +92,7 @@ class LayerProducts(Protocol):
         """
         ...
 
-    def input_gradient(self, ctx: Any, gradient: Any, weight: Any) -> Tensor:
+    def input_gradient(self, ctx: Any, gradient: Any, weight: Any) -> Shaped[Tensor, "..."]:
         """Return ``dy @ W`` of a factor and the saved weight."""
         ...
 
@@ -190,19 +200,21 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        hidden: Shaped[Tensor, "..."],
+        weight: Shaped[Tensor, "..."],
+        bias: Shaped[Tensor, "..."] | None,
         mesh: ParallelMesh,
         products: LayerProducts,
         magnitude: Magnitude | None,
-    ) -> Tensor:
+    ) -> Shaped[Tensor, "..."]:
         _remember(ctx, hidden, weight, bias, mesh, products)
         return products.gather_and_multiply(ctx, hidden, weight, bias, magnitude)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, *grads: Shaped[Tensor, "..."]
+    ) -> tuple[Shaped[Tensor, "..."] | None, ...]:
         products: LayerProducts = ctx.products
         inputs, weight = products.saved(ctx)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -235,19 +247,21 @@ class RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        hidden: Shaped[Tensor, "..."],
+        weight: Shaped[Tensor, "..."],
+        bias: Shaped[Tensor, "..."] | None,
         mesh: ParallelMesh,
         products: LayerProducts,
         magnitude: Magnitude | None,
-    ) -> Tensor:
+    ) -> Shaped[Tensor, "..."]:
         _remember(ctx, hidden, weight, bias, mesh, products)
         return products.multiply_and_sum(ctx, hidden, weight, bias, magnitude)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, *grads: Shaped[Tensor, "..."]
+    ) -> tuple[Shaped[Tensor, "..."] | None, ...]:
         products: LayerProducts = ctx.products
         inputs, weight = products.saved(ctx)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

@@ -82,7 +82,8 @@ class WholeSteps:
         return self._run_eagerly(inner, call)
 
     def _run_eagerly(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
-        self._state.main.gather.begin()
+        if call.is_training:
+            self._state.main.gather.begin()
         return inner(call)
 
     def _train(
