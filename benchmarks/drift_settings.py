@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend
 
 from benchmarks.shapes import Layout
 from lightning_megatron.graphs.cuda import CudaGraph
+from lightning_megatron.graphs.observation import Observation
 from lightning_megatron.groups.axis import CollectiveLauncher, Work
 from lightning_megatron.layers import attention_core
 from lightning_megatron.layers.choose_core import CoreChoice
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.strategy.step import segment_captures
 from tests.tape import TapeGraph
 
 #: Name of the training without graphs.
@@ -81,7 +81,7 @@ def serial() -> Iterator[None]:
 
 def without_cuts() -> AbstractContextManager[Any]:
     """Do not end graphs where a bucket of gradients is complete."""
-    return patch.object(segment_captures, "bucket_cuts", lambda segments, buckets: ())
+    return patch.object(Observation, "begins", lambda observation: frozenset())
 
 
 def math_attention() -> AbstractContextManager[Any]:

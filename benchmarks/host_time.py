@@ -21,10 +21,10 @@ from torch.utils import data
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.graphs.agreement import KeyAgreement
-from lightning_megatron.graphs.captured_piece import CapturedPiece
 from lightning_megatron.graphs.chunk_key import ChunkKey
 from lightning_megatron.graphs.cuda import CudaGraph
 from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
+from lightning_megatron.graphs.recording import Recording
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs
 from lightning_megatron.graphs.step_graph import StepGraphs
 from lightning_megatron.optimizer.step_gradients import StepGradients
@@ -44,7 +44,7 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "keys": (
         (KeyAgreement, "agree"),
         (ChunkKey, "of"),
-        (CapturedPiece, "find_mismatch"),
+        (Recording, "find_mismatch"),
         (BatchForm, "of"),
     ),
     "copies": ((PieceInputs, "fill"), (OutputGradients, "fill"), (StaticInputs, "fill")),

@@ -5,9 +5,9 @@ them again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.graphs.backend import GraphPool
+from lightning_megatron.graphs.backend import CaptureBackend, GraphPool
 from lightning_megatron.graphs.host_reads import direct_reads_pass, host_read_error, reads_host
 from lightning_megatron.groups.axis import CollectiveLauncher, Work
 from lightning_megatron.groups.generators import GeneratorPool, draw_from
@@ -116,7 +116,30 @@ _EMPTY = {
 }
 
 
-class Recording(TorchDispatchMode):
+class Session(TorchDispatchMode):
+    """Mode that passes operators to the recording that is under way, if there is one.
+
+    It is entered once for a whole backward pass, because autograd runs each of its functions with the
+    modes of the pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording: Recording | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self.recording is None:
+            return func(*args, **(kwargs or {}))
+        return self.recording.dispatch(func, args, kwargs or {})
+
+
+class Recording:
     """Recording of all operators that run in a block, forward and backward, and of collectives.
 
     An operator that creates tensors is recorded with them. A view is not recorded: it stays a view
@@ -129,7 +152,6 @@ class Recording(TorchDispatchMode):
     """
 
     def __init__(self, generators: GeneratorPool | None) -> None:
-        super().__init__()
         #: What a replay does.
         self.entries: list[Entry] = []
         #: Tensors that operators created.
@@ -154,7 +176,6 @@ class Recording(TorchDispatchMode):
         try:
             with ExitStack() as stack:
                 stack.enter_context(direct_reads_pass(self._check_direct_read))
-                stack.enter_context(self)
                 yield
             self._check_waited()
         finally:
@@ -165,14 +186,8 @@ class Recording(TorchDispatchMode):
             for generator, state in zip(drawn, states, strict=True):
                 generator.set_state(state)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and record it."""
         if self._is_inside:
             return func(*args, **kwargs)
         given = _tensors_of((args, kwargs))
@@ -229,7 +244,14 @@ class Recording(TorchDispatchMode):
         self.made += [tensor for _, tensor in made]
         self._own.update(_memory_of(tensor) for _, tensor in made)
         is_view = not made and any(isinstance(value, Tensor) for value in results)
-        if func.overloadpacket in _EMPTY or (is_view and not written):
+        if func.overloadpacket in _EMPTY:
+            # A call between two graphs writes it at each replay. On a GPU a capture reads nothing;
+            # here the recorded run must find numbers that are also indices.
+            with self._as_one(), torch.no_grad():
+                for _, tensor in made:
+                    tensor.zero_()
+            return
+        if is_view and not written:
             return
         args, kwargs = tree_map(_shared, (args, kwargs))
         self.entries.append(Operator(func, args, kwargs, made, generator))
@@ -345,9 +367,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return _tensors_of(values)
 
 
-T = TypeVar("T")
-
-
 class TapePool:
     """Graphs that would share memory on a GPU.
 
@@ -423,7 +442,41 @@ class TapeGraph:
         self._made = ()
 
 
-class TapeBackend:
+class TapeCapture:
+    """Recording that is under way; see ``OpenCapture``."""
+
+    def __init__(
+        self, session: Session, recording: Recording, stack: ExitStack, pool: TapePool
+    ) -> None:
+        self._session = session
+        self._recording = recording
+        self._stack = stack
+        self._pool = pool
+        self._spoiling: list[Entry] = [_spoiling(tensor) for tensor in pool.given_up]
+        pool.given_up.clear()
+
+    def end(self) -> TapeGraph:
+        """End the recording, restore what it changed, and return the graph."""
+        self._session.recording = None
+        self._stack.close()
+        entries = [*self._spoiling, *self._recording.entries]
+        graph = TapeGraph(entries, self._recording.made, self._pool)
+        self._pool.graphs.append(graph)
+        return graph
+
+    def abandon(self) -> None:
+        """End the recording after an error, and restore what it changed."""
+        self._session.recording = None
+        with suppress(_Abandoned):
+            error = _Abandoned()
+            self._stack.__exit__(_Abandoned, error, None)
+
+
+class _Abandoned(Exception):
+    pass
+
+
+class TapeBackend(CaptureBackend):
     """Backend for the CPU, with the contract of CUDA graphs.
 
     It runs the captured function and records its operators and collectives. Then it restores what
@@ -436,6 +489,7 @@ class TapeBackend:
 
     def __init__(self, launcher: CollectiveLauncher | None = None) -> None:
         self._launcher = launcher or CollectiveLauncher()
+        self._session: Session | None = None
 
     @property
     def is_capturing(self) -> bool:
@@ -446,32 +500,38 @@ class TapeBackend:
         """Return a new pool without graphs."""
         return TapePool()
 
-    def capture(
-        self,
-        function: Callable[[], T],
-        pool: GraphPool,
-        generators: GeneratorPool | None = None,
-    ) -> tuple[TapeGraph, T]:
-        """Run a function, record it, and restore what it changed; see ``CaptureBackend``.
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Let captures begin and end inside the block; see ``CaptureBackend``."""
+        outside = self._session
+        if outside is not None and self.is_capturing:
+            raise RuntimeError("captures must not be nested: one is under way. End it first.")
+        self._session = Session()
+        try:
+            with self._session:
+                yield
+        finally:
+            self._session = outside
+
+    def begin(self, pool: GraphPool, generators: GeneratorPool | None = None) -> TapeCapture:
+        """Record what follows, and restore what it changed at the end; see ``CaptureBackend``.
 
         Raises:
             RuntimeError: If a capture is under way.
-            UnsupportedError: If the function reads values on the host, draws from a generator that
-                is not given, calls collectives of torch directly, or does not wait for one.
+            UnsupportedError: If values are read on the host, drawn from a generator that is not
+                given, if collectives of torch are called directly, or if one is not waited for.
 
-        Communication: that of the function, in the capture and in each replay.
+        Communication: that of the recorded code, in the capture and in each replay.
         """
         assert isinstance(pool, TapePool), "the pool comes from this backend"
         if self.is_capturing:
             raise RuntimeError("captures must not be nested: one is under way. End it first.")
-        spoiling: list[Entry] = [_spoiling(tensor) for tensor in pool.given_up]
-        pool.given_up.clear()
+        assert self._session is not None, "captures begin inside of a session"
         recording = Recording(generators)
-        with recording.over(self._launcher):
-            result = function()
-        graph = TapeGraph([*spoiling, *recording.entries], recording.made, pool)
-        pool.graphs.append(graph)
-        return graph, result
+        stack = ExitStack()
+        stack.enter_context(recording.over(self._launcher))
+        self._session.recording = recording
+        return TapeCapture(self._session, recording, stack, pool)
 
 
 def _spoiling(tensor: Tensor) -> Entry:

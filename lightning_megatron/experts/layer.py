@@ -142,18 +142,8 @@ class MixtureOfExperts(nn.Module):
         self, hidden: Float[Tensor, "seq_local batch hidden"]
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the mixture's output for each token."""
-        dispatcher = self.transport_choice.dispatcher
         hidden, *routed = self.route(hidden)
-        sent = dispatcher.send(dispatcher.prepare(*routed))
-        # The shared expert overlaps with the transport of tokens, and its backward pass with that
-        # of their gradients.
-        shared = None if self.shared is None else self.shared(hidden)
-        dispatched = self.receive(sent)
-        # Memory of what later steps do not read is freed at once.
-        del sent
-        rows = self.compute(dispatched)
-        returned = dispatcher.send_back(rows, dispatched)
-        del rows, dispatched
+        returned, shared = self.exchange(hidden, *routed)
         output = self.combine(returned, hidden)
         return output if shared is None else output + shared
 
@@ -187,12 +177,59 @@ class MixtureOfExperts(nn.Module):
             self._local_share(routing.experts, fill=-1),
         )
 
-    def receive(self, sent: TokensInTransit) -> ExpertInput:
-        """Wait for the tokens that other ranks send to the experts of this rank.
+    def exchange(
+        self,
+        hidden: Float[Tensor, "seq_local batch hidden"],
+        tokens: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"],
+        selected: Int[Tensor, "tokens top_k"],
+    ) -> tuple[ExpertOutput, Float[Tensor, "seq_local batch hidden"] | None]:
+        """Send tokens to their experts, compute, and send the outputs back.
 
         Args:
-            sent: Tokens in transit.
+            hidden: Input of the layer, which the shared expert reads.
+            tokens: Tokens that this rank dispatches.
+            probabilities: Factors of the outputs of their experts.
+            selected: Numbers of their experts.
+
+        Returns:
+            The outputs of the routed experts, and that of the shared expert.
         """
+        dispatched, shared = self.dispatch(hidden, tokens, probabilities, selected)
+        rows = self.compute(dispatched)
+        return self.send_back(rows, dispatched), shared
+
+    def dispatch(
+        self,
+        hidden: Float[Tensor, "seq_local batch hidden"],
+        tokens: Float[Tensor, "tokens hidden"],
+        probabilities: Float[Tensor, "tokens top_k"],
+        selected: Int[Tensor, "tokens top_k"],
+    ) -> tuple[ExpertInput, Float[Tensor, "seq_local batch hidden"] | None]:
+        """Exchange tokens with the ranks of their experts; see :meth:`exchange`.
+
+        Returns:
+            The rows of this rank's experts, and the output of the shared expert.
+        """
+        dispatcher = self.transport_choice.dispatcher
+        sent = dispatcher.send(dispatcher.prepare(tokens, probabilities, selected))
+        # The shared expert overlaps with the transport of tokens, and its backward pass with that
+        # of their gradients.
+        shared = None if self.shared is None else self.shared(hidden)
+        return self._receive(sent), shared
+
+    def send_back(
+        self, rows: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
+        """Return the outputs of experts to the ranks of their tokens.
+
+        Args:
+            rows: Outputs of the experts of this rank.
+            dispatched: Their inputs.
+        """
+        return self.transport_choice.dispatcher.send_back(rows, dispatched)
+
+    def _receive(self, sent: TokensInTransit) -> ExpertInput:
         dispatched = self.transport_choice.dispatcher.receive(sent)
         if not (self.sends_inputs_again and torch.is_grad_enabled()):
             dispatched = replace(dispatched, tokens=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -65,6 +65,20 @@ class CapturedGraph(Protocol):
         """Free what the graph holds; it cannot be replayed again. Later calls do nothing."""
 
 
+class OpenCapture(Protocol):
+    """Capture that is under way."""
+
+    def end(self) -> CapturedGraph:
+        """End the capture, and return the graph.
+
+        Raises:
+            Exception: If a replay could not repeat the computation. Other captures may follow.
+        """
+
+    def abandon(self) -> None:
+        """End the capture after an error, so that eager work and other captures can follow."""
+
+
 class CaptureBackend(Protocol):
     """Backend that captures computations.
 
@@ -84,20 +98,34 @@ class CaptureBackend(Protocol):
     def make_pool(self) -> GraphPool:
         """Return a new pool without graphs."""
 
+    def session(self) -> AbstractContextManager[None]:
+        """Return a context in which captures may begin and end at any place of the code."""
+
+    def begin(self, pool: GraphPool, generators: GeneratorPool | None = None) -> OpenCapture:
+        """Begin a capture of what follows, inside of a session.
+
+        Args:
+            pool: Pool of this backend for the tensors that the function makes.
+            generators: Generators from which it draws, besides torch's default one; None
+                if there are none. Each replay continues from their states at the time of the
+                replay, and advances them. The capture does not advance them.
+
+        Raises:
+            UnsupportedError: If a capture is not possible here.
+        """
+
     def capture(
         self,
         function: Callable[[], T],
         pool: GraphPool,
         generators: GeneratorPool | None = None,
     ) -> tuple[CapturedGraph, T]:
-        """Capture what a function computes.
+        """Capture what a function computes, as :meth:`begin` does.
 
         Args:
             function: Function without arguments. It reads tensors that keep their addresses.
             pool: Pool of this backend for the tensors that the function makes.
-            generators: Generators that the function draws from, besides torch's default one; None
-                if there are none. Each replay continues from their states at the time of the
-                replay, and advances them. The capture does not advance them.
+            generators: As for :meth:`begin`.
 
         Returns:
             The graph, and what the function returned.
@@ -107,6 +135,14 @@ class CaptureBackend(Protocol):
                 that a replay cannot repeat.
             Exception: What the function raises. The capture has then ended, and others may follow.
         """
+        with self.session():
+            capture = self.begin(pool, generators)
+            try:
+                result = function()
+            except BaseException:
+                capture.abandon()
+                raise
+            return capture.end(), result
 
 
 @contextmanager

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.effects import EffectObservers
-from lightning_megatron.graphs.segments import SegmentList
-from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.graphs.interception import Interception
+from lightning_megatron.graphs.observation import Observation
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 
@@ -62,19 +64,23 @@ class CaptureTools:
 
 
 @dataclass(frozen=True)
-class StaticPiece:
-    """Static run of a chunk's segments, for which graphs are captured.
+class Stretch:
+    """Part of a chunk that is captured as one: some of its layers, the embedding or the head.
 
     Args:
-        label: Description of the piece, such as ``layers 3..4``.
-        segments: The segments.
-        draws: Generators from which an eager forward pass has drawn.
+        label: Description of the part, such as ``layers 3..4``.
+        function: Plain code, from the inputs to the outputs.
+        interceptions: Calls at which a graph may begin, or which no graph may hold.
+        observation: What an eager pass of the same mode has shown.
+        wait_for: Function that waits until parameters are complete.
         redraws: Whether the backward pass recomputes activations with random draws.
         has_backward: Whether a backward pass follows.
     """
 
     label: str
-    segments: SegmentList
-    draws: GeneratorPool
+    function: Callable[[Any], Any]
+    interceptions: Sequence[Interception]
+    observation: Observation
+    wait_for: Callable[[Collection[nn.Parameter]], None] = lambda parameters: None
     redraws: bool = False
     has_backward: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,18 +40,14 @@ class ChunkKey:
     inputs: tuple[tuple[str, Hashable, tuple[_Described, ...]], ...]
 
     @classmethod
-    def of(cls, mode: PassMode, names: Sequence[str], values: Sequence[Any]) -> ChunkKey:
+    def of(cls, mode: PassMode, inputs: Mapping[str, Any]) -> ChunkKey:
         """Return the key of a call.
 
         Args:
             mode: Mode of the call.
-            names: Names of the inputs.
-            values: The inputs.
+            inputs: The inputs by their names.
         """
-        return cls(
-            mode,
-            tuple(_input(name, value) for name, value in zip(names, values, strict=True)),
-        )
+        return cls(mode, tuple(_input(name, value) for name, value in inputs.items()))
 
     def difference_from(self, other: ChunkKey) -> tuple[str, str]:
         """Return the first input that differs from another key, and what that key has, in words.

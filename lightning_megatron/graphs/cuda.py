@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.graphs.backend import GraphPool
+from lightning_megatron.graphs.backend import CaptureBackend, GraphPool
 from lightning_megatron.groups.collective_matmul import workspaces
 from lightning_megatron.groups.generators import GeneratorPool
-
-T = TypeVar("T")
 
 # Data loaders and the watchdog of NCCL call CUDA from other threads during a capture.
 _ERROR_MODE = "thread_local"
@@ -71,7 +70,48 @@ class CudaGraph:
         self._kept = ()
 
 
-class CudaBackend:
+class CudaCapture:
+    """Capture that is under way on the current stream.
+
+    Args:
+        graph: The graph.
+        pool: Its pool.
+        generators: Generators that are registered with it.
+    """
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, pool: CudaPool, generators: Sequence[torch.Generator]
+    ) -> None:
+        self._graph = graph
+        self._pool = pool
+        self._generators = generators
+
+    def end(self) -> CudaGraph:
+        """End the capture, and return the graph; see ``OpenCapture``."""
+        try:
+            with warnings.catch_warnings():
+                # Between two calls that no graph holds there may be nothing.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                self._graph.capture_end()
+        except RuntimeError:
+            _clean_up(self._graph, self._pool, self._generators)
+            raise
+        return CudaGraph(self._graph, workspaces())
+
+    def abandon(self) -> None:
+        """End the capture after an error; see ``OpenCapture``."""
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            # The error that the function raised has already invalidated the capture.
+            _clean_up(self._graph, self._pool, self._generators)
+        else:
+            self._graph.reset()
+            # torch keeps no pool whose only graph was reset.
+            self._pool.handle = torch.cuda.graph_pool_handle()
+
+
+class CudaBackend(CaptureBackend):
     """Backend for GPUs.
 
     Unlike ``torch.cuda.graph``, a capture neither collects garbage nor empties caches: a series of
@@ -87,19 +127,17 @@ class CudaBackend:
         """Return a new pool without graphs."""
         return CudaPool()
 
-    def capture(
-        self,
-        function: Callable[[], T],
-        pool: GraphPool,
-        generators: GeneratorPool | None = None,
-    ) -> tuple[CudaGraph, T]:
-        """Capture what a function launches on the current stream; see ``CaptureBackend``.
+    def session(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing; see ``CaptureBackend``."""
+        return nullcontext()
+
+    def begin(self, pool: GraphPool, generators: GeneratorPool | None = None) -> CudaCapture:
+        """Begin to capture what is launched on the current stream; see ``CaptureBackend``.
 
         Raises:
             UnsupportedError: If the current stream is the default one.
-            RuntimeError: If the function does something that CUDA cannot capture.
 
-        Communication: none; collectives of the function run in each replay.
+        Communication: none; collectives that are launched run in each replay.
         """
         assert isinstance(pool, CudaPool), "the pool comes from this backend"
         stream = torch.cuda.current_stream()
@@ -112,17 +150,7 @@ class CudaBackend:
         registered = [] if generators is None else generators.generators
         graph = _new_graph(registered)
         graph.capture_begin(pool=pool.handle, capture_error_mode=_ERROR_MODE)
-        try:
-            result = function()
-        except BaseException:
-            _abandon(graph, pool, registered)
-            raise
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            _clean_up(graph, pool, registered)
-            raise
-        return CudaGraph(graph, workspaces()), result
+        return CudaCapture(graph, pool, registered)
 
 
 def private_pools(device: torch.device) -> dict[tuple[int, int], int]:
@@ -144,19 +172,6 @@ def _new_graph(generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
     for generator in generators:
         graph.register_generator_state(generator)
     return graph
-
-
-def _abandon(
-    graph: torch.cuda.CUDAGraph, pool: CudaPool, generators: Sequence[torch.Generator]
-) -> None:
-    """End a capture whose function has raised."""
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        # The error that the function raised has already invalidated the capture.
-        _clean_up(graph, pool, generators)
-    else:
-        graph.reset()
 
 
 def _clean_up(

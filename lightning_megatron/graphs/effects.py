@@ -11,7 +11,7 @@ from lightning_megatron.groups.generators import GeneratorPool, StreamPosition
 from lightning_megatron.groups.journal import Journal, RecordedCall
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.recorded_draws import DrawRecorder, RecordedDraws
-from lightning_megatron.layers.gradient_slot import mark_filled, state_of
+from lightning_megatron.layers.gradient_slot import mark_filled
 from lightning_megatron.optimizer.gradient_buckets import GradientRecorder, RecordedGradients
 from lightning_megatron.optimizer.parameter_gather import ParameterGather, RecordedGather
 from lightning_megatron.optimizer.reduction import GradientReducer
@@ -72,7 +72,6 @@ class EffectRecorder:
         """Return the effects, once the computation has run.
 
         Raises:
-            RuntimeError: If the computation overwrote some gradient sums and added to others.
         """
         number = len(self._collectives)
         plural = "" if number == 1 else "s"
@@ -201,15 +200,16 @@ class EffectObservers:
             self._reducer.mark_summed(gradients)
 
     def _check(self, effects: Effects) -> None:
-        slots = effects.gradients.slots
-        expected = "empty" if effects.gradients.is_first else "filled"
-        state = state_of(slots)
-        if slots and state != expected:
-            verb = "overwrites" if effects.gradients.is_first else "adds to"
+        gradients = effects.gradients
+        added = [slot for slot in gradients.slots if slot not in gradients.overwritten]
+        num_filled = sum(not slot.is_empty for slot in gradients.overwritten)
+        num_empty = sum(slot.is_empty for slot in added)
+        if num_filled or num_empty:
             raise RuntimeError(
                 f"a replay must find its gradient sums as its capture did: the {effects.label}, "
-                f"{verb} {len(slots)} sums, which must be {expected} and are {state}. Gradients "
-                "would be lost or wrong."
+                f"overwrites {len(gradients.overwritten)} sums, of which {num_filled} are filled, "
+                f"and adds to {len(added)} sums, of which {num_empty} are empty. Gradients would "
+                "be lost or wrong."
             )
         if self._gather is not None and self._gather.is_deferred != effects.gathers:
             does = "gathers" if effects.gathers else "does not gather"

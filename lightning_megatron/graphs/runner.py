@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.graphs.capture_tools import CaptureTools, StaticPiece
-from lightning_megatron.graphs.captured_piece import CapturedPiece
+from lightning_megatron.graphs.capture_tools import CaptureTools, Stretch
 from lightning_megatron.graphs.chunk_key import ChunkKey, PassMode
-from lightning_megatron.graphs.chunk_pieces import ChunkObserver, ChunkPieces
-from lightning_megatron.graphs.model_segments import chunk_segments, chunk_values
-from lightning_megatron.graphs.report import GraphCounts, beyond, runs_of
-from lightning_megatron.graphs.segments import SegmentList
+from lightning_megatron.graphs.chunk_parts import (
+    ChunkCall,
+    ChunkObserver,
+    ChunkPart,
+    chunk_parts,
+    describe,
+)
+from lightning_megatron.graphs.recording import Recording
+from lightning_megatron.graphs.report import GraphCounts, beyond
 from lightning_megatron.graphs.shared_slot import SharedSlot
 from lightning_megatron.graphs.slot import Slot
 from lightning_megatron.graphs.step_kind import TRAINING, StepKind
@@ -29,31 +33,26 @@ from lightning_megatron.optimizer.reduction import GradientReducer
 from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.graph_slots import GraphSlots
 from lightning_megatron.plan.schedule import Schedule
-from lightning_megatron.user_code import is_compiled
 
 
 @dataclass(frozen=True)
 class SegmentSettings:
-    """Settings of the captured segments.
+    """Settings of the captured parts of models.
 
     Args:
         scopes: Scopes that graphs capture.
-        cuts: Names of segments after which a graph ends, because a bucket of gradients begins.
-        keeps_whole: Function that returns whether a module must be called itself.
+        buckets: Parameters of each bucket that several ranks reduce or gather; a graph begins where
+            the first of them is read.
         redraws: Whether backward passes recompute activations with random draws.
         wait_for: Function that waits until parameters are complete.
-        prepare: Function of the list of a chunk that returns the list to capture, which is equal
-            to it. It may mark segments as not static.
         max_shapes: Most shapes of microbatches that get graphs in each kind of step; others run
             eagerly (shapes).
     """
 
     scopes: Collection[str] = ("all",)
-    cuts: Collection[str] = ()
-    keeps_whole: Callable[[nn.Module], bool] = is_compiled
+    buckets: Sequence[Collection[nn.Parameter]] = ()
     redraws: bool = False
     wait_for: Callable[[Collection[nn.Parameter]], None] = lambda parameters: None
-    prepare: Callable[[SegmentList], SegmentList] = lambda segments: segments
     max_shapes: int = 1
 
 
@@ -87,7 +86,7 @@ class GraphRunner:
         self._reducer = reducer
         self._rank = rank
         self._settings = settings
-        self._chunks: dict[int, ChunkPieces] = {}
+        self._chunks: dict[int, list[ChunkPart]] = {}
         # Chunks whose segments may have new user hooks, which a replay would not call.
         self._unchecked: set[int] = set()
         self._observers: dict[tuple[int, PassMode], ChunkObserver] = {}
@@ -219,31 +218,32 @@ class GraphRunner:
         """Run a chunk; see ``ChunkRunner``."""
         mode = PassMode(model.training, torch.is_grad_enabled())
         kind = self._kind
+        is_last = model.is_last_stage(chunk)
         if kind is None or not self._serves(chunk, kind, mode):
-            return model.run_chunk(chunk, hidden, call, layers)
+            return model.run_layers(hidden, call, layers, is_last)
+        chunk_call = ChunkCall(hidden, call, layers)
+        key = ChunkKey.of(mode, chunk_call.by_name())
         observer = self._observer(model, chunk, mode)
-        names = self._chunks[chunk].inputs
-        named = chunk_values(model, hidden, call, layers)
-        values = tuple([named[name] for name in names])
         if kind not in self._begun or not observer.has_observed:
-            return observer.run(values)[0]
-        key = ChunkKey.of(mode, names, values)
+            return observer.run(chunk_call, key)
         is_off = not self._is_permitted or self.failure is not None
         if is_off or not self._admits(chunk, kind, key):
-            return model.run_chunk(chunk, hidden, call, layers)
+            return model.run_layers(hidden, call, layers, is_last)
+        if not observer.knows(key):
+            return observer.run(chunk_call, key)
         graphs = self._graphs_of(key)
         # If there are many sequence lengths, the model moves tables, which are then copied before
         # each replay.
         constants = frozenset() if self._settings.max_shapes > 1 else observer.constants
-        outputs = self._chunks[chunk].run(
-            values, partial(self._run_piece, chunk, graphs, constants)
+        output = chunk_call.run(
+            observer.parts, partial(self._run_part, observer.parts, graphs, constants, key)
         )
-        if not model.is_last_stage(chunk) and mode.has_backward:
-            return outputs[0]
+        if not is_last and mode.has_backward:
+            return output
         # The next microbatch overwrites the outputs of graphs, but user code or another chunk may
         # keep them.
-        flat = flatten(outputs)
-        return flat.with_tensors([tensor.clone() for tensor in flat.tensors])[0]
+        flat = flatten(output)
+        return flat.with_tensors([tensor.clone() for tensor in flat.tensors])
 
     def _serves(self, chunk: int, kind: StepKind, mode: PassMode) -> bool:
         """Return whether a call belongs to a microbatch in a step of the current kind."""
@@ -273,45 +273,38 @@ class GraphRunner:
             self._unchecked.discard(chunk)
             self._prepare(model, chunk)
         if (chunk, mode) not in self._observers:
-            observer = ChunkObserver(self._chunks[chunk], self._tools.random)
-            self._observers[chunk, mode] = observer
+            self._observers[chunk, mode] = ChunkObserver(
+                self._chunks[chunk], self._tools.random, self._settings.buckets
+            )
         return self._observers[chunk, mode]
 
     def _prepare(self, model: LayeredModule, chunk: int) -> None:
-        """Divide a chunk into pieces, unless the current division is up to date."""
-        settings = self._settings
-        pieces = ChunkPieces(
-            settings.prepare(chunk_segments(model, chunk)),
-            settings.scopes,
-            settings.cuts,
-            settings.keeps_whole,
-            settings.wait_for,
-        )
+        """Divide a chunk into parts, unless the current division is up to date."""
+        parts = chunk_parts(model, chunk, self._settings.scopes)
         earlier = self._chunks.get(chunk)
-        if earlier is not None and earlier.runs == pieces.runs:
+        if earlier is not None and describe(earlier) == describe(parts):
             return
-        self._chunks[chunk] = pieces
+        self._chunks[chunk] = parts
         for place in [key for key in self._observers if key[0] == chunk]:
             del self._observers[place]
 
-    def _graphs_of(self, key: ChunkKey) -> dict[int, CapturedPiece]:
-        """Let the unit occupy its slot, and return the graphs of the static pieces by number."""
+    def _graphs_of(self, key: ChunkKey) -> dict[int, Recording]:
+        """Let the unit occupy its slot, and return the graphs of the parts by number."""
         unit = self._unit
         assert unit is not None, "a microbatch runs"
         assert self._plan is not None, "a step has begun"
         is_first = self._is_step_empty and self._plan.first_units[unit.chunk] == unit
-        pieces = self._chunks[unit.chunk].pieces
-        numbers = [number for number, piece in enumerate(pieces) if piece.is_static]
-        keeping = self._observers[unit.chunk, key.mode].keeping_inputs
-        shared = keeping if key.mode.has_backward and self._plan.can_share else set[int]()
-        separate = [number for number in numbers if number not in shared]
-        places = {self._plan.slot_of(unit): separate, None: sorted(shared)}
-        graphs = dict[int, CapturedPiece]()
-        for place, chosen in places.items():
+        observer = self._observers[unit.chunk, key.mode]
+        shared = list[int]()
+        if key.mode.has_backward and self._plan.can_share:
+            shared = observer.keeping_inputs
+        separate = [number for number in range(len(observer.parts)) if number not in shared]
+        graphs = dict[int, Recording]()
+        for place, chosen in ((self._plan.slot_of(unit), separate), (None, shared)):
             if chosen:
                 slot = self._slot(unit.chunk, place)
                 slot.occupy(unit)
-                make = partial(self._static_pieces, unit.chunk, key.mode, chosen)
+                make = partial(self._stretches, observer, key.mode, chosen)
                 graphs |= slot.graphs(key, is_first, make)
         return graphs
 
@@ -327,43 +320,44 @@ class GraphRunner:
             self._slots[place] = kind(label, self._tools)
         return self._slots[place]
 
-    def _static_pieces(
-        self, chunk: int, mode: PassMode, numbers: Collection[int]
-    ) -> dict[int, StaticPiece]:
-        pieces = self._chunks[chunk]
-        draws = self._observers[chunk, mode].draws
+    def _stretches(
+        self, observer: ChunkObserver, mode: PassMode, numbers: Collection[int]
+    ) -> dict[int, Stretch]:
+        settings = self._settings
         return {
-            number: StaticPiece(
-                ", ".join(runs_of(pieces.names, pieces.names_outside(number))),
-                piece,
-                draws[number],
-                self._settings.redraws,
+            number: Stretch(
+                part.label,
+                part.run,
+                part.interceptions,
+                observer.observations[number],
+                settings.wait_for,
+                settings.redraws,
                 mode.has_backward,
             )
-            for number, piece in enumerate(pieces.pieces)
+            for number, part in enumerate(observer.parts)
             if number in numbers
         }
 
-    def _run_piece(
+    def _run_part(
         self,
-        chunk: int,
-        graphs: dict[int, CapturedPiece],
+        parts: Sequence[ChunkPart],
+        graphs: Mapping[int, Recording],
         constants: frozenset[int],
+        key: ChunkKey,
         number: int,
-        values: tuple[Any, ...],
-    ) -> tuple[Any, ...]:
-        segments = self._chunks[chunk].pieces[number]
-        captured = graphs.get(number)
-        if captured is None or self.failure is not None:
-            return segments(values)
+        values: Any,
+    ) -> Any:
+        recording = graphs[number]
+        if self.failure is not None:
+            return parts[number].run(values)
         flat = flatten(values)
-        reason = captured.find_mismatch(flat)
+        reason = recording.find_mismatch(flat)
         if reason is not None:
-            self._note_eager(captured.piece.label, reason)
-            return segments(values)
-        if not captured.is_captured and not captured.capture_forward(flat, constants):
-            return segments(values)
-        return captured(flat)
+            self._note_eager(parts[number].label, reason)
+            return parts[number].run(values)
+        if not recording.is_captured and not recording.capture_forward(flat, constants, key):
+            return parts[number].run(values)
+        return recording(flat)
 
     def _note_eager(self, part: str, reason: str) -> None:
         self.eager[part, reason] = self.eager.get((part, reason), 0) + 1

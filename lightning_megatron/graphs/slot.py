@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from lightning_megatron.graphs.capture_tools import CaptureTools, StaticPiece
-from lightning_megatron.graphs.captured_piece import CapturedPiece
+from lightning_megatron.graphs.capture_tools import CaptureTools, Stretch
 from lightning_megatron.graphs.chunk_key import ChunkKey
 from lightning_megatron.graphs.piece_memory import PieceMemory, Tenant
+from lightning_megatron.graphs.recording import Recording
 from lightning_megatron.groups.p2p import PendingTransfers
 from lightning_megatron.plan.actions import PipelineUnit
 
@@ -30,7 +30,7 @@ class Slot:
         self.label = label
         self._tools = tools
         self._memory = memory or PieceMemory(tools.backend)
-        self._sets: dict[tuple[ChunkKey, bool], dict[int, CapturedPiece]] = {}
+        self._sets: dict[tuple[ChunkKey, bool], dict[int, Recording]] = {}
         self._transfers: list[PendingTransfers] = []
 
     def occupy(self, unit: PipelineUnit) -> None:
@@ -63,22 +63,22 @@ class Slot:
         self._transfers.append(transfers)
 
     def graphs(
-        self, key: ChunkKey, is_first: bool, pieces: Callable[[], Mapping[int, StaticPiece]]
-    ) -> dict[int, CapturedPiece]:
-        """Return the graphs of a key's pieces by number.
+        self, key: ChunkKey, is_first: bool, stretches: Callable[[], Mapping[int, Stretch]]
+    ) -> dict[int, Recording]:
+        """Return the graphs of a key's stretches by number.
 
         Args:
             key: Key of the call.
             is_first: Whether the backward pass overwrites the gradient sums.
-            pieces: Function that returns the static pieces of the chunk by number, for the mode of
+            stretches: Function that returns the stretches of the chunk by number, for the mode of
                 the key.
         """
         if (key, is_first) not in self._sets:
             for earlier in self._sets.values():
                 _give_up(earlier)
             self._sets[key, is_first] = {
-                number: CapturedPiece(piece, self._memory, self._tools, self.label, is_first)
-                for number, piece in pieces().items()
+                number: Recording(stretch, self._memory, self._tools, self.label, is_first)
+                for number, stretch in stretches().items()
             }
         return self._sets[key, is_first]
 
@@ -103,21 +103,21 @@ class Slot:
     def release(self) -> None:
         """Free all graphs."""
         for graphs in self._sets.values():
-            for piece in graphs.values():
-                piece.release()
+            for recording in graphs.values():
+                recording.release()
         self._sets.clear()
         self.free()
 
 
-def _num_graphs(graphs: Mapping[int, CapturedPiece]) -> int:
-    return sum(piece.num_graphs for piece in graphs.values())
+def _num_graphs(graphs: Mapping[int, Recording]) -> int:
+    return sum(recording.num_graphs for recording in graphs.values())
 
 
-def _give_up(graphs: Mapping[int, CapturedPiece]) -> None:
+def _give_up(graphs: Mapping[int, Recording]) -> None:
     """Let later captures use the memory of a set of graphs.
 
     A set whose captures have not ended keeps its memory: what is still to be captured reads it.
     """
-    if all(piece.is_complete for piece in graphs.values()):
-        for piece in graphs.values():
-            piece.give_up()
+    if all(recording.is_complete for recording in graphs.values()):
+        for recording in graphs.values():
+            recording.give_up()

@@ -145,8 +145,7 @@ class StepGraph(Generic[T]):
     def fits(self) -> bool:
         """Return whether the gradient sums are in the state that the captured step expects."""
         gradients = self.effects.gradients
-        overwritten = gradients.slots if gradients.is_first else ()
-        return all(slot.is_empty for slot in (*overwritten, *gradients.unused.values()))
+        return all(slot.is_empty for slot in (*gradients.overwritten, *gradients.unused.values()))
 
     def replay(self, step: CapturableStep[T], observers: EffectObservers) -> T:
         """Run the captured step on the microbatches of another one.
@@ -154,9 +153,9 @@ class StepGraph(Generic[T]):
         Communication: that of the step.
         """
         self.inputs.fill(step.microbatches)
-        if not self.effects.gradients.is_first:
-            # A parameter that earlier batches did not use has an empty sum, which zeros fill.
-            fill_empty(self.effects.gradients.slots)
+        gradients = self.effects.gradients
+        # A parameter that earlier batches did not use has an empty sum, which zeros fill.
+        fill_empty(slot for slot in gradients.slots if slot not in gradients.overwritten)
         with observers.repeat(self.effects, StreamPosition(step.number)):
             self.graph.replay()
         return self.result

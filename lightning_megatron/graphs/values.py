@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_megatron.nest import children, rebuild
@@ -47,6 +48,24 @@ def flatten(nest: Any) -> FlatValues:
     tensors: list[Tensor] = []
     form = _form(nest, tensors)
     return FlatValues(tuple(tensors), form, nest)
+
+
+def without_values(flat: FlatValues) -> FlatValues:
+    """Return a nest whose tensors have shapes, strides and dtypes, but no values.
+
+    Args:
+        flat: The nest with values.
+    """
+    return flatten(
+        flat.with_tensors(
+            [
+                torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+                ).requires_grad_(tensor.requires_grad)
+                for tensor in flat.tensors
+            ]
+        )
+    )
 
 
 def _form(node: Any, tensors: list[Tensor]) -> Hashable:

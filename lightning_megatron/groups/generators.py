@@ -152,8 +152,18 @@ class GeneratorPool:
 
         Streams from which the run has drawn nothing are idle in the new pool.
         """
-        idle = [number for number, generator in enumerate(self.of_streams) if _is_fresh(generator)]
-        return GeneratorPool(self.device, self.num_taken, idle, self.keys.num_taken)
+        return self.part((0, 0), (self.num_taken, self.keys.num_taken))
+
+    def part(self, start: tuple[int, int], end: tuple[int, int]) -> GeneratorPool:
+        """Return a pool for a part of the computation, as :meth:`exact` does for all of it.
+
+        Args:
+            start: Numbers of generators and keys that were taken before the part.
+            end: The same after it.
+        """
+        streams = self.of_streams[start[0] : end[0]]
+        idle = [number for number, generator in enumerate(streams) if _is_fresh(generator)]
+        return GeneratorPool(self.device, len(streams), idle, end[1] - start[1])
 
     @property
     def generators(self) -> list[torch.Generator]:

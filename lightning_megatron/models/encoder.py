@@ -168,7 +168,7 @@ class Encoder(LayeredModule):
             given = LayerInputs(None, chunk_attention.span(rows))
             layers = dict.fromkeys(self._layers_of_chunk[chunk], given)
             if self.runner is None:
-                return self.run_chunk(chunk, hidden, call, layers)
+                return self.run_layers(hidden, call, layers, self.is_last_stage(chunk))
             return self.runner.run(self, chunk, hidden, call, layers)
 
         result: EncoderResult = self.run_stage(
@@ -179,29 +179,29 @@ class Encoder(LayeredModule):
         return result
 
     @override
-    def run_chunk(
+    def run_layers(
         self,
-        chunk: int,
         hidden: Float[Tensor, "seq_local batch hidden"] | None,
         call: EncoderCall,
         layers: Mapping[int, LayerInputs],
+        has_head: bool,
     ) -> Any:
-        """Run the embedding, the layers and the head, as far as a chunk has them.
+        """Run the embedding, some layers and the head.
 
         Args:
-            chunk: Index of this rank's chunk.
-            hidden: Hidden states of the previous virtual stage; None on the first one.
+            hidden: Hidden states before these layers; None begins with the embedding.
             call: Inputs of the model.
             layers: Inputs of each layer, by its index in the whole model.
+            has_head: Whether the head follows these layers.
 
         Returns:
-            The hidden states; on the last virtual stage an :class:`EncoderResult`.
+            The hidden states; with the head an :class:`EncoderResult`.
         """
         if hidden is None:
             hidden = self.embed(call.rows)
         for index, given in layers.items():
             hidden = self.layers[str(index)](hidden, given.rotary, given.span)
-        if not self.is_last_stage(chunk):
+        if not has_head:
             return hidden
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)

@@ -229,7 +229,7 @@ class GPT(LayeredModule):
                 dropout=self.config.attention_dropout if self.training else 0.0,
             )
             if self.runner is None or self.watches_layers or call.continues:
-                return self.run_chunk(chunk, hidden, call, layers)
+                return self.run_layers(hidden, call, layers, self.is_last_stage(chunk))
             return self.runner.run(self, chunk, hidden, call, layers)
 
         return self.run_stage(
@@ -239,30 +239,30 @@ class GPT(LayeredModule):
         )
 
     @override
-    def run_chunk(
+    def run_layers(
         self,
-        chunk: int,
         hidden: Float[Tensor, "seq_local batch hidden"] | None,
         call: GPTCall,
         layers: Mapping[int, LayerInputs],
+        has_head: bool,
     ) -> Any:
-        """Run the embedding, the layers and the head, as far as a chunk has them.
+        """Run the embedding, some layers and the head.
 
         Args:
-            chunk: Index of this rank's chunk.
-            hidden: Hidden states of the previous virtual stage; None on the first one.
+            hidden: Hidden states before these layers; None begins with the embedding.
             call: Inputs of the model.
             layers: Inputs of each layer, by its index in the whole model.
+            has_head: Whether the head follows these layers.
 
         Returns:
-            The hidden states; on the last virtual stage the losses, their sum, or the logits.
+            The hidden states; with the head the losses, their sum, or the logits.
         """
         if hidden is None:
             hidden = self.embed(call.tokens, call.vectors, call.positions, call.order)
         for index, given in layers.items():
             self._collect(hidden)
             hidden = self.layers[str(index)](hidden, given.rotary, given.span)
-        if not self.is_last_stage(chunk):
+        if not has_head:
             return hidden
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)

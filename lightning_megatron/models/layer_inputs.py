@@ -50,6 +50,7 @@ def layer_inputs(
     rows = span or AttentionSpan()
     angles: dict[str, Any] = {}
     spans: dict[str, AttentionSpan | None] = {}
+    kinds: dict[tuple[str, str], LayerInputs] = {}
     inputs: dict[int, LayerInputs] = {}
     for index in layers:
         rotary_key = rotary_name(config, index)
@@ -64,7 +65,8 @@ def layer_inputs(
             spans[span_key] = _shared_span(
                 layer_span, like, shape, span, dropout, config.head_size, mesh
             )
-        inputs[index] = LayerInputs(angles[rotary_key], spans[span_key])
+        kind = (rotary_key, span_key)
+        inputs[index] = kinds.setdefault(kind, LayerInputs(angles[rotary_key], spans[span_key]))
     return inputs
 
 

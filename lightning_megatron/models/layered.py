@@ -54,7 +54,7 @@ class ChunkRunner(Protocol):
         call: Any,
         layers: Mapping[int, LayerInputs],
     ) -> Any:
-        """Run a chunk. Outputs and gradients equal those of :meth:`LayeredModule.run_chunk`.
+        """Run a chunk. Outputs and gradients equal those of :meth:`LayeredModule.run_layers`.
 
         Args:
             model: The model.
@@ -227,23 +227,23 @@ class LayeredModule(PipelinedModule):
     def _build(self) -> None:
         raise NotImplementedError
 
-    def run_chunk(
+    def run_layers(
         self,
-        chunk: int,
         hidden: Float[Tensor, "seq_local batch hidden"] | None,
         call: Any,
         layers: Mapping[int, LayerInputs],
+        has_head: bool,
     ) -> Any:
-        """Run the embedding, the layers and the head, as far as a chunk has them.
+        """Run the embedding, some layers and the head.
 
         Args:
-            chunk: Index of this rank's chunk.
-            hidden: Hidden states of the previous virtual stage; None on the first one.
+            hidden: Hidden states before these layers; None begins with the embedding.
             call: Inputs of the model.
             layers: Inputs of each layer, by its index in the whole model.
+            has_head: Whether the head follows these layers.
 
         Returns:
-            The hidden states; on the last virtual stage the result of the model.
+            The hidden states; with the head the result of the model.
         """
         raise NotImplementedError
 

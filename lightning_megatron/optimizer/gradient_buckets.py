@@ -227,15 +227,15 @@ class RecordedGradients:
         sums: Buckets that the pass sums over the ranks.
         unused: Slots in these buckets that get no gradient and are filled with zeros, by the names
             of their parameters.
-        is_first: Whether the slots were empty before, so that the pass overwrote them. Otherwise it
-            added to them.
+        overwritten: Those slots that were empty before, so that the pass overwrote them. It added
+            to the others.
         rows: Rows of the gradients, for slots that got gradients of rows only.
     """
 
     groups: tuple[tuple[str, ...], ...] = ()
     additions: tuple[GradientSlot, ...] = ()
     slots: tuple[GradientSlot, ...] = ()
-    is_first: bool = True
+    overwritten: tuple[GradientSlot, ...] = ()
     sums: tuple[GradientBucket, ...] = ()
     unused: Mapping[str, GradientSlot] = field(default_factory=dict)
     rows: Mapping[GradientSlot, tuple[Int[Tensor, "rows"], ...]] = field(default_factory=dict)
@@ -269,29 +269,16 @@ class GradientRecorder:
 
     @property
     def recorded(self) -> RecordedGradients:
-        """Return the recorded gradients.
-
-        Raises:
-            RuntimeError: If some of the slots were empty before and others were not.
-        """
+        """Return the recorded gradients."""
         names = [name for group in self._groups for name in group]
         written = dict.fromkeys(names)
         overwritten = [name for name in written if self._were_empty[name]]
-        if overwritten and len(overwritten) < len(written):
-            added = next(name for name in written if not self._were_empty[name])
-            raise RuntimeError(
-                "a recorded backward pass must overwrite all its gradient sums, or add to all of "
-                f"them: it overwrote {len(overwritten)} of {len(written)}, such as that of "
-                f"{overwritten[0]!r}, and added to others, such as that of {added!r}. A replay "
-                "would be right only where exactly these sums are empty. Give recording() the "
-                "state 'empty' or 'filled'."
-            )
         slot_of = self._slots.__getitem__
         return RecordedGradients(
             tuple(self._groups),
             tuple(map(slot_of, names)),
             tuple(map(slot_of, written)),
-            len(overwritten) == len(written),
+            tuple(map(slot_of, overwritten)),
             tuple(self.sums),
             dict(self.unused),
             {slot: rows for slot, rows in self._rows.items() if rows is not None},

@@ -6,15 +6,11 @@ import gc
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_megatron.graphs.agreement import failure_of_any
 from lightning_megatron.graphs.backend import collection_paused
-from lightning_megatron.graphs.bucket_cuts import bucket_cuts
-from lightning_megatron.graphs.piece_backward import PieceBackward
-from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
+from lightning_megatron.graphs.piece_inputs import PieceInputs
 from lightning_megatron.graphs.report import GraphCounts, GraphReport, runs_of
-from lightning_megatron.graphs.segments import Segment, SegmentList
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs, reason_against
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.journal import DeviceCounter, Journal
@@ -115,56 +111,7 @@ def test_garbage_collection_is_paused_during_captures_and_sees_their_objects_aft
     assert all(gc.is_tracked(graph) for graph in graphs)
 
 
-# ---- ends of graphs
-
-
-def test_a_graph_begins_where_a_bucket_is_first_read():
-    def chain(*modules):
-        segments = [
-            Segment(str(number), module, ("x",), ("x",), modules=(module,))
-            for number, module in enumerate(modules)
-        ]
-        return SegmentList(segments, ("x",), ("x",))
-
-    first, second, third, fourth = (nn.Linear(2, 2) for _ in range(4))
-    segments = chain(first, second, third, fourth)
-    # Buckets are filled in the order of the backward pass.
-    buckets = [
-        [fourth.weight, fourth.bias, third.weight],
-        [third.bias, second.weight, second.bias],
-        [first.weight, first.bias],
-    ]
-    assert bucket_cuts(segments, buckets) == ("0", "1")
-    assert bucket_cuts(segments, [sum(buckets, [])]) == ()
-    # A shared parameter counts where it is first read.
-    segments = chain(second, first, second, first)
-    assert bucket_cuts(segments, [list(first.parameters()), list(second.parameters())]) == ("0",)
-    assert bucket_cuts(segments, [list(third.parameters())]) == ()
-
-
-# ---- memory of pieces
-
-
-def test_gradients_of_inputs_share_no_memory_with_copied_gradients_of_outputs():
-    first, second = (torch.zeros(2, 3, requires_grad=True) for _ in range(2))
-    outputs = {
-        "unchanged": (first.view_as(first), [first]),
-        "parts": (torch.cat([first, second]), [first, second]),
-        "columns": (torch.cat([first, second], 1), [first, second]),
-    }
-    for name, (output, inputs) in outputs.items():
-        given = torch.arange(float(output.numel())).view(output.shape)
-        shared: dict = {}
-        memory = OutputGradients([output], [given], lambda tensor: False, shared)
-        memory.fill([given])
-        actual = PieceBackward([output], inputs, memory)()
-        # Another slot copies its gradients into the same memory.
-        for copied in shared.values():
-            copied.fill_(torch.nan)
-        expected = torch.autograd.grad(output, inputs, given)
-        for gradient, reference in zip(actual, expected, strict=True):
-            assert gradient is not None
-            assert torch.equal(gradient, reference), name
+# ---- memory of recordings
 
 
 def test_an_input_that_is_read_in_place_keeps_address_and_strides():

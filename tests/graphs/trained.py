@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.graphs.capture_tools import CaptureTools
-from lightning_megatron.graphs.captured_piece import CapturedPiece
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.effects import EffectObservers
+from lightning_megatron.graphs.recording import Recording
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
 from lightning_megatron.graphs.step_kind import TRAINING, StepKind
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -50,8 +50,8 @@ class Case:
     microbatches: Sequence[int] = (3, 3, 3, 3, 3)
     recompute: Any = "none"
     scopes: tuple[str, ...] = ("all",)
-    #: Names of segments after which a graph ends.
-    cuts: tuple[str, ...] = ()
+    #: Names of modules with whose first parameter a bucket begins.
+    begins: tuple[str, ...] = ()
     transport: Transport = "auto"
     #: Number of places for clones of experts on every rank.
     places: int = 0
@@ -94,7 +94,7 @@ def train(
             module.clones = CloneSettings(case.places) if case.places else None
     run = Run(dict(model.named_parameters()), mesh)
     executor = PipelineExecutor(mesh, model, case.schedule)  # type: ignore[arg-type]
-    runner = graph_runner(case, mesh, run) if graphs else None
+    runner = graph_runner(case, mesh, run, model) if graphs else None
     if runner is not None:
         model.runner = executor.actions = runner
         executor.fixed_weight = new_weight(mesh.device)
@@ -173,18 +173,18 @@ def two_in_flight(num_microbatches: int, forward_only: bool) -> Schedule:
 def counted_replays() -> Iterator[Counter[str]]:
     """Count the replays of forward graphs of training and of evaluation inside the block."""
     counts: Counter[str] = Counter()
-    replay = CapturedPiece.replay_forward
+    replay = Recording.replay_forward
 
-    def count_replay(piece: CapturedPiece, tensors: Any) -> Any:
-        counts["training" if piece.piece.has_backward else "evaluation"] += 1
-        return replay(piece, tensors)
+    def count_replay(recording: Recording, tensors: Any) -> Any:
+        counts["training" if recording.stretch.has_backward else "evaluation"] += 1
+        return replay(recording, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CapturedPiece, "replay_forward", count_replay)
+        patch.setattr(Recording, "replay_forward", count_replay)
         yield counts
 
 
-def graph_runner(case: Case, mesh: ParallelMesh, run: Run) -> GraphRunner:
+def graph_runner(case: Case, mesh: ParallelMesh, run: Run, model: GPT) -> GraphRunner:
     """Return a runner with the backend for the device."""
     is_cpu = mesh.device.type == "cpu"
     tools = CaptureTools(
@@ -193,8 +193,9 @@ def graph_runner(case: Case, mesh: ParallelMesh, run: Run) -> GraphRunner:
         mesh.random,
         run.reducer.weight_gradients,
     )
+    buckets = [list(model.get_submodule(name).parameters()) for name in case.begins]
     settings = SegmentSettings(
-        case.scopes, case.cuts, redraws=case.recompute != "none", max_shapes=case.max_shapes
+        case.scopes, buckets, redraws=case.recompute != "none", max_shapes=case.max_shapes
     )
     return GraphRunner(tools, run.reducer, mesh.pp.rank, settings)
 

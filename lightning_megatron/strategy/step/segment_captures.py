@@ -8,13 +8,10 @@ from torch import nn
 
 from lightning_megatron.graphs.agreement import is_true_anywhere
 from lightning_megatron.graphs.backend import CaptureBackend
-from lightning_megatron.graphs.bucket_cuts import bucket_cuts
-from lightning_megatron.graphs.capturable import eager_reasons, must_be_called, without_hooked
 from lightning_megatron.graphs.capture_tools import CaptureTools
-from lightning_megatron.graphs.model_segments import chunk_segments
+from lightning_megatron.graphs.interception import interceptions_of
 from lightning_megatron.graphs.report import GraphReport, runs_of
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
-from lightning_megatron.graphs.segments import SegmentList
 from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.pipeline.executor import PipelineExecutor
@@ -59,14 +56,11 @@ class SegmentCaptures:
             mesh.random,
             state.reducer.weight_gradients,
         )
-        buckets = list(_shared_buckets(state))
         self._segments = SegmentSettings(
             settings.scopes,
-            tuple(cut for chunk in self._chunks() for cut in bucket_cuts(chunk, buckets)),
-            must_be_called,
+            list(_shared_buckets(state)),
             redraws=not model.recompute.is_off,
             wait_for=state.main.gather.wait_for,
-            prepare=without_hooked,
             max_shapes=settings.most_shapes,
         )
         self._runner = GraphRunner(tools, state.reducer, mesh.pp.rank, self._segments)
@@ -113,26 +107,14 @@ class SegmentCaptures:
 
     def report(self) -> GraphReport:
         """Return a report of the captured parts."""
-        scopes = self._segments.scopes
-        chunks = self._chunks()
-        reasons = [eager_reasons(chunk, scopes) for chunk in chunks]
-        return GraphReport(
-            "segments",
-            tuple(
-                part
-                for segments, eager in zip(chunks, reasons, strict=True)
-                for part in runs_of([segment.name for segment in segments], eager)
-            ),
-            self._runner.counts,
-            {name: reason for chunk_reasons in reasons for name, reason in chunk_reasons.items()},
-        )
-
-    def _chunks(self) -> list[SegmentList]:
-        """Return the segments of all chunks; segments with hooks of users are not static."""
-        return [
-            without_hooked(chunk_segments(self._model, chunk))
-            for chunk in range(self._model.num_chunks)
-        ]
+        captured: list[str] = []
+        eager: dict[str, str] = {}
+        for chunk in range(self._model.num_chunks):
+            places = interceptions_of(self._model, chunk, self._segments.scopes)
+            reasons = {place.name: place.reason for place in places if place.reason is not None}
+            captured += runs_of([place.name for place in places], reasons)
+            eager |= reasons
+        return GraphReport("segments", tuple(captured), self._runner.counts, eager)
 
     def release(self) -> None:
         """Free all graphs, and capture no more until the next :meth:`begin`."""

@@ -1,0 +1,166 @@
+"""What an eager pass through plain code shows before its capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_megatron.graphs.foreign_functions import runs_foreign
+from lightning_megatron.graphs.interception import Interception, intercepted
+from lightning_megatron.graphs.values import FlatValues, flatten, without_values
+from lightning_megatron.groups.generators import GeneratorPool
+from lightning_megatron.groups.random import RandomStreams
+
+
+@dataclass
+class _Mark:
+    """Intercepted call of the pass.
+
+    Args:
+        place: The call.
+        before: Random generators and keys of masks that were taken before the call.
+        after: The same after it.
+    """
+
+    place: Interception
+    before: tuple[int, int]
+    after: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class Observation:
+    """Random draws and calls of a stretch, observed in an eager pass.
+
+    Args:
+        random: Random streams.
+        buckets: Parameters of each bucket that several ranks reduce or gather.
+    """
+
+    random: RandomStreams
+    buckets: Sequence[Collection[nn.Parameter]] = ()
+    _pool: GeneratorPool | None = None
+    _marks: list[_Mark] = field(default_factory=list)
+    _results: dict[Hashable, list[FlatValues]] = field(default_factory=dict)
+    #: Whether the backward pass reads nothing but inputs of intercepted calls, if these calls keep
+    #: only their inputs.
+    keeps_inputs: bool = True
+
+    def observe(
+        self,
+        function: Callable[[Any], Any],
+        values: Any,
+        interceptions: Sequence[Interception],
+        key: Hashable,
+    ) -> Any:
+        """Run a function eagerly, and return its result.
+
+        Args:
+            function: The plain code.
+            values: Its inputs.
+            interceptions: Calls at which a graph may begin, or which no graph may hold.
+            key: Key of the call of the chunk.
+        """
+        pool = GeneratorPool(self.random.device)
+        marks: list[_Mark] = []
+        results: list[FlatValues] = []
+
+        def on_call(
+            place: Interception, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            mark = _Mark(place, (pool.num_taken, pool.keys.num_taken))
+            marks.append(mark)
+            result = original(*args, **kwargs)
+            mark.after = (pool.num_taken, pool.keys.num_taken)
+            if place.reason is not None:
+                results.append(without_values(flatten(result)))
+            return result
+
+        with self.random.recording(pool), intercepted(interceptions, on_call):
+            outputs = function(values)
+        self._pool = pool
+        self._marks = marks
+        self._results[key] = results
+        if runs_foreign(flatten(outputs).tensors, flatten(values).tensors):
+            self.keeps_inputs = False
+        return outputs
+
+    @property
+    def has_observed(self) -> bool:
+        """Return whether a pass has run, so that the draws are known."""
+        return self._pool is not None
+
+    def knows(self, key: Hashable) -> bool:
+        """Return whether the results of the calls that no graph holds are known for a key."""
+        has_calls = any(mark.place.reason is not None for mark in self._marks)
+        return not has_calls or key in self._results
+
+    def results_of(self, key: Hashable) -> Sequence[FlatValues]:
+        """Return the results of the calls that no graph holds, in order, as tensors on meta."""
+        return self._results.get(key, ())
+
+    def begins(self) -> frozenset[int]:
+        """Return the numbers of the calls at which a graph begins, because a bucket begins.
+
+        A backward pass runs the calls in reverse order, and the reduction of a bucket can start
+        when the graph with its last gradient has ended. So a graph must begin, in forward order, at
+        the first call that reads a parameter of the bucket. The first forward pass waits for a
+        gathered bucket there, too.
+        """
+        first_read: dict[int, int] = {}
+        for number, mark in enumerate(self._marks):
+            for parameter in mark.place.parameters:
+                first_read.setdefault(id(parameter), number)
+        begins = set[int]()
+        for bucket in self.buckets:
+            reads = [first_read[id(part)] for part in bucket if id(part) in first_read]
+            if reads:
+                begins.add(min(reads))
+        return frozenset(begins - {0})
+
+    def parts(self) -> list[Part]:
+        """Return what each forward graph draws and reads, in order."""
+        assert self._pool is not None, "a pass was observed"
+        begins = self.begins()
+        parts = [Part((0, 0))]
+        for number, mark in enumerate(self._marks):
+            if mark.place.reason is not None or number in begins:
+                parts[-1].end = mark.before
+                is_held = mark.place.reason is None
+                parts.append(Part(mark.before if is_held else mark.after))
+            if mark.place.reason is None:
+                parts[-1].parameters += mark.place.parameters
+        parts[-1].end = (self._pool.num_taken, self._pool.keys.num_taken)
+        return parts
+
+    def generators(self, part: Part) -> GeneratorPool:
+        """Return new generators for the capture of a part."""
+        assert self._pool is not None, "a pass was observed"
+        return self._pool.part(part.start, part.end)
+
+
+@dataclass
+class Part:
+    """Random generators and keys that one forward graph takes, and parameters that it reads.
+
+    Args:
+        start: Generators and keys that were taken before it.
+        end: The same after it.
+        parameters: Parameters of the calls that it holds.
+    """
+
+    start: tuple[int, int]
+    end: tuple[int, int] = (0, 0)
+    parameters: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def num_draws(self) -> int:
+        """Return the number of generators."""
+        return self.end[0] - self.start[0]
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of keys of masks."""
+        return self.end[1] - self.start[1]
