@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from benchmarks.device_time import median_times
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.kernels import triton as kernels
-from lightning_megatron.layers import choose_kernels
-from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.layers.fused import choose_kernels
+from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
 from lightning_megatron.layers.rotary import apply_rotary, rotary_tables
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT

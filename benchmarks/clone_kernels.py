@@ -26,7 +26,7 @@ from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.transport.cloning import place_clones, to_physical
 from lightning_megatron.experts.transport.permute import map_rows
 from lightning_megatron.kernels import triton as kernels
-from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot
 from lightning_megatron.plan.expert_clones import CloneMemory
 
 RANKS, EXPERTS, PLACES, TOP_K, TOKENS = 4, 128, 2, 8, 4096

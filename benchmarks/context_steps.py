@@ -31,7 +31,7 @@ from benchmarks.packed_attention import ATTENTIONS, choose_attention, packed_inp
 from benchmarks.shapes import SHAPES, Tokens, Trained
 from benchmarks.step_callbacks import OptimizerTime, Profile
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 
 #: Kinds of rows: one document; documents by lengths, by a dense mask, or with transformers.

@@ -17,8 +17,8 @@ from benchmarks.shapes import Layout
 from lightning_megatron.graphs.cuda import CudaGraph
 from lightning_megatron.graphs.observation import Observation
 from lightning_megatron.groups.axis import CollectiveLauncher, Work
-from lightning_megatron.layers import attention_core
-from lightning_megatron.layers.choose_core import CoreChoice
+from lightning_megatron.layers.attention import core as attention_core
+from lightning_megatron.layers.attention.choose_core import CoreChoice
 from lightning_megatron.models.config import GPTConfig
 from tests.tape import TapeGraph
 

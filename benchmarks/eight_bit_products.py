@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.grouped_problem import Problem
-from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
 from lightning_megatron.plan.grouped_gemm import Pass
 
 FORMAT = torch.float8_e4m3fn

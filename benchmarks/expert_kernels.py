@@ -28,7 +28,7 @@ from lightning_megatron.experts.routing.exact_linear import exact_linear
 from lightning_megatron.experts.routing.router import Router
 from lightning_megatron.experts.transport.permute import map_rows, permute_both, unpermute
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 
 DTYPE = torch.bfloat16
@@ -69,7 +69,8 @@ class Case:
 
     Args:
         name: Label of the row in the table.
-        step: Function of the inputs, with fused kernels if ``layers.choose_kernels`` selects them.
+        step: Function of the inputs, with fused kernels if ``layers.fused.choose_kernels`` selects
+            them.
         inputs: Inputs of the step; inputs that require gradients get gradients.
         moved: Minimum traffic of the forward and of the backward pass (bytes).
         plain: Function to compare with; None uses ``step`` without fused kernels.

@@ -30,8 +30,8 @@ from benchmarks.expert_kernels import DTYPE
 from benchmarks.step_profile import Kernel
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot, slot_of
-from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot, slot_of
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 
 # Sizes of Qwen3-30B-A3B.

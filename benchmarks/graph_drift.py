@@ -59,8 +59,8 @@ from benchmarks.shapes import LAYOUTS, SHAPES, Tokens, Trained
 from benchmarks.step_trace import Trace, Tracer, first_difference, largest_gap
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import CaptureError, ParallelPlanError, UnsupportedError
-from lightning_megatron.layers.attention_core import attend
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.core import attend
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from tests.tape import TapeBackend
 

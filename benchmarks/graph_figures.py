@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from benchmarks.measure import Measure
 from lightning_megatron.graphs.capture_tools import CaptureTools
 from lightning_megatron.graphs.cuda import CudaBackend, CudaGraph, private_pools
-from lightning_megatron.graphs.piece_inputs import PieceInputs
+from lightning_megatron.graphs.recording_inputs import RecordingInputs
 from lightning_megatron.graphs.slot import Slot
 from lightning_megatron.graphs.static_inputs import StaticInputs
 
@@ -87,7 +87,7 @@ class GraphFigures(Callback):
         extra_seconds = [
             seconds[step - 1] - median for step in self._capturing if step <= len(seconds)
         ]
-        static = [*_of(objects, PieceInputs), *_of(objects, StaticInputs)]
+        static = [*_of(objects, RecordingInputs), *_of(objects, StaticInputs)]
         tools = _of(objects, CaptureTools)
         copies = [tensor for one in tools for tensor in one.gradient_copies.values()]
         graphs = [graph for graph in _of(objects, CudaGraph) if graph._graph is not None]

@@ -30,7 +30,7 @@ from benchmarks.device_time import burst
 from benchmarks.grouped_problem import PASSES, Problem, draw, group_sizes, relative_error
 from lightning_megatron.experts.compute.backends import BACKENDS
 from lightning_megatron.experts.compute.choose_backend import choose_backend
-from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot
 from lightning_megatron.plan.grouped_gemm import Pass, choose_variant
 
 #: Groups, k, n and rows of the expert products of some models, on one expert-parallel rank.

@@ -21,10 +21,10 @@ from torch.utils import data
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.graphs.agreement import KeyAgreement
-from lightning_megatron.graphs.chunk_key import ChunkKey
 from lightning_megatron.graphs.cuda import CudaGraph
-from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
+from lightning_megatron.graphs.graph_keys import ChunkKey
 from lightning_megatron.graphs.recording import Recording
+from lightning_megatron.graphs.recording_inputs import OutputGradients, RecordingInputs
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs
 from lightning_megatron.graphs.step_graph import StepGraphs
 from lightning_megatron.optimizer.step_gradients import StepGradients
@@ -47,7 +47,7 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
         (Recording, "find_mismatch"),
         (BatchForm, "of"),
     ),
-    "copies": ((PieceInputs, "fill"), (OutputGradients, "fill"), (StaticInputs, "fill")),
+    "copies": ((RecordingInputs, "fill"), (OutputGradients, "fill"), (StaticInputs, "fill")),
     "replays": ((CudaGraph, "replay"),),
     "passes": ((PipelineExecutor, "run"), (StepGraphs, "run")),
     "step": ((Step, "train"),),

@@ -25,8 +25,8 @@ from torch import nn
 from lightning_megatron.groups.collectives import barrier
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fp8.scaling import Scaling
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
 

@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 4 -m benchmarks.token_parts
     python -m benchmarks.token_parts
 
-Several processes compare the all-reduce of NCCL with the kernel of ``layers.one_shot``; one process
-compares ``torch.nn.functional.linear`` with the kernel of ``layers.vector_product`` for the weights
-of Llama-3-8B, whole and divided by four. A graph holds many calls, one after the other; the time of
-a call is the time of a replay divided by the number of calls. The weights of the calls differ, so
-that no cache holds them. The tests of the kernels compare the results.
+Several processes compare the all-reduce of NCCL with the kernel of ``layers.fused.one_shot``; one
+process compares ``torch.nn.functional.linear`` with the kernel of ``layers.fused.vector_product``
+for the weights of Llama-3-8B, whole and divided by four. A graph holds many calls, one after the
+other; the time of a call is the time of a replay divided by the number of calls. The weights of the
+calls differ, so that no cache holds them. The tests of the kernels compare the results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.one_shot import one_shot_all_reduce_
-from lightning_megatron.layers.vector_product import linear
+from lightning_megatron.layers.fused.one_shot import one_shot_all_reduce_
+from lightning_megatron.layers.fused.vector_product import linear
 from lightning_megatron.plan.layout import ParallelLayout
 
 NUM_REDUCTIONS = 100

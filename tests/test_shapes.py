@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import lightning_megatron.layers
-from lightning_megatron.layers.attention_core import attend
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.core import attend
+from lightning_megatron.layers.attention.span import AttentionSpan
 from tests.startup.shape_checks import ROOMS, TYPES, are_on
 from tests.world import run_world
 
@@ -31,8 +31,8 @@ OF_ANY_TENSOR = {
 }
 # Functions whose tensors may have any shape.
 OF_ANY_PARAMETER = {
-    "layers/choose_kernels.py": {"fused_kernels", "is_served"},
-    "layers/gradient_slot.py": {
+    "layers/fused/choose_kernels.py": {"fused_kernels", "is_served"},
+    "layers/parameters/gradient_slot.py": {
         "GradientSlot.__init__",
         "GradientSlot.add",
         "slot_of",

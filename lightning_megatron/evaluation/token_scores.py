@@ -13,7 +13,7 @@ from lightning_megatron.layers.context_parallel.sequence_order import (
     join_parts,
     length_multiple,
 )
-from lightning_megatron.layers.vocab_argmax import vocab_parallel_argmax
+from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_argmax
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.lora import bare_model
 from lightning_megatron.models.remote_tensor import RemoteTensor

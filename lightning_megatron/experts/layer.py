@@ -28,7 +28,7 @@ from lightning_megatron.experts.transport.transit import (
 )
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.layers.recompute import recomputed
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig, Transport

@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fp8.magnitude import Magnitude
-from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.plan.model_shape import Activation
 from lightning_megatron.shapes import Float

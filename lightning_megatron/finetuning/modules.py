@@ -21,8 +21,7 @@ from lightning_megatron.finetuning.scores import TaskScores, labelled
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.module_mesh import advance_streams, mesh_of_module
-from lightning_megatron.models.step_count import total_steps
-from lightning_megatron.models.token_module import IGNORED, TokenModule
+from lightning_megatron.models.token_module import IGNORED, TokenModule, total_steps
 from lightning_megatron.plan.settings import Count, Probability, Range, coerced_arguments
 from lightning_megatron.shapes import Float, Int, Shaped
 

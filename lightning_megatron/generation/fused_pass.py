@@ -10,15 +10,15 @@ from torch import Tensor
 
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.attention.key_value_cache import KeyValueCache
 from lightning_megatron.layers.block import PreNormBlock
-from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.key_value_cache import KeyValueCache
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.layers.fused.vector_product import is_stored
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import RMSNorm
+from lightning_megatron.layers.self_attention import SelfAttention
 from lightning_megatron.layers.token_sums import TokenSums
-from lightning_megatron.layers.vector_product import is_stored
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import rotary_name
 from lightning_megatron.shapes import Float, Int

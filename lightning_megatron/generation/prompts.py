@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
+from lightning_megatron.layers.attention.key_value_cache import CachedTokens, KeyValueCache
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.plan.settings import shown
 from lightning_megatron.shapes import Int
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
-from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.parameters.gradient_slot import slot_of
 
 #: Address, shape, dtype and ``requires_grad`` of a tensor, with the address of its gradients.
 _Entry = tuple[int, tuple[int, ...], str, bool, int]

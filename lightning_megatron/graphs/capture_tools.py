@@ -1,4 +1,4 @@
-"""Objects that all captures of one model share, and the pieces that they capture."""
+"""Objects that all captures of one model share, and the stretches that they capture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.interception import Interception
 from lightning_megatron.graphs.observation import Observation
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 
 #: Memory for copies of gradients, by position, shape and dtype; see ``OutputGradients``.
 GradientCopies = dict[tuple[int, torch.Size, torch.dtype], Tensor]

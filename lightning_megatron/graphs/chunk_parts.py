@@ -104,14 +104,11 @@ def _belongs(
 
 def describe(parts: Sequence[ChunkPart]) -> list[Hashable]:
     """Return what two divisions of one chunk have in common if graphs of one fit the other."""
-    return [
-        (
-            part.layers,
-            part.keeps_inputs,
-            *((place.name, place.reason) for place in part.interceptions),
-        )
-        for part in parts
-    ]
+    described: list[Hashable] = []
+    for part in parts:
+        places = tuple((place.name, place.reason) for place in part.interceptions)
+        described.append((part.layers, part.keeps_inputs, places))
+    return described
 
 
 #: Runs one part on its inputs, given its number and these.

@@ -11,7 +11,7 @@ from lightning_megatron.groups.generators import GeneratorPool, StreamPosition
 from lightning_megatron.groups.journal import Journal, RecordedCall
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.recorded_draws import DrawRecorder, RecordedDraws
-from lightning_megatron.layers.gradient_slot import mark_filled
+from lightning_megatron.layers.parameters.gradient_slot import mark_filled
 from lightning_megatron.optimizer.gradient_buckets import GradientRecorder, RecordedGradients
 from lightning_megatron.optimizer.parameter_gather import ParameterGather, RecordedGather
 from lightning_megatron.optimizer.reduction import GradientReducer

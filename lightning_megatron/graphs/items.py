@@ -15,7 +15,8 @@ from lightning_megatron.graphs.capture_tools import CaptureTools
 from lightning_megatron.graphs.effects import Effects
 from lightning_megatron.graphs.values import FlatValues, flatten, without_values
 from lightning_megatron.groups.generators import StreamPosition
-from lightning_megatron.layers.gradient_slot import GradientSlot, fill_empty
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, fill_empty
+from lightning_megatron.shapes import Shaped
 
 
 class Item(Protocol):
@@ -188,12 +189,7 @@ class CallItem:
         assert self._run is not None, "the forward pass has run"
         leaves, results = self._run
         self._run = None
-        pairs = [
-            (result, gradient)
-            for result, gradient in zip(results, gradients, strict=True)
-            if gradient is not None and result.requires_grad
-        ]
-        torch.autograd.backward([result for result, _ in pairs], [given for _, given in pairs])
+        run_backward(results, gradients)
         needed = zip(leaves, self.needs_gradient, strict=True)
         return [leaf.grad for leaf, needs in needed if needs]
 
@@ -254,6 +250,24 @@ class CallBackwardItem:
 
     def release(self) -> None:
         """Do nothing."""
+
+
+def run_backward(
+    results: Sequence[Shaped[Tensor, "..."]], gradients: Sequence[Shaped[Tensor, "..."] | None]
+) -> None:
+    """Run the backward pass from results that have gradients.
+
+    Args:
+        results: Results of a forward pass, with or without autograd history.
+        gradients: Gradient of each result; None where nothing used it.
+    """
+    roots: list[Tensor] = []
+    given: list[Tensor] = []
+    for result, gradient in zip(results, gradients, strict=True):
+        if gradient is not None and result.requires_grad:
+            roots.append(result)
+            given.append(gradient)
+    torch.autograd.backward(roots, given)
 
 
 @contextmanager

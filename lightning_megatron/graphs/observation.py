@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_megatron.graphs.foreign_functions import runs_foreign
 from lightning_megatron.graphs.interception import Interception, intercepted
 from lightning_megatron.graphs.values import FlatValues, flatten, without_values
 from lightning_megatron.groups.generators import GeneratorPool
@@ -164,3 +163,41 @@ class Part:
     def num_keys(self) -> int:
         """Return the number of keys of masks."""
         return self.end[1] - self.start[1]
+
+
+#: Modules whose functions keep tensors only by ``save_for_backward``, beside parameters and tensors
+#: that keep their addresses.
+_KNOWN = (
+    "lightning_megatron.experts",
+    "lightning_megatron.groups.collectives",
+    "lightning_megatron.groups.in_flight",
+    "lightning_megatron.kernels.triton",
+    "lightning_megatron.layers.fused.dropout",
+    "lightning_megatron.layers.parameters.parameter_stack",
+    "lightning_megatron.layers.linear.regions",
+    "torch.utils.checkpoint",
+)
+
+
+def runs_foreign(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
+    """Return whether the backward pass between results and inputs runs an unknown Python function.
+
+    Such a function may keep a tensor as an attribute of its context. A recomputation does not
+    replace it, so that the backward pass reads it from the first forward pass.
+
+    Args:
+        results: Results of a forward pass.
+        inputs: Its inputs.
+    """
+    nodes = [result.grad_fn for result in results]
+    visited = {tensor.grad_fn for tensor in inputs}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and not function.__module__.startswith(_KNOWN):
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False

@@ -17,18 +17,18 @@ from lightning_megatron.graphs.effects import EffectRecorder, Effects
 from lightning_megatron.graphs.interception import Interception
 from lightning_megatron.graphs.items import CallBackwardItem, CallItem, GraphItem, Item
 from lightning_megatron.graphs.observation import Part
-from lightning_megatron.graphs.piece_memory import PieceMemory
+from lightning_megatron.graphs.slot_memory import SlotMemory
 from lightning_megatron.graphs.values import FlatValues, flatten
 from lightning_megatron.groups.generators import GeneratorPool
-from lightning_megatron.layers.gradient_slot import GradientSlot, mark_filled
-from lightning_megatron.layers.weight_gradient_queue import Products, compute_products
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, mark_filled
+from lightning_megatron.layers.parameters.weight_gradient_queue import Products, compute_products
 
 
 class Recorded(Protocol):
     """Recording to which the passes belong."""
 
     stretch: Stretch
-    memory: PieceMemory
+    memory: SlotMemory
     tools: CaptureTools
     is_first: bool
     backward_pass: BackwardPass | None

@@ -14,11 +14,11 @@ from torch import Tensor
 from lightning_megatron.graphs.backend import CAPTURE_ERRORS, without_collection
 from lightning_megatron.graphs.capture_tools import CaptureTools, Stretch
 from lightning_megatron.graphs.interception import intercepted
-from lightning_megatron.graphs.items import Item
+from lightning_megatron.graphs.items import Item, run_backward
 from lightning_megatron.graphs.observation import Part
 from lightning_megatron.graphs.passes import BackwardPass, ForwardPass
-from lightning_megatron.graphs.piece_inputs import OutputGradients, PieceInputs
-from lightning_megatron.graphs.piece_memory import PieceMemory, Tenant
+from lightning_megatron.graphs.recording_inputs import OutputGradients, RecordingInputs
+from lightning_megatron.graphs.slot_memory import SlotMemory, Tenant
 from lightning_megatron.graphs.values import FlatValues, flatten
 from lightning_megatron.groups.generators import StreamPosition
 
@@ -43,7 +43,7 @@ class Recording:
     def __init__(
         self,
         stretch: Stretch,
-        memory: PieceMemory,
+        memory: SlotMemory,
         tools: CaptureTools,
         label: str,
         is_first: bool,
@@ -53,7 +53,7 @@ class Recording:
         self.tools = tools
         self.is_first = is_first
         self._label = label
-        self._inputs: PieceInputs | None = None
+        self._inputs: RecordingInputs | None = None
         # Inputs of the plain code, at fixed addresses.
         self._given: FlatValues = flatten(())
         self._outputs: FlatValues = flatten(())
@@ -109,7 +109,7 @@ class Recording:
         def stays(tensor: Tensor) -> bool:
             return self.memory.has(tensor) or tensor.data_ptr() in constants
 
-        inputs = PieceInputs(values.tensors, stays)
+        inputs = RecordingInputs(values.tensors, stays)
         inputs.fill(values.tensors)
         given = flatten(values.with_tensors(inputs.tensors))
         forward = ForwardPass(self, self.stretch.observation.results_of(key))
@@ -256,12 +256,7 @@ class Recording:
                 outputs = flatten(self.stretch.function(values)).tensors
         finally:
             random.seek(interrupted.layer, interrupted)
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if output.requires_grad and gradient is not None
-        ]
-        torch.autograd.backward([output for output, _ in pairs], [given for _, given in pairs])
+        run_backward(outputs, gradients)
         return [leaf.grad for leaf in leaves]
 
     # ---- captures

@@ -1,4 +1,4 @@
-"""Runner of a model's chunks by graphs of their static pieces."""
+"""Runner of a model's chunks by graphs of what can be captured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.graphs.capture_tools import CaptureTools, Stretch
-from lightning_megatron.graphs.chunk_key import ChunkKey, PassMode
 from lightning_megatron.graphs.chunk_parts import (
     ChunkCall,
     ChunkObserver,
@@ -21,11 +20,10 @@ from lightning_megatron.graphs.chunk_parts import (
     chunk_parts,
     describe,
 )
+from lightning_megatron.graphs.graph_keys import TRAINING, ChunkKey, PassMode, StepKind
 from lightning_megatron.graphs.recording import Recording
 from lightning_megatron.graphs.report import GraphCounts, beyond
-from lightning_megatron.graphs.shared_slot import SharedSlot
-from lightning_megatron.graphs.slot import Slot
-from lightning_megatron.graphs.step_kind import TRAINING, StepKind
+from lightning_megatron.graphs.slot import SharedSlot, Slot
 from lightning_megatron.graphs.values import flatten
 from lightning_megatron.groups.p2p import PendingTransfers
 from lightning_megatron.models.layered import LayeredModule, LayerInputs
@@ -57,7 +55,7 @@ class SegmentSettings:
 
 
 class GraphRunner:
-    """Runner that replays graphs of the static pieces of a model's chunks, and runs the rest.
+    """Runner that replays graphs of the parts of a model's chunks, and runs the rest.
 
     Equal to the model without graphs, gradients included. Until :meth:`begin` it runs
     everything eagerly and observes. From then on, each slot of a chunk captures its graphs when its
@@ -65,7 +63,7 @@ class GraphRunner:
     activations, uses the memory of slot 0.
 
     A call outside of a step's actions, or a second call of the model for one microbatch, runs
-    eagerly. So does a microbatch of a further key than the settings allow, and a piece whose inputs
+    eagerly. So does a microbatch of a further key than the settings allow, and a part whose inputs
     differ from those of its capture.
 
     Args:
@@ -102,7 +100,7 @@ class GraphRunner:
         self._kind: StepKind | None = TRAINING
         self._begun: set[StepKind] = set()
         self._is_permitted = True
-        #: Number of eager runs of a microbatch or a piece, by its name and the reason.
+        #: Number of eager runs of a microbatch or a part, by its name and the reason.
         self.eager: dict[tuple[str, str], int] = {}
 
     def begin(self, kind: StepKind = TRAINING) -> None:
@@ -144,13 +142,13 @@ class GraphRunner:
     @property
     def counts(self) -> GraphCounts:
         """Return what exists now, in numbers."""
-        keys = [(chunk, key) for (chunk, _), slot in self._slots.items() for key in slot.keys]
-        keys = list(dict.fromkeys(keys))
+        keys = {(chunk, key) for (chunk, _), slot in self._slots.items() for key in slot.keys}
+        num_shapes = Counter((chunk, key.mode) for chunk, key in keys)
         return GraphCounts(
             self.num_graphs,
             sum(slot.num_graphs(has_backward=False) for slot in self._slots.values()),
             self._slot_counts,
-            max(Counter((chunk, key.mode) for chunk, key in keys).values(), default=0),
+            max(num_shapes.values(), default=0),
             self._tools.notes.seconds,
         )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
+
+from typing_extensions import override
 
 from lightning_megatron.graphs.capture_tools import CaptureTools, Stretch
-from lightning_megatron.graphs.chunk_key import ChunkKey
-from lightning_megatron.graphs.piece_memory import PieceMemory, Tenant
+from lightning_megatron.graphs.graph_keys import ChunkKey
 from lightning_megatron.graphs.recording import Recording
+from lightning_megatron.graphs.slot_memory import SharedMemory, SlotMemory, Tenant
 from lightning_megatron.groups.p2p import PendingTransfers
 from lightning_megatron.plan.actions import PipelineUnit
 
@@ -26,10 +29,10 @@ class Slot:
         memory: Memory of the graphs; None creates memory for one microbatch at a time.
     """
 
-    def __init__(self, label: str, tools: CaptureTools, memory: PieceMemory | None = None) -> None:
+    def __init__(self, label: str, tools: CaptureTools, memory: SlotMemory | None = None) -> None:
         self.label = label
         self._tools = tools
-        self._memory = memory or PieceMemory(tools.backend)
+        self._memory = memory or SlotMemory(tools.backend)
         self._sets: dict[tuple[ChunkKey, bool], dict[int, Recording]] = {}
         self._transfers: list[PendingTransfers] = []
 
@@ -107,6 +110,23 @@ class Slot:
                 recording.release()
         self._sets.clear()
         self.free()
+
+
+class SharedSlot(Slot):
+    """Graphs of a chunk's layers that keep only their inputs, for all of its microbatches.
+
+    Args:
+        label: Description of the slot, such as ``shared slot``.
+        tools: Tools of the captures.
+    """
+
+    def __init__(self, label: str, tools: CaptureTools) -> None:
+        super().__init__(label, tools, SharedMemory(tools.backend))
+
+    @override
+    def occupy(self, unit: PipelineUnit) -> None:
+        """Let a microbatch use the slot, before its forward pass."""
+        cast(SharedMemory, self._memory).enter(Tenant(unit))
 
 
 def _num_graphs(graphs: Mapping[int, Recording]) -> int:

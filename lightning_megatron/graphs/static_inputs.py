@@ -127,11 +127,9 @@ class StaticInputs:
         """Copy the tensors of microbatches of the same form."""
         given = list(_distinct(microbatches))
         for group in self._groups:
-            torch._foreach_copy_(
-                [self._tensors[index] for index in group],
-                [given[index] for index in group],
-                non_blocking=True,
-            )
+            targets = [self._tensors[index] for index in group]
+            sources = [given[index] for index in group]
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _with_tensors(node: Any, tensors: Mapping[int, Tensor]) -> Any:

@@ -19,13 +19,13 @@ from lightning_megatron.graphs.backend import (
     collection_paused,
 )
 from lightning_megatron.graphs.effects import EffectObservers, Effects
-from lightning_megatron.graphs.host_draws import refuse_host_draws
+from lightning_megatron.graphs.graph_keys import TRAINING
+from lightning_megatron.graphs.host_reads import refuse_host_draws
 from lightning_megatron.graphs.report import GraphCounts, beyond
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs, reason_against
-from lightning_megatron.graphs.step_kind import TRAINING
 from lightning_megatron.groups.generators import GeneratorPool, StreamPosition
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.layers.gradient_slot import fill_empty
+from lightning_megatron.layers.parameters.gradient_slot import fill_empty
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 

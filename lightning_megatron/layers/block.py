@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.dropout import hidden_dropout
-from lightning_megatron.layers.normed_input import norm_recomputed, normalise_for
+from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.fused.dropout import hidden_dropout
+from lightning_megatron.layers.norm import norm_recomputed, normalise_for
 from lightning_megatron.shapes import Float
 
 

@@ -14,12 +14,12 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
-from lightning_megatron.layers.dropout import hidden_dropout
-from lightning_megatron.layers.gradient_slot import GradientSlot, slot_of
-from lightning_megatron.layers.init import Initializer, sharded_parameter
-from lightning_megatron.layers.loss import check_ids
+from lightning_megatron.layers.fused.dropout import hidden_dropout
+from lightning_megatron.layers.linear.regions import column_linear, leave_tensor_region
+from lightning_megatron.layers.loss.cross_entropy import check_ids
 from lightning_megatron.layers.norm import LayerNorm
-from lightning_megatron.layers.regions import column_linear, leave_tensor_region
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, slot_of
+from lightning_megatron.layers.parameters.init import Initializer, sharded_parameter
 from lightning_megatron.layers.replicated import TableEmbedding
 from lightning_megatron.plan.shards import full_range, padded_vocab_size, vocab_range
 from lightning_megatron.shapes import Float, Int

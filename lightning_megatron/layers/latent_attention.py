@@ -7,15 +7,14 @@ from torch import Tensor
 
 from lightning_megatron.groups.collectives import all_gather_sequence, copy_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention import Attention
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.fp8.magnitude import Magnitude
-from lightning_megatron.layers.init import Initializer
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.norm import RMSNorm
-from lightning_megatron.layers.normed_input import normalise_for
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.norm import RMSNorm, normalise_for
+from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.layers.rotary import apply_rotary
+from lightning_megatron.layers.self_attention import Attention
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.shards import even_range
 from lightning_megatron.shapes import Float

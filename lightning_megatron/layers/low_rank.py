@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.layers.dropout import drop_numbered, places_of
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.fused.dropout import drop_numbered, places_of
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.plan.mask_numbers import MaskNumbers, dimension_of_rows
 from lightning_megatron.plan.shards import ShardRange

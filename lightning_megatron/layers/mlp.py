@@ -12,15 +12,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8.magnitude import (
     GradientMagnitude,
     Magnitude,
     find_magnitude,
     no_magnitude,
 )
-from lightning_megatron.layers.init import Initializer
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.layers.recompute import output_recomputed, recomputed
 from lightning_megatron.plan.model_shape import FEATURE_LIMIT, GATE_FACTOR, GATED, Activation
 from lightning_megatron.plan.shards import gated_ranges
@@ -124,8 +124,8 @@ class MLP(nn.Module):
     Raises:
         ParallelPlanError: If the inner features cannot be divided by tp.
 
-    Communication: one all-reduce over tp forward, one backward; see ``layers.regions`` for sequence
-        parallelism.
+    Communication: one all-reduce over tp forward, one backward; see ``layers.linear.regions`` for
+        sequence parallelism.
     Source: Shoeybi et al. 2019, section 3, figure 3a; Shazeer 2020 (gates).
     """
 

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from lightning_megatron.groups.collectives import reduce_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
-from lightning_megatron.layers.loss import check_ids
+from lightning_megatron.layers.loss.cross_entropy import check_ids
+from lightning_megatron.layers.parameters.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.plan.shards import full_range
 from lightning_megatron.shapes import Float, Int
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.layers.choose_kernels import fused_kernels, warn_of_slow_path
+from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.context_parallel.sequence_order import own_part
-from lightning_megatron.layers.document_cut import TokenOrder
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels, warn_of_slow_path
 from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.shapes import Float, Int

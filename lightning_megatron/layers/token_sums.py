@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.peer_memory import PeerRegion
-from lightning_megatron.layers.choose_kernels import reason_against_puts
+from lightning_megatron.layers.fused.choose_kernels import reason_against_puts
+from lightning_megatron.layers.fused.one_shot import one_shot_all_reduce_
 from lightning_megatron.layers.norm import RMSNorm
-from lightning_megatron.layers.one_shot import one_shot_all_reduce_
 from lightning_megatron.shapes import Float, Int
 
 

@@ -19,7 +19,7 @@ from lightning_megatron.layers.context_parallel.sequence_order import (
     of_first_rank,
     own_part,
 )
-from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
 from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.models.config_checks import check_length
 from lightning_megatron.models.encoder_config import EncoderConfig

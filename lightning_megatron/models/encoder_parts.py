@@ -12,16 +12,16 @@ from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.block import Block
-from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.embedding import (
     EncoderEmbedding,
     VocabParallelEmbedding,
     vocab_parameter,
 )
-from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.fused.dropout import hidden_dropout
+from lightning_megatron.layers.linear.regions import column_linear
 from lightning_megatron.layers.mlp import gelu_activation
 from lightning_megatron.layers.norm import LayerNorm
-from lightning_megatron.layers.regions import column_linear
+from lightning_megatron.layers.parameters.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.replicated import ReplicatedLinear, TableEmbedding, first_place
 from lightning_megatron.models import gpt_block
 from lightning_megatron.models.config import GPTConfig

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_core import prepared
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.choose_core import choose_core
+from lightning_megatron.layers.attention.choose_core import choose_core
+from lightning_megatron.layers.attention.core import prepared
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.attend_across import transport_of
 from lightning_megatron.plan.context_transport import ContextChoice
 from lightning_megatron.shapes import Bool, Float, Int

@@ -14,7 +14,7 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.fp8.weight_casts import WeightCasts
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.low_rank import LowRank
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling

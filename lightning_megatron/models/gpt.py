@@ -13,14 +13,13 @@ from typing_extensions import override
 
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.chunked_head import LogitForm
+from lightning_megatron.layers.attention.document_cut import TokenOrder
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import (
     at_place,
     join_parts,
     own_part,
 )
-from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
     PositionEmbedding,
@@ -28,7 +27,8 @@ from lightning_megatron.layers.embedding import (
     VocabParallelHead,
     vocab_logits,
 )
-from lightning_megatron.layers.init import Initializer
+from lightning_megatron.layers.loss.chunked_head import LogitForm
+from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import (
     build_block,
@@ -60,8 +60,8 @@ class GPT(LayeredModule):
 
     The model is built on the meta device and then initialised one tensor at a time on the mesh's
     device, so that no rank ever holds the full model. Inside ``torch.device("meta")`` it stays on
-    the meta device until ``layers.init.initialize_`` fills it. Layers are named by their index in
-    the whole model, so names do not depend on the layout.
+    the meta device until ``layers.parameters.init.initialize_`` fills it. Layers are named by their
+    index in the whole model, so names do not depend on the layout.
 
     Args:
         config: Configuration of the model.

@@ -9,15 +9,15 @@ from torch import nn
 
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.alibi import AlibiSlopes
-from lightning_megatron.layers.attention import Attention, SelfAttention
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.score_terms import AlibiSlopes
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.block import Block, ParallelBlock, PostNormBlock, PreNormBlock
-from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.latent_attention import LatentAttention
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.layers.rotary import RotaryTables
+from lightning_megatron.layers.self_attention import Attention, SelfAttention
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.config_checks import ModelConfig
 from lightning_megatron.plan.context_transport import ContextChoice, choose_context_transport

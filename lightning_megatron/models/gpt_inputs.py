@@ -8,10 +8,9 @@ from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.context_parallel.attend_across import cut_documents
-from lightning_megatron.layers.context_parallel.group_cut import group_size
-from lightning_megatron.layers.document_cut import TokenOrder
+from lightning_megatron.layers.attention.document_cut import TokenOrder
+from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.context_parallel.attend_across import cut_documents, group_size
 from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.plan.context_transport import ContextChoice
 from lightning_megatron.shapes import Float, Int, Shaped

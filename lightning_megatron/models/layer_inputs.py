@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_core import prepared
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.cached_attention import cached_span
+from lightning_megatron.layers.attention.cached_attention import cached_span
+from lightning_megatron.layers.attention.core import prepared
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.cached_parts import held_span
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.models.config import GPTConfig

@@ -14,11 +14,11 @@ from typing_extensions import override
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.weight_casts import WeightCasts
-from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.offload import HostOffload
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.layers.recomputed_block import recompute_parts
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
@@ -26,7 +26,7 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import LossChunk
 from lightning_megatron.plan.partition import LayerPartition
-from lightning_megatron.plan.recomputation import Recomputation, Recompute
+from lightning_megatron.plan.recomputation import Parts, Recomputation, Recompute
 from lightning_megatron.shapes import Float, Int, Shaped
 
 
@@ -109,8 +109,8 @@ class LayeredModule(PipelinedModule):
 
     The model is built on the meta device and then initialised one tensor at a time on the mesh's
     device, so that no rank ever holds the full model. Inside ``torch.device("meta")`` it stays on
-    the meta device until ``layers.init.initialize_`` fills it. Layers are named by their index in
-    the whole model.
+    the meta device until ``layers.parameters.init.initialize_`` fills it. Layers are named by their
+    index in the whole model.
 
     Args:
         config: Configuration of the model.
@@ -170,16 +170,16 @@ class LayeredModule(PipelinedModule):
     @recompute.setter
     def recompute(self, value: Recompute | Recomputation) -> None:
         settings = Recomputation.of(value)
-        chosen = [
-            {index: settings.parts_of(place, len(layers)) for place, index in enumerate(layers)}
-            for layers in self._layers_of_chunk
-        ]
-        starts = (next((index for index in layers if layers[index]), None) for layers in chosen)
-        firsts = frozenset(start for start in starts if start is not None)
-        offload = HostOffload(firsts) if settings.offload else None
-        for layers in chosen:
-            for index, parts in layers.items():
-                recompute_parts(self.layers[str(index)], parts, offload if parts else None)
+        chosen: dict[int, Parts] = {}
+        firsts = set[int]()
+        for layers in self._layers_of_chunk:
+            parts = [settings.parts_of(place, len(layers)) for place in range(len(layers))]
+            of_chunk = dict(zip(layers, parts, strict=True))
+            firsts.update([index for index in layers if of_chunk[index]][:1])
+            chosen |= of_chunk
+        offload = HostOffload(frozenset(firsts)) if settings.offload else None
+        for index, recomputed in chosen.items():
+            recompute_parts(self.layers[str(index)], recomputed, offload if recomputed else None)
         self._recompute = settings
 
     def layers_of_chunk(self, chunk: int) -> tuple[int, ...]:

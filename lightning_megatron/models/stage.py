@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import set_slot
+from lightning_megatron.layers.parameters.gradient_slot import set_slot
 from lightning_megatron.models.shape_inference import ShapeInference
 from lightning_megatron.models.step_plan import ProbeFindings, StepPlan, wrong_calls
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.sequence_shard import gather_shard
+from lightning_megatron.layers.linear.sequence_shard import gather_shard
 from lightning_megatron.models.block_proxy import (
     BlockProxy,
     BlockProxyList,

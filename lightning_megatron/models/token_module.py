@@ -21,7 +21,6 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.evaluated_set import EvaluatedSet, log_means_of_all_sets
 from lightning_megatron.models.lr_schedules import WarmupSchedule
 from lightning_megatron.models.scheduler_settings import SchedulerSettings
-from lightning_megatron.models.step_count import total_steps
 from lightning_megatron.plan.settings import (
     Count,
     Index,
@@ -352,3 +351,20 @@ def _vocab_size_of(data: Any) -> int | None:
         size = getattr(data, "vocab_size", None)
         return size if isinstance(size, int) else None
     return None
+
+
+def total_steps(trainer: Any) -> float:
+    """Return the number of optimizer steps of a whole training; infinite if it has no end (steps).
+
+    A data module whose epochs differ in their number of batches counts them. Otherwise it is the
+    estimate of the Trainer, which multiplies the batches of one epoch.
+
+    Args:
+        trainer: Trainer of the training.
+    """
+    # Look the method up by name, because models do not import data modules.
+    count = getattr(getattr(trainer, "datamodule", None), "steps_of_epochs", None)
+    # The Trainer's estimate builds the training loader, which the data module counts.
+    known = trainer.estimated_stepping_batches
+    counted = None if count is None else count()
+    return known if counted is None else counted

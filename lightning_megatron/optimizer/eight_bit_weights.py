@@ -14,11 +14,14 @@ from typing_extensions import override
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec
-from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.layers.fp8 import torch_casts
-from lightning_megatron.layers.fp8.eight_bit_parameter import keep_in_eight_bits, keep_in_memory
 from lightning_megatron.layers.fp8.operand import Operand
-from lightning_megatron.layers.fp8.stored_weight import FORMAT, StoredWeight
+from lightning_megatron.layers.fp8.scaling import FORMAT, StoredWeight
+from lightning_megatron.layers.fused.choose_kernels import choose_kernels
+from lightning_megatron.layers.parameters.eight_bit_parameter import (
+    keep_in_eight_bits,
+    keep_in_memory,
+)
 from lightning_megatron.optimizer.flat_buffer import FlatBuffer
 from lightning_megatron.optimizer.sharding import Zero1Sharding
 from lightning_megatron.plan.buckets import Slice
@@ -36,7 +39,7 @@ class EightBitBuffer(FlatBuffer):
     all-gathers of parameters transfer 8-bit values. Values and scales keep their addresses, so that
     CUDA graphs can read them. Linear layers read a weight by
     :meth:`stored_weight`; other code sees the members as
-    :class:`~lightning_megatron.layers.fp8.eight_bit_parameter.EightBitParameter`.
+    :class:`~lightning_megatron.layers.parameters.eight_bit_parameter.EightBitParameter`.
 
     After :meth:`leave_eight_bits` the buffer works like a :class:`FlatBuffer`.
 

@@ -18,7 +18,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.layers.choose_kernels import choose_kernels, warn_of_slow_path
+from lightning_megatron.layers.fused.choose_kernels import choose_kernels, warn_of_slow_path
 from lightning_megatron.optimizer.flat_buffer import same_objects
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.shapes import Float

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
-from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot
 from lightning_megatron.optimizer.flat_buffer import FlatBuffer, UseOrder
 from lightning_megatron.shapes import Int, Shaped
 

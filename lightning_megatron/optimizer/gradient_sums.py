@@ -14,7 +14,7 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending, start_all_gather
 from lightning_megatron.groups.shard_spec import ShardSpec
-from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot
 from lightning_megatron.optimizer.gradient_buckets import GradientBucket
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.optimizer.sharding import LATE_GROUP

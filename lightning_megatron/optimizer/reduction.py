@@ -24,8 +24,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.pending import Pending, start_all_reduce
-from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, preserve_states, set_slot
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.layers.parameters.gradient_slot import (
+    GradientSlot,
+    Owner,
+    preserve_states,
+    set_slot,
+)
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.optimizer.flat_buffer import FlatBuffer
 from lightning_megatron.optimizer.gradient_buckets import (
     BucketStarts,

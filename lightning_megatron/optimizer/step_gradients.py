@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.optimizer.main_parameters import MainParameters, names_in
 from lightning_megatron.optimizer.reduction import GradientReducer

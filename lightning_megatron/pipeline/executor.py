@@ -37,8 +37,9 @@ class PipelineExecutor:
     The result equals that of one process that calls ``step_fn`` on every microbatch and runs the
     backward pass from the sum of the losses. A schedule may split a backward pass into an input
     half (I), which ends with the gradients for the previous stage, and a weight half (W). Layers
-    that do not know :class:`~lightning_megatron.layers.weight_gradient_queue.WeightGradientQueue`
-    compute their weight gradients in the input half.
+    that do not know
+    :class:`~lightning_megatron.layers.parameters.weight_gradient_queue.WeightGradientQueue` compute
+    their weight gradients in the input half.
 
     Args:
         mesh: The groups of this rank; ``mesh.pp`` is the pipeline.

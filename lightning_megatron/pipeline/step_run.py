@@ -17,7 +17,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
 from lightning_megatron.pipeline.action_times import ActionTimes

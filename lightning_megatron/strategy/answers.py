@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.graphs.backend import CaptureBackend
-from lightning_megatron.graphs.run_stream import RunStream
+from lightning_megatron.graphs.cuda import RunStream
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.checks.batch_checks import check_batch

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import gather_from_axis
-from lightning_megatron.layers.sequence_shard import SequenceShard, gather_shard
+from lightning_megatron.layers.linear.sequence_shard import SequenceShard, gather_shard
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS
 
 #: Kinds of layers that produce or consume sharded features, and of modules sharded with them.

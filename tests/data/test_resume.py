@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_megatron.data.datamodule import TokenDataModule
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.errors import CheckpointMismatchError
-from lightning_megatron.models.step_count import total_steps
+from lightning_megatron.models.token_module import total_steps
 from lightning_megatron.plan.global_batch import RampUp
 from tests.data.recorder import (
     SEQ_LENGTH,

@@ -21,7 +21,7 @@ from lightning_megatron.evaluation.wikitext import (
     detokenize,
     read_wikitext,
 )
-from lightning_megatron.layers.vocab_argmax import vocab_parallel_argmax
+from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_argmax
 
 NAN, INF = math.nan, math.inf
 # Five tokens of the vocabulary and three columns of padding, whose logits must not count.

@@ -26,8 +26,8 @@ from lightning_megatron.experts.compute.grouped_linear import grouped_linear, gr
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.kernels.cuda import BuiltLibrary
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot, slot_of
-from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot, slot_of
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import Pass, choose_variant
 

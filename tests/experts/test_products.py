@@ -27,8 +27,8 @@ from lightning_megatron.experts.transport.permute import (
     unpermute,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from tests.experts.dense import ACTIVATIONS, CASES, Routed, dense, draw, route
 

@@ -25,8 +25,8 @@ from lightning_megatron.experts.routing.statistics import (
     step_statistics,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.layers.recompute import replayed
 from lightning_megatron.plan.experts import ExpertsConfig
 from tests.experts.routed_by_hand import (

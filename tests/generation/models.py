@@ -15,7 +15,7 @@ from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import TokenPass
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.key_value_cache import KeyValueCache
+from lightning_megatron.layers.attention.key_value_cache import KeyValueCache
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap import parallelize
 from tests.swap import families

@@ -20,10 +20,10 @@ from lightning_megatron.generation.fused_pass import reason_against_fused_pass
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import TokenPass, reason_against_replay
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_core import attend
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.cached_attention import attend_with_cache
-from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
+from lightning_megatron.layers.attention.cached_attention import attend_with_cache
+from lightning_megatron.layers.attention.core import attend
+from lightning_megatron.layers.attention.key_value_cache import CachedTokens, KeyValueCache
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.norm import RMSNorm
 from tests.generation.models import NEXT, PROMPTS, check_passes, check_rows, full_logits, small_gpt
 from tests.kernels.models import KINDS, TINY

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import workspace_bytes
 

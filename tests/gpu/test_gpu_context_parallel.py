@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.alibi import AlibiSlopes
-from lightning_megatron.layers.attention_core import attend
-from lightning_megatron.layers.attention_parts import backward_part, core_of_part, forward_part
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.core import attend
+from lightning_megatron.layers.attention.document_cut import DocumentCut
+from lightning_megatron.layers.attention.parts import backward_part, core_of_part, forward_part
+from lightning_megatron.layers.attention.score_terms import AlibiSlopes
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.blocks import (
     Block,
     add_at,
@@ -21,7 +22,6 @@ from lightning_megatron.layers.context_parallel.blocks import (
 )
 from lightning_megatron.layers.context_parallel.ring import PartialSum
 from lightning_megatron.layers.context_parallel.sequence_order import in_rank_order
-from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.context import ContextCut
 from tests.oracles import relative_difference
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.dropout import WeightDropout, hidden_dropout
+from lightning_megatron.layers.fused.dropout import WeightDropout, hidden_dropout
 
 pytestmark = pytest.mark.gpu
 

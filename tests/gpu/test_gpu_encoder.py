@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import CudaGraphs, Encoder, EncoderConfig, EncoderInput
-from lightning_megatron.layers.attention_core import attend
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.choose_core import choose_core
+from lightning_megatron.layers.attention.choose_core import choose_core
+from lightning_megatron.layers.attention.core import attend
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models import encoder_rows
 from tests.fits import Report
 from tests.graphs.jobs import differences, run_graphs

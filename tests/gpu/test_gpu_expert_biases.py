@@ -15,8 +15,8 @@ from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.compute.expert_biases import add_expert_biases
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.plan.experts import ExpertsConfig
 from tests.gpu.grouped import SIZES, assert_close, captured, draw, ends_of, poisoned
 

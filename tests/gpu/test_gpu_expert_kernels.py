@@ -16,8 +16,8 @@ from lightning_megatron.experts.routing.exact_linear import exact_linear
 from lightning_megatron.experts.routing.router import Router
 from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import choose_kernels
-from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.fused import choose_kernels
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 
 if importlib.util.find_spec("triton") is None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers import attention_parts
-from lightning_megatron.layers.attention_parts import backward_part, forward_part
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.choose_flash import PACKAGES, FlashChoice, loaded
-from lightning_megatron.layers.dense_mask import KeyRows
+from lightning_megatron.layers.attention import parts as attention_parts
+from lightning_megatron.layers.attention.choose_flash import PACKAGES, FlashChoice, loaded
+from lightning_megatron.layers.attention.dense_mask import KeyRows
+from lightning_megatron.layers.attention.parts import backward_part, forward_part
+from lightning_megatron.layers.attention.span import AttentionSpan
 from tests.oracles import relative_difference
 
 pytestmark = pytest.mark.gpu

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import CudaGraphs
-from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.delayed import DelayedScales
-from lightning_megatron.layers.fp8.fp8_products import fp8_column_linear, fp8_row_linear
 from lightning_megatron.layers.fp8.operand import ScaledProduct, needed, product
 from lightning_megatron.layers.fp8.scaling import Scaling
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.layers.linear.fp8_products import fp8_column_linear, fp8_row_linear
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.models.layered import single_mesh
 from lightning_megatron.plan.fp8 import FP8
 from tests.fits import Job

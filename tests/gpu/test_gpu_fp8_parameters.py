@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import CudaGraphs
-from lightning_megatron.layers.choose_kernels import choose_kernels
+from lightning_megatron.layers.fused.choose_kernels import choose_kernels
 from lightning_megatron.plan.fp8 import FP8
 from tests.fits import Job, Report, joined, run_job
 from tests.gpu.ranks import assert_losses_near, gpu_job, on_two_and_four_gpus, run_ranks

@@ -14,8 +14,8 @@ from lightning_megatron.generation import token_pass
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import TokenPass, reason_against_capture
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.choose_kernels import choose_kernels
-from lightning_megatron.layers.key_value_cache import KeyValueCache
+from lightning_megatron.layers.attention.key_value_cache import KeyValueCache
+from lightning_megatron.layers.fused.choose_kernels import choose_kernels
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.gpu.ranks import on_two_and_four_gpus, run_ranks
 from tests.gpu.shared_gpu import gpu_of

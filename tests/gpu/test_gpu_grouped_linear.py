@@ -15,7 +15,7 @@ from lightning_megatron.experts.compute.backends import Bundled, stacked
 from lightning_megatron.experts.compute.bundled_launch import launch
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.compute.grouped_linear import grouped_linear
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import Pass
 from tests.gpu.grouped import (

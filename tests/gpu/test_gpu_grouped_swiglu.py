@@ -22,8 +22,8 @@ from lightning_megatron.experts.compute.grouped_linear import (
     weighted_activation,
 )
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
-from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of
 from tests.gpu.grouped import (

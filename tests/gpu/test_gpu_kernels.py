@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.choose_kernels import choose_kernels
+from lightning_megatron.layers.fused.choose_kernels import choose_kernels
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 

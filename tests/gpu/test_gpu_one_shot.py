@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.choose_kernels import choose_kernels
-from lightning_megatron.layers.one_shot import MAX_BYTES, one_shot_all_reduce_
+from lightning_megatron.layers.fused.choose_kernels import choose_kernels
+from lightning_megatron.layers.fused.one_shot import MAX_BYTES, one_shot_all_reduce_
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.gpu.grouped import captured
 from tests.gpu.ranks import on_two_and_four_gpus, run_ranks

@@ -14,7 +14,7 @@ from lightning_megatron.experts.transport.choose_transport import choose_transpo
 from lightning_megatron.experts.transport.dispatchers import Dispatcher, OneSidedDispatcher
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig, limited_rows
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.fits import MIXTURE, Report, run_job

@@ -12,11 +12,11 @@ from torch import Tensor
 from lightning_megatron.groups.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
-from lightning_megatron.layers.fp8.fp8_products import gathered_product, scattered_product
 from lightning_megatron.layers.fp8.operand import needed
 from lightning_megatron.layers.fp8.scaling import Scaling
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.linear.fp8_products import gathered_product, scattered_product
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.gpu.ranks import on_two_and_four_gpus, run_ranks

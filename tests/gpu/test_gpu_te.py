@@ -18,15 +18,15 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import FP8, MegatronStrategy, ParallelPlanError
 from lightning_megatron.layers.fp8.delayed import DelayedScales
-from lightning_megatron.layers.fp8.fp8_products import fp8_column_linear
 from lightning_megatron.layers.fp8.scaling import Scaling
-from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, set_slot
-from lightning_megatron.layers.norm import LayerNorm, RMSNorm
-from lightning_megatron.layers.regions import column_linear, row_linear
-from lightning_megatron.layers.transformer_engine.engine_products import (
+from lightning_megatron.layers.linear.engine_products import (
     engine_column_linear,
     engine_row_linear,
 )
+from lightning_megatron.layers.linear.fp8_products import fp8_column_linear
+from lightning_megatron.layers.linear.regions import column_linear, row_linear
+from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, StackedSlot, set_slot
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling, engine_recipe
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.layered import single_mesh

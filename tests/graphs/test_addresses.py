@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_megatron.graphs.addresses import Addresses
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks, user_hook_of
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.optimizer.flat_buffer import UseOrder
 from lightning_megatron.optimizer.parameter_gather import ParameterGather
 

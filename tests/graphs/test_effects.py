@@ -16,7 +16,7 @@ from lightning_megatron.graphs.effects import EffectObservers, Effects
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.recorded_draws import RecordedDraws
-from lightning_megatron.layers.gradient_slot import state_of
+from lightning_megatron.layers.parameters.gradient_slot import state_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.optimizer import DistributedOptimizerConfig

@@ -9,7 +9,7 @@ import torch
 
 from lightning_megatron.graphs.agreement import failure_of_any
 from lightning_megatron.graphs.backend import collection_paused
-from lightning_megatron.graphs.piece_inputs import PieceInputs
+from lightning_megatron.graphs.recording_inputs import RecordingInputs
 from lightning_megatron.graphs.report import GraphCounts, GraphReport, runs_of
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs, reason_against
 from lightning_megatron.groups.axis import MeshAxis
@@ -116,11 +116,11 @@ def test_garbage_collection_is_paused_during_captures_and_sees_their_objects_aft
 
 def test_an_input_that_is_read_in_place_keeps_address_and_strides():
     square = torch.zeros(3, 3)
-    inputs = PieceInputs([square], lambda tensor: True)
+    inputs = RecordingInputs([square], lambda tensor: True)
     assert inputs.find_mismatch([square]) is None
     assert "strides" in (inputs.find_mismatch([square.t()]) or "")
     assert "address" in (inputs.find_mismatch([square.clone()]) or "")
-    copied = PieceInputs([square], lambda tensor: False)
+    copied = RecordingInputs([square], lambda tensor: False)
     copied.fill([torch.arange(9.0).view(3, 3).t()])
     assert torch.equal(copied.tensors[0], torch.arange(9.0).view(3, 3).t())
     assert copied.find_mismatch([square.t()]) is None

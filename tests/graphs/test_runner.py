@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.parameters.gradient_slot import slot_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.experts import ExpertsConfig

@@ -16,9 +16,9 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.graphs.capture_tools import CaptureTools
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.effects import EffectObservers
+from lightning_megatron.graphs.graph_keys import TRAINING, StepKind
 from lightning_megatron.graphs.recording import Recording
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
-from lightning_megatron.graphs.step_kind import TRAINING, StepKind
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import choose_kernels
+from lightning_megatron.layers.fused import choose_kernels
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 

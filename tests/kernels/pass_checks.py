@@ -7,7 +7,7 @@ import torch
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import TokenPass
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.key_value_cache import KeyValueCache
+from lightning_megatron.layers.attention.key_value_cache import KeyValueCache
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from tests.kernels.models import eager

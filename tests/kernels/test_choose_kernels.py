@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_megatron.layers import choose_kernels
+from lightning_megatron.layers.fused import choose_kernels
 
 
 def test_cpu_tensors_get_no_fused_kernels():

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.kernels import triton as kernels
+from lightning_megatron.layers.attention.token_attention import attend_by_mask
 from lightning_megatron.layers.rotary import apply_rotary, rotary_tables
-from lightning_megatron.layers.token_attention import attend_by_mask
 
 if TYPE_CHECKING:
     from tests.kernels.checks import Draw, Sizes

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from lightning_megatron.layers.fp8 import fp8_products
+from lightning_megatron.layers.linear import fp8_products
 
 
 def multiply(

@@ -12,16 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.chunked_head import LogitForm
 from lightning_megatron.layers.embedding import (
     VocabParallelEmbedding,
     VocabParallelHead,
     vocab_logits,
 )
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.loss.chunked_head import LogitForm
+from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 
 S, B, D, F_OUT, V = 8, 3, 16, 12, 150
 FORMS = [LogitForm(), LogitForm(scale=0.5), LogitForm(scale=2.0, soft_cap=3.0)]

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from lightning_megatron.layers.alibi import AlibiSlopes
-from lightning_megatron.layers.attention_core import attend, prepared, with_wide_values
-from lightning_megatron.layers.attention_operators import attend_by_operators
-from lightning_megatron.layers.attention_parts import attend_by_parts, forward_part
-from lightning_megatron.layers.attention_span import AttentionSpan, document_of_tokens
-from lightning_megatron.layers.choose_core import choose_core, choose_part
+from lightning_megatron.layers.attention.choose_core import choose_core, choose_part
+from lightning_megatron.layers.attention.core import attend, prepared, with_wide_values
+from lightning_megatron.layers.attention.dense_mask import KeyRows, seen_pairs
+from lightning_megatron.layers.attention.document_cut import DocumentCut
+from lightning_megatron.layers.attention.operators import attend_by_operators
+from lightning_megatron.layers.attention.parts import attend_by_parts, forward_part
+from lightning_megatron.layers.attention.score_terms import AlibiSlopes
+from lightning_megatron.layers.attention.span import AttentionSpan, document_of_tokens
 from lightning_megatron.layers.context_parallel.ring import PartialSum
-from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
-from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout

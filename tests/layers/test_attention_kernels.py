@@ -14,23 +14,28 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lightning_megatron.layers import attention_flex, attention_parts
-from lightning_megatron.layers import choose_flash as choosing
-from lightning_megatron.layers.alibi import AlibiSlopes
-from lightning_megatron.layers.attention_flex import attend_by_flex
-from lightning_megatron.layers.attention_operators import attend_by_operators
-from lightning_megatron.layers.attention_parts import (
+from lightning_megatron.layers.attention import choose_flash as choosing
+from lightning_megatron.layers.attention import flex as attention_flex
+from lightning_megatron.layers.attention import parts as attention_parts
+from lightning_megatron.layers.attention.choose_core import choose_core, choose_part
+from lightning_megatron.layers.attention.choose_flash import FlashChoice, choose_flash
+from lightning_megatron.layers.attention.dense_mask import KeyRows, seen_pairs
+from lightning_megatron.layers.attention.flash_kernels import (
+    FlashAttention3,
+    FlashAttention4,
+    FlashCall,
+)
+from lightning_megatron.layers.attention.flex import attend_by_flex
+from lightning_megatron.layers.attention.operators import attend_by_operators
+from lightning_megatron.layers.attention.parts import (
     attend_by_parts,
     attend_to_documents,
     backward_part,
     forward_part,
 )
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.choose_core import choose_core, choose_part
-from lightning_megatron.layers.choose_flash import FlashChoice, choose_flash
-from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
-from lightning_megatron.layers.flash_kernels import FlashAttention3, FlashAttention4, FlashCall
-from lightning_megatron.layers.visible_blocks import BLOCK, visible_blocks
+from lightning_megatron.layers.attention.score_terms import AlibiSlopes
+from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.attention.visible_blocks import BLOCK, visible_blocks
 from tests.layers import flash_packages
 from tests.oracles import assert_equal
 

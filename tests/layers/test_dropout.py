@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.layers.attention import SelfAttention
-from lightning_megatron.layers.dropout import hidden_dropout
-from lightning_megatron.layers.dropout_mask import keep_mask, philox
 from lightning_megatron.layers.embedding import PositionEmbedding
-from lightning_megatron.layers.init import initialize_
-from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.fused.dropout import hidden_dropout
+from lightning_megatron.layers.fused.dropout_mask import keep_mask, philox
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.layers.recompute import replayed
+from lightning_megatron.layers.self_attention import SelfAttention
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.context import ContextCut

@@ -16,10 +16,10 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.delayed import DelayedScales
-from lightning_megatron.layers.fp8.fp8_products import fp8_column_linear, fp8_row_linear
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude, no_magnitude
 from lightning_megatron.layers.fp8.operand import Operand, needed, product
 from lightning_megatron.layers.fp8.scaling import Scaling
+from lightning_megatron.layers.linear.fp8_products import fp8_column_linear, fp8_row_linear
 from lightning_megatron.layers.mlp import MLP, apply_swiglu
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.models.layered import single_mesh

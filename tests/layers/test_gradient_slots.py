@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.experts.compute.grouped_linear import grouped_linear
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import (
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.linear.regions import column_linear
+from lightning_megatron.layers.parameters.gradient_slot import (
     GradientSlot,
     fill_empty,
     preserve_states,
@@ -23,11 +25,9 @@ from lightning_megatron.layers.gradient_slot import (
     slot_of,
     state_of,
 )
-from lightning_megatron.layers.init import initialize_
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.parameter_stack import ParameterStack
-from lightning_megatron.layers.regions import column_linear
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.layers.parameters.init import initialize_
+from lightning_megatron.layers.parameters.parameter_stack import ParameterStack
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 from tests.layers.small_layers import F_OUT, B, D, S, V, attach_slots, draw, make_cases
 from tests.live_memory import LiveMemory
 from tests.oracles import assert_equal

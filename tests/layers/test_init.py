@@ -12,7 +12,7 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.layers.init import Initializer, initialize_, sharded_parameter
+from lightning_megatron.layers.parameters.init import Initializer, initialize_, sharded_parameter
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout

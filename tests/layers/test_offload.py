@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_megatron import Recomputation
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.offload import IN_FLIGHT, PlainCopies
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from tests.live_memory import LiveMemory

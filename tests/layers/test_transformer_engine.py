@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, set_slot
+from lightning_megatron.layers.linear.engine_products import engine_column_linear
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
-from lightning_megatron.layers.transformer_engine.engine_products import engine_column_linear
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, StackedSlot, set_slot
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
 from lightning_megatron.models.layered import single_mesh
 from tests.layers.fake_engine import installed, output_and_gradients

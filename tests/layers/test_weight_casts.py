@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.fp8.weight_casts import WeightCasts
-from lightning_megatron.layers.init import initialize_
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.models.layered import single_mesh
 from lightning_megatron.plan.fp8 import FP8, check_fp8_products
 from tests.layers.noted_casts import spread

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.layers import attention_core, attention_parts
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.choose_core import CoreChoice, choose_core
-from lightning_megatron.layers.choose_flash import FlashChoice
-from lightning_megatron.layers.flash_kernels import FlashAttention3, FlashCall
+from lightning_megatron.layers.attention import core as attention_core
+from lightning_megatron.layers.attention import parts as attention_parts
+from lightning_megatron.layers.attention.choose_core import CoreChoice, choose_core
+from lightning_megatron.layers.attention.choose_flash import FlashChoice
+from lightning_megatron.layers.attention.flash_kernels import FlashAttention3, FlashCall
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models import encoder_rows
 from tests.layers import flash_packages
 

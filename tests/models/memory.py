@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.layers.fp8 import fp8_products, operand, torch_casts
+from lightning_megatron.layers.fp8 import operand, torch_casts
 from lightning_megatron.layers.fp8.operand import Operand
-from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.layers.linear import fp8_products
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.fp8_layers import set_fp8
 from lightning_megatron.models.gpt import GPT

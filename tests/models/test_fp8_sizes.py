@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_megatron import FP8, MegatronStrategy, ParallelPlanError
-from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear
 from lightning_megatron.layers.low_rank import LowRank, LowRankUpdates
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_megatron import Recomputation
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import attention_parts
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention import parts as attention_parts
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from tests.refusals import check_refusals

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from tests.models.stages import join_tied_gradients, run_pipeline

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import start_all_reduce
-from lightning_megatron.layers.gradient_slot import mark_filled
+from lightning_megatron.layers.parameters.gradient_slot import mark_filled
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.optimizer import DistributedOptimizerConfig, gradient_sums

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import state_of
+from lightning_megatron.layers.parameters.gradient_slot import state_of
 from lightning_megatron.optimizer import DynamicLossScale, clip_by_norm_, clip_by_value_, grad_norm
 from lightning_megatron.optimizer.shared_gradients import (
     original_name,

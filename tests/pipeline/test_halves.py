@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import GradientSlot
-from lightning_megatron.layers.weight_gradient_queue import Start
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot
+from lightning_megatron.layers.parameters.weight_gradient_queue import Start
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.pipeline.executor import PipelineExecutor

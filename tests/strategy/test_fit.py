@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import GPT, MegatronStrategy, ParallelPlanError, UnsupportedError
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.parameters.gradient_slot import slot_of
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision

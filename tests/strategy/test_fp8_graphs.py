@@ -17,7 +17,7 @@ import torch
 from lightning_megatron import FP8, MegatronStrategy, MemoryReport
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
-from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
+from lightning_megatron.layers.parameters.eight_bit_parameter import EightBitParameter
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.strategy.logs.run_table import _cast_choices
 from tests import fits

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from lightning_megatron import FP8, HuggingFaceCausalLM, MegatronStrategy
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import NonFiniteError, UnsupportedError
-from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
+from lightning_megatron.layers.parameters.eight_bit_parameter import EightBitParameter
 from lightning_megatron.optimizer.eight_bit_weights import EightBitBuffer
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from tests.fits import GPT2, Job, Language, Report, Tokens, run_job, trainer_of

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_megatron import CudaGraphs, GPTConfig, UnsupportedError
-from lightning_megatron.graphs.piece_inputs import PieceInputs
+from lightning_megatron.graphs.recording_inputs import RecordingInputs
 from lightning_megatron.strategy.callbacks import memory_report
 from lightning_megatron.strategy.callbacks.memory_report import (
     MemoryReport,
@@ -224,7 +224,7 @@ class MeasuringReport(MemoryReport):
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         super().on_train_batch_end(*args, **kwargs)
-        inputs = [item.num_bytes for item in gc.get_objects() if type(item) is PieceInputs]
+        inputs = [item.num_bytes for item in gc.get_objects() if type(item) is RecordingInputs]
         pools = [pool.memory.peak for pool in self.backend.pools if pool.memory.peak > 0]
         self.num_bytes, self.num_pools = sum(inputs) + sum(pools), len(pools)
 

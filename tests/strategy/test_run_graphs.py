@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from lightning_megatron.errors import CaptureError, RankMismatchError, SpeedWarning
+from lightning_megatron.graphs.graph_keys import StepKind
 from lightning_megatron.graphs.report import GraphCounts, GraphReport
-from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.step.run_graphs import RunGraphs

@@ -11,8 +11,8 @@ import torch
 
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.layers import rotary
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.choose_kernels import KernelChoice, warn_of_slow_path
+from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.fused.choose_kernels import KernelChoice, warn_of_slow_path
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS

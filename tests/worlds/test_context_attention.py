@@ -19,10 +19,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import attention_flex, attention_parts
-from lightning_megatron.layers.alibi import AlibiSlopes
-from lightning_megatron.layers.attention_core import attend
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention import flex as attention_flex
+from lightning_megatron.layers.attention import parts as attention_parts
+from lightning_megatron.layers.attention.core import attend
+from lightning_megatron.layers.attention.document_cut import DocumentCut
+from lightning_megatron.layers.attention.score_terms import AlibiSlopes
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.head_exchange import (
     exchanged_attention,
     hierarchical_attention,
@@ -30,7 +32,6 @@ from lightning_megatron.layers.context_parallel.head_exchange import (
 )
 from lightning_megatron.layers.context_parallel.ring import gathered_attention, ring_attention
 from lightning_megatron.layers.context_parallel.sequence_order import own_part
-from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.oracles import assert_equal
 from tests.sweeps import all_run

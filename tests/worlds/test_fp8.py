@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_megatron import FP8, CudaGraphs, GPTConfig, MegatronStrategy, ParallelPlanError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.layers.fp8 import torch_casts
-from lightning_megatron.layers.fp8.stored_weight import FORMAT
+from lightning_megatron.layers.fp8.scaling import FORMAT
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.strategy.checks import fp8_checks

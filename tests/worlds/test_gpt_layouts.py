@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel import ring
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT

@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import replicated_spec, set_shard_spec
-from lightning_megatron.layers.init import initialize_
-from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.optimizer import DistributedOptimizerConfig, MainParameters
 from lightning_megatron.optimizer.gradient_buckets import GradientBucket
 from lightning_megatron.plan.layout import ParallelLayout

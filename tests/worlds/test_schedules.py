@@ -21,7 +21,7 @@ from lightning_megatron import GPTConfig
 from lightning_megatron.cli.schedule_costs import read_costs
 from lightning_megatron.errors import ParallelPlanError, RankMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.pipeline.action_times import measure_transfer
 from lightning_megatron.plan import Action, Placement, StageCosts, build_schedule, format_schedule
 from lightning_megatron.plan.custom_order import order_from_function

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import regions
-from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.block import PostNormBlock, PreNormBlock
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
@@ -26,13 +24,15 @@ from lightning_megatron.layers.embedding import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from lightning_megatron.layers.init import initialize_
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
+from lightning_megatron.layers.linear import regions
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm
+from lightning_megatron.layers.parameters.init import initialize_
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.layers.self_attention import SelfAttention
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
-from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.fp8_layers import set_fp8
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.fp8 import FP8

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.experts.compute.bundled_launch import launch, launch_swiglu
 from lightning_megatron.experts.compute.choose_backend import BackendName
-from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow
-from lightning_megatron.layers.stacked_view import stacked_view
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, SlotRow, stacked_view
 from lightning_megatron.plan.grouped_gemm import Pass
 from lightning_megatron.shapes import Float, Int
 

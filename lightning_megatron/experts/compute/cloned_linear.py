@@ -13,14 +13,14 @@ from lightning_megatron.experts.compute import grouped_operator
 from lightning_megatron.experts.compute.backends import Bundled, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.experts.compute.grouped_linear import require_kernels
-from lightning_megatron.layers.choose_kernels import warn_of_slow_path
-from lightning_megatron.layers.gradient_slot import (
+from lightning_megatron.layers.fused.choose_kernels import warn_of_slow_path
+from lightning_megatron.layers.parameters.gradient_slot import (
     GradientSlot,
     add_to_slots,
     cached_stack,
     slots_of,
 )
-from lightning_megatron.layers.remade import Recipe
+from lightning_megatron.layers.parameters.remade import Recipe
 from lightning_megatron.shapes import Float, Int
 
 #: Function from rows, weights of homes, weights of clones and ends to the output.

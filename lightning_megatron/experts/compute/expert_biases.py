@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.layers.gradient_slot import (
+from lightning_megatron.layers.parameters.gradient_slot import (
     GradientSlot,
     SlotRow,
     add_to_slots,

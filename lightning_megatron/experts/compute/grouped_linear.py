@@ -15,10 +15,15 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute import grouped_operator
 from lightning_megatron.experts.compute.backends import Bundled, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
-from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, add_to_slots, slots_of
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
 from lightning_megatron.layers.mlp import activate
-from lightning_megatron.layers.remade import Recipe
+from lightning_megatron.layers.parameters.gradient_slot import (
+    GradientSlot,
+    SlotRow,
+    add_to_slots,
+    slots_of,
+)
+from lightning_megatron.layers.parameters.remade import Recipe
 from lightning_megatron.plan.model_shape import Activation
 from lightning_megatron.shapes import Float, Int
 

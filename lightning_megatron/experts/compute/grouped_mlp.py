@@ -26,10 +26,10 @@ from lightning_megatron.experts.compute.grouped_linear import (
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
-from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
 from lightning_megatron.layers.mlp import is_gated
-from lightning_megatron.layers.remade import Recipe
+from lightning_megatron.layers.parameters.init import ZEROS, Initializer, sharded_parameter
+from lightning_megatron.layers.parameters.remade import Recipe
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.model_shape import Activation
 from lightning_megatron.plan.shards import ShardRange, even_range, gated_ranges, uneven_range

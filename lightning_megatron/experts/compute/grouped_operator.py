@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.experts.compute.backends import BACKENDS, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
-from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow
+from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, SlotRow
 from lightning_megatron.shapes import Float, Int
 
 _NAME = "lightning_megatron::grouped_linear"

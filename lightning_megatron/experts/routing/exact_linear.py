@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.layers.parameters.gradient_slot import slot_of
 from lightning_megatron.shapes import Float
 
 

@@ -19,8 +19,8 @@ from lightning_megatron.experts.routing.router_losses import RouterLosses
 from lightning_megatron.experts.routing.scores import RouterOutput, score_tokens
 from lightning_megatron.experts.routing.selection import expert_capacity, within_capacity
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.init import Initializer, sharded_parameter
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.layers.parameters.init import Initializer, sharded_parameter
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.shards import full_range
 from lightning_megatron.shapes import Float, Int, Shaped

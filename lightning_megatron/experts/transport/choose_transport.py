@@ -31,7 +31,7 @@ from lightning_megatron.experts.transport.peer_transfer import (
 from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.choose_kernels import reason_against_puts
+from lightning_megatron.layers.fused.choose_kernels import reason_against_puts
 from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
 from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
@@ -105,8 +105,8 @@ def choose_transport(
             access.
 
     Communication: that of
-        :func:`~lightning_megatron.layers.choose_kernels.reason_against_puts`, where puts may be
-        chosen.
+        :func:`~lightning_megatron.layers.fused.choose_kernels.reason_against_puts`, where puts may
+        be chosen.
     """
     local_experts = even_range(
         num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.experts.transport.permute import RowMap
-from lightning_megatron.layers.choose_kernels import fused_kernels, warn_of_slow_path
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels, warn_of_slow_path
 from lightning_megatron.plan.cloning import NO_EXPERT, ExpertPlaces
 from lightning_megatron.shapes import Int
 

@@ -42,7 +42,7 @@ from lightning_megatron.groups.in_flight import (
     start_all_to_all_rows,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.remade import Recipe
+from lightning_megatron.layers.parameters.remade import Recipe
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.shapes import Float, Int
 

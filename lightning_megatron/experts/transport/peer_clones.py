@@ -45,7 +45,7 @@ from torch import Tensor
 from lightning_megatron.experts.transport.cloning import PlacedClones
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.peer_memory import PeerRegion
-from lightning_megatron.layers.gradient_slot import (
+from lightning_megatron.layers.parameters.gradient_slot import (
     GradientSlot,
     SlotRow,
     add_to_slots,

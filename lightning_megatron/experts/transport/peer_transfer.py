@@ -21,7 +21,7 @@ from lightning_megatron.experts.transport.permute import RowMap, read_selections
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence, reduce_scatter_sequence
 from lightning_megatron.groups.peer_memory import PeerRegion, PeerUse
-from lightning_megatron.layers.choose_kernels import choose_kernels, reason_against_puts
+from lightning_megatron.layers.fused.choose_kernels import choose_kernels, reason_against_puts
 from lightning_megatron.plan.experts import TokenBuffer
 from lightning_megatron.shapes import Float, Int, Shaped
 

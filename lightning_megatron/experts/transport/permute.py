@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
 from lightning_megatron.shapes import Float, Int
 
 

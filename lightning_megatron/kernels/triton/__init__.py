@@ -1,9 +1,9 @@
 """Fused Triton kernels of Transformer blocks, experts and the optimizer.
 
-Triton is installed with the CUDA builds of torch. ``layers.choose_kernels`` imports this package
-for tensors of half types on a GPU. Kernels use atomics only for maxima and to count programs, so
-equal inputs give bitwise equal results. ``lightning_megatron.layers`` lists the names of the
-dimensions.
+Triton is installed with the CUDA builds of torch. ``layers.fused.choose_kernels`` imports this
+package for tensors of half types on a GPU. Kernels use atomics only for maxima and to count
+programs, so equal inputs give bitwise equal results. ``lightning_megatron.layers`` lists the names
+of the dimensions.
 """
 
 from lightning_megatron.kernels.triton.adamw import AdamKernel

@@ -26,8 +26,8 @@ def drop_elements(
 ) -> Float[Tensor, "... features"]:
     """Drop elements and scale the others.
 
-    Equal to ``torch.where(keep_mask(...), values * scale, 0)`` with ``layers.dropout_mask``, bit
-    for bit.
+    Equal to ``torch.where(keep_mask(...), values * scale, 0)`` with ``layers.fused.dropout_mask``,
+    bit for bit.
 
     Args:
         values: The elements; not float64.

@@ -34,9 +34,9 @@ def attend_one_token(
 ) -> Float[Tensor, "1 batch heads*value_dim"]:
     """Return the attention of one token of each row to the tokens up to it.
 
-    Equal to ``layers.token_attention.attend_by_mask``. The host does not read places, and keys
-    after the token cost nothing: programs share the keys that the token attends to, and a second
-    kernel merges their sums by their log-sum-exps. There is no gradient.
+    Equal to ``layers.attention.token_attention.attend_by_mask``. The host does not read places, and
+    keys after the token cost nothing: programs share the keys that the token attends to, and a
+    second kernel merges their sums by their log-sum-exps. There is no gradient.
 
     Args:
         query: Queries of the new tokens.

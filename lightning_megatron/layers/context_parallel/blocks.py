@@ -1,6 +1,6 @@
 """Blocks of queries and keys into which context parallelism divides attention.
 
-``layers.attention_parts`` computes the attention of a block.
+``layers.attention.parts`` computes the attention of a block.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.attention_span import AttentionSpan, borders_of
-from lightning_megatron.layers.dense_mask import KeyRows
-from lightning_megatron.layers.document_cut import DocumentCut
+from lightning_megatron.layers.attention.dense_mask import KeyRows
+from lightning_megatron.layers.attention.document_cut import DocumentCut
+from lightning_megatron.layers.attention.span import AttentionSpan, borders_of
 from lightning_megatron.plan.context import AttentionBlock, ContextCut
 from lightning_megatron.shapes import Bool, Int, Shaped
 
@@ -59,17 +59,17 @@ def ring_blocks(
     if cut is not None:
         ring = [_of_documents(span, cut, seq_part, rank, source) for source in range(size)]
     else:
-        planned = (
-            rows.ring_blocks(rank, source, span.causal, span.window) for source in range(size)
-        )
-        ring = [[_of_rows(span, block) for block in blocks] for blocks in planned]
+        ring = []
+        for source in range(size):
+            planned = rows.ring_blocks(rank, source, span.causal, span.window)
+            ring.append([_of_rows(span, block) for block in planned])
     if span.slopes is None:
         return ring
     held = [_places_of(source, cut or rows, device) for source in range(size)]
-    return [
-        [_placed(block, held[rank], keys) for block in blocks]
-        for blocks, keys in zip(ring, held, strict=True)
-    ]
+    placed = []
+    for blocks, keys in zip(ring, held, strict=True):
+        placed.append([_placed(block, held[rank], keys) for block in blocks])
+    return placed
 
 
 def gathered_blocks(

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
-from lightning_megatron.layers.attention_parts import forward_by_operators
-from lightning_megatron.layers.attention_sinks import add_sinks
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.dense_mask import KeyRows
-from lightning_megatron.layers.document_cut import TokenOrder
-from lightning_megatron.layers.key_value_cache import HeldTokens
+from lightning_megatron.layers.attention.dense_mask import KeyRows
+from lightning_megatron.layers.attention.document_cut import TokenOrder
+from lightning_megatron.layers.attention.key_value_cache import HeldTokens
+from lightning_megatron.layers.attention.parts import forward_by_operators
+from lightning_megatron.layers.attention.score_terms import add_sinks
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.plan.context import ContextCut
 from lightning_megatron.shapes import Float, Int
 

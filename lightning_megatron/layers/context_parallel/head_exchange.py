@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_to_all_rows
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.document_cut import DocumentCut
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.ring import ring_attention
 from lightning_megatron.layers.context_parallel.sequence_order import (
     in_rank_order,
     in_sequence_order,
 )
-from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.context import ContextCut, kv_heads_of, split_heads_over
 from lightning_megatron.shapes import Float
 
@@ -131,10 +130,11 @@ def _exchanged(
     own_kv = len(needed[axis.rank])
     all_heads = [*query.unbind(2), *key.unbind(2), *value.unbind(2)]
     # One message carries the heads of queries, keys and values, sorted by destination.
-    order = chain.from_iterable(
-        [*share, *(heads + head for head in kv), *(heads + kv_heads + head for head in kv)]
-        for share, kv in zip(shares, needed, strict=True)
-    )
+    order: list[int] = []
+    for share, kv in zip(shares, needed, strict=True):
+        order += share
+        order += [heads + head for head in kv]
+        order += [heads + kv_heads + head for head in kv]
     rows = torch.stack([all_heads[head] for head in order])
     sends = [len(share) + 2 * len(kv) for share, kv in zip(shares, needed, strict=True)]
     received = all_to_all_rows(rows, sends, [num_heads + 2 * own_kv] * axis.size, axis)

@@ -13,9 +13,10 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
 from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
-from lightning_megatron.layers.attention_parts import backward_part, forward_part
-from lightning_megatron.layers.attention_sinks import add_sinks, gradient_of_sinks
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.core_results import CoreResults
+from lightning_megatron.layers.attention.parts import backward_part, forward_part
+from lightning_megatron.layers.attention.score_terms import add_sinks, gradient_of_sinks
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.blocks import (
     Block,
     Rows,
@@ -26,7 +27,6 @@ from lightning_megatron.layers.context_parallel.blocks import (
     taken,
 )
 from lightning_megatron.layers.context_parallel.sequence_order import in_sequence_order
-from lightning_megatron.layers.core_results import CoreResults
 from lightning_megatron.plan.context import ContextCut
 from lightning_megatron.shapes import Float
 
@@ -98,15 +98,15 @@ def ring_attention(
 
     Each rank holds two pieces of the sequence, as in
     :class:`~lightning_megatron.plan.context.ContextCut`, or of every document, as in
-    :class:`~lightning_megatron.layers.document_cut.DocumentCut`. In each of ``axis.size`` steps, a
-    rank computes attention to the keys and values of one rank while it receives those for the next
-    step. The partial results are summed as in
+    :class:`~lightning_megatron.layers.attention.document_cut.DocumentCut`. In each of ``axis.size``
+    steps, a rank computes attention to the keys and values of one rank while it receives those for
+    the next step. The partial results are summed as in
     :class:`~lightning_megatron.layers.context_parallel.ring.PartialSum`. The backward pass
     sends keys and values around the ring once more, followed by their gradients. Documents with a
     window all-gather keys and values instead, as :func:`gathered_attention` does, because the
     distances of queries and keys in a block differ by document.
 
-    Equal to ``layers.attention_core.attend`` of the whole sequence, up to the order of sums.
+    Equal to ``layers.attention.core.attend`` of the whole sequence, up to the order of sums.
 
     Args:
         query: Queries of this rank's pieces.

@@ -8,8 +8,8 @@ from torch import Tensor
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence, reduce_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.context_parallel.blocks import taken
-from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.plan.context import ContextCut, context_multiple
 from lightning_megatron.shapes import Shaped
 

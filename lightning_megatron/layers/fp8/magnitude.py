@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
 from lightning_megatron.plan.fp8 import MAGNITUDE_PARTS
 from lightning_megatron.shapes import Float, Int, Shaped
 

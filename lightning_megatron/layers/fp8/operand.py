@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.torch_casts import Cast
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
 from lightning_megatron.plan.fp8 import BLOCK
 from lightning_megatron.shapes import Float, Int
 

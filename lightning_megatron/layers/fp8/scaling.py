@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.delayed import LayerScales, Use
-from lightning_megatron.layers.fp8.operand import Operands
-from lightning_megatron.layers.fp8.stored_weight import StoredWeight
+from lightning_megatron.layers.fp8.operand import Operand, Operands, transposed
 from lightning_megatron.layers.fp8.weight_casts import LayerCasts
-from lightning_megatron.layers.one_shot import one_shot_all_reduce_
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.layers.fused.one_shot import one_shot_all_reduce_
+from lightning_megatron.layers.parameters.parameter_stack import neighbours_as_one
 from lightning_megatron.plan.fp8 import FP8
-from lightning_megatron.shapes import Float, Int
+from lightning_megatron.shapes import Float, Int, Shaped
 
 Axes = Sequence[MeshAxis]
 
@@ -235,3 +235,42 @@ def _maximize(magnitudes: Tensor | None, axes: Axes) -> None:
     if magnitudes is not None:
         for axis in axes:
             one_shot_all_reduce_(magnitudes, axis, "max")
+
+
+#: Format of weights.
+FORMAT = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Weight in 8 bits with one scale, which the optimizer's buffer updates in place.
+
+    Equal to the concatenation of all parts along the rows, times the scale.
+
+    All tensors keep their addresses, so that CUDA graphs can read them.
+
+    Shapes: parts ``(rows_i, columns)``; scale and magnitude ``(1,)``.
+
+    Args:
+        parts: Bit patterns of the 8-bit values, from the first row to the last.
+        scale: Scale in float32.
+        magnitude: Bit pattern of the largest magnitude (float32), from which the scale follows.
+    """
+
+    parts: tuple[Shaped[Tensor, "_ columns"], ...]
+    scale: Float[Tensor, "1"]
+    magnitude: Int[Tensor, "1"]
+
+    @property
+    def rows(self) -> Operand:
+        """Return the operand of the rows, without a copy if the parts are adjacent in memory."""
+        whole = neighbours_as_one(self.parts)
+        return Operand((torch.cat(self.parts) if whole is None else whole).view(FORMAT), self.scale)
+
+    def columns(self, multiple: int) -> Operand:
+        """Return the operand of the columns, a copy.
+
+        Args:
+            multiple: The length of the columns is padded to a multiple of this (elements).
+        """
+        return transposed(self.rows, multiple)

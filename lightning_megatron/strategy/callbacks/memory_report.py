@@ -17,10 +17,10 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.graphs.cuda import private_pools
 from lightning_megatron.groups.collectives import all_gather_objects
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.choose_core import choose_core
-from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.attention.choose_core import choose_core
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.attend_across import transport_of
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import span_of_layer

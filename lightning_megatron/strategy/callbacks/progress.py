@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from typing_extensions import override
 
-from lightning_megatron.models.step_count import total_steps
+from lightning_megatron.models.token_module import total_steps
 from lightning_megatron.pipeline.microbatch import count_tokens
 from lightning_megatron.plan.settings import Index, coerced_arguments
 from lightning_megatron.strategy.logs.log_replay import DeferredReader

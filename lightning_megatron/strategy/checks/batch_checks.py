@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.layers.attention_span import check_lengths
+from lightning_megatron.layers.attention.span import check_lengths
 from lightning_megatron.models.causal_lm import CausalLM
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.token_module import TokenModule

@@ -19,12 +19,12 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import num_elements, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.layers.attention import Attention
-from lightning_megatron.layers.choose_core import choose_core, choose_part
-from lightning_megatron.layers.choose_kernels import choose_kernels
+from lightning_megatron.layers.attention.choose_core import choose_core, choose_part
 from lightning_megatron.layers.context_parallel.attend_across import transport_of
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.parameter_stack import ParameterStack
+from lightning_megatron.layers.fused.choose_kernels import choose_kernels
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.parameters.parameter_stack import ParameterStack
+from lightning_megatron.layers.self_attention import Attention
 from lightning_megatron.models.cut_blocks import CutBlocks
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import pipelined_modules

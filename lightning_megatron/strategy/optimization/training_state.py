@@ -16,7 +16,7 @@ from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.update_graph import Update, UpdateGraph
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fp8.scaling import Scaling
-from lightning_megatron.layers.parameter_stack import ParameterStack
+from lightning_megatron.layers.parameters.parameter_stack import ParameterStack
 from lightning_megatron.models.fp8_layers import weights_in_eight_bits
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.optimizer.clip import (

@@ -18,8 +18,8 @@ from lightning_megatron.graphs.agreement import (
     failure_of_any,
     is_true_anywhere,
 )
+from lightning_megatron.graphs.graph_keys import TRAINING, StepKind
 from lightning_megatron.graphs.report import GraphReport
-from lightning_megatron.graphs.step_kind import TRAINING, StepKind
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh

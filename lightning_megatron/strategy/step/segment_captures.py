@@ -9,10 +9,10 @@ from torch import nn
 from lightning_megatron.graphs.agreement import is_true_anywhere
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.capture_tools import CaptureTools
+from lightning_megatron.graphs.graph_keys import StepKind
 from lightning_megatron.graphs.interception import interceptions_of
 from lightning_megatron.graphs.report import GraphReport, runs_of
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
-from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.step_run import new_weight

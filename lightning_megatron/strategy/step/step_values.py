@@ -11,8 +11,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_megatron.experts.routing.statistics import StepStatistics
+from lightning_megatron.graphs.graph_keys import TRAINING
 from lightning_megatron.graphs.step_graph import RanStep
-from lightning_megatron.graphs.step_kind import TRAINING
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.strategy.logs.log_record import Recorder

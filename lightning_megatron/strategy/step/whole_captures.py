@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_megatron.errors import RankMismatchError, SpeedWarning
 from lightning_megatron.graphs.agreement import KeyAgreement, eager_warning, failure_of_any
 from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.graphs.graph_keys import StepKind
 from lightning_megatron.graphs.report import GraphReport
 from lightning_megatron.graphs.step_graph import StepGraphs
-from lightning_megatron.graphs.step_kind import StepKind
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule, layered_modules

@@ -12,9 +12,9 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import copy_to_axis, gather_from_axis, reduce_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.dropout import tensor_region_stream
-from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
-from lightning_megatron.layers.linear import RowParallelLinear
+from lightning_megatron.layers.fused.dropout import tensor_region_stream
+from lightning_megatron.layers.linear.linear import RowParallelLinear
+from lightning_megatron.layers.parameters.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.plan.shards import attention_ranges
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.settings import divisors, join_or
 from lightning_megatron.swap.blocks.attention import HeadParallelAttention
 from lightning_megatron.swap.blocks.sequence import (

@@ -18,9 +18,9 @@ from lightning_megatron.groups.collectives import (
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import replicated_spec, set_shard_spec
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.regions import column_linear, row_linear
-from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, gather_shard
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.linear.regions import column_linear, row_linear
+from lightning_megatron.layers.linear.sequence_shard import CUT, SequenceShard, gather_shard
 from lightning_megatron.swap.blocks.sharded_features import TensorDropout
 
 #: Maximum difference between two ranks' copies of a tensor, relative to its largest element.

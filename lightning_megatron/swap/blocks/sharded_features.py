@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import BoundaryGradients, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.dropout import tensor_region_stream
-from lightning_megatron.layers.init import ZEROS, sharded_parameter
+from lightning_megatron.layers.fused.dropout import tensor_region_stream
+from lightning_megatron.layers.parameters.init import ZEROS, sharded_parameter
 from lightning_megatron.plan.shards import even_range
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.dropout import hidden_dropout
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.fused.dropout import hidden_dropout
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.swap.blocks.attention import HeadParallelAttention
 from lightning_megatron.swap.blocks.sharded_features import TensorDropout
 

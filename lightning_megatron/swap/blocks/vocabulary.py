@@ -8,8 +8,8 @@ from typing_extensions import override
 
 from lightning_megatron.groups.collectives import copy_to_axis, gather_from_axis, reduce_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
-from lightning_megatron.layers.loss import check_ids
+from lightning_megatron.layers.loss.cross_entropy import check_ids
+from lightning_megatron.layers.parameters.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
 
 #: Multiple to which each rank's rows are padded for tensor cores. A full tensor has no padding.

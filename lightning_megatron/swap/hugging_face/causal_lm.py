@@ -15,9 +15,9 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.document_cut import TokenOrder
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import join_parts, length_multiple
-from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_inputs import laid_out
 from lightning_megatron.models.gpt_losses import Targets

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
+from lightning_megatron.layers.attention.key_value_cache import CachedTokens, KeyValueCache
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.shapes import Int, Shaped
 from lightning_megatron.swap.hugging_face.replaced_model import pad_batch
 

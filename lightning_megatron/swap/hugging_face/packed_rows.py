@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.host_values import HostValues
-from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, pad_batch
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.low_rank import LowRank, LowRankUpdates
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.models.encoder import Encoder

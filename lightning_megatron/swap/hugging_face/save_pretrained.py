@@ -22,7 +22,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh, ranks_on_cpu
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
-from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitWeight
+from lightning_megatron.layers.parameters.eight_bit_parameter import EightBitWeight
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.swap.families.layer_names import is_training_only
 from lightning_megatron.swap.hugging_face.own_code import (

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
-from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.linear.linear import ColumnParallelLinear
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import WORD_EMBEDDING

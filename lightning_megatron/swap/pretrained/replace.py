@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.blocks.whole_model import is_cut

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.layers.init import initialize_
+from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import WORD_EMBEDDING

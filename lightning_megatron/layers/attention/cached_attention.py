@@ -1,0 +1,130 @@
+"""Attention of new tokens to themselves and to the tokens of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.layers.attention.core import attend
+from lightning_megatron.layers.attention.dense_mask import KeyRows
+from lightning_megatron.layers.attention.key_value_cache import CachedTokens, KeysAndValues
+from lightning_megatron.layers.attention.operators import DropWeights, attend_by_operators
+from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.attention.token_attention import attend_one_token
+from lightning_megatron.shapes import Float
+
+
+def attend_with_cache(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads value_dim"],
+    span: AttentionSpan,
+    layer: int,
+    *,
+    dropout: float = 0.0,
+    drop: DropWeights = F.dropout,
+) -> Float[Tensor, "seq batch heads*value_dim"]:
+    """Store the keys and values of new tokens, and compute their attention to all stored tokens.
+
+    Equal to the last positions of ``attend`` for whole rows. An empty cache runs ``attend`` on the
+    new tokens.
+
+    Args:
+        query: Queries of the new tokens.
+        key: Keys of the new tokens.
+        value: Values of the new tokens.
+        span: Description of the attention with ``past``, from :func:`cached_span`.
+        layer: Number of the layer in the cache.
+        dropout: Probability that an attention weight is dropped.
+        drop: Function of weights and probability, where no kernel of torch drops them.
+    """
+    past = span.past
+    assert past is not None, "the tokens have a cache"
+    stored = past.cache.extend(layer, key[: past.count], value[: past.count], span.window)
+    if past.cache.place is not None:
+        attended = attend_one_token(query[:1], *stored, past.cache.place, past.padding, span.scale)
+        return attended.expand(len(query), -1, -1)
+    if past.cache.length == 0:
+        return attend(query, key, value, replace(span, past=None), dropout=dropout, drop=drop)
+    return _attend_to_stored(query, stored, span, past, dropout)
+
+
+def cached_span(
+    layer_span: AttentionSpan,
+    rows: AttentionSpan,
+    seq_length: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionSpan:
+    """Return the span of new tokens, with a mask that all layers of one layer_span share.
+
+    Args:
+        layer_span: Attention of the layers over whole rows.
+        rows: Span with ``past``, whose cache is not empty.
+        seq_length: New positions of each row, with padding after the tokens (tokens).
+        dtype: Dtype of queries, keys and values.
+        device: Device of the layers.
+    """
+    past = rows.past
+    assert past is not None, "the rows have a cache"
+    if past.cache.place is not None:
+        return AttentionSpan(past=past)
+    keys = past.cache.places(layer_span.window, past.count, device)
+    queries = past.query_places(seq_length, device)
+    exceeds = layer_span.window is not None and len(keys) > layer_span.window
+    mask: Tensor | None = None
+    if past.visible is not None or seq_length > 1 or exceeds:
+        distance = queries[:, None] - keys
+        visible = (distance >= 0)[None, None]
+        if layer_span.window is not None:
+            visible = visible & (distance < layer_span.window)
+        if past.visible is not None:
+            # Padding attends to itself, because every query must have a key.
+            visible = visible & past.visible[:, None, None, keys] | (distance == 0)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
+            ~visible, -torch.inf
+        )
+    if layer_span.slopes is None:
+        return AttentionSpan(mask=mask, past=past)
+    if not layer_span.slopes.skips_padding or past.visible is None:
+        places = queries[None], keys[None]
+    else:
+        counted = past.visible.cumsum(-1)
+        places = counted[:, queries], counted[:, keys]
+    return AttentionSpan(mask=mask, places=places[0], past=replace(past, key_places=places[1]))
+
+
+def _needs_operators(layer_span: AttentionSpan) -> bool:
+    """Return whether a kind of attention has scores that torch's kernel cannot compute."""
+    return (
+        layer_span.soft_cap is not None
+        or layer_span.slopes is not None
+        or layer_span.sinks is not None
+    )
+
+
+def _attend_to_stored(
+    query: Tensor, stored: KeysAndValues, span: AttentionSpan, past: CachedTokens, dropout: float
+) -> Tensor:
+    keys, values = stored
+    if _needs_operators(span):
+        rows = KeyRows(keys.shape[2], places=past.key_places)
+        keys = keys.permute(2, 0, 1, 3)
+        values = values.permute(2, 0, 1, 3)
+        return attend_by_operators(query, keys, values, span, dropout, rows).flatten(2)
+    length, num_sequences, heads, _ = query.shape
+    kv_heads = keys.shape[1]
+    settings: dict[str, Any] = {"attn_mask": span.mask, "dropout_p": dropout, "scale": span.scale}
+    if length == 1:
+        # The query heads that share a key are rows of one product, so that the key is read once.
+        grouped = query.view(num_sequences, kv_heads, heads // kv_heads, -1)
+        return F.scaled_dot_product_attention(grouped, keys, values, **settings).flatten(1)[None]
+    mixed = F.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3), keys, values, enable_gqa=heads != kv_heads, **settings
+    )
+    return mixed.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,337 @@
+"""Description of which tokens attend to which, without a tensor with an entry for each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.layers.attention.core_results import CoreResults
+from lightning_megatron.layers.attention.document_cut import DocumentCut, TokenOrder
+from lightning_megatron.layers.attention.key_value_cache import CachedTokens
+from lightning_megatron.layers.attention.score_terms import AlibiSlopes
+from lightning_megatron.shapes import Float, Int, Shaped
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpan:
+    """Description of which tokens attend to which, and of how their scores become weights.
+
+    By default every row is one document, and a token attends to itself and to all tokens before it.
+    Documents lie one after the other in a row. No token attends to another document; the tokens
+    after the last document form one more document. Padding is described by lengths, too: a row of
+    5 tokens and 3 of padding on its right has the lengths ``[5]``, a row with the padding on its
+    left has ``[3, 5]``.
+
+    Args:
+        lengths: Lengths of the documents of each row. A row with fewer documents than others ends
+            with zeros. CUDA graphs can be replayed only if the number of columns is the same in all
+            batches (tokens).
+        longest: Upper bound of the lengths, which sizes the launch of the kernel; None means the
+            length of the rows (tokens).
+        positions: Position of every token, for rotary or learned embeddings; None counts from 0.
+        restarts: Whether positions that are not given count from 0 in every document of
+            ``lengths``; otherwise they count from 0 in every row.
+        mask: Mask of the pairs of a query and a key, or of the keys of a row. A boolean mask is
+            false where no attention is allowed; a query without any allowed key attends to itself.
+            A floating-point mask is added to the scores and must be complete: ``causal`` and
+            ``window`` are ignored. None means no mask.
+        causal: Whether a token attends only to itself and to tokens before it.
+        window: Number of tokens that a token attends to: itself and the tokens before it; without
+            ``causal`` also as many tokens after it as before it. None means all (tokens).
+        prefix: Number of first tokens of each row to which every token of the row attends; None
+            means none (tokens).
+        soft_cap: Bound c of the scores s, which become ``c tanh(s / c)``; None means no bound.
+        slopes: ALiBi slopes of the heads: scores decrease by them for each token of distance
+            between query and key, after the soft cap. None means no ALiBi.
+        places: Place of every token of this rank in its row, which determines these distances;
+            None counts along the row (tokens).
+        sinks: Score of each head's sink, which takes part in the softmax and has the value 0; None
+            means no sinks.
+        scale: Factor of the scores; None means ``head_dim ** -0.5``.
+        borders: Cumulative lengths of all documents of all rows, from 0 to ``batch seq`` as int32.
+            :meth:`laid_out` derives them (tokens).
+        key_borders: Cumulative lengths of the documents of the keys, as many as ``borders`` then
+            has for the queries; None means that keys have the documents of the queries. Only
+            without ``causal`` and ``window``. :meth:`padded` describes padding by them (tokens).
+        cut: Cut of each document over the ranks that share the rows, or over a group of these
+            ranks; ``borders`` then describe the window of the rows that the group holds. None means
+            that whole rows are cut, or that nothing is cut.
+        order: Positions of the rows that each of the ranks that share them holds; None means that
+            whole rows are cut.
+        results: Store of results for recomputation: a second forward pass takes the results of the
+            first one from it. None means that it computes them again.
+        past: Cache of earlier tokens, to which these tokens attend, too; None means that rows are
+            whole.
+
+    Raises:
+        ParallelPlanError: If two fields contradict each other, or one is out of its range.
+    """
+
+    lengths: Int[Tensor, "batch documents"] | None = None
+    longest: int | None = None
+    positions: Int[Tensor, "batch seq"] | None = None
+    restarts: bool = True
+    mask: Shaped[Tensor, "#batch 1 #seq _"] | None = None
+    causal: bool = True
+    window: int | None = None
+    prefix: Int[Tensor, " batch"] | None = None
+    soft_cap: float | None = None
+    slopes: AlibiSlopes | None = None
+    places: Int[Tensor, "#batch _"] | None = None
+    sinks: Float[Tensor, " heads"] | None = None
+    scale: float | None = None
+    borders: Int[Tensor, " borders"] | None = None
+    key_borders: Int[Tensor, " borders"] | None = None
+    cut: DocumentCut | None = None
+    order: TokenOrder | None = None
+    results: CoreResults | None = None
+    past: CachedTokens | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask is not None and (self.has_documents or self.prefix is not None):
+            raise ParallelPlanError(
+                "a span must have either a mask or lengths and prefix: both were given. A mask "
+                "already states for each pair of tokens what lengths and prefix state for rows. "
+                "Leave one of them out."
+            )
+        if self.prefix is not None and self.has_documents:
+            raise ParallelPlanError(
+                "a span must have either lengths or prefix: both were given. A prefix starts at "
+                "the start of a row, so its tokens would attend to other documents. Leave one of "
+                "them out."
+            )
+        if self.key_borders is not None and (
+            self.borders is None or self.causal or self.window is not None
+        ):
+            raise ParallelPlanError(
+                "span.key_borders must come with borders and without causal and window, because "
+                "these count the distance of a query and a key in one document: borders "
+                f"{'are missing' if self.borders is None else 'are given'}, causal is "
+                f"{self.causal}, window is {self.window}. Use key_borders for attention to all "
+                "keys of a document."
+            )
+        for name in ("longest", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ParallelPlanError(
+                    f"span.{name} must be at least 1 token: it is {value}. A token always attends "
+                    "to itself. Use None for no limit."
+                )
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ParallelPlanError(
+                f"span.soft_cap must be above 0: it is {self.soft_cap}. It limits the scores. Use "
+                "None for no limit."
+            )
+
+    @classmethod
+    def packed(
+        cls, lengths: Sequence[Sequence[int]], seq_length: int, num_documents: int | None = None
+    ) -> AttentionSpan:
+        """Return the span of rows of packed documents.
+
+        Args:
+            lengths: Lengths of the documents of each row; rows may have different numbers of
+                documents (tokens).
+            seq_length: Length of the rows; the rest of a row is padding (tokens).
+            num_documents: Columns of the tensor of lengths, equal in all batches for CUDA graphs;
+                None means the largest number of documents in a row.
+
+        Raises:
+            ParallelPlanError: If the lengths of a row exceed the row, or a row has more documents
+                than columns.
+        """
+        check_lengths(lengths, seq_length)
+        most = max(map(len, lengths), default=0)
+        columns = most if num_documents is None else num_documents
+        if most > columns:
+            raise ParallelPlanError(
+                f"a row must not have more than num_documents ({columns}) documents: one has "
+                f"{most}. The lengths of all batches have the same number of columns. Raise "
+                f"num_documents to {most}, or put fewer documents into a row."
+            )
+        rows = [[*row, *[0] * (columns - len(row))] for row in lengths]
+        longest = max((max(row, default=0) for row in rows), default=0)
+        # The padding at the end of a row is a document, too.
+        longest = max([longest, *(seq_length - sum(row) for row in rows)])
+        lengths_of_rows = torch.tensor(rows, dtype=torch.int64).view(len(rows), columns)
+        return cls(lengths=lengths_of_rows, longest=longest)
+
+    @classmethod
+    def padded(cls, lengths: Int[Tensor, " batch"], seq_length: int) -> AttentionSpan:
+        """Return the span of bidirectional attention to all tokens that are not padding.
+
+        Equal to a mask of the keys: queries at padding attend to the same keys as the others. The
+        keys of a row that are not padding form a document with all its queries, and its padding
+        forms a document without queries. The number of documents depends on that of the rows alone,
+        and the host reads no value, so the result may be computed inside a captured region.
+
+        Args:
+            lengths: Number of tokens before the padding of each row; a row of padding alone is
+                taken as a row without padding (tokens).
+            seq_length: Length of the rows (tokens).
+        """
+        counts = lengths.masked_fill(lengths < 1, seq_length)[:, None]
+        return cls(
+            causal=False,
+            longest=seq_length,
+            borders=borders_of(torch.full_like(counts, seq_length), seq_length),
+            key_borders=borders_of(counts, seq_length),
+        )
+
+    @property
+    def has_documents(self) -> bool:
+        """Return whether rows may consist of several documents."""
+        return self.lengths is not None or self.borders is not None
+
+    def check_shape(self, num_sequences: int, seq_length: int) -> None:
+        """Check that the shapes of the fields fit rows of tokens.
+
+        The host does not read lengths, which may be on a GPU; :func:`check_lengths` checks them.
+
+        Raises:
+            ParallelPlanError: If a shape differs.
+        """
+        positions = self.positions
+        if positions is not None and tuple(positions.shape) != (num_sequences, seq_length):
+            raise ParallelPlanError(
+                f"span.positions must have the shape of the tokens ({num_sequences}, "
+                f"{seq_length}), because it describes each of them: its shape is "
+                f"{tuple(positions.shape)}. Expand or cut it."
+            )
+        mask = self.mask
+        if mask is not None and (
+            mask.dim() != 4
+            or mask.shape[3] != seq_length
+            or mask.shape[2] not in (1, seq_length)
+            or mask.shape[0] not in (1, num_sequences)
+            or mask.shape[1] != 1
+        ):
+            raise ParallelPlanError(
+                f"span.mask must have the shape ({num_sequences} or 1, 1, {seq_length} or 1, "
+                f"{seq_length}), for rows, heads, queries and keys: its shape is "
+                f"{tuple(mask.shape)}. Insert dimensions of size 1."
+            )
+        if self.lengths is None:
+            return
+        if self.lengths.dim() != 2 or len(self.lengths) != num_sequences:
+            raise ParallelPlanError(
+                f"span.lengths must have a row for each of the {num_sequences} rows of tokens, "
+                "because it describes their documents: its shape is "
+                f"{tuple(self.lengths.shape)}. Give rows without documents zeros."
+            )
+
+    def over(self, rows: AttentionSpan | None) -> AttentionSpan:
+        """Return a span with this kind of attention and the rows of another span.
+
+        Args:
+            rows: Documents, prefix or mask of the rows; None means whole rows.
+        """
+        if rows is None:
+            return self
+        return replace(
+            self,
+            lengths=rows.lengths,
+            longest=rows.longest,
+            mask=rows.mask,
+            prefix=rows.prefix,
+            places=rows.places,
+            borders=rows.borders,
+            key_borders=rows.key_borders,
+            cut=rows.cut,
+            order=rows.order,
+            results=rows.results,
+            past=rows.past,
+        )
+
+    def laid_out(self, num_sequences: int, seq_length: int, device: torch.device) -> AttentionSpan:
+        """Return the span with the borders of its documents and its positions, on a device.
+
+        The host reads no value, so the result may be computed inside a captured region.
+
+        Args:
+            num_sequences: Number of rows (sequences).
+            seq_length: Length of the rows (tokens).
+            device: Device of the tokens.
+        """
+        if self.lengths is None:
+            return self
+        borders = borders_of(self.lengths.to(device, non_blocking=True), seq_length)
+        positions = self.positions
+        if positions is None and self.restarts:
+            positions = _positions_in_documents(borders, num_sequences, seq_length)
+        return replace(self, lengths=None, borders=borders, positions=positions)
+
+
+def borders_of(lengths: Int[Tensor, "batch documents"], seq_length: int) -> Int[Tensor, " borders"]:
+    """Return the cumulative lengths of all documents of all rows, from 0 to ``batch seq``.
+
+    The rest of a row after its last document is one more document.
+
+    Args:
+        lengths: Lengths of the documents of each row (tokens).
+        seq_length: Length of the rows (tokens).
+    """
+    num_rows = len(lengths)
+    # Lengths that exceed their row must not reach into the next one.
+    ends = lengths.cumsum(1).clamp(max=seq_length)
+    starts_of_rows = torch.arange(num_rows, device=lengths.device)[:, None] * seq_length
+    ends = F.pad(ends, (0, 1), value=seq_length) + starts_of_rows
+    return F.pad(ends.flatten(), (1, 0)).to(torch.int32)
+
+
+def document_of_tokens(
+    borders: Int[Tensor, " borders"], num_sequences: int, seq_length: int
+) -> Int[Tensor, "batch seq"]:
+    """Return the index of each token's document among the documents of all rows.
+
+    Args:
+        borders: Cumulative lengths of the documents (tokens).
+        num_sequences: Number of rows (sequences).
+        seq_length: Length of the rows (tokens).
+    """
+    index = torch.arange(num_sequences * seq_length, device=borders.device, dtype=borders.dtype)
+    document = torch.searchsorted(borders[1:].contiguous(), index, right=True)
+    return document.view(num_sequences, seq_length)
+
+
+def _positions_in_documents(
+    borders: Int[Tensor, " borders"], num_sequences: int, seq_length: int
+) -> Int[Tensor, "batch seq"]:
+    starts = borders[document_of_tokens(borders, num_sequences, seq_length)]
+    index = torch.arange(num_sequences * seq_length, device=borders.device)
+    return index.view(num_sequences, seq_length) - starts
+
+
+def check_lengths(
+    lengths: Sequence[Sequence[int]], seq_length: int, longest: int | None = None
+) -> None:
+    """Check that the lengths of documents fit rows.
+
+    Args:
+        lengths: Lengths of the documents of each row (tokens).
+        seq_length: Length of the rows (tokens).
+        longest: Upper bound of the lengths; None means the length of the rows (tokens).
+
+    Raises:
+        ParallelPlanError: If a length is negative or above the bound, or if the lengths of a row
+            sum up to more than its length.
+    """
+    most = seq_length if longest is None else longest
+    for number, row in enumerate(lengths):
+        if sum(row) > seq_length:
+            raise ParallelPlanError(
+                f"the lengths of the documents of a row must not exceed its {seq_length} tokens: "
+                f"row {number} has {list(row)}, which is {sum(row)}. A document must end in its "
+                f"row. Use lengths with a sum of at most {seq_length}."
+            )
+        if row and (min(row) < 0 or max(row) > most):
+            raise ParallelPlanError(
+                f"the length of a document must be from 0 to {most} tokens: row {number} has "
+                f"{list(row)}. The kernel is launched for the longest document. Cut the document, "
+                "or raise its bound (span.longest, max_length_q)."
+            )

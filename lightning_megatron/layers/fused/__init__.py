@@ -1,0 +1,1 @@
+"""Choice of fused kernels, and operators that they compute."""

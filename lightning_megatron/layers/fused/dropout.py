@@ -1,0 +1,211 @@
+"""Dropout whose masks no parallel layout, microbatch size or recomputation changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.fused import choose_kernels
+from lightning_megatron.layers.fused.dropout_mask import keep_mask
+from lightning_megatron.plan.mask_numbers import MaskNumbers, PlaceCut, dimension_of_rows
+from lightning_megatron.shapes import Float
+
+
+def hidden_dropout(
+    hidden: Float[Tensor, "*shape"],
+    probability: float,
+    training: bool,
+    mesh: ParallelMesh,
+    *,
+    batch_first: bool = False,
+) -> Float[Tensor, "*shape"]:
+    """Drop elements of the residual stream.
+
+    Whether an element is dropped depends on the seed of the run, the number of the batch, the
+    layer, the draw within the layer, and on the element's sample, position and feature. It is the
+    same in every layout and for every size of microbatches. The states of torch's default
+    generators do not change.
+
+    Shapes: ``(seq_local, batch, hidden)``, ``(batch, seq, hidden)`` with ``batch_first``, or
+        ``(batch, hidden)``, whose ranks hold all positions.
+
+    Args:
+        hidden: Activations.
+        probability: Probability that an element is dropped.
+        training: Whether the module is in training mode; nothing is dropped otherwise.
+        mesh: Process groups and random streams of this rank.
+        batch_first: Whether the dimension of the samples precedes that of the positions.
+    """
+    if not training or probability == 0.0:
+        return hidden
+    sequence = (mesh.tp.rank, mesh.tp.size) if mesh.sequence_parallel else (0, 1)
+    context = (mesh.cp.rank, mesh.cp.size)
+    numbers = _hidden_numbers(tuple(hidden.shape), batch_first, sequence, context)
+    return drop_numbered(hidden, probability, mesh, numbers)
+
+
+# Every layer asks again in every step, and the host would take as long as for a launch.
+@lru_cache
+def _hidden_numbers(
+    shape: tuple[int, ...], batch_first: bool, sequence: tuple[int, int], context: tuple[int, int]
+) -> MaskNumbers:
+    if len(shape) == 2:
+        return MaskNumbers(dimension_of_rows(shape, 0))
+    seq_dim = int(batch_first)
+    samples = dimension_of_rows(shape, 1 - seq_dim)
+    places = dimension_of_rows(shape, seq_dim)
+    return MaskNumbers(samples, places, cut=PlaceCut.of(shape[seq_dim], sequence, context))
+
+
+def places_of(mesh: ParallelMesh, length: int, is_sharded: bool) -> PlaceCut:
+    """Return the positions of rows that this rank holds.
+
+    Args:
+        mesh: Process groups of this rank.
+        length: Positions that this rank holds (tokens).
+        is_sharded: Whether the ranks of tp share the positions.
+    """
+    sequence = (mesh.tp.rank, mesh.tp.size) if is_sharded else (0, 1)
+    return PlaceCut.of(length, sequence, (mesh.cp.rank, mesh.cp.size))
+
+
+@dataclass(frozen=True)
+class WeightDropout:
+    """Dropout of attention weights, the same in every layout.
+
+    Args:
+        mesh: Process groups and random streams of this rank.
+        first_head: Number of this rank's first head in the whole layer (heads).
+    """
+
+    mesh: ParallelMesh
+    first_head: int = 0
+
+    def from_head(self, head: int) -> WeightDropout:
+        """Return the dropout of the heads that follow some of this rank's heads.
+
+        Args:
+            head: Number of heads before the first one (heads).
+        """
+        return replace(self, first_head=self.first_head + head)
+
+    def __call__(
+        self, weights: Float[Tensor, "batch heads seq _"], probability: float
+    ) -> Float[Tensor, "batch heads seq _"]:
+        """Drop weights of whole rows of queries and keys.
+
+        Args:
+            weights: The weights.
+            probability: Probability that a weight is dropped.
+        """
+        if probability == 0.0:
+            return weights
+        batch, heads, places = (dimension_of_rows(weights.shape, dim) for dim in range(3))
+        numbers = MaskNumbers(batch, places, heads, first_head=self.first_head)
+        return drop_numbered(weights, probability, self.mesh, numbers, "attention")
+
+
+def tensor_region_stream(
+    probability: float,
+    training: bool,
+    mesh: ParallelMesh,
+) -> AbstractContextManager[None]:
+    """Select the random stream for kernels that draw masks inside a tensor-parallel region.
+
+    Ranks have different heads or features there, and draw different masks. The stream does not
+    change if nothing will be dropped.
+
+    Source: Shoeybi et al. 2019, appendix B.2.
+    """
+    return mesh.random.fork("tensor") if training and probability > 0.0 else nullcontext()
+
+
+@torch.compiler.disable
+def drop_numbered(
+    values: Float[Tensor, "*shape"],
+    probability: float,
+    mesh: ParallelMesh,
+    numbers: MaskNumbers,
+    purpose: str = "hidden",
+) -> Float[Tensor, "*shape"]:
+    """Drop elements whose rows have numbers in the whole batch.
+
+    Args:
+        values: Activations.
+        probability: Probability that an element is dropped.
+        mesh: Process groups and random streams of this rank.
+        numbers: Numbers of the rows.
+        purpose: Name of the masks, whose order in a layer must be the same in all layouts.
+    """
+    # torch.compile would specialise on the numbers of the key and recompile in every step.
+    key = mesh.random.mask_key(purpose, numbers.samples[1])
+    result: Tensor = _Dropout.apply(values, key, numbers.as_integers, probability)
+    return result
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, key: Tensor, numbers: list[int], probability: float
+    ) -> Tensor:
+        # The backward pass computes the mask again. A recomputation replaces saved tensors only, so
+        # the key is one; without a version, because each replay of a captured computation fills it.
+        ctx.save_for_backward(key.data)
+        ctx.settings = numbers, probability
+        result: Tensor = torch.ops.lightning_megatron.dropout(values, key, numbers, probability)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (key,) = ctx.saved_tensors
+        return _Dropout.apply(grads[0], key, *ctx.settings), None, None, None
+
+
+def _drop(values: Tensor, key: Tensor, numbers: Sequence[int], dropout: float) -> Tensor:
+    if dropout == 0.0:
+        return values.clone()
+    rows = _rows_of(tuple(numbers))
+    threshold = round(dropout * 2**31)
+    scale = 1.0 / (1.0 - dropout)
+    kernels = _kernels_for(values)
+    if kernels is not None:
+        result: Tensor = kernels.drop_elements(values, key, rows, threshold, scale)
+        return result
+    shape = values.numel() // values.shape[-1], values.shape[-1]
+    mask = keep_mask(key, shape, rows, threshold, values.device).view(values.shape)
+    return torch.where(mask, values * scale, 0.0)
+
+
+@lru_cache
+def _rows_of(numbers: tuple[int, ...]) -> MaskNumbers:
+    return MaskNumbers.of_integers(numbers)
+
+
+def _shape_of_result(values: Tensor, key: Tensor, numbers: Sequence[int], dropout: float) -> Tensor:
+    return torch.empty(values.shape, dtype=values.dtype, device=values.device)
+
+
+# An operator that is defined by its schema takes a fifth of the host's time of torch's custom_op.
+# Modes that replace random operators of torch recognise it by its tag, and turn dropout off by the
+# name of its argument.
+_LIBRARY = torch.library.Library("lightning_megatron", "FRAGMENT")
+_LIBRARY.define(
+    "dropout(Tensor values, Tensor key, int[] numbers, float dropout) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+_LIBRARY.impl("dropout", _drop, "CompositeExplicitAutograd")
+_LIBRARY.impl("dropout", _shape_of_result, "Meta")
+
+
+def _kernels_for(values: Tensor) -> ModuleType | None:
+    if not values.is_cuda or values.dtype == torch.float64:
+        return None
+    return choose_kernels.choose_kernels(values.device).kernels

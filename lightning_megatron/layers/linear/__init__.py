@@ -1,0 +1,1 @@
+"""Linear layers of all formats of numbers, sharded over the tensor axis."""

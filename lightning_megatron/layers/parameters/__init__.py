@@ -1,0 +1,1 @@
+"""Parameters of layers: their initial values, stacks, and sums of gradients."""

@@ -1,0 +1,621 @@
+"""Gradient sums over the microbatches of a step, outside of autograd's ``.grad``.
+
+The first gradient of a step overwrites the sum in its slot, and later ones are added to it. Layers
+choose between the two in Python, by :attr:`GradientSlot.is_empty`. A CUDA graph repeats the choice
+of its capture, so a backward pass has two graphs: one for empty slots and one for filled slots. The
+code that replays them chooses one by :func:`state_of`, and sets the flags that the pass would have
+set by :func:`mark_filled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.half_types import HALF_TYPES
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.shapes import Float, Int, Shaped
+
+_ATTRIBUTE = "gradient_slot"
+#: ``empty`` if no slot has a sum, ``filled`` if all have one, ``mixed`` otherwise.
+SlotState = Literal["empty", "filled", "mixed"]
+
+
+class GradientProduct(Protocol):
+    """Weight gradient of a linear layer that is not computed yet."""
+
+    def value(self) -> Float[Tensor, "out_local in_local"]:
+        """Return the gradient."""
+        ...
+
+    def add_to(
+        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
+    ) -> bool:
+        """Add the gradient to a sum, without a temporary tensor of the product where possible.
+
+        Args:
+            sums: The sum.
+            is_empty: Whether the product overwrites the sum.
+            scale: Factor of the gradient.
+
+        Returns:
+            Whether the gradient was added. If not, the caller must add :meth:`value`.
+        """
+        ...
+
+    def split(self, rows: Sequence[int]) -> Sequence[GradientProduct]:
+        """Return the products of consecutive rows of the weight.
+
+        Args:
+            rows: Number of rows of each product (rows).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """Weight gradient ``left^T @ right``.
+
+    For half types on a GPU, one matrix product accumulates in the float32 memory of the sum,
+    without rounding to the half type and without a temporary tensor.
+
+    Shapes: left ``(rows, out_local)``; right ``(rows, in_local)``.
+
+    Args:
+        left: Gradient of the outputs.
+        right: Inputs.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def value(self) -> Float[Tensor, "out_local in_local"]:
+        """Return the gradient."""
+        return self.left.t() @ self.right
+
+    def add_to(
+        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
+    ) -> bool:
+        """Add the gradient to a sum; return False if these dtypes have no such product."""
+        left = self.left
+        right = self.right
+        factors = {"beta": 0 if is_empty else 1, "alpha": scale}
+        is_half = left.dtype in HALF_TYPES and right.dtype == left.dtype
+        if sums.dtype == torch.float32 and left.is_cuda and is_half:
+            torch.addmm(sums, left.t(), right, out_dtype=torch.float32, out=sums, **factors)
+        elif sums.dtype == left.dtype == right.dtype:
+            torch.addmm(sums, left.t(), right, out=sums, **factors)
+        else:
+            return False
+        return True
+
+    def split(self, rows: Sequence[int]) -> Sequence[MatrixProduct]:
+        """Return the products of consecutive rows of the weight."""
+        return [MatrixProduct(part, self.right) for part in self.left.split(list(rows), dim=1)]
+
+
+@dataclass(frozen=True)
+class ScaledGradient:
+    """Weight gradient ``gradient * factor``, with a factor that is known only on the device.
+
+    Args:
+        gradient: Gradient for the factor 1.
+        factor: One number.
+    """
+
+    gradient: Float[Tensor, "out_local in_local"]
+    factor: Float[Tensor, ""]
+
+    def value(self) -> Float[Tensor, "out_local in_local"]:
+        """Return the gradient."""
+        return self.gradient * self.factor
+
+    def add_to(
+        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
+    ) -> bool:
+        """Add the gradient to a sum in one pass; return False if their dtypes differ."""
+        if sums.dtype != self.gradient.dtype:
+            return False
+        if is_empty:
+            torch.mul(self.gradient, self.factor * scale, out=sums)
+        else:
+            sums.addcmul_(self.gradient, self.factor, value=scale)
+        return True
+
+    def split(self, rows: Sequence[int]) -> Sequence[ScaledGradient]:
+        """Return the gradients of consecutive rows of the weight."""
+        return [ScaledGradient(part, self.factor) for part in self.gradient.split(list(rows))]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Callbacks for several slots, which are called once for all of them.
+
+    Args:
+        accepts: Function that returns whether gradients are currently accepted for all slots.
+        on_gradients: Function that is called after a gradient was added to every slot.
+    """
+
+    accepts: Callable[[], bool]
+    on_gradients: Callable[[], None]
+
+
+class GradientSlot:
+    """Sum of a parameter's gradients, in a tensor that may have a wider dtype.
+
+    The first gradient of a step overwrites the tensor, so it need not be zeroed.
+
+    Args:
+        gradient: Tensor of the sum, of the parameter's local shape.
+        on_gradient: Function that is called after every addition.
+        accepts: Function that returns whether gradients are currently accepted; others are dropped.
+        join: Function that returns one owner for several slots with the same ``join``. None means
+            that the callbacks of each slot are called.
+        scale: Factor of every gradient.
+        queue: Queue to which layers may defer the matrix product of the gradient; None computes
+            all products at once.
+    """
+
+    def __init__(
+        self,
+        gradient: Tensor,
+        on_gradient: Callable[[], None],
+        accepts: Callable[[], bool] = lambda: True,
+        join: Callable[[Sequence[GradientSlot]], Owner] | None = None,
+        scale: float = 1.0,
+        queue: WeightGradientQueue | None = None,
+    ) -> None:
+        self.gradient = gradient
+        self._queue = queue
+        self.scale = scale
+        self.is_empty = True
+        #: Indices of the rows of all gradients since the last :meth:`clear`, one tensor for each
+        #: addition; None if a gradient of the whole parameter was added.
+        self.rows: tuple[Tensor, ...] | None = ()
+        self._on_gradient = on_gradient
+        self._accepts = accepts
+        self._join = join
+        self._row: SlotRow | None = None
+        self._first_part: GradientSlot | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the sum."""
+        return self.gradient.dtype
+
+    @property
+    def slots(self) -> tuple[GradientSlot, ...]:
+        """Return a tuple with this slot, the counterpart of :attr:`StackedSlot.slots`."""
+        return (self,)
+
+    @property
+    def open_queue(self) -> WeightGradientQueue | None:
+        """Return the queue to which the product can be deferred now; None if there is none.
+
+        Compiled graphs compute all gradients at once, because they cannot use a queue. Linear
+        layers with slots run between compiled graphs.
+        """
+        if torch.compiler.is_compiling() or self._queue is None or not self._queue.is_open:
+            return None
+        return self._queue
+
+    @torch.no_grad()
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient of the parameter's shape, in any dtype."""
+        if not self._accepts():
+            return
+        if self.is_empty:
+            self.gradient.copy_(gradient)
+            if self.scale != 1:
+                self.gradient.mul_(self.scale)
+        else:
+            self.gradient.add_(gradient, alpha=self.scale)
+        self._added()
+
+    @torch.no_grad()
+    def add_sum(self, parts: Float[Tensor, "parts ..."]) -> None:
+        """Add a gradient that is the sum of some parts.
+
+        Equal to ``add(parts.sum(0))``.
+        """
+        if not self._accepts():
+            return
+        if not self.is_empty or self.scale != 1 or self.gradient.dtype != parts.dtype:
+            self.add(parts.sum(0))
+            return
+        # The first gradient of a step is summed into the slot, without a temporary tensor.
+        torch.sum(parts, 0, out=self.gradient)
+        self._added()
+
+    @torch.no_grad()
+    def add_product(
+        self, left: Float[Tensor, "rows out_local"], right: Float[Tensor, "rows in_local"]
+    ) -> None:
+        """Add the weight gradient of a linear layer, ``left^T @ right``.
+
+        Equal to ``add(left.t() @ right)``, in one matrix product where possible.
+        """
+        self.add_computed(MatrixProduct(left, right))
+
+    @torch.no_grad()
+    def add_computed(self, product: GradientProduct) -> None:
+        """Add a weight gradient that is computed only if the slot accepts it.
+
+        Equal to ``add(product.value())``.
+        """
+        if not self._accepts():
+            return
+        if product.add_to(self.gradient, is_empty=self.is_empty, scale=self.scale):
+            self._added()
+        else:
+            self.add(product.value())
+
+    @torch.no_grad()
+    def add_rows(self, index: Int[Tensor, "rows"], rows: Float[Tensor, "rows hidden"]) -> None:
+        """Add the gradients of some rows of a table.
+
+        The result is deterministic if at most one of the rows with equal index is not zero.
+
+        The rows have the dtype of the slot.
+        """
+        if not self._accepts():
+            return
+        if self.is_empty:
+            self.gradient.zero_()
+        self.gradient.index_add_(0, index, rows, alpha=self.scale)
+        self.note_filled((index,))
+        self._on_gradient()
+
+    def first_part(self) -> GradientSlot:
+        """Return a slot for all parts of a gradient except the last, which does not notify the
+        owner.
+
+        It adds to the same sum. This slot must then add the last part.
+        """
+        if self._first_part is None:
+            self._first_part = GradientSlot(
+                self.gradient, self.note_filled, self._accepts, scale=self.scale
+            )
+        self._first_part.is_empty = self.is_empty
+        return self._first_part
+
+    def note_filled(self, rows: tuple[Int[Tensor, "rows"], ...] | None = None) -> None:
+        """Record that a gradient was added, without a call of the owner.
+
+        Args:
+            rows: Indices of the rows to which the gradient belongs; None means all rows.
+        """
+        self.is_empty = False
+        self.rows = None if rows is None or self.rows is None else self.rows + rows
+
+    def clear(self) -> None:
+        """Mark the sum as empty, at the start of a step."""
+        self.is_empty = True
+        self.rows = ()
+
+    def _added(self) -> None:
+        self.note_filled()
+        self._on_gradient()
+
+
+class SlotRow:
+    """Slots of parameters of one shape.
+
+    One kernel can add to all of them if their sums lie at equal distances in one storage.
+
+    Args:
+        slots: The slots, in the order of their memory addresses.
+    """
+
+    def __init__(self, slots: Sequence[GradientSlot]) -> None:
+        self._slots = tuple(slots)
+        #: Factor of every gradient.
+        self.scale = slots[0].scale
+        is_one_scale = all(slot.scale == self.scale for slot in slots)
+        #: The sums as one tensor ``(experts, *shape)``; None if they are not equally spaced or
+        #: differ in scale.
+        self.sums = stacked_view([slot.gradient for slot in slots]) if is_one_scale else None
+        self.is_contiguous = slots[0].gradient.is_contiguous()
+        self._owner = self.owner_of(slots)
+        self._addresses: list[int] | None = None
+        self._weights: Tensor | None = None
+
+    @staticmethod
+    def of(slots: Sequence[GradientSlot]) -> SlotRow:
+        """Return the row of these slots.
+
+        The first slot caches it, because the memory of a slot never changes.
+        """
+        row = slots[0]._row
+        if row is None or row._slots != tuple(slots):
+            row = slots[0]._row = SlotRow(slots)
+        return row
+
+    def stacked_weights(
+        self, weights: Sequence[Float[Tensor, "*shape"]]
+    ) -> Float[Tensor, "experts *shape"] | None:
+        """Return :func:`stacked_view` of the parameters, cached until one of them moves."""
+        addresses = [weight.data_ptr() for weight in weights]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._weights = stacked_view(weights)
+        return self._weights
+
+    @torch.no_grad()
+    def add(self, add: Callable[[Tensor, bool], None]) -> bool:
+        """Add the gradients of all parameters with one kernel, if possible.
+
+        It is possible if the sums are one tensor, all slots accept gradients, and either all slots
+        are empty or none is.
+
+        Args:
+            add: Function of the sums as one tensor, and of whether to overwrite them. The function
+                must apply :attr:`scale`.
+
+        Returns:
+            Whether ``add`` was called. If not, the caller must add the gradient of each slot.
+        """
+        states = [slot.is_empty for slot in self._slots]
+        is_empty = states[0]
+        if self.sums is None or states.count(is_empty) != len(states) or not self._owner.accepts():
+            return False
+        add(self.sums, is_empty)
+        for slot in self._slots:
+            slot.note_filled()
+        self._owner.on_gradients()
+        return True
+
+    @torch.no_grad()
+    def add_each(self, add: Callable[[list[Tensor], list[bool], list[bool]], None]) -> None:
+        """Add the gradients of all parameters by one call, wherever their sums lie in memory.
+
+        Args:
+            add: Function of the sums of the parameters, of whether to overwrite each sum, and of
+                whether each slot accepts gradients. The function must not change the sums of slots
+                that accept none, and must apply the scales of the slots.
+        """
+        slots = self._slots
+        accepted = [slot._accepts() for slot in slots]
+        are_empty = [slot.is_empty for slot in slots]
+        add([slot.gradient for slot in slots], are_empty, accepted)
+        for slot, is_accepted in zip(slots, accepted, strict=True):
+            if is_accepted:
+                slot._added()
+
+    @staticmethod
+    def owner_of(slots: Sequence[GradientSlot]) -> Owner:
+        """Return one owner for all slots, which calls each slot if the slots cannot be joined."""
+        joins = [slot._join for slot in slots]
+        join = joins[0] if joins.count(joins[0]) == len(joins) else None
+        if join is not None:
+            return join(slots)
+
+        def notify() -> None:
+            for slot in slots:
+                slot._on_gradient()
+
+        return Owner(lambda: all(slot._accepts() for slot in slots), notify)
+
+
+class StackedSlot:
+    """Gradient slot of a fused weight whose rows belong to several parameters.
+
+    Equal to adding its rows of every gradient to the slot of each parameter. If the sums are
+    adjacent in memory, one matrix product adds to all of them.
+
+    Args:
+        slots: Slots of the parameters, from the first row to the last.
+        rows: Number of rows of each parameter (rows).
+    """
+
+    def __init__(self, slots: Sequence[GradientSlot], rows: Sequence[int]) -> None:
+        self.slots = tuple(slots)
+        self._rows = list(rows)
+        self._owner = SlotRow.owner_of(slots)
+        self._full = self._joined_sums()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the sums."""
+        return self.slots[0].dtype
+
+    @property
+    def open_queue(self) -> WeightGradientQueue | None:
+        """Return the queue for the product, as :attr:`GradientSlot.open_queue` does."""
+        return self.slots[0].open_queue
+
+    def add(self, gradient: Float[Tensor, "rows ..."]) -> None:
+        """Add a gradient of the concatenated parameters."""
+        for slot, part in zip(self.slots, gradient.split(self._rows), strict=True):
+            slot.add(part)
+
+    def add_product(
+        self, left: Float[Tensor, "rows out_local"], right: Float[Tensor, "rows in_local"]
+    ) -> None:
+        """Add ``left^T @ right``, as :meth:`GradientSlot.add_product` does."""
+        self.add_computed(MatrixProduct(left, right))
+
+    def add_computed(self, product: GradientProduct) -> None:
+        """Add a weight gradient, as :meth:`GradientSlot.add_computed` does."""
+        first = self.slots[0]
+        states = [slot.is_empty for slot in self.slots]
+        is_mixed = states.count(states[0]) != len(states)
+        if self._full is None or is_mixed or not self._owner.accepts():
+            for slot, part in zip(self.slots, product.split(self._rows), strict=True):
+                slot.add_computed(part)
+            return
+        with torch.no_grad():
+            if not product.add_to(self._full, is_empty=states[0], scale=first.scale):
+                self.add(product.value())
+                return
+        for slot in self.slots:
+            slot.note_filled()
+        self._owner.on_gradients()
+
+    def _joined_sums(self) -> Tensor | None:
+        """Return the sums as one tensor; None if they are apart or differ in scale or dtype."""
+        first = self.slots[0]
+        end = first.gradient.data_ptr()
+        for slot in self.slots:
+            sums = slot.gradient
+            if sums.data_ptr() != end or slot.scale != first.scale or sums.dtype != first.dtype:
+                return None
+            end += sums.nbytes
+        shape = (sum(self._rows), *first.gradient.shape[1:])
+        return first.gradient.as_strided(shape, first.gradient.stride())
+
+
+def slot_of(parameter: Tensor | None) -> Any:
+    """Return the gradient slot of a parameter.
+
+    Returns:
+        A :class:`GradientSlot`, or a :class:`StackedSlot` for a fused weight. None if the parameter
+        is frozen or if autograd accumulates its gradient, as for parameters with hooks, which
+        autograd runs. Compiled blocks ignore hooks.
+    """
+    if parameter is None or not parameter.requires_grad:
+        return None
+    slot = getattr(parameter, _ATTRIBUTE, None)
+    if slot is None or torch.compiler.is_compiling():
+        return slot
+    return None if parameter._backward_hooks else slot
+
+
+def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:
+    """Return the slot of each parameter, as :func:`slot_of` does."""
+    return [slot_of(parameter) for parameter in parameters]
+
+
+def cached_stack(
+    weights: Sequence[Float[Tensor, "*shape"]], slots: Sequence[GradientSlot | None]
+) -> Float[Tensor, "experts *shape"] | None:
+    """Return :func:`stacked_view` of weights, which their slots cache if each weight has one.
+
+    Args:
+        weights: Parameters of equal shape.
+        slots: Slot of each parameter; None for a parameter without a slot.
+    """
+    present = [slot for slot in slots if slot is not None]
+    if len(present) == len(weights):
+        return SlotRow.of(present).stacked_weights(weights)
+    return stacked_view(weights)
+
+
+def set_slot(parameter: Tensor, slot: GradientSlot | StackedSlot | None) -> None:
+    """Attach a slot to a parameter; None removes its slot."""
+    if slot is not None:
+        setattr(parameter, _ATTRIBUTE, slot)
+    elif hasattr(parameter, _ATTRIBUTE):
+        delattr(parameter, _ATTRIBUTE)
+
+
+def add_to_slots(
+    gradients: Float[Tensor, "experts *shape"],
+    weights: Sequence[Float[Tensor, "*shape"]],
+    slots: Sequence[GradientSlot | None],
+    needed: Sequence[bool],
+) -> list[Float[Tensor, "*shape"] | None]:
+    """Add the gradients of weights to their slots, and return those of weights without slots.
+
+    Args:
+        gradients: Gradients of all weights as one stack.
+        weights: One weight for each expert.
+        slots: Slot of each weight; None means that autograd accumulates its gradient.
+        needed: Whether each weight needs a gradient.
+
+    Returns:
+        Gradient of each weight for autograd; None if the gradient is in a slot or not needed.
+    """
+    remaining: list[Tensor | None] = [None] * len(weights)
+    for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
+        if slot is not None:
+            slot.add(gradients[number])
+        elif needed[number]:
+            remaining[number] = gradients[number].to(weight.dtype)
+    return remaining
+
+
+def state_of(slots: Iterable[GradientSlot]) -> SlotState:
+    """Return whether no slot, every slot or some slots hold a sum; ``empty`` without slots."""
+    flags = {slot.is_empty for slot in slots}
+    if len(flags) > 1:
+        return "mixed"
+    return "filled" if False in flags else "empty"
+
+
+def mark_filled(
+    slots: Iterable[GradientSlot], rows: Mapping[GradientSlot, tuple[Int[Tensor, "rows"], ...]]
+) -> None:
+    """Record that a replay added gradients to these slots, without a call of their owners.
+
+    Args:
+        slots: The slots.
+        rows: Rows of the gradients, for slots that got only gradients of known rows. The tensors
+            are copied, because the next replay overwrites them.
+    """
+    for slot in slots:
+        slot_rows = rows.get(slot)
+        slot.note_filled(None if slot_rows is None else tuple(index.clone() for index in slot_rows))
+
+
+@torch.no_grad()
+def fill_empty(slots: Iterable[GradientSlot]) -> None:
+    """Fill the empty slots with zeros, so that a pass can add its gradients to all of them.
+
+    This resolves a mixed state: adding to zeros equals overwriting.
+    """
+    for slot in slots:
+        if slot.is_empty:
+            slot.gradient.zero_()
+            slot.is_empty = False
+
+
+@contextmanager
+def preserve_states(slots: Iterable[GradientSlot]) -> Iterator[None]:
+    """Restore the current states of the slots when the block ends."""
+    before = [(slot, slot.is_empty, slot.rows) for slot in slots]
+    try:
+        yield
+    finally:
+        for slot, is_empty, rows in before:
+            slot.is_empty = is_empty
+            slot.rows = rows
+
+
+def stacked_view(tensors: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "experts ..."] | None:
+    """Return tensors as one view of their memory; None if they are not equally spaced in order.
+
+    Every matrix product of experts calls this function, so it is cheap and caches nothing. Memory
+    within the storage of the first tensor belongs to that storage, because storages do not overlap.
+
+    Shapes: tensors ``(*shape)``; output ``(number of tensors, *shape)``.
+    """
+    first = tensors[0]
+    num_tensors = len(tensors)
+    if num_tensors == 1:
+        return first.unsqueeze(0)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    start = addresses[0]
+    step = addresses[1] - start
+    stop = start + step * num_tensors
+    if step <= 0 or step % first.element_size() or addresses != list(range(start, stop, step)):
+        return None
+    # ``list.count`` is faster than a Python loop: there may be hundreds of tensors.
+    shape = first.shape
+    if [tensor.shape for tensor in tensors].count(shape) != num_tensors:
+        return None
+    strides = first.stride()
+    if [tensor.stride() for tensor in tensors].count(strides) != num_tensors:
+        return None
+    if [tensor.dtype for tensor in tensors].count(first.dtype) != num_tensors:
+        return None
+    storage = first.untyped_storage()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if stop - step + extent * first.element_size() > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.as_strided((num_tensors, *shape), (step // first.element_size(), *strides))

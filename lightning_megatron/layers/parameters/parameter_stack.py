@@ -1,0 +1,208 @@
+"""Several parameters that a fused layer reads as one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
+
+from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
+from lightning_megatron.layers.parameters.eight_bit_parameter import EightBitWeight, placeholder
+from lightning_megatron.layers.parameters.gradient_slot import (
+    GradientSlot,
+    StackedSlot,
+    set_slot,
+    slot_of,
+    slots_of,
+)
+from lightning_megatron.plan.shards import ShardRange
+from lightning_megatron.shapes import Float, Shaped
+
+
+class ParameterStack(nn.Module):
+    """Parameters that are concatenated along the first dimension.
+
+    Each parameter keeps its name and gradient, and can be frozen, put into an optimizer group and
+    saved separately. If the parameters are adjacent in memory, the concatenation is a view;
+    otherwise it is a copy.
+
+    Shapes: parameters ``(rows_i, ...)``; output ``(sum of rows_i, ...)``.
+
+    Args:
+        parameters: Parameters from the first row to the last.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        for number, parameter in enumerate(parameters):
+            self.register_parameter(str(number), parameter)
+        self._leaf: _Leaf | None = None
+
+    @property
+    def parts(self) -> tuple[nn.Parameter, ...]:
+        """Return the parameters from the first row to the last."""
+        return tuple(part for part in self._parameters.values() if part is not None)
+
+    def concatenate(self) -> Float[Tensor, "rows ..."]:
+        """Concatenate the parameters; the gradient of the result reaches each of them."""
+        if torch.compiler.is_compiling():
+            return torch.cat(self.parts)
+        if self._leaf is None or not self._leaf.presents(self._parameters.values()):
+            self._leaf = _leaf_of(self.parts)
+        return _Stacked.apply(*self.parts) if self._leaf is None else self._leaf.tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the module must not add to the gradient slots of the original.
+        return {**self.__dict__, "_leaf": None}
+
+    @override
+    def extra_repr(self) -> str:
+        return f"rows={[len(part) for part in self.parts]}"
+
+
+def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Parameter]:
+    """Split a sharded parameter along the rows of its full tensor.
+
+    The parts share the memory and the attributes of the parameter. Each part gets the ShardSpec of
+    its full tensor.
+
+    Shapes: parameter ``(local rows, ...)`` of a full tensor ``(sum of rows, ...)``.
+
+    Args:
+        parameter: Parameter that is sharded along its first dimension, without padding.
+        rows: Number of rows of each full tensor (rows).
+
+    Raises:
+        ValueError: If the parameter is sharded along another dimension, is padded, or has a
+            different number of rows.
+    """
+    spec = shard_spec_of(parameter)
+    if spec.dim != 0 or sum(rows) != spec.full_shape[0] or len(parameter) != spec.local_extent:
+        raise ValueError(
+            "the rows of the parts must add up to those of the full tensor: they are "
+            f"{list(rows)}, and the full tensor has shape {tuple(spec.full_shape)} and is sharded "
+            f"along dimension {spec.dim}. Pass the rows of all parts."
+        )
+    parts: list[nn.Parameter] = []
+    first = first_local = 0
+    for count in rows:
+        part_spec = _part_of(spec, first, count)
+        size = part_spec.local_extent
+        part = nn.Parameter(
+            parameter.detach()[first_local : first_local + size],
+            parameter.requires_grad,
+        )
+        part.__dict__.update(parameter.__dict__)
+        parts.append(set_shard_spec(part, part_spec))
+        first += count
+        first_local += size
+    return parts
+
+
+def _part_of(spec: ShardSpec, first: int, count: int) -> ShardSpec:
+    """Return the ShardSpec of the part with ``count`` rows of a full tensor from ``first`` on."""
+    ranges = []
+    for piece in spec.ranges:
+        start = max(piece.start, first)
+        stop = min(piece.stop, first + count)
+        if start < stop:
+            ranges.append(ShardRange(start - first, stop - first, piece.copy))
+    return replace(spec, full_shape=(count, *spec.full_shape[1:]), ranges=tuple(ranges))
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Concatenated parameters as a leaf tensor of autograd, for parameters with gradient slots.
+
+    The layers that read the tensor add its gradient to its slot, so autograd need not pass a
+    gradient to the parameters. One leaf therefore serves all calls, without a graph node per call.
+    """
+
+    tensor: Tensor
+    #: Address and slot of each parameter when the tensor was created.
+    origins: tuple[tuple[int, GradientSlot], ...]
+
+    def presents(self, parts: Iterable[Tensor | None]) -> bool:
+        """Return whether the parameters have the same addresses and slots as at the creation."""
+        for part, (address, slot) in zip(parts, self.origins, strict=True):
+            if part is None or part.data_ptr() != address or slot_of(part) is not slot:
+                return False
+        return True
+
+
+def _leaf_of(parts: Sequence[nn.Parameter]) -> _Leaf | None:
+    """Return the leaf for adjacent parameters with slots; None for others."""
+    slots = [slot for slot in slots_of(parts) if slot is not None]
+    tensor = neighbours_as_one(parts) if len(slots) == len(parts) else None
+    if tensor is None:
+        return None
+    slot = StackedSlot(slots, [len(part) for part in parts])
+    set_slot(tensor.requires_grad_(), slot)
+    # Operators that do not support gradient slots accumulate the gradient in ``.grad``.
+    tensor.register_post_accumulate_grad_hook(partial(_move_to_slot, slot))
+    return _Leaf(
+        tensor,
+        tuple((part.data_ptr(), slot) for part, slot in zip(parts, slots, strict=True)),
+    )
+
+
+def _move_to_slot(slot: StackedSlot, leaf: Tensor) -> None:
+    if leaf.grad is not None:
+        slot.add(leaf.grad)
+        leaf.grad = None
+
+
+class _Stacked(torch.autograd.Function):
+    """Concatenation that makes no copy if the parameters are adjacent in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.rows = [len(part) for part in parts]
+        ctx.set_materialize_grads(False)
+        view = neighbours_as_one(parts)
+        return torch.cat(parts) if view is None else view
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole = grads[0]
+        if whole is None:
+            return (None,) * len(ctx.rows)
+        needed = ctx.needs_input_grad
+        parts = zip(whole.split(ctx.rows), needed, strict=True)
+        return tuple(part if is_needed else None for part, is_needed in parts)
+
+
+def neighbours_as_one(
+    parts: Sequence[Shaped[Tensor, "_ ..."]],
+) -> Shaped[Tensor, "rows ..."] | None:
+    """Return adjacent tensors as one view of their memory; None if they are not adjacent.
+
+    Parameters that are stored in 8 bits are joined to a placeholder: a tensor of NaN that takes no
+    memory.
+
+    Shapes: contiguous parts that agree in all dimensions but the first, whose sizes add up.
+    """
+    first = parts[0]
+    if all(isinstance(part, EightBitWeight) for part in parts):
+        return placeholder(first, sum(map(len, parts)))
+    address = first.data_ptr()
+    itemsize = first.element_size()
+    num_rows = 0
+    for part in parts:
+        is_next = part.data_ptr() == address and part.is_contiguous()
+        if not is_next or part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
+            return None
+        address += part.numel() * itemsize
+        num_rows += len(part)
+    storage = first.untyped_storage()
+    # Tensors of different storages can be adjacent by chance.
+    if address > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride())
