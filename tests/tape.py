@@ -107,7 +107,7 @@ class RecordedWork:
 
 
 # Operators that allocate memory without writing it.
-_EMPTY = {
+EMPTY = {
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
     torch.ops.aten.empty_strided,
@@ -244,7 +244,7 @@ class Recording:
         self.made += [tensor for _, tensor in made]
         self._own.update(_memory_of(tensor) for _, tensor in made)
         is_view = not made and any(isinstance(value, Tensor) for value in results)
-        if func.overloadpacket in _EMPTY:
+        if func.overloadpacket in EMPTY:
             # A call between two graphs writes it at each replay. On a GPU a capture reads nothing;
             # here the recorded run must find numbers that are also indices.
             with self._as_one(), torch.no_grad():

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks, user_hook_of
 from lightning_megatron.layers.block import Block
+from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.recomputed_block import is_recomputed
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.plan.cuda_graphs import expanded_scopes
@@ -21,6 +22,7 @@ from lightning_megatron.user_code import is_compiled
 #: Attribute of a module that torch calls in place of the module, if it is set.
 _CALL = "_compiled_call_impl"
 _HOST_READS = "the host reads sizes"
+_NORMS = (LayerNorm, RMSNorm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +120,11 @@ def _of_layer(layer: nn.Module, name: str, scopes: Collection[str]) -> list[Inte
         return [_call_of(layer, name, _HOST_READS)]
     parts = _of_block(block, name, scopes)
     own_hook = user_hook_of(layer)
-    if own_hook is None and not is_recomputed(block) and not is_compiled(layer):
+    is_whole = is_recomputed(block) or is_compiled(layer)
+    # Of a layer without a captured sublayer, graphs hold nothing.
+    sublayers = [part for part in parts if not isinstance(part.owner, _NORMS)]
+    is_outside = all(part.reason is not None for part in sublayers)
+    if own_hook is None and not is_whole and not is_outside:
         return parts
     # These layers are called as a whole.
     reasons = (part.reason for part in parts)

@@ -101,7 +101,11 @@ class GraphItem:
         return reached
 
     def give_up(self, pool: GraphPool) -> None:
-        """Do nothing: the graph keeps addresses only."""
+        """Let later captures of a pool use the memory that the weight half reads.
+
+        A slot is free after the weight half, so that no other graph of it runs in between.
+        """
+        self.factors.clear()
 
     def release(self) -> None:
         """Free the graphs."""

@@ -138,8 +138,6 @@ class _ChunkGraphs:
         captured = [self._captured(block) for block in self.blocks]
         costs = ChunkCosts.of(captured, self.ends, has_head=self._captures_head)
         forward = max(moment.size for moment in moments([Action("F", 0, 0)], [costs]))
-        # A captured backward pass frees no activations before its end, because it runs again if the
-        # capture fails.
         parts = (block.captured_attention for block in captured)
         layers = max([0, *parts, *(block.captured_network for block in captured)])
         head = costs.loss_backward + costs.head_backward
@@ -158,9 +156,12 @@ class _ChunkGraphs:
             forward += 2 * self.ends.boundary
         # The residual stream that a graph reads is among its inputs.
         read = self._num_streams * self.ends.boundary
-        if not is_halved:
-            return max(forward, backward) - read
-        return max(forward, backward + costs.waiting) + costs.weight_half - read
+        # Outputs of layers that no graph holds, and gradients of their inputs, have copies.
+        has_calls = any(not any(self._parts_of(block)) for block in self.blocks)
+        has_calls &= self._captures_embedding or self._captures_head
+        pool = max(forward, backward) + 2 * has_calls * self.ends.boundary
+        # What weight halves read is kept where the activations of a layer were.
+        return pool + costs.weight_half * is_halved - read
 
     @property
     def keeps_only_inputs(self) -> bool:

@@ -12,6 +12,7 @@ from lightning_megatron import Recomputation
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.layers.offload import IN_FLIGHT, PlainCopies
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
+from lightning_megatron.layers.recomputed_block import RecomputedForward
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from tests.live_memory import LiveMemory
@@ -47,8 +48,8 @@ def build_model(copies: Any = None, settings: Any = OFFLOAD) -> GPT:
     model._owns_mesh = False
     model.recompute = settings
     for layer in model.layers.values():
-        if layer.offload is not None:
-            layer.offload._copies = copies
+        if isinstance(layer.forward, RecomputedForward) and layer.forward.offload is not None:
+            layer.forward.offload._copies = copies
     return model.train()
 
 

@@ -143,8 +143,8 @@ def test_every_slot_of_a_stage_has_a_pool_and_inputs():
     # The first hidden states are received, and lie in the inputs.
     last = GraphMemory(activations + 85 - 10, 2 * (10 + ID) + 4 * TOKENS)
     assert memory(SEGMENTS, two, 1) == last
-    # Weight halves have a pool and keep their inputs.
-    per_slot = activations + 85 + (2 * 45 + 8) + 3 - 10
+    # Weight halves have a pool, and read what is kept where the activations were.
+    per_slot = activations + 85 + 3 - 10
     halves = memory(SEGMENTS, build_schedule("zb-h1", 2, 8), 1)
     assert halves == GraphMemory(2 * per_slot, 3 * (10 + ID + 4 * TOKENS))
     # A graph of a full step has one pool, and the inputs of all microbatches.
@@ -158,9 +158,10 @@ def test_scopes_select_the_counted_memory():
         ("attention",): (2 * 60 + 50 - 20, 2 * 20 + 10),
         # Each MLP reads the residual stream, and the output of attention that is added to it.
         ("mlp",): (2 * 40 + 25, 2 * 40 + 10),
-        ("head",): (12 + 50 + 85 - 10, 2 * (10 + ID) + 4 * TOKENS),
+        # Layers that no graph holds have copies of an output and of a gradient.
+        ("head",): (12 + 50 + 85 - 10 + 2 * 10, 2 * (10 + ID) + 4 * TOKENS),
         # The embedding keeps a sum and its terms.
-        ("embedding",): (2 * 10, 2 * ID),
+        ("embedding",): (2 * 10 + 2 * 10, 2 * ID),
     }
     for scopes, sizes in expected.items():
         assert memory(CudaGraphs("segments", scopes)) == GraphMemory(*sizes)

@@ -139,11 +139,11 @@ class FailCaptures(pl.Callback):
     """Let every capture fail."""
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        def capture(*_):
+        def begin(*_):
             raise RuntimeError("no memory")
 
         graphs: Any = strategy_of(trainer).run.graphs
-        graphs._captures._runner._tools.backend.capture = capture
+        graphs._captures._runner._tools.backend.begin = begin
 
 
 def test_failed_captures_and_models_without_segments_leave_the_fit_eager():

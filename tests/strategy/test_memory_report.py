@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_megatron import CudaGraphs, GPTConfig, UnsupportedError
+from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.recording_inputs import RecordingInputs
 from lightning_megatron.strategy.callbacks import memory_report
 from lightning_megatron.strategy.callbacks.memory_report import (
@@ -31,6 +32,7 @@ from lightning_megatron.strategy.callbacks.memory_report import (
 from tests.fits import Job, Language, Regress, Vectors, run_job, trainer_of
 from tests.graphs.jobs import strategy_of
 from tests.live_memory import LiveMemory
+from tests.tape import EMPTY
 from tests.world import run_world
 
 # Every parameter's extent is a multiple of 64, so that buffers hold no padding between parameters.
@@ -169,7 +171,11 @@ class OwnMemory(LiveMemory):
                 storage = argument.untyped_storage()
                 self.sizes[storage._cdata] = 0
                 weakref.finalize(storage, self._freed, storage._cdata)
-        return super().__torch_dispatch__(function, types, args, kwargs)
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if function.overloadpacket in EMPTY:
+            # A call between two graphs would write it; here graphs compute at their capture.
+            result.zero_()
+        return result
 
 
 class MeasuredPool:
@@ -191,7 +197,22 @@ class MeasuredGraph:
     def release(self) -> None: ...
 
 
-class MeasuringBackend:
+class MeasuredCapture:
+    """Capture that runs eagerly, while its pool tracks its live memory."""
+
+    def __init__(self, pool: MeasuredPool) -> None:
+        self.memory = pool.memory
+        self.memory.__enter__()
+
+    def end(self) -> MeasuredGraph:
+        self.memory.__exit__(None, None, None)
+        return MeasuredGraph()
+
+    def abandon(self) -> None:
+        self.end()
+
+
+class MeasuringBackend(CaptureBackend):
     """Backend whose captures run eagerly, while their pool tracks its live memory."""
 
     is_capturing = False
@@ -203,11 +224,11 @@ class MeasuringBackend:
         self.pools.append(MeasuredPool())
         return self.pools[-1]
 
-    def capture(
-        self, function: Callable[[], Any], pool: Any, generators: Any = None
-    ) -> tuple[MeasuredGraph, Any]:
-        with pool.memory:
-            return MeasuredGraph(), function()
+    def session(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin(self, pool: Any, generators: Any = None) -> MeasuredCapture:
+        return MeasuredCapture(pool)
 
 
 class MeasuringReport(MemoryReport):
