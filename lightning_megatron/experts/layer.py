@@ -24,6 +24,7 @@ from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.experts.transport.transit import (
     ExpertInput,
     ExpertOutput,
+    PreparedTokens,
     TokensInTransit,
 )
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
@@ -143,7 +144,7 @@ class MixtureOfExperts(nn.Module):
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the mixture's output for each token."""
         hidden, *routed = self.route(hidden)
-        returned, shared = self.exchange(hidden, *routed)
+        returned, shared = self.exchange(hidden, self.prepare(*routed))
         output = self.combine(returned, hidden)
         return output if shared is None else output + shared
 
@@ -177,42 +178,47 @@ class MixtureOfExperts(nn.Module):
             self._local_share(routing.experts, fill=-1),
         )
 
-    def exchange(
+    def prepare(
         self,
-        hidden: Float[Tensor, "seq_local batch hidden"],
         tokens: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         selected: Int[Tensor, "tokens top_k"],
+    ) -> PreparedTokens:
+        """Return tokens in the order in which they are sent, all of it on the device.
+
+        Args:
+            tokens: Tokens that this rank dispatches.
+            probabilities: Factors of the outputs of their experts.
+            selected: Numbers of their experts.
+        """
+        return self.transport_choice.dispatcher.prepare(tokens, probabilities, selected)
+
+    def exchange(
+        self, hidden: Float[Tensor, "seq_local batch hidden"], prepared: PreparedTokens
     ) -> tuple[ExpertOutput, Float[Tensor, "seq_local batch hidden"] | None]:
         """Send tokens to their experts, compute, and send the outputs back.
 
         Args:
             hidden: Input of the layer, which the shared expert reads.
-            tokens: Tokens that this rank dispatches.
-            probabilities: Factors of the outputs of their experts.
-            selected: Numbers of their experts.
+            prepared: Tokens of this rank.
 
         Returns:
             The outputs of the routed experts, and that of the shared expert.
         """
-        dispatched, shared = self.dispatch(hidden, tokens, probabilities, selected)
+        dispatched, shared = self.dispatch(hidden, prepared)
+        del prepared  # The experts may need its memory.
         rows = self.compute(dispatched)
         return self.send_back(rows, dispatched), shared
 
     def dispatch(
-        self,
-        hidden: Float[Tensor, "seq_local batch hidden"],
-        tokens: Float[Tensor, "tokens hidden"],
-        probabilities: Float[Tensor, "tokens top_k"],
-        selected: Int[Tensor, "tokens top_k"],
+        self, hidden: Float[Tensor, "seq_local batch hidden"], prepared: PreparedTokens
     ) -> tuple[ExpertInput, Float[Tensor, "seq_local batch hidden"] | None]:
         """Exchange tokens with the ranks of their experts; see :meth:`exchange`.
 
         Returns:
             The rows of this rank's experts, and the output of the shared expert.
         """
-        dispatcher = self.transport_choice.dispatcher
-        sent = dispatcher.send(dispatcher.prepare(tokens, probabilities, selected))
+        sent = self.transport_choice.dispatcher.send(prepared)
         # The shared expert overlaps with the transport of tokens, and its backward pass with that
         # of their gradients.
         shared = None if self.shared is None else self.shared(hidden)

@@ -178,7 +178,8 @@ def _of_mixture(
         reason = first if choice.dispatcher.is_static else _HOST_READS
         parameters = tuple(parameter for part in inner for parameter in part.parameters)
         inner = [Interception(mixture, "exchange", f"{name}.exchange", parameters, reason)]
-    return [step("route", "router", mixture.router), *inner, step("combine", "combine")]
+    route = step("route", "router", mixture.router)
+    return [route, step("prepare", "preprocess"), *inner, step("combine", "combine")]
 
 
 def _reason(module: nn.Module | None, scope: str | None, scopes: Collection[str]) -> str | None:
