@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameters.gradient_slot import slot_of
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.recomputation import Recomputation
@@ -78,6 +79,18 @@ def test_graphs_of_segments_match_eager_training_in_one_process(kind, recompute)
     assert runner.num_graphs == (12 if recompute in ("full", LAYERS) else 4)
     assert runner.counts.slots == (1,)
     assert not runner.eager
+
+
+@pytest.mark.parametrize("position", ["pre", "post"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_graphs_of_an_encoder_match_eager_training(position, recompute):
+    config = EncoderConfig(
+        vocab_size=77, num_positions=12, num_layers=3, hidden_size=16, num_heads=4,
+        ffn_hidden_size=24, hidden_dropout=0.2, attention_dropout=0.1, norm_position=position,
+        head="masked_lm",
+    )  # fmt: skip
+    runner = check(Case(config, recompute=recompute), label=position)
+    assert runner.num_graphs == (12 if recompute == "full" else 4)
 
 
 def test_graphs_of_a_single_scope_match_eager_training():

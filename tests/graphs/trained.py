@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from lightning_megatron.graphs.recording import Recording
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.pipeline.executor import BuildSchedule, PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
@@ -45,7 +49,7 @@ class Case:
     of microbatches of each step, what backward passes recompute, and how graphs capture it.
     """
 
-    config: GPTConfig
+    config: GPTConfig | EncoderConfig
     schedule: str | BuildSchedule = "1f1b"
     microbatches: Sequence[int] = (3, 3, 3, 3, 3)
     recompute: Any = "none"
@@ -84,7 +88,11 @@ def train(
     """Train eagerly, or with graphs that are captured after two steps. ``spoil`` changes the model
     before the training.
     """
-    model = GPT(case.config, mesh, seed=7).to(case.dtype)
+    model: Any
+    if isinstance(case.config, EncoderConfig):
+        model = Encoder(case.config, mesh, seed=7).to(case.dtype)
+    else:
+        model = GPT(case.config, mesh, seed=7).to(case.dtype)
     model.recompute = case.recompute
     if spoil is not None:
         spoil(model)
@@ -111,7 +119,7 @@ def train(
             return result / number
 
         executor.run(
-            lambda data: model(data[0], data[1]).mean(),
+            partial(mean_loss, model),
             [batch_of(case, mesh, step, index) for index in range(number)],
             BackwardPasses(
                 loss_of,
@@ -132,6 +140,18 @@ def train(
     slots = () if runner is None else runner.counts.slots
     counts = dict(mesh.journal.counts)
     return Trained(losses, parameters, counts, runner, model, evaluated, slots)
+
+
+def mean_loss(model: Any, data: Any) -> Tensor:
+    """Return the mean loss of a language model, of masked tokens or of the next ones."""
+    tokens, labels = data
+    if isinstance(model, Encoder):
+        valid = torch.ones_like(tokens, dtype=torch.bool)
+        valid[0, -2:] = False
+        losses = model(EncoderInput(tokens, valid=valid), labels).losses
+        assert losses is not None, "labels are given"
+        return losses.mean()
+    return model(tokens, labels).mean()
 
 
 def evaluate(
