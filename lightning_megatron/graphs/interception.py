@@ -156,26 +156,20 @@ def _of_mixture(
     if own_hook is not None:
         return [_call_of(mixture, name, f"hook {own_hook}")]
 
-    def step(method: str, scope: str, *modules: nn.Module | None) -> Interception:
-        reasons = [_reason(module, scope, scopes) for module in modules or (None,)]
-        parameters = [
-            parameter
-            for module in modules
-            if module is not None
-            for parameter in module.parameters()
-        ]
-        reason = next((reason for reason in reasons if reason is not None), None)
-        return Interception(mixture, method, f"{name}.{method}", tuple(parameters), reason)
+    def step(method: str, scope: str, module: nn.Module | None = None) -> Interception:
+        parameters = () if module is None else tuple(module.parameters())
+        reason = _reason(module, scope, scopes)
+        return Interception(mixture, method, f"{name}.{method}", parameters, reason)
 
     inner = [
-        step("dispatch", "preprocess", mixture.shared),
+        step("dispatch", "experts", mixture.shared),
         step("compute", "experts", mixture.experts),
-        step("send_back", "combine"),
+        step("send_back", "experts"),
     ]
-    choice = mixture.transport_choice
+    is_static = mixture.transport_choice.dispatcher.is_static
     first = next((part.reason for part in inner if part.reason is not None), None)
-    if not choice.dispatcher.is_static or (first is not None and choice.puts_weights):
-        reason = first if choice.dispatcher.is_static else _HOST_READS
+    reason = first if is_static else _HOST_READS
+    if reason is not None:
         parameters = tuple(parameter for part in inner for parameter in part.parameters)
         inner = [Interception(mixture, "exchange", f"{name}.exchange", parameters, reason)]
     route = step("route", "router", mixture.router)

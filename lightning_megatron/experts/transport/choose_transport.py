@@ -58,14 +58,6 @@ class TransportChoice:
     reason: str
     clone_sources: SourcesOfClones | None = None
 
-    @property
-    def puts_weights(self) -> bool:
-        """Return whether weights of clones lie in shared memory until the experts have read them.
-
-        Nothing else may use the memory in between.
-        """
-        return isinstance(_innermost(self.dispatcher), PeerCloningDispatcher)
-
 
 def choose_transport(
     num_experts: int,
@@ -154,10 +146,6 @@ def _with_clones(
         CloningDispatcher(inner, ep, num_experts, settings),
         lambda clones: (CloneCollectives(ep, clones.layout, clones.owners),) * 2,
     )
-
-
-def _innermost(dispatcher: Dispatcher) -> Dispatcher:
-    return dispatcher.inner if isinstance(dispatcher, GatherDispatcher) else dispatcher
 
 
 def _transport_of_clones(mesh: ParallelMesh) -> tuple[ChosenTransport, str]:
