@@ -1,17 +1,16 @@
-"""Objects that all captures of one model share, and the stretches that they capture."""
+"""Objects that all captures of one model share, and what is captured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.graphs.chunk_parts import ChunkPart
 from lightning_megatron.graphs.effects import EffectObservers
-from lightning_megatron.graphs.interception import Interception
 from lightning_megatron.graphs.observation import Observation
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
@@ -64,22 +63,18 @@ class CaptureTools:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Part of a chunk that is captured as one: some of its layers, the embedding or the head.
+class CapturedPart:
+    """Part of a chunk, with what its capture needs.
 
     Args:
-        label: Description of the part, such as ``layers 3..4``.
-        function: Plain code, from the inputs to the outputs.
-        interceptions: Calls at which a graph may begin, or which no graph may hold.
+        part: The part.
         observation: What an eager pass of the same mode has shown.
         wait_for: Function that waits until parameters are complete.
         redraws: Whether the backward pass recomputes activations with random draws.
         has_backward: Whether a backward pass follows.
     """
 
-    label: str
-    function: Callable[[Any], Any]
-    interceptions: Sequence[Interception]
+    part: ChunkPart
     observation: Observation
     wait_for: Callable[[Collection[nn.Parameter]], None] = lambda parameters: None
     redraws: bool = False

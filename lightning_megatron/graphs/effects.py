@@ -201,15 +201,14 @@ class EffectObservers:
 
     def _check(self, effects: Effects) -> None:
         gradients = effects.gradients
-        added = [slot for slot in gradients.slots if slot not in gradients.overwritten]
         num_filled = sum(not slot.is_empty for slot in gradients.overwritten)
-        num_empty = sum(slot.is_empty for slot in added)
+        num_empty = sum(slot.is_empty for slot in gradients.added)
         if num_filled or num_empty:
             raise RuntimeError(
                 f"a replay must find its gradient sums as its capture did: the {effects.label}, "
                 f"overwrites {len(gradients.overwritten)} sums, of which {num_filled} are filled, "
-                f"and adds to {len(added)} sums, of which {num_empty} are empty. Gradients would "
-                "be lost or wrong."
+                f"and adds to {len(gradients.added)} sums, of which {num_empty} are empty. "
+                "Gradients would be lost or wrong."
             )
         if self._gather is not None and self._gather.is_deferred != effects.gathers:
             does = "gathers" if effects.gathers else "does not gather"

@@ -91,9 +91,8 @@ class GraphItem:
         self, graph: CapturedGraph, effects: Effects, position: StreamPosition | None
     ) -> StreamPosition:
         """Replay a graph that may add gradients, whether the sums are empty or not."""
-        gradients = effects.gradients
-        before = _sums_to_keep(gradients.overwritten)
-        fill_empty(slot for slot in gradients.slots if slot not in gradients.overwritten)
+        before = _sums_to_keep(effects.gradients.overwritten)
+        fill_empty(effects.gradients.added)
         with self.tools.observers.repeat(effects, position) as reached:
             graph.replay()
             for slot, earlier in before:

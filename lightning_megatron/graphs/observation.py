@@ -31,7 +31,7 @@ class _Mark:
 
 @dataclass
 class Observation:
-    """Random draws and calls of a stretch, observed in an eager pass.
+    """Random draws and calls of a part, observed in an eager pass.
 
     Args:
         random: Random streams.
@@ -119,29 +119,29 @@ class Observation:
                 begins.add(min(reads))
         return frozenset(begins - {0})
 
-    def parts(self) -> list[Part]:
+    def graph_needs(self) -> list[GraphNeeds]:
         """Return what each forward graph draws and reads, in order."""
         assert self._pool is not None, "a pass was observed"
         begins = self.begins()
-        parts = [Part((0, 0))]
+        graphs = [GraphNeeds((0, 0))]
         for number, mark in enumerate(self._marks):
             if mark.place.reason is not None or number in begins:
-                parts[-1].end = mark.before
+                graphs[-1].end = mark.before
                 is_held = mark.place.reason is None
-                parts.append(Part(mark.before if is_held else mark.after))
+                graphs.append(GraphNeeds(mark.before if is_held else mark.after))
             if mark.place.reason is None:
-                parts[-1].parameters += mark.place.parameters
-        parts[-1].end = (self._pool.num_taken, self._pool.keys.num_taken)
-        return parts
+                graphs[-1].parameters += mark.place.parameters
+        graphs[-1].end = (self._pool.num_taken, self._pool.keys.num_taken)
+        return graphs
 
-    def generators(self, part: Part) -> GeneratorPool:
-        """Return new generators for the capture of a part."""
+    def generators(self, needs: GraphNeeds) -> GeneratorPool:
+        """Return new generators for the capture of a graph."""
         assert self._pool is not None, "a pass was observed"
-        return self._pool.part(part.start, part.end)
+        return self._pool.part(needs.start, needs.end)
 
 
 @dataclass
-class Part:
+class GraphNeeds:
     """Random generators and keys that one forward graph takes, and parameters that it reads.
 
     Args:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.backend import CapturedGraph, GraphPool, OpenCapture
-from lightning_megatron.graphs.capture_tools import CaptureTools, Stretch
+from lightning_megatron.graphs.capture_tools import CapturedPart, CaptureTools
 from lightning_megatron.graphs.effects import EffectRecorder, Effects
 from lightning_megatron.graphs.interception import Interception
 from lightning_megatron.graphs.items import CallBackwardItem, CallItem, GraphItem, Item
-from lightning_megatron.graphs.observation import Part
+from lightning_megatron.graphs.observation import GraphNeeds
 from lightning_megatron.graphs.slot_memory import SlotMemory
 from lightning_megatron.graphs.values import FlatValues, flatten
 from lightning_megatron.groups.generators import GeneratorPool
@@ -27,7 +27,7 @@ from lightning_megatron.layers.parameters.weight_gradient_queue import Products,
 class Recorded(Protocol):
     """Recording to which the passes belong."""
 
-    stretch: Stretch
+    captured: CapturedPart
     memory: SlotMemory
     tools: CaptureTools
     is_first: bool
@@ -107,7 +107,7 @@ class _Pass:
 
 
 class ForwardPass(_Pass):
-    """Forward pass of a stretch.
+    """Forward pass of a part.
 
     Args:
         recording: The recording.
@@ -119,10 +119,10 @@ class ForwardPass(_Pass):
         #: Inputs of intercepted calls, in memory that several microbatches use in turn.
         self.between: list[Tensor] = []
         #: Parts of the forward pass that the graphs of the backward pass belong to, in order.
-        self.spans: list[list[Part]] = [[]]
-        observation = recording.stretch.observation
+        self.spans: list[list[GraphNeeds]] = [[]]
+        observation = recording.captured.observation
         self._begins = observation.begins()
-        self._parts = observation.parts()
+        self._graph_needs = observation.graph_needs()
         self._results = list(results)
         self._num_calls = 0
         self._num_graphs = 0
@@ -130,7 +130,7 @@ class ForwardPass(_Pass):
     def run(self, values: Any) -> Any:
         """Run the plain code on inputs at fixed addresses, and return its outputs."""
         self._begin_graph()
-        outputs = self.recording.stretch.function(values)
+        outputs = self.recording.captured.part.run(values)
         self._end_graph()
         return outputs
 
@@ -156,7 +156,7 @@ class ForwardPass(_Pass):
         """Let no graph hold a call: end one before it, and begin the next behind it."""
         self._end_graph()
         result = self._results.pop(0)
-        has_backward = self.recording.stretch.has_backward
+        has_backward = self.recording.captured.has_backward
         item = CallItem(original, values, result, has_backward)
         self.items.append(item)
         has_node = has_backward and any(tensor.requires_grad for tensor in result.tensors)
@@ -168,9 +168,7 @@ class ForwardPass(_Pass):
         inputs = [tensor for tensor in values.tensors if tensor.requires_grad]
         # A call whose inputs have no gradients still has parameters that do.
         anchor = torch.empty(0, requires_grad=True)
-        outputs = _Call.apply(
-            self.recording, item, values.tensors, (buffers, needs_gradient), anchor, *inputs
-        )
+        outputs = _Call.apply(self.recording, item, (buffers, needs_gradient), anchor, *inputs)
         return result.with_tensors(outputs)
 
     def _cut(self, values: FlatValues) -> Any:
@@ -186,27 +184,27 @@ class ForwardPass(_Pass):
         )
 
     def _begin_graph(self, has_node: bool = False) -> None:
-        part = self._parts[self._num_graphs]
+        needs = self._graph_needs[self._num_graphs]
         self._num_graphs += 1
         if has_node:
             self.spans.append([])
-        self.spans[-1].append(part)
-        stretch = self.recording.stretch
+        self.spans[-1].append(needs)
+        captured = self.recording.captured
         # Hooks of modules would otherwise wait inside the capture.
-        stretch.wait_for(part.parameters)
-        generators = stretch.observation.generators(part)
+        captured.wait_for(needs.parameters)
+        generators = captured.observation.generators(needs)
         self._begin("forward", generators, self.recording.memory.pool)
 
     def _end_graph(self) -> None:
         graph, effects, _ = self._end()
         recording = self.recording
-        parameters = self._parts[self._num_graphs - 1].parameters
-        wait_for = recording.stretch.wait_for
+        parameters = self._graph_needs[self._num_graphs - 1].parameters
+        wait_for = recording.captured.wait_for
         self.items.append(GraphItem(graph, effects, recording.tools, wait_for, parameters))
 
 
 class BackwardPass(_Pass):
-    """Backward pass of a stretch.
+    """Backward pass of a part.
 
     Args:
         recording: The recording.
@@ -214,7 +212,7 @@ class BackwardPass(_Pass):
             pass.
     """
 
-    def __init__(self, recording: Recorded, spans: Sequence[Sequence[Part]]) -> None:
+    def __init__(self, recording: Recorded, spans: Sequence[Sequence[GraphNeeds]]) -> None:
         super().__init__(recording)
         self._spans = list(spans)
         self._states: dict[GradientSlot, tuple[bool, Any]] = {}
@@ -280,17 +278,17 @@ class BackwardPass(_Pass):
         device = recording.tools.random.device
         generators = GeneratorPool(device, 0)
         span = self._spans.pop() if self._spans else []
-        if recording.stretch.redraws:
+        if recording.captured.redraws:
             # A backward pass recomputes layers in another order, which pairs streams otherwise.
-            draws = sum(part.num_draws for part in span)
-            keys = sum(part.num_keys for part in span)
+            draws = sum(needs.num_draws for needs in span)
+            keys = sum(needs.num_keys for needs in span)
             generators = GeneratorPool(device, draws, num_keys=keys)
         self._begin("backward", generators, recording.memory.pool, splits=True)
 
     def _end_graph(self) -> None:
         graph, effects, products = self._end()
         recording = self.recording
-        item = GraphItem(graph, effects, recording.tools, recording.stretch.wait_for)
+        item = GraphItem(graph, effects, recording.tools, recording.captured.wait_for)
         self.items.append(item)
         # Later graphs of the pass add to what this one has filled.
         for slot in effects.gradients.slots:
@@ -311,7 +309,7 @@ class BackwardPass(_Pass):
         item.weight_half = graph, effects
 
     def _parameters_without_gradient(self) -> list[nn.Parameter]:
-        places = self.recording.stretch.interceptions
+        places = self.recording.captured.part.interceptions
         parameters = dict.fromkeys(part for place in places for part in place.parameters)
         return [parameter for parameter in parameters if parameter.grad is None]
 
@@ -356,7 +354,6 @@ class _Call(torch.autograd.Function):
         ctx: Any,
         recording: Recorded,
         item: CallItem,
-        values: Sequence[Tensor],
         results: tuple[Sequence[Tensor], Sequence[bool]],
         anchor: Tensor,
         *inputs: Tensor,
@@ -365,8 +362,6 @@ class _Call(torch.autograd.Function):
         buffers, needs_gradient = results
         ctx.recording = recording
         ctx.item = item
-        # The backward pass reads the arguments, whose memory nothing may use before.
-        ctx.kept = [tensor.detach() for tensor in values]
         ctx.mark_non_differentiable(
             *[tensor for tensor, needs in zip(buffers, needs_gradient, strict=True) if not needs]
         )
@@ -375,6 +370,5 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         assert ctx.recording.backward_pass is not None, "the pass is captured"
-        ctx.kept = None
         found = ctx.recording.backward_pass.call(ctx.item, gradients)
-        return (None, None, None, None, None, *found)
+        return (None, None, None, None, *found)

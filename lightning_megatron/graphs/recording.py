@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.graphs.backend import CAPTURE_ERRORS, without_collection
-from lightning_megatron.graphs.capture_tools import CaptureTools, Stretch
+from lightning_megatron.graphs.capture_tools import CapturedPart, CaptureTools
 from lightning_megatron.graphs.interception import intercepted
 from lightning_megatron.graphs.items import Item, run_backward
-from lightning_megatron.graphs.observation import Part
+from lightning_megatron.graphs.observation import GraphNeeds
 from lightning_megatron.graphs.passes import BackwardPass, ForwardPass
 from lightning_megatron.graphs.recording_inputs import OutputGradients, RecordingInputs
 from lightning_megatron.graphs.slot_memory import SlotMemory, Tenant
@@ -24,7 +24,7 @@ from lightning_megatron.groups.generators import StreamPosition
 
 
 class Recording:
-    """Graphs of a stretch in one slot, and what runs between them.
+    """Graphs of a part in one slot, and what runs between them.
 
     The first forward pass captures the graphs of the forward pass, and the first backward pass
     those of the backward pass. The plain code runs during the capture. Where a call must not be
@@ -32,7 +32,7 @@ class Recording:
     passes. A capture runs nothing on the device, so a replay follows it at once.
 
     Args:
-        stretch: The stretch.
+        captured: The part, with what its capture needs.
         memory: Memory of the slot.
         tools: Tools of the captures.
         label: Description of the slot, such as ``slot 1``.
@@ -42,13 +42,13 @@ class Recording:
 
     def __init__(
         self,
-        stretch: Stretch,
+        captured: CapturedPart,
         memory: SlotMemory,
         tools: CaptureTools,
         label: str,
         is_first: bool,
     ) -> None:
-        self.stretch = stretch
+        self.captured = captured
         self.memory = memory
         self.tools = tools
         self.is_first = is_first
@@ -61,7 +61,7 @@ class Recording:
         self._forward: list[Item] | None = None
         self._backward: list[Item] | None = None
         # Parts of the forward pass that the graphs of the backward pass belong to.
-        self._spans: list[list[Part]] = []
+        self._spans: list[list[GraphNeeds]] = []
         self._gradients: OutputGradients | None = None
         self._input_gradients: list[Tensor | None] = []
         # Inputs of layers, if their backward passes read nothing else that the layers write.
@@ -86,7 +86,7 @@ class Recording:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all graphs exist that the stretch needs."""
+        """Return whether all graphs exist that the part needs."""
         return self.is_captured and (self._backward is not None or not any(self._needs_gradient))
 
     @property
@@ -101,7 +101,7 @@ class Recording:
         """Capture the forward graphs, and return whether they exist now.
 
         Args:
-            values: Inputs of the stretch.
+            values: Inputs of the part.
             constants: Addresses of inputs that keep their addresses in all steps.
             key: Key of the call, for the results of calls that no graph holds.
         """
@@ -112,12 +112,12 @@ class Recording:
         inputs = RecordingInputs(values.tensors, stays)
         inputs.fill(values.tensors)
         given = flatten(values.with_tensors(inputs.tensors))
-        forward = ForwardPass(self, self.stretch.observation.results_of(key))
+        forward = ForwardPass(self, self.captured.observation.results_of(key))
         try:
             with (
                 self._capturing(),
-                torch.set_grad_enabled(self.stretch.has_backward),
-                intercepted(self.stretch.interceptions, forward.on_call),
+                torch.set_grad_enabled(self.captured.has_backward),
+                intercepted(self.captured.part.interceptions, forward.on_call),
             ):
                 outputs = forward.run(given.nest)
         except CAPTURE_ERRORS as error:
@@ -135,7 +135,7 @@ class Recording:
         return True
 
     def __call__(self, values: FlatValues) -> Any:
-        """Replay the forward graphs, and return the outputs of the stretch.
+        """Replay the forward graphs, and return the outputs of the part.
 
         Their values are overwritten when the slot is used again.
 
@@ -143,8 +143,8 @@ class Recording:
             values: Inputs that fit.
         """
         tensors: Sequence[Tensor]
-        if self.stretch.has_backward:
-            # A stretch whose inputs have no gradients still has parameters that do.
+        if self.captured.has_backward:
+            # A part whose inputs have no gradients still has parameters that do.
             anchor = torch.empty(0, requires_grad=True)
             tensors = _Replayed.apply(self, anchor, *values.tensors)
         else:
@@ -193,7 +193,7 @@ class Recording:
             Gradients of the inputs; None where there are none. The next replay of the slot
             overwrites them.
 
-        Communication: that of the stretch, and of the sums of gradients that are complete now.
+        Communication: that of the part, and of the sums of gradients that are complete now.
         """
         pairs = zip(gradients, self._needs_gradient, strict=True)
         needed = [gradient for gradient, is_needed in pairs if is_needed]
@@ -253,7 +253,7 @@ class Recording:
         random.seek(position.layer, replace(position, is_replay=True))
         try:
             with torch.enable_grad():
-                outputs = flatten(self.stretch.function(values)).tensors
+                outputs = flatten(self.captured.part.run(values)).tensors
         finally:
             random.seek(interrupted.layer, interrupted)
         run_backward(outputs, gradients)
@@ -280,7 +280,7 @@ class Recording:
             kind: ``forward``, ``backward`` or ``weight half``.
         """
         is_first = self.is_first and kind != "forward"
-        return f"{self.stretch.label}, {'first ' if is_first else ''}{kind}, {self._label}"
+        return f"{self.captured.part.label}, {'first ' if is_first else ''}{kind}, {self._label}"
 
     def release(self) -> None:
         """Free the graphs."""
@@ -322,8 +322,9 @@ class _Replayed(torch.autograd.Function):
         if ctx.tenant is None or not ctx.recording.recall(ctx.tenant):
             raise RuntimeError(
                 "a backward pass by CUDA graphs must follow its forward pass, once: that of "
-                f"{ctx.recording.stretch.label} came a second time, or when another microbatch had "
-                "overwritten the activations. Call backward once for each loss, inside the step."
+                f"{ctx.recording.captured.part.label} came a second time, or when another "
+                "microbatch had overwritten the activations. Call backward once for each loss, "
+                "inside the step."
             )
         ctx.tenant = None
         return (None, None, *ctx.recording.replay_backward(gradients, ctx.position))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.graphs.capture_tools import CaptureTools, Stretch
+from lightning_megatron.graphs.capture_tools import CapturedPart, CaptureTools
 from lightning_megatron.graphs.chunk_parts import (
     ChunkCall,
     ChunkObserver,
@@ -302,7 +302,7 @@ class GraphRunner:
             if chosen:
                 slot = self._slot(unit.chunk, place)
                 slot.occupy(unit)
-                make = partial(self._stretches, observer, key.mode, chosen)
+                make = partial(self._captured_parts, observer, key.mode, chosen)
                 graphs |= slot.graphs(key, is_first, make)
         return graphs
 
@@ -318,15 +318,13 @@ class GraphRunner:
             self._slots[place] = kind(label, self._tools)
         return self._slots[place]
 
-    def _stretches(
+    def _captured_parts(
         self, observer: ChunkObserver, mode: PassMode, numbers: Collection[int]
-    ) -> dict[int, Stretch]:
+    ) -> dict[int, CapturedPart]:
         settings = self._settings
         return {
-            number: Stretch(
-                part.label,
-                part.run,
-                part.interceptions,
+            number: CapturedPart(
+                part,
                 observer.observations[number],
                 settings.wait_for,
                 settings.redraws,

@@ -7,7 +7,7 @@ from typing import cast
 
 from typing_extensions import override
 
-from lightning_megatron.graphs.capture_tools import CaptureTools, Stretch
+from lightning_megatron.graphs.capture_tools import CapturedPart, CaptureTools
 from lightning_megatron.graphs.graph_keys import ChunkKey
 from lightning_megatron.graphs.recording import Recording
 from lightning_megatron.graphs.slot_memory import SharedMemory, SlotMemory, Tenant
@@ -66,22 +66,21 @@ class Slot:
         self._transfers.append(transfers)
 
     def graphs(
-        self, key: ChunkKey, is_first: bool, stretches: Callable[[], Mapping[int, Stretch]]
+        self, key: ChunkKey, is_first: bool, parts: Callable[[], Mapping[int, CapturedPart]]
     ) -> dict[int, Recording]:
-        """Return the graphs of a key's stretches by number.
+        """Return the graphs of a key's parts by number.
 
         Args:
             key: Key of the call.
             is_first: Whether the backward pass overwrites the gradient sums.
-            stretches: Function that returns the stretches of the chunk by number, for the mode of
-                the key.
+            parts: Function that returns the parts of the chunk by number, for the mode of the key.
         """
         if (key, is_first) not in self._sets:
             for earlier in self._sets.values():
                 _give_up(earlier)
             self._sets[key, is_first] = {
-                number: Recording(stretch, self._memory, self._tools, self.label, is_first)
-                for number, stretch in stretches().items()
+                number: Recording(part, self._memory, self._tools, self.label, is_first)
+                for number, part in parts().items()
             }
         return self._sets[key, is_first]
 

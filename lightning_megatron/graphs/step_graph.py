@@ -153,9 +153,8 @@ class StepGraph(Generic[T]):
         Communication: that of the step.
         """
         self.inputs.fill(step.microbatches)
-        gradients = self.effects.gradients
         # A parameter that earlier batches did not use has an empty sum, which zeros fill.
-        fill_empty(slot for slot in gradients.slots if slot not in gradients.overwritten)
+        fill_empty(self.effects.gradients.added)
         with observers.repeat(self.effects, StreamPosition(step.number)):
             self.graph.replay()
         return self.result

@@ -9,6 +9,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.fused.dropout import hidden_dropout
 from lightning_megatron.layers.norm import norm_recomputed, normalise_for
+from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.shapes import Float
 
 
@@ -89,11 +90,7 @@ class PreNormBlock(Block):
     def forward(
         self,
         hidden: Float[Tensor, "seq_local batch hidden"],
-        rotary: tuple[
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-        ]
-        | None = None,
+        rotary: Rotary | None = None,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the residual stream after this block.
@@ -131,11 +128,7 @@ class PostNormBlock(Block):
     def forward(
         self,
         hidden: Float[Tensor, "seq_local batch hidden"],
-        rotary: tuple[
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-        ]
-        | None = None,
+        rotary: Rotary | None = None,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the hidden states after this block; see :meth:`PreNormBlock.forward`."""
@@ -158,11 +151,7 @@ class ParallelBlock(Block):
     def forward(
         self,
         hidden: Float[Tensor, "seq_local batch hidden"],
-        rotary: tuple[
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-        ]
-        | None = None,
+        rotary: Rotary | None = None,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the residual stream after this block; see :meth:`PreNormBlock.forward`."""

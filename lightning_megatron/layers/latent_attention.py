@@ -13,7 +13,7 @@ from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowPar
 from lightning_megatron.layers.norm import RMSNorm, normalise_for
 from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.layers.replicated import ReplicatedLinear
-from lightning_megatron.layers.rotary import apply_rotary
+from lightning_megatron.layers.rotary import Rotary, apply_rotary
 from lightning_megatron.layers.self_attention import Attention
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.shards import even_range
@@ -128,10 +128,7 @@ class LatentAttention(Attention):
     def forward(
         self,
         hidden: Float[Tensor, "seq_local batch hidden"],
-        rotary: tuple[
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-        ],
+        rotary: Rotary,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the attention output of every position.
@@ -145,7 +142,7 @@ class LatentAttention(Attention):
         key, value = self._keys_and_values(hidden, rotary)
         return self.output(self.mixed(query, key, value, span))
 
-    def _queries(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def _queries(self, hidden: Tensor, rotary: Rotary) -> Tensor:
         extras: dict[str, Magnitude] = {}
         if self.query_down is not None:
             latent = self.query_down(hidden)
@@ -154,9 +151,7 @@ class LatentAttention(Attention):
         plain, rotated = query.split([self.sizes.plain_dim, self.sizes.rotary_dim], -1)
         return torch.cat((plain, apply_rotary(rotated, rotary, self.interleaved)), -1)
 
-    def _keys_and_values(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         sizes = self.sizes
         latent, shared = self.key_value_down(hidden).split(
             [sizes.key_value_rank, sizes.rotary_dim], -1

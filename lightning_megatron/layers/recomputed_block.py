@@ -17,6 +17,7 @@ from lightning_megatron.layers.block import Block, ParallelBlock, PreNormBlock
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.offload import HostOffload
 from lightning_megatron.layers.recompute import replayed
+from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.plan.recomputation import Parts
 from lightning_megatron.shapes import Float
 from lightning_megatron.user_code import is_compiled
@@ -42,15 +43,11 @@ class RecomputedForward:
     def __call__(
         self,
         hidden: Float[Tensor, "seq_local batch hidden"],
-        rotary: tuple[
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-        ]
-        | None = None,
+        rotary: Rotary | None = None,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the output of the block; see :meth:`PreNormBlock.forward`."""
-        run = self.plain
+        run = self._run
         offloading: AbstractContextManager[Any] = nullcontext()
         if self.keeps_core and torch.is_grad_enabled():
             run = partial(self._run_with_core, CoreResults())
@@ -62,17 +59,8 @@ class RecomputedForward:
             )
         return output
 
-    def plain(
-        self,
-        hidden: Float[Tensor, "seq_local batch hidden"],
-        rotary: tuple[
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-        ]
-        | None = None,
-        span: AttentionSpan | None = None,
-    ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the output of the block, without recomputation; see :meth:`__call__`."""
+    def _run(self, hidden: Tensor, rotary: Rotary | None, span: AttentionSpan | None) -> Tensor:
+        """Return the output of the block, without recomputation."""
         output: Tensor = type(self.block).forward(self.block, hidden, rotary, span)
         return output
 
@@ -80,11 +68,11 @@ class RecomputedForward:
         self,
         results: CoreResults,
         hidden: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
+        rotary: Rotary | None,
         span: AttentionSpan | None,
     ) -> Tensor:
         results.start()
-        return self.plain(hidden, rotary, replace(span or AttentionSpan(), results=results))
+        return self._run(hidden, rotary, replace(span or AttentionSpan(), results=results))
 
 
 def is_recomputed(block: nn.Module) -> bool:

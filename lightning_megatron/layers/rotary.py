@@ -16,6 +16,11 @@ from lightning_megatron.layers.rotary_frequencies import rotary_frequencies
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.shapes import Float, Int
 
+#: Cosines and sines of the positions that the ranks of one position on the cp axis hold.
+Rotary: TypeAlias = tuple[
+    Float[Tensor, "seq_part #batch 1 rotary_dim"], Float[Tensor, "seq_part #batch 1 rotary_dim"]
+]
+
 #: Sequence length, dtype and device of tables.
 _TableKey: TypeAlias = tuple[int, torch.dtype, torch.device]
 
@@ -145,9 +150,7 @@ class RotaryTables:
         hidden: Float[Tensor, "..."],
         positions: Int[Tensor, "batch seq"] | None = None,
         cut: TokenOrder | None = None,
-    ) -> tuple[
-        Float[Tensor, "seq_part #batch 1 rotary_dim"], Float[Tensor, "seq_part #batch 1 rotary_dim"]
-    ]:
+    ) -> Rotary:
         """Return the tables in the dtype and on the device of ``hidden``.
 
         Args:

@@ -20,7 +20,7 @@ from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowPar
 from lightning_megatron.layers.norm import RMSNorm, ShardedRMSNorm
 from lightning_megatron.layers.parameters.init import Initializer, sharded_parameter
 from lightning_megatron.layers.recompute import replayed
-from lightning_megatron.layers.rotary import split_heads
+from lightning_megatron.layers.rotary import Rotary, split_heads
 from lightning_megatron.plan.context_transport import choose_context_transport
 from lightning_megatron.plan.shards import ShardRange, attention_ranges, even_range
 from lightning_megatron.shapes import Float
@@ -246,11 +246,7 @@ class SelfAttention(Attention):
     def forward(
         self,
         hidden: Float[Tensor, "seq_local batch hidden"],
-        rotary: tuple[
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-            Float[Tensor, "seq_part #batch 1 rotary_dim"],
-        ]
-        | None = None,
+        rotary: Rotary | None = None,
         span: AttentionSpan | None = None,
         magnitude: Magnitude | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:

@@ -167,9 +167,7 @@ class Encoder(LayeredModule):
                 chunk_attention = replace(attention, dtype=dtype_of_products(hidden))
             given = LayerInputs(None, chunk_attention.span(rows))
             layers = dict.fromkeys(self._layers_of_chunk[chunk], given)
-            if self.runner is None:
-                return self.run_layers(hidden, call, layers, self.is_last_stage(chunk))
-            return self.runner.run(self, chunk, hidden, call, layers)
+            return self.run_chunk(chunk, hidden, call, layers)
 
         result: EncoderResult = self.run_stage(
             run,
@@ -186,13 +184,7 @@ class Encoder(LayeredModule):
         layers: Mapping[int, LayerInputs],
         has_head: bool,
     ) -> Any:
-        """Run the embedding, some layers and the head.
-
-        Args:
-            hidden: Hidden states before these layers; None begins with the embedding.
-            call: Inputs of the model.
-            layers: Inputs of each layer, by its index in the whole model.
-            has_head: Whether the head follows these layers.
+        """Run the embedding, some layers and the head; see :meth:`LayeredModule.run_layers`.
 
         Returns:
             The hidden states; with the head an :class:`EncoderResult`.

@@ -19,8 +19,9 @@ from lightning_megatron.layers.low_rank import LowRank
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.config_checks import ModelConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.layered import LayeredConfig, LayeredModule, layered_modules
+from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.plan.eight_bits import linear_sizes
 from lightning_megatron.plan.engine_recipe import Backend
 from lightning_megatron.plan.fp8 import FP8
@@ -155,7 +156,7 @@ def _delayed_scales(
 
 
 def check_fp8_config(
-    config: LayeredConfig, settings: FP8, tp: int, backend: Backend = "native"
+    config: ModelConfig, settings: FP8, tp: int, backend: Backend = "native"
 ) -> None:
     """Check the sizes and name patterns of 8-bit layers before the model is built.
 
@@ -181,7 +182,7 @@ def check_fp8_config(
                 settings.check_sizes(full_name, out_features, in_features, backend)
 
 
-def _shape_of(config: LayeredConfig) -> ModelShape | None:
+def _shape_of(config: ModelConfig) -> ModelShape | None:
     """Return the sizes of a decoder or an encoder; None for another class of configuration."""
     if isinstance(config, GPTConfig):
         return config.memory_shape()

@@ -228,9 +228,7 @@ class GPT(LayeredModule):
                 span,
                 dropout=self.config.attention_dropout if self.training else 0.0,
             )
-            if self.runner is None or self.watches_layers or call.continues:
-                return self.run_layers(hidden, call, layers, self.is_last_stage(chunk))
-            return self.runner.run(self, chunk, hidden, call, layers)
+            return self.run_chunk(chunk, hidden, call, layers, call.continues)
 
         return self.run_stage(
             run,
@@ -246,13 +244,7 @@ class GPT(LayeredModule):
         layers: Mapping[int, LayerInputs],
         has_head: bool,
     ) -> Any:
-        """Run the embedding, some layers and the head.
-
-        Args:
-            hidden: Hidden states before these layers; None begins with the embedding.
-            call: Inputs of the model.
-            layers: Inputs of each layer, by its index in the whole model.
-            has_head: Whether the head follows these layers.
+        """Run the embedding, some layers and the head; see :meth:`LayeredModule.run_layers`.
 
         Returns:
             The hidden states; with the head the losses, their sum, or the logits.

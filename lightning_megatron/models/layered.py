@@ -20,12 +20,9 @@ from lightning_megatron.layers.fp8.weight_casts import WeightCasts
 from lightning_megatron.layers.offload import HostOffload
 from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.layers.recomputed_block import recompute_parts
+from lightning_megatron.models.config_checks import ModelConfig
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
-from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.model_shape import LossChunk
-from lightning_megatron.plan.partition import LayerPartition
 from lightning_megatron.plan.recomputation import Parts, Recomputation, Recompute
 from lightning_megatron.shapes import Float, Int, Shaped
 
@@ -69,41 +66,6 @@ class ChunkRunner(Protocol):
 WORD_EMBEDDING = "embedding.word.weight"
 
 
-class LayeredConfig(Protocol):
-    """Interface of the configurations of models with numbered layers."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Return the size D of the residual stream (elements)."""
-
-    @property
-    def num_layers(self) -> int:
-        """Return the number of layers."""
-
-    @property
-    def experts(self) -> ExpertsConfig | None:
-        """Return the settings of the mixture of experts; None for a model without experts."""
-
-    def check_layout(
-        self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
-    ) -> None:
-        """Raise if the model cannot be divided over a layout.
-
-        Args:
-            layout: Sizes of the axes.
-            sequence_parallel: Whether activations are sharded along the sequence.
-            seq_length: Length of the sequences, if it is known (tokens).
-        """
-
-    def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
-        """Return the number of layers of each virtual stage.
-
-        Args:
-            layout: Sizes of the axes.
-            loss_chunk: Number of tokens whose logits exist at once; None stores all logits.
-        """
-
-
 class LayeredModule(PipelinedModule):
     """Model with numbered layers. Each rank has its shards of the layers of its stages.
 
@@ -125,7 +87,7 @@ class LayeredModule(PipelinedModule):
     layers: nn.ModuleDict
 
     def __init__(
-        self, config: LayeredConfig, mesh: ParallelMesh | None = None, seed: int | None = None
+        self, config: ModelConfig, mesh: ParallelMesh | None = None, seed: int | None = None
     ) -> None:
         seed = torch.initial_seed() if seed is None else seed
         super().__init__(mesh or single_mesh(seed))
@@ -226,6 +188,30 @@ class LayeredModule(PipelinedModule):
 
     def _build(self) -> None:
         raise NotImplementedError
+
+    def run_chunk(
+        self,
+        chunk: int,
+        hidden: Float[Tensor, "seq_local batch hidden"] | None,
+        call: Any,
+        layers: Mapping[int, LayerInputs],
+        is_varying: bool = False,
+    ) -> Any:
+        """Run a chunk by the runner, if there is one; otherwise :meth:`run_layers`.
+
+        Args:
+            chunk: Index of this rank's chunk.
+            hidden: Hidden states of the previous virtual stage; None on the first one.
+            call: Inputs of the model.
+            layers: Inputs of each layer, by its index in the whole model.
+            is_varying: Whether the shapes differ in each call, so that a runner has no use.
+
+        Returns:
+            The hidden states; on the last virtual stage the result of the model.
+        """
+        if self.runner is None or self.watches_layers or is_varying:
+            return self.run_layers(hidden, call, layers, self.is_last_stage(chunk))
+        return self.runner.run(self, chunk, hidden, call, layers)
 
     def run_layers(
         self,

@@ -223,22 +223,26 @@ class RecordedGradients:
             parameter that the model uses twice occurs in two groups.
         additions: Gradient slot of each name of the groups, in their order; the argument of
             ``WeightGradientQueue.put`` for the replay of a weight half.
-        slots: Gradient slots to which the pass added, each once.
+        overwritten: Gradient slots that were empty before, so that the pass overwrote them.
+        added: Gradient slots that were filled before, so that the pass added to them.
         sums: Buckets that the pass sums over the ranks.
         unused: Slots in these buckets that get no gradient and are filled with zeros, by the names
             of their parameters.
-        overwritten: Those slots that were empty before, so that the pass overwrote them. It added
-            to the others.
         rows: Rows of the gradients, for slots that got gradients of rows only.
     """
 
     groups: tuple[tuple[str, ...], ...] = ()
     additions: tuple[GradientSlot, ...] = ()
-    slots: tuple[GradientSlot, ...] = ()
     overwritten: tuple[GradientSlot, ...] = ()
+    added: tuple[GradientSlot, ...] = ()
     sums: tuple[GradientBucket, ...] = ()
     unused: Mapping[str, GradientSlot] = field(default_factory=dict)
     rows: Mapping[GradientSlot, tuple[Int[Tensor, "rows"], ...]] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> tuple[GradientSlot, ...]:
+        """Return the gradient slots that got gradients, each once."""
+        return self.overwritten + self.added
 
 
 class GradientRecorder:
@@ -273,12 +277,13 @@ class GradientRecorder:
         names = [name for group in self._groups for name in group]
         written = dict.fromkeys(names)
         overwritten = [name for name in written if self._were_empty[name]]
+        added = [name for name in written if not self._were_empty[name]]
         slot_of = self._slots.__getitem__
         return RecordedGradients(
             tuple(self._groups),
             tuple(map(slot_of, names)),
-            tuple(map(slot_of, written)),
             tuple(map(slot_of, overwritten)),
+            tuple(map(slot_of, added)),
             tuple(self.sums),
             dict(self.unused),
             {slot: rows for slot, rows in self._rows.items() if rows is not None},

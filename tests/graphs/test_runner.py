@@ -178,8 +178,8 @@ def assert_inputs_suffice(runner: Any) -> None:
                 for argument in tree_leaves((entry.args, entry.kwargs))
                 if isinstance(argument, Tensor)
             }
-            assert kept_memory & read_memory, recording.stretch.label
-            assert not made_memory & read_memory, recording.stretch.label
+            assert kept_memory & read_memory, recording.captured.part.label
+            assert not made_memory & read_memory, recording.captured.part.label
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -196,7 +196,7 @@ def counted_replays() -> Iterator[Counter[str]]:
     replay = Recording.replay_forward
 
     def count_replay(recording: Recording, tensors: Any) -> Any:
-        counts["training" if recording.stretch.has_backward else "evaluation"] += 1
+        counts["training" if recording.captured.has_backward else "evaluation"] += 1
         return replay(recording, tensors)
 
     with pytest.MonkeyPatch.context() as patch:

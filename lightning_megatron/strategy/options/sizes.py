@@ -10,10 +10,10 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.config_checks import ModelConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.fp8_layers import check_fp8_config
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
-from lightning_megatron.models.layered import LayeredConfig
 from lightning_megatron.plan.context import context_multiple
 from lightning_megatron.plan.context_transport import ContextLinks, choose_context_transport
 from lightning_megatron.plan.global_batch import GlobalBatch
@@ -87,7 +87,7 @@ def check_sizes(
         check_batch_size(batch_size, options, layout)
 
 
-def _configs_of(module: LightningModule, options: StrategyOptions) -> Sequence[LayeredConfig]:
+def _configs_of(module: LightningModule, options: StrategyOptions) -> Sequence[ModelConfig]:
     """Return the configurations of the module's models, without those that are not yet known."""
     config = getattr(module, "config", None)
     if isinstance(config, GPTConfig | EncoderConfig):
@@ -103,7 +103,7 @@ def _configs_of(module: LightningModule, options: StrategyOptions) -> Sequence[L
     return known_configs(module, options.tensor_parallel_plan)
 
 
-def check_places(config: LayeredConfig, options: StrategyOptions) -> None:
+def check_places(config: ModelConfig, options: StrategyOptions) -> None:
     """Refuse clones of experts with biases, and more places for clones than other ranks' experts.
 
     Args:

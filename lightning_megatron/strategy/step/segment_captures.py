@@ -1,4 +1,4 @@
-"""CUDA graphs of the static segments of a model during a fit, in mode ``segments``."""
+"""CUDA graphs of parts of a model during a fit, in mode ``segments``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_megatron.strategy.optimization.training_state import TrainingStat
 
 
 class SegmentCaptures:
-    """CUDA graphs of the static segments of one model.
+    """CUDA graphs of the parts of one model that can be captured.
 
     Args:
         settings: Settings of the graphs.

@@ -14,7 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.layered import LayeredConfig, LayeredModule
+from lightning_megatron.models.config_checks import ModelConfig
+from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.decide.kinds import ModuleSite, choose_kinds, sites_of, unique_sites
@@ -367,7 +368,7 @@ def _refuse_on_stage(name: str, where: str) -> NoReturn:
     )
 
 
-def known_configs(root: nn.Module, plan: Mapping[str, str] | None) -> tuple[LayeredConfig, ...]:
+def known_configs(root: nn.Module, plan: Mapping[str, str] | None) -> tuple[ModelConfig, ...]:
     """Return the configurations of the models of this package that a module has or will have.
 
     Args:
