@@ -122,7 +122,6 @@ class _Recipe:
     """Values of a recipe, which are counted with aliases and interpolation expanded.
 
     Args:
-        path: Path of the file.
         nodes: First value at each place: keys from the outermost one on.
         counts: Numbers of values in values that were counted, by identity.
     """
@@ -144,7 +143,6 @@ class _Recipe:
         """Return the number of values in a value, and check each of them once.
 
         Args:
-            node: Value.
             keys: Place of the value.
             around: Values that hold it.
         """

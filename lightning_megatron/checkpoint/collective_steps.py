@@ -42,7 +42,6 @@ def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list
 
     Args:
         action: Function that runs the step on this rank, without communication.
-        axis: Axis of the ranks that take part.
         what: Description of the step in errors, such as "saving ...".
 
     Raises:
@@ -71,7 +70,6 @@ def run_on_first(action: Callable[[], T], axis: MeshAxis) -> T:
 
     Args:
         action: Function that the first rank runs, without communication.
-        axis: Axis of the ranks that take part.
 
     Raises:
         Exception: On all ranks, the error of the first rank.

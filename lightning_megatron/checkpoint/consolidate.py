@@ -47,7 +47,6 @@ class WrittenSize:
     """Size of a checkpoint that was written.
 
     Args:
-        num_tensors: Number of tensors.
         num_bytes: Size of all tensors (bytes).
     """
 
@@ -68,12 +67,10 @@ def consolidate(
     a few of them are in memory at a time.
 
     Args:
-        path: Checkpoint of this library, saved under any layout.
         out: File to write, on a mounted file system.
         weights_only: Whether to omit optimizer states and all else that only training needs.
         dtype: Dtype of the floating-point weights; None keeps the saved dtype, which is full
             precision under mixed precision.
-        unsafe: Whether to unpickle objects of any type.
 
     Raises:
         CheckpointMismatchError: If the checkpoint is incomplete or has no record of the model in
@@ -206,7 +203,6 @@ class _TensorsOnDisk:
     """Store of full tensors in memory-mapped files.
 
     Args:
-        folder: Folder of the files.
         one_process: The checkpoint's record of the model in one process: the number of rows of
             padded tensors, and the shapes of tensors without elements.
         saved: All entries of the checkpoint.

@@ -47,7 +47,6 @@ def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[Box
         tensors: Entries of this rank. Entries that are not exclusive must be the same, in the same
             order, on all data ranks with the same tp and pp rank (for expert parameters: on all
             ranks with the same experts).
-        mesh: Mesh of this rank.
     """
     assigned: list[BoxToWrite] = []
     shared: dict[bool, list[BoxToWrite]] = {False: [], True: []}

@@ -68,10 +68,8 @@ class SavedModel:
     """Hugging Face model of a checkpoint whose layers were replaced by layers of this package.
 
     Args:
-        path: Checkpoint of the model.
         prefix: Prefix of the names of its entries.
         family: Family of the model, which maps its tensors.
-        config: Configuration of the model.
         adapter: Adapter of the model, if it has one.
     """
 
@@ -86,7 +84,6 @@ class SavedModel:
         """Return a model of a checkpoint.
 
         Args:
-            path: Checkpoint of the model.
             name: Attribute of the LightningModule with the model.
             record: Record of the model in the checkpoint.
         """
@@ -143,7 +140,6 @@ def find_model(
     Args:
         path: Checkpoint of this library.
         name: Attribute of the LightningModule with the model; None selects the only one.
-        unsafe: Whether to unpickle objects of any type.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
@@ -168,13 +164,11 @@ def export_model(
     """Write a model of a checkpoint as a folder for ``from_pretrained``, or its adapter for peft.
 
     Args:
-        path: Checkpoint of this library, saved under any layout.
         out: Folder to write; it must not contain weights.
         name: Attribute of the LightningModule with the model; None selects the only one.
         dtype: Dtype of the weights; None keeps the saved dtype, which is full precision under mixed
             precision.
         max_file_bytes: Maximum size of a file, unless it has a single larger tensor (bytes).
-        unsafe: Whether to unpickle objects of any type.
         merge: Whether to write the whole model with its adapter merged, instead of the adapter.
 
     Raises:
@@ -223,7 +217,6 @@ def import_model(
         out: Checkpoint to write; an existing one is replaced when the new one is complete.
         name: Attribute of the LightningModule with the model.
         dtype: Dtype of the weights; None keeps the dtype of the files.
-        num_files: Number of tensor files.
 
     Raises:
         CheckpointMismatchError: If files or tensors are missing or unexpected.

@@ -102,9 +102,7 @@ def load_tensors(
     Padding rows keep their values. A tied copy is loaded from the entry of its original.
 
     Args:
-        source: Checkpoint, saved under any layout.
         tensors: Entries of this rank by the names under which they were saved.
-        mesh: Mesh of this rank.
         strict: Whether missing and unexpected entries raise an error. Different shapes always do.
         prefix: Prefix of the names of entries that may be reported as unexpected.
         expected: Placements of all tensors of this rank's pipeline stage, if this rank has only
@@ -216,8 +214,6 @@ def load_rank_state(
     place.
 
     Args:
-        source: Checkpoint, saved under any layout.
-        mesh: Mesh of this rank.
         weights_only: Same as for :func:`load_metadata`.
     """
     stored = open_source(source)

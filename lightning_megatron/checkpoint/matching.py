@@ -46,7 +46,6 @@ def match(
         saved: Full shape of every entry of the checkpoint.
         expected: Placements of the tensors of this rank's stage, including those of other data
             ranks.
-        mesh: Mesh of this rank.
         strict: Whether missing and unexpected entries raise an error.
         prefix: Prefix of the names of entries that may be reported as unexpected.
 

@@ -175,7 +175,6 @@ def check_values(values: Mapping[str, Any], where: str) -> None:
 
     Args:
         values: Metadata by name.
-        where: Name of the file in errors.
 
     Raises:
         CorruptDataError: If a value is invalid; the message names it.
@@ -191,7 +190,6 @@ def check_metadata(values: Mapping[str, Any], header: Header, where: str) -> Non
     Args:
         values: Metadata by name.
         header: Header of the same checkpoint.
-        where: Name of the file in errors.
 
     Raises:
         CorruptDataError: If a value is invalid or contradicts the header; the message names it.
@@ -214,7 +212,6 @@ def check_names(
         one_process: The checkpoint's record of the model in one process.
         optimizers: The checkpoint's records of its optimizers.
         shapes: Full shapes of all tensors, by entry.
-        where: Name of the file in errors.
 
     Raises:
         CorruptDataError: If a tensor would be dropped, invented or used twice; the message names
@@ -291,7 +288,6 @@ def check_states(
     """Check that each saved optimizer state is listed in the parameter group of its parameter.
 
     Args:
-        index: Index of the optimizer.
         groups: Parameter groups with the names of parameters and of their states.
         saved: Names of the saved states of every parameter.
         where: Name of the checkpoint in errors.

@@ -62,8 +62,6 @@ def load_model(
     Args:
         source: Checkpoint, saved under any layout and in any precision.
         module: Module with the parameters.
-        main: Main parameters of the module.
-        mesh: Mesh of this rank.
         strict: Whether missing and unexpected entries raise an error.
 
     Raises:

@@ -41,9 +41,7 @@ def optimizer_tensors(
     shape of its main parameter has the same placement. Every rank has a scalar in full.
 
     Args:
-        index: Index of the optimizer.
         optimizer: Optimizer over ``main``, after ``main.attach``.
-        main: Main parameters of this rank.
 
     Raises:
         UnsupportedError: If a parameter is sharded and its state has another shape.
@@ -67,8 +65,6 @@ def optimizer_metadata(
 
     Args:
         optimizer: Optimizer over ``main``, after ``main.attach``.
-        main: Main parameters of this rank.
-        mesh: Mesh of this rank.
 
     Returns:
         ``{"groups": [...], "values": {name: {key: value}}}``, where a group is
@@ -125,11 +121,7 @@ def load_optimizer(
     """Load the state of an optimizer in place, and remove state that was not saved.
 
     Args:
-        source: Checkpoint, saved under any layout.
-        index: Index of the optimizer.
         optimizer: Optimizer over ``main``, after ``main.attach``.
-        main: Main parameters of this rank.
-        mesh: Mesh of this rank.
         metadata: Result of :func:`optimizer_metadata` at the save.
 
     Raises:

@@ -26,9 +26,7 @@ class SavedOwnCodeModel:
     """Hugging Face model of a checkpoint, with the tensor names of its class.
 
     Args:
-        path: Checkpoint of the model.
         architecture: Name of the model's class.
-        config: Configuration of the model.
         entries: Name of the entry of each tensor, by the name of the tensor in the model.
         empty: Shapes of the tensors without elements, which are not stored, by entry.
         form: Conversion between the tensors of the model and of its files; None if they are equal.
@@ -48,7 +46,6 @@ class SavedOwnCodeModel:
         """Return a model of a checkpoint.
 
         Args:
-            path: Checkpoint of the model.
             record: Record of the model in the checkpoint.
             one_process: Record of the module's tensors in one process.
 

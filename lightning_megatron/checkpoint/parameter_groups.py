@@ -85,7 +85,6 @@ def check_saved_groups(
         names_of_groups: Names of this rank's parameters, by group.
         groups: Saved groups.
         original: Name of the saved parameter for each name of this rank.
-        mesh: Mesh of this rank.
 
     Raises:
         CheckpointMismatchError: On all ranks, if a group of any rank differs.

@@ -61,13 +61,11 @@ def rewrite(
     time.
 
     Args:
-        path: Checkpoint of this library, saved under any layout.
         out: Directory or URL of the copy; an existing checkpoint is replaced when the copy is
             complete.
         num_files: Number of tensor files, which get about the same size.
         weights_only: Whether to omit optimizer states and all else that only training needs.
         dtype: Dtype of the floating-point weights; None keeps the saved dtype.
-        unsafe: Whether to unpickle objects of any type.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.
@@ -115,7 +113,6 @@ def write_checkpoint(
 
     Args:
         out: Directory or URL; an existing checkpoint is replaced.
-        num_files: Number of tensor files.
         tensors: Names of entries and their full tensors.
         objects: Pickled objects by entry.
         metadata: Picklable values of the job.

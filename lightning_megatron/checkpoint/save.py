@@ -40,7 +40,6 @@ class RankSnapshot:
     """Data that one rank writes in a save.
 
     Args:
-        pieces: Pieces of tensors.
         rank_state: Pickled values of the rank.
         metadata: Pickled values of the job; only those of the first rank are written.
         global_step: Number of optimizer steps taken.
@@ -73,7 +72,6 @@ def gather_content(
         tensors: Entries of this rank.
         metadata: Picklable values of the job, with ``global_step`` and ``epoch``.
         rank_state: Picklable values of this rank.
-        mesh: Mesh of this rank.
         number: Function that returns the number of the save, called on the first rank.
         copy: Function that copies pieces; None uses the original tensors.
         ready: Function that blocks until the copies can be read.
@@ -103,7 +101,6 @@ class CollectiveSave:
 
     Args:
         path: Directory or URL to create or replace.
-        mesh: Mesh of this rank.
         content: Function that returns the data of this rank, or raises the error that occurred
             while the data was collected.
         token: Token of the folder to which all ranks write, set by ``run``.
@@ -237,7 +234,6 @@ def save_checkpoint(
             same, in the same order, on all data-parallel ranks with the same tp and pp rank.
         metadata: Picklable values of the whole job; those of rank 0 are saved.
         rank_state: Picklable values of this rank, restored on the rank with the same coordinates.
-        mesh: Mesh of this rank.
 
     Raises:
         CheckpointSaveError: On all ranks, if any rank cannot write.

@@ -32,9 +32,6 @@ class HostCopies:
     longer than a training step, during which the tensor must not change. Tensors that fit into
     unused GPU memory are therefore first cloned on the GPU, which is about a hundred times faster.
     Only the other tensors must stay unchanged until their copies are on the host.
-
-    Args:
-        device: Device of the tensors.
     """
 
     device: torch.device

@@ -31,7 +31,6 @@ class TensorFileWriter(StorageWriter):
     The attribute ``records`` has the size and checksum of each file that this rank has written.
 
     Args:
-        folder: Folder of the files.
         rank: Index of this rank among the ranks of the save.
         ready: Function that blocks until the tensors can be read.
     """

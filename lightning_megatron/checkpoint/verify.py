@@ -48,7 +48,6 @@ def verify_together(check: Callable[[], object], axis: MeshAxis) -> None:
 
     Args:
         check: Function that checks files on this rank, without communication.
-        axis: Axis of the ranks that take part.
 
     Raises:
         CorruptDataError: On all ranks, if a file is damaged or cannot be read on one.

@@ -37,7 +37,6 @@ class CheckpointWriter:
     :meth:`wait_for_snapshot`.
 
     Args:
-        mesh: Mesh of this rank.
         defer_copies: Whether :meth:`save` may return before a GPU's tensors are copied. The
             caller must then call :meth:`wait_for_snapshot` before it changes a tensor given to
             :meth:`save`.

@@ -52,7 +52,6 @@ def clean(
     Args:
         inputs: Files of JSON lines, directories and globs.
         output: File of JSON lines, compressed if it ends in .gz.
-        options: Settings of the steps.
         report_path: File of the report in JSON; None writes no report.
         workers: Number of processes.
         progress: Whether to show progress bars.

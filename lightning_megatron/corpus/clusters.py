@@ -64,7 +64,6 @@ def find_clusters(
     Args:
         signatures: Signatures of the documents, such as a memory-mapped file.
         active: Which documents are compared; each of the others is its own cluster.
-        threshold: Jaccard similarity.
         progress: Function that is called after each band.
     """
     sets = UnionFind(len(signatures))
@@ -96,7 +95,6 @@ def find_matches(signatures: Signatures, tests: Signatures, threshold: float) ->
     Args:
         signatures: Signatures of the documents.
         tests: Signatures of the test documents.
-        threshold: Jaccard similarity.
     """
     need = least_equal(threshold)
     rows = rows_of_bands(threshold)

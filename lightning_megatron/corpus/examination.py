@@ -28,7 +28,6 @@ class CleaningOptions:
     """Settings of the cleaning steps.
 
     Args:
-        json_key: Key of the text.
         fix_text: Whether ``ftfy.fix_text`` repairs texts.
         min_tokens: Minimum length of a document; 0 keeps all documents (tokens).
         tokenizer: Tokenizer that measures lengths: "words" splits at whitespace; otherwise the name
@@ -69,7 +68,6 @@ class ExaminedChunk:
     """Documents of a chunk that are valid and long enough, and the numbers of the others.
 
     Args:
-        path: File.
         num_bytes: Number of bytes that were read from the file (bytes).
         broken: Errors of broken lines.
         short: Number of documents that are too short.
@@ -98,7 +96,6 @@ def examine(chunk: RawChunk, options: CleaningOptions) -> ExaminedChunk:
 
     Args:
         chunk: Lines of a file of JSON lines.
-        options: Settings of the steps.
 
     Raises:
         CorruptDataError: If a line is broken and such lines are not skipped.

@@ -53,7 +53,6 @@ class HeldOut:
 
     Args:
         inputs: Files, directories and globs: JSON lines, or plain text with one document per file.
-        json_key: Key of the text in JSON lines.
 
     Raises:
         UnsupportedError: If an input matches no file.

@@ -70,9 +70,7 @@ def write_report(
     """Write a report as JSON, with one line per cluster and per match with a test document.
 
     Args:
-        path: File.
         report: Numbers of documents.
-        options: Settings of the steps.
         spool: Spool that knows file and line of each document.
         roots: For each document the first document of its cluster.
         matches: For each document the test document that is similar to it, or -1.

@@ -40,7 +40,6 @@ def shingles_of(text: str, length: int) -> set[str]:
     differ.
 
     Args:
-        text: Text.
         length: Length of an n-gram (words).
     """
     words = words_of(text)
@@ -62,7 +61,6 @@ def signature_of(text: str, ngram: int) -> Signatures:
     Shapes: The result is (128,).
 
     Args:
-        text: Text.
         ngram: Length of an n-gram (words).
 
     Raises:
@@ -83,9 +81,6 @@ def _empty_sketch() -> Any:
 
 def least_equal(threshold: float) -> int:
     """Return how many values of two signatures must be equal for an estimate of ``threshold``.
-
-    Args:
-        threshold: Jaccard similarity.
 
     Raises:
         ParallelPlanError: If the threshold is not above 0.5 and at most 1.
@@ -118,7 +113,6 @@ def band_keys(signatures: Signatures, start: int, rows: int) -> npt.NDArray[np.u
     Shapes: signatures (N, 128) -> (N,).
 
     Args:
-        signatures: Signatures.
         start: First column of the band.
         rows: Columns of the band.
     """

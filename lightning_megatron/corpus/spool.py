@@ -23,9 +23,6 @@ class Spool:
 
     Memory use does not grow with the number of documents: contents, line numbers, signatures and
     8-grams are stored in files.
-
-    Args:
-        folder: Folder of the files.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -37,11 +37,7 @@ class ConversationSamples(Samples, Protocol):
     """Rows of conversations with a mask of the tokens of answers."""
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tokens of a row that belong to answers.
-
-        Args:
-            index: Number of the row.
-        """
+        """Return a mask of the tokens of a row that belong to answers."""
 
 
 class ConversationRows:
@@ -72,11 +68,7 @@ class ConversationRows:
         return [stop - start for start, stop in self._index.pieces(index, self._texts.bounds)]
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tokens of a row that belong to answers.
-
-        Args:
-            index: Number of the row.
-        """
+        """Return a mask of the tokens of a row that belong to answers."""
         return self._values_of_row(self._texts.is_answer, index, 0).astype(np.bool_)
 
     def _values_of_row(self, values: npt.NDArray, index: int, gap_value: int) -> npt.NDArray:

@@ -58,11 +58,7 @@ class StreamedConversations(StreamedSamples[ConversationRows]):
         self._num_windows = num_windows
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tokens of a row that belong to answers.
-
-        Args:
-            index: Number of the row.
-        """
+        """Return a mask of the tokens of a row that belong to answers."""
         rows, number = self.in_section(index)
         return rows.is_answer(number)
 

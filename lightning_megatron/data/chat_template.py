@@ -148,7 +148,6 @@ class ChatTokenizer:
         Args:
             messages: First messages of the conversation.
             tokens: Tokens of the whole conversation.
-            conversation: The conversation.
             header: Whether to count the generation prompt that follows these messages, too.
         """
         if not messages:

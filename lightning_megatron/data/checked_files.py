@@ -145,7 +145,6 @@ def check_sha256(path: Path, expected: str) -> bytes:
     """Return the contents of a file after comparing their SHA-256 with the expected one.
 
     Args:
-        path: File.
         expected: SHA-256 as 64 hexadecimal digits.
 
     Raises:

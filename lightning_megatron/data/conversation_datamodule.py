@@ -161,11 +161,7 @@ class ConversationDataModule(RowDataModule):
 
     @abstractmethod
     def batches_of(self, samples: Samples) -> SampleBatches:
-        """Return the batches of samples.
-
-        Args:
-            samples: Samples of one part of the data.
-        """
+        """Return the batches of samples."""
 
     @override
     def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:

@@ -30,7 +30,6 @@ class Conversation:
         num_prompt_messages: Number of leading messages that are the prompt. Answers among them have
             no labels.
         tools: Tools that the template describes to the model; None means no tools.
-        place: File and row, for errors.
     """
 
     messages: tuple[Message, ...]
@@ -85,9 +84,6 @@ def _is_row_file(path: Path) -> bool:
 def conversation_of(row: FileRow) -> Conversation:
     """Return the conversation of a row.
 
-    Args:
-        row: Row of a file.
-
     Raises:
         CorruptDataError: If the row is not a conversation; the message names file and row.
     """
@@ -123,7 +119,6 @@ def tools_of(row: Mapping[str, Any], place: str) -> list[Any] | None:
 
     Args:
         row: Fields of the row.
-        place: File and row, for errors.
 
     Raises:
         CorruptDataError: If the tools are not a list.

@@ -38,7 +38,6 @@ class CorpusDescription:
     are None in files of version 1.
 
     Args:
-        tokenizer: Name of the tokenizer.
         tokenizer_fingerprint: Hash of the files that define the tokenizer's ids.
         vocab_size: Size of the vocabulary; all ids are smaller.
         eod: Id of the end-of-document token; None if the tokenizer has none.

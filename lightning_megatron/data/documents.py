@@ -43,7 +43,6 @@ class RawChunk:
         path: File of the documents.
         kind: Format of the file.
         lines: Line on which each document starts, counted from 1.
-        documents: Bytes of each document.
     """
 
     path: str
@@ -155,7 +154,6 @@ def parse_chunk(chunk: RawChunk, json_key: str) -> list[str]:
 
     Args:
         chunk: Undecoded documents.
-        json_key: Key of the text in JSON lines.
 
     Raises:
         CorruptDataError: If a line is not a JSON object with this key, or text is not UTF-8. The
@@ -174,7 +172,6 @@ def parse_objects(chunk: RawChunk, json_key: str) -> list[JsonDocument | Corrupt
 
     Args:
         chunk: Undecoded JSON lines.
-        json_key: Key of the text.
     """
     parsed: list[JsonDocument | CorruptDataError] = []
     for line, content in zip(chunk.lines, chunk.documents, strict=True):
@@ -192,7 +189,6 @@ def replace_text(content: bytes, json_key: str, text: str) -> bytes:
 
     Args:
         content: Valid JSON object in UTF-8.
-        json_key: Key of the text.
         text: New text.
     """
     source = content.decode("utf-8")
@@ -271,7 +267,6 @@ def text_under(entry: Any, place: str, json_key: str) -> str:
     Args:
         entry: Parsed object.
         place: File and line, for errors.
-        json_key: Key of the text.
 
     Raises:
         CorruptDataError: If the entry is not an object, or has no text under the key.

@@ -47,9 +47,6 @@ class ConversationEncoder:
     def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
         """Return the tokens of the conversations of a row; None if it is left out as too long.
 
-        Args:
-            row: Row of a file.
-
         Raises:
             CorruptDataError: If the row has another form, and as for :meth:`encode`.
         """

@@ -102,8 +102,6 @@ class NGramMasking:
         Args:
             tokens: Tokens of a row.
             segments: Start and end position of each segment in the row.
-            pieces: Special tokens and word pieces of the vocabulary.
-            random: Random number generator.
         """
         chosen = self.choose(tokens, segments, pieces, random)
         labels = np.full_like(tokens, IGNORE_INDEX)
@@ -128,8 +126,6 @@ class NGramMasking:
         Args:
             tokens: Tokens of a row.
             segments: Start and end position of each segment in the row.
-            pieces: Special tokens and word pieces of the vocabulary.
-            random: Random number generator.
         """
         starts, stops, ends = self._words(tokens, segments, pieces)
         num_tokens = sum(stop - start for start, stop in segments)

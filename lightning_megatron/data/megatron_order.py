@@ -45,7 +45,6 @@ def split_as_megatron(count: int, weights: str) -> tuple[range, ...]:
     """Divide sequences into training, validation and test parts with float64 bounds.
 
     Args:
-        count: Number of sequences.
         weights: Comma-separated weights of the parts.
 
     Raises:

@@ -41,7 +41,6 @@ class PackedIndex:
         """Return the range of tokens of each piece of a row, in order.
 
         Args:
-            index: Number of the row.
             bounds: Index of the first token of each document, and the total number of tokens.
 
         Returns:
@@ -106,7 +105,6 @@ def pack_once(
         seq_length: Tokens that a row predicts; a row has one token more, its last label (tokens).
         random: Random number generator that shuffles documents and rows; None keeps their order.
         is_packed: Whether rows have several documents; otherwise each row has one.
-        num_windows: Windows of a row.
         max_pieces: Largest number of documents and gaps of a row; None sets no limit.
     """
     pieces = _pieces(lengths, seq_length)

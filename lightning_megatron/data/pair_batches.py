@@ -30,8 +30,6 @@ class PairBatches(WindowBatches):
         and no label.
 
     Args:
-        samples: Samples of sentences.
-        pieces: Special tokens and word pieces of the vocabulary.
         masking: Choice of masked tokens.
         num_segments: Segments of a row: 2, or 1 without order prediction.
         seed: Seed of all random choices.

@@ -53,7 +53,6 @@ def index_pairs(
         starts: Position of each sentence's first token, and the total number of tokens (tokens).
         documents: First sentence of each document, and the total number of sentences (sentences).
         first_document: Number of the first document in its token file.
-        rule: Rule for cutting documents.
         count: Number of samples; None makes one pass (samples).
 
     Returns:
@@ -83,7 +82,6 @@ def cut_documents(
         starts: Position of each sentence's first token, and the total number of tokens (tokens).
         documents: First sentence of each document, and the total number of sentences (sentences).
         first_document: Number of the first document in its token file.
-        rule: Rule for cutting documents.
         epoch: Number of the pass.
     """
     used = np.flatnonzero(np.diff(documents) >= rule.min_sentences)
@@ -111,9 +109,7 @@ def target_lengths(rule: PairRule, epoch: int, documents: Integers, number: int)
     """Return the target length of the n-th sample of each document (tokens).
 
     Args:
-        rule: Rule for cutting documents.
         epoch: Number of the pass.
-        documents: Numbers of the documents.
         number: Number n of the sample in its document.
     """
     state = np.full(len(documents), rule.seed, np.uint64)

@@ -112,9 +112,6 @@ class PairSamples:
     def sentences(self, index: int) -> tuple[Sentences, int]:
         """Return the tokens of each sentence of a sample, and its target length (tokens).
 
-        Args:
-            index: Number of the sample.
-
         Raises:
             CorruptDataError: If a token is not in the vocabulary.
         """
@@ -185,11 +182,7 @@ class BlendedPairs(BlendedSamples):
     """Blend of the samples of sentences of several token files."""
 
     def sentences(self, index: int) -> tuple[Sentences, int]:
-        """Return the tokens of each sentence of a sample, and its target length (tokens).
-
-        Args:
-            index: Number of the sample.
-        """
+        """Return the tokens of each sentence of a sample, and its target length (tokens)."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}.")
         part = self.parts[self.choices[index]]

@@ -44,21 +44,12 @@ class StreamedPairs(StreamedSamples[PairRows]):
         super().__init__(max_documents=PairRows.max_documents, **options)
 
     def pair(self, index: int) -> int:
-        """Return the number of the pair of a sample, which is that of its row in the files.
-
-        Args:
-            index: Number of the sample.
-        """
+        """Return the number of the pair of a sample, which is that of its row in the files."""
         pairs, number = self.in_section(index)
         return pairs.pair(number)
 
     def text(self, index: int, side: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the tokens of a conversation, and a mask of those that belong to answers.
-
-        Args:
-            index: Number of the sample.
-            side: 0 for the chosen conversation, 1 for the rejected one.
-        """
+        """Return the tokens of a conversation, and a mask of those that belong to answers."""
         pairs, number = self.in_section(index)
         return pairs.text(number, side)
 

@@ -27,9 +27,6 @@ class PreferencePair:
 def pair_of(row: FileRow) -> PreferencePair:
     """Return the preference pair of a row.
 
-    Args:
-        row: Row of a file.
-
     Raises:
         CorruptDataError: If the row is not a pair; the message names file and row.
     """

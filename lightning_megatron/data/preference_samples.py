@@ -20,19 +20,10 @@ class PreferenceSamples(Samples, Protocol):
     """Preference pairs in the order of training."""
 
     def pair(self, index: int) -> int:
-        """Return the number of the pair of a sample, which is that of its row in the files.
-
-        Args:
-            index: Number of the sample.
-        """
+        """Return the number of the pair of a sample, which is that of its row in the files."""
 
     def text(self, index: int, side: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the tokens of a conversation, and a mask of those that belong to answers.
-
-        Args:
-            index: Number of the sample.
-            side: 0 for the chosen conversation, 1 for the rejected one.
-        """
+        """Return the tokens of a conversation, and a mask of those that belong to answers."""
 
 
 class PairTexts(Texts, Protocol):
@@ -68,20 +59,11 @@ class PairRows:
         return [len(self.text(index, side)[0]) for side in (0, 1)]
 
     def pair(self, index: int) -> int:
-        """Return the number of the pair of a sample, which is that of its row in the files.
-
-        Args:
-            index: Number of the sample.
-        """
+        """Return the number of the pair of a sample, which is that of its row in the files."""
         return int(self._texts.numbers[self._order[index]])
 
     def text(self, index: int, side: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the tokens of a conversation, and a mask of those that belong to answers.
-
-        Args:
-            index: Number of the sample.
-            side: 0 for the chosen conversation, 1 for the rejected one.
-        """
+        """Return the tokens of a conversation, and a mask of those that belong to answers."""
         first = 2 * int(self._order[index]) + side
         start, stop = self._texts.bounds[first : first + 2]
         tokens = self._texts.tokens[start:stop].astype(np.int64)
@@ -113,9 +95,6 @@ def one_row_each(num_pairs: int) -> npt.NDArray[np.int64]:
     """Return the lengths of documents that represent pairs in an index, each in its own row.
 
     A document of two tokens fills a row that predicts one token (tokens).
-
-    Args:
-        num_pairs: Number of pairs.
     """
     return np.full(num_pairs, 2)
 

@@ -29,7 +29,6 @@ class EncodingOptions:
 
     Args:
         tokenizer: Name or path of the tokenizer.
-        json_key: Key of the text in JSON lines.
         append_eod: Whether to append the end-of-document token to each document.
         eod: Text of the end-of-document token; None looks for one of the usual ones.
         by_sentence: Whether each sentence is a sequence of its document; otherwise a document is
@@ -48,8 +47,6 @@ class PreprocessReport:
     """Size of a written corpus, and the time that writing took.
 
     Args:
-        num_documents: Number of documents.
-        num_tokens: Number of tokens.
         num_bytes: Size of the text in UTF-8 (bytes).
         seconds: Time of tokenization and writing (seconds).
     """
@@ -85,7 +82,6 @@ def preprocess(
     Args:
         inputs: Files, directories and globs.
         output: Path without ``.bin`` and ``.idx``.
-        options: Options of tokenization.
         document: Unit of plain text that is a document.
         workers: Number of worker processes that tokenize. It does not affect the result.
         progress: Whether to show a progress bar.
@@ -141,9 +137,6 @@ def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
 @lru_cache(maxsize=2)
 def tokenizer_of(options: EncodingOptions) -> Tokenizer:
     """Return the tokenizer for some options; a process loads it once.
-
-    Args:
-        options: Options of tokenization.
 
     Raises:
         UnsupportedError: If ``append_eod`` is set, and the tokenizer has no end-of-document token.

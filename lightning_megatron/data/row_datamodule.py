@@ -99,7 +99,6 @@ class RowDataModule(LightningDataModule):
         """Return a loader of samples in the order of a sampler.
 
         Args:
-            samples: Samples of one part of the data.
             sampler: Order of the samples on this rank.
         """
 
@@ -180,11 +179,7 @@ class RowDataModule(LightningDataModule):
             stream.close()
 
     def evaluation_loader(self, samples: Samples) -> TokenLoader:
-        """Return a loader that yields every sample once.
-
-        Args:
-            samples: Samples of one part of the data.
-        """
+        """Return a loader that yields every sample once."""
         dp_rank, dp_size = self.data_parallel()
         sampler = TokenBatchSampler(
             len(samples), self._rows_of_rank(dp_size), dp_rank, dp_size, drop_last=False
@@ -315,7 +310,6 @@ def log_row_counts(line: str, is_warning: bool) -> None:
     """Log on rank 0 how many rows of files were read, cut and left out.
 
     Args:
-        line: Line with the numbers.
         is_warning: Whether to log a warning, because rows were cut or left out.
     """
     log = rank_zero_warn if is_warning else rank_zero_info

@@ -38,7 +38,6 @@ class FileRow(NamedTuple):
     """Row of a file, not yet parsed.
 
     Args:
-        place: File and row, for errors.
         content: Line of JSON lines, or fields of a row of another file.
         end: Position after the row.
     """

@@ -19,7 +19,6 @@ class EncodedText(NamedTuple):
     """Tokens of a conversation or document.
 
     Args:
-        tokens: Token ids.
         is_answer: 1 for tokens of answers, 0 for other tokens.
         was_cut: Whether the end was cut off.
     """
@@ -49,7 +48,6 @@ class RowTokens(NamedTuple):
     """Concatenated tokens of several rows.
 
     Args:
-        tokens: Token ids.
         is_answer: 1 for tokens of answers, 0 for other tokens.
         bounds: Index of the first token of each text, and the total number of tokens.
         numbers: Number of each row that was not left out.
@@ -118,6 +116,5 @@ def row_number(file: int, row: FileRow) -> int:
 
     Args:
         file: Index of the file among all files.
-        row: Row of the file.
     """
     return file * _ROWS_PER_FILE + row.end.number - 1

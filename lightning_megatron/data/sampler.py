@@ -29,9 +29,6 @@ class TokenBatchSampler:
 
     Args:
         num_samples: Number of samples in an epoch.
-        batch_size: Samples of this rank in one batch.
-        dp_rank: Position on the data-parallel axis.
-        dp_size: Size of the data-parallel axis.
         drop_last: Whether to skip a last global batch that is not full. Otherwise its samples are
             divided evenly, and ranks with one sample less get the number -1 (a row without labels),
             so that all ranks have the same shapes.
@@ -110,7 +107,6 @@ class TokenBatchSampler:
         """Return the number of full global batches of an epoch (batches).
 
         Args:
-            epoch: Number of the epoch.
             consumed: Samples of the epoch before the first batch (samples).
         """
         start = epoch * self.num_samples
@@ -161,11 +157,7 @@ class TokenBatchSampler:
             start += size
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch of the Trainer, or continue the current one if its number is the same.
-
-        Args:
-            epoch: Number of the epoch.
-        """
+        """Begin an epoch of the Trainer, or continue the current one if its number is the same."""
         if self.stream and self.num_finished:
             self.load_state_dict(self.state_dict())
         elif not self.stream and epoch != self.epoch:

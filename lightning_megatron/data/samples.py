@@ -137,7 +137,6 @@ def check_token_ids(
     Args:
         tokens: Tokens of a sample.
         vocab_size: Size of the vocabulary; None accepts all non-negative ids.
-        index: Number of the sample.
         corpus: Token file of the sample.
 
     Raises:
@@ -157,7 +156,6 @@ class GPTSamples:
     """Windows of one corpus, which cross the ends of documents or consist of whole documents.
 
     Args:
-        corpus: Token file.
         options: Options for cutting the corpus.
         documents: Range of the non-empty documents (or of the sequences) to use; None uses all.
         num_samples: Number of windows, over as many passes as needed; None makes one pass.

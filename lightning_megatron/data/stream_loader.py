@@ -25,9 +25,6 @@ class PassSampler(TokenBatchSampler):
 
     Args:
         samples: Samples of the stream.
-        batch_size: Samples of this rank in one batch.
-        dp_rank: Position on the data-parallel axis.
-        dp_size: Size of the data-parallel axis.
         options: Further arguments of :class:`TokenBatchSampler`.
     """
 
@@ -60,9 +57,6 @@ class OnePassSampler(TokenBatchSampler):
 
     Args:
         samples: Samples of the stream.
-        batch_size: Samples of this rank in one batch.
-        dp_rank: Position on the data-parallel axis.
-        dp_size: Size of the data-parallel axis.
     """
 
     def __init__(

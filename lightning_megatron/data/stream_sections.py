@@ -45,7 +45,6 @@ class Section:
     Args:
         start: Position of the first row.
         end: Position of the next section.
-        rows: Tokens of the rows.
     """
 
     start: SectionPosition
@@ -141,7 +140,6 @@ class SectionReader:
     """Reader of the sections of a stream; with workers, a thread prefetches the next section.
 
     Args:
-        stream: Stream of rows.
         start: Position of the first section.
     """
 

@@ -23,7 +23,6 @@ class SectionStart:
     """State of a stream before a section, from which reading can continue.
 
     Args:
-        position: Position of the section.
         first: Number of the first sample of the section.
         counts: Counts of the current pass before the section.
     """
@@ -143,11 +142,7 @@ class StreamedSamples(ABC, Generic[Found]):
         return samples.lengths(number)
 
     def in_section(self, index: int) -> tuple[Found, int]:
-        """Return the samples of the section that has a sample, and its number among them.
-
-        Args:
-            index: Number of the sample.
-        """
+        """Return the samples of the section that has a sample, and its number among them."""
         if index < (self._loaded[0].first if self._loaded else self._starts[-1].first):
             self.close()
             del self._starts[bisect_right(self._starts, index, key=lambda section: section.first) :]
@@ -159,11 +154,7 @@ class StreamedSamples(ABC, Generic[Found]):
         return section.samples, index - section.first
 
     def pass_of(self, index: int) -> int:
-        """Return the number of the pass over the files to which a row belongs.
-
-        Args:
-            index: Number of the row.
-        """
+        """Return the number of the pass over the files to which a row belongs."""
         while index >= self._starts[-1].first:
             self._read_next()
         return self._start_of(index).position.passes
@@ -180,11 +171,7 @@ class StreamedSamples(ABC, Generic[Found]):
         return self._start_of(index).position.passes == number
 
     def free_before(self, index: int) -> None:
-        """Free the memory of sections that end before a row.
-
-        Args:
-            index: Number of the row.
-        """
+        """Free the memory of sections that end before a row."""
         while len(self._loaded) > 1 and self._loaded[1].first <= index:
             del self._loaded[0]
 

@@ -25,19 +25,12 @@ _MIN_TOKENS = 2
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Encoder of documents.
-
-    Args:
-        options: Options of tokenization.
-    """
+    """Encoder of documents."""
 
     options: EncodingOptions
 
     def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
         """Return the tokens of a document; None for fewer than two tokens, which predict nothing.
-
-        Args:
-            row: Row of a file.
 
         Raises:
             CorruptDataError: If the row has no text under the key; the message names file and row.
@@ -82,7 +75,6 @@ class TextSamples(ConversationRows):
         files: Files of documents.
         encoder: Encoder of documents.
         seq_length: Tokens that a packed row predicts (tokens).
-        num_windows: Windows of a row.
 
     Raises:
         CorruptDataError: If a row has no text, or no document has at least two tokens.

@@ -104,7 +104,6 @@ class TokenFile:
         """Return tokens of one sequence.
 
         Args:
-            index: Index of the sequence.
             offset: Position of the first token in the sequence.
             length: Number of tokens; None returns all tokens from ``offset`` on.
 

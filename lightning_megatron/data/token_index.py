@@ -77,9 +77,6 @@ def read_index(
 ) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Memory-map an ``.idx`` file.
 
-    Args:
-        path: Path of the file.
-
     Returns:
         Token type, lengths of sequences (tokens), offsets of sequences (bytes), document entries
         (sequences).
@@ -200,7 +197,6 @@ def map_file(path: Path, dtype: np.dtype) -> npt.NDArray:
     """Memory-map a whole file; return an empty array for an empty file, which numpy cannot map.
 
     Args:
-        path: Path of the file.
         dtype: Type of the elements.
 
     Raises:

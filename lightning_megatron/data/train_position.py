@@ -63,7 +63,6 @@ def steps_of_epochs(trainer: Any, sampler: TokenBatchSampler) -> int | None:
     Epochs with growing batches have different numbers of them.
 
     Args:
-        trainer: The Trainer.
         sampler: Order of the samples.
 
     Returns:

@@ -25,7 +25,6 @@ def check_context_windows(num_windows: int, seq_length: int, is_whole: bool) -> 
     """Check that rows can be divided into windows for groups of context-parallel ranks.
 
     Args:
-        num_windows: Windows of a row.
         seq_length: Tokens that a row predicts (tokens).
         is_whole: Whether rows consist of whole documents.
 

@@ -74,7 +74,6 @@ def num_windows(num_tokens: int, seq_length: int, drop_last: bool = True) -> int
 
     Args:
         num_tokens: Tokens of the row.
-        seq_length: Tokens that a window predicts.
         drop_last: Whether to drop the remaining tokens; otherwise they form a shorter window.
 
     Source: Megatron-Core core/datasets/helpers.cpp. Without drop_last, Megatron-Core rounds in
@@ -89,8 +88,6 @@ def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
 
     Args:
         tokens_per_epoch: Tokens of one pass.
-        seq_length: Tokens that a window predicts.
-        num_samples: Number of windows.
     """
     return max(-(-(num_samples * seq_length + 1) // tokens_per_epoch), 1)
 
@@ -101,9 +98,7 @@ def window_starts(
     """Return the start of each window.
 
     Args:
-        lengths: Tokens of each document.
         documents: Documents in the order of the row, repeated for each pass.
-        seq_length: Tokens that a window predicts.
         count: Number of windows.
 
     Returns:
@@ -126,7 +121,6 @@ def shuffle_windows(first: int, total: int, random: np.random.RandomState) -> In
     Args:
         first: Number of windows in the first range.
         total: Number of all windows.
-        random: Random number generator.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_shuffle_index).
     """
@@ -144,8 +138,6 @@ def shuffle_documents(
 
     Args:
         count: Number of documents.
-        epochs: Number of epochs.
-        random: Random number generator.
         final_apart: Whether to shuffle the last epoch separately from the others.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_document_index).
@@ -164,7 +156,6 @@ def index_once(
     """Return the index of one pass that uses every token, with documents in order.
 
     Args:
-        lengths: Tokens of each document.
         seq_length: Tokens that a window predicts; the last window may predict fewer.
         seed: Seed of a shuffle of the windows; None keeps their order.
     """
@@ -184,12 +175,6 @@ def index_as_megatron(
     """Return the index of as many epochs as needed, in the order of Megatron-Core.
 
     The order depends on ``num_samples``: all epochs except a short final one are shuffled together.
-
-    Args:
-        lengths: Tokens of each document.
-        seq_length: Tokens that a window predicts.
-        num_samples: Number of windows.
-        seed: Seed of the shuffles.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_document_sample_shuffle_indices).
     """
@@ -213,11 +198,6 @@ def index_one_pass(lengths: npt.NDArray[np.int64], seq_length: int, seed: int) -
     """Return the index of one pass with shuffled documents and windows.
 
     Remaining tokens that fill no window are left out.
-
-    Args:
-        lengths: Tokens of each document.
-        seq_length: Tokens that a window predicts.
-        seed: Seed of the shuffles.
     """
     documents = np.random.RandomState([seed, 0, 0]).permutation(len(lengths))
     count = num_windows(int(lengths.sum()), seq_length)
@@ -232,12 +212,6 @@ def index_passes(
 
     A window belongs to the pass in which it starts, and is shuffled with the windows of this pass.
     A larger ``num_samples`` extends the order.
-
-    Args:
-        lengths: Tokens of each document.
-        seq_length: Tokens that a window predicts.
-        num_samples: Number of windows.
-        seed: Seed of the shuffles.
     """
     tokens = int(lengths.sum())
     num_passes = max(num_samples - 1, 0) * seq_length // tokens + 1

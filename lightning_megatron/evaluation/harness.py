@@ -66,7 +66,6 @@ class HarnessAnswers:
     Args:
         model: Model that contains a GPT, such as that of a ``CausalLM`` or a replaced Hugging Face
             model.
-        tokenizer: Tokenizer of the model.
         prefix_token: Token that precedes texts without a context; None if there is none.
         end_tokens: Tokens that end generated texts.
         adds_special: Whether ``tok_encode`` adds the special tokens of the tokenizer.

@@ -76,7 +76,6 @@ class ClozeRows(Dataset):
     Shapes: An item is {"tokens": (S,), "labels": (S,)}; S is the length of the longest passage.
 
     Args:
-        passages: Passages.
         encode: Function that returns the token ids of a text.
         window: Maximum number of tokens that the model reads; None means any number (tokens).
 

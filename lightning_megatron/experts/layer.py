@@ -52,10 +52,7 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         hidden_size: Size of each vector (elements).
-        config: Settings of the mixture.
-        mesh: The groups and random streams of this rank.
         activation: Activation of all experts, one of those of ``layers.mlp``.
-        transport: Transport of tokens over ep.
         clones: Places for clones of busy experts, with which ranks with few rows compute some of
             those of ranks with many; None means none. Results are the same up to the order of
             summation.
@@ -200,7 +197,6 @@ class MixtureOfExperts(nn.Module):
 
         Args:
             hidden: Input of the layer, which the shared expert reads.
-            prepared: Tokens of this rank.
 
         Returns:
             The outputs of the routed experts, and that of the shared expert.
@@ -231,7 +227,6 @@ class MixtureOfExperts(nn.Module):
 
         Args:
             rows: Outputs of the experts of this rank.
-            dispatched: Their inputs.
         """
         return self.transport_choice.dispatcher.send_back(rows, dispatched)
 

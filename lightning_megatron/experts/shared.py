@@ -23,7 +23,6 @@ class SharedExpert(MLP):
     Args:
         hidden_size: Size of each vector (elements).
         ffn_hidden_size: Inner features (elements).
-        mesh: The groups of this rank.
         has_gate: Whether the output is multiplied by the gate.
         activation: Activation, one of those of ``layers.mlp``.
         initializer: Initializer of the first matrix and of the gate.

@@ -80,7 +80,6 @@ def read_glue(path: Path, task: GlueTask, malformed: Malformed = "refuse") -> Gl
     with unpaired quotation marks.
 
     Args:
-        path: File.
         task: Columns and labels.
         malformed: Handling of lines with a wrong number of columns, an empty text or an unknown
             label: ``refuse`` raises, ``leave_out`` skips and counts them.

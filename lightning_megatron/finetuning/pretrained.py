@@ -75,7 +75,6 @@ class PretrainedEncoder:
         Args:
             path: Hugging Face folder of a BERT or RoBERTa, checkpoint of ``BERTPretraining`` that
                 this strategy saved, or single-file checkpoint of ``BERTPretraining``.
-            kind: Kind of the task.
 
         Raises:
             CheckpointMismatchError: If the path holds neither a folder nor a checkpoint.

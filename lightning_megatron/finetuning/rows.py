@@ -26,7 +26,6 @@ class TaskRows:
         bounds: Index of the first token of each sequence, and the total number of tokens.
         first: Number of tokens of type 0, which begin each sequence (tokens).
         labels: Labels of each row, ``(rows,)`` or ``(rows, labels)``.
-        groups: Index of the group of each row.
         counts: Number of malformed rows that were omitted, and number of truncated texts.
         choices: Number of sequences per row.
         key: Hash of everything that determines the rows.
@@ -55,10 +54,8 @@ def joined(
     """Return the arrays of encoded rows.
 
     Args:
-        tokens: Tokens of each sequence.
         types: Type of each token; tokens of type 0 come before those of type 1.
         labels: Labels of each row.
-        groups: Index of the group of each row.
         counts: Number of malformed rows that were omitted, and number of truncated texts.
     """
     sizes = [0, *map(len, tokens)]

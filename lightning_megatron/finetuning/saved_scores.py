@@ -25,7 +25,6 @@ class SavedScores:
     """Scores of all rows of a data set by one model.
 
     Args:
-        scores: Scores of all rows.
         is_seen: Which rows have scores.
         results: Results of the task, computed from these scores.
     """
@@ -38,7 +37,6 @@ class SavedScores:
         """Write the scores into a folder, which is created.
 
         Args:
-            folder: Folder.
             part: ``val`` or ``test``.
             step: Completed optimizer steps (steps).
         """
@@ -111,7 +109,6 @@ def ensemble_results(metric: TaskScores, models: Sequence[SavedScores]) -> dict[
 
     Args:
         metric: Metric of the data set.
-        models: Scores of each model.
 
     Raises:
         CheckpointMismatchError: If the scores belong to another data set.

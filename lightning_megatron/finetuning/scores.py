@@ -70,7 +70,6 @@ class TaskScores(Metric):
         """Return the results of the task by their names.
 
         Args:
-            scores: Scores of all rows.
             is_seen: Which rows have scores.
         """
 
@@ -84,11 +83,7 @@ class TaskScores(Metric):
 
     @staticmethod
     def combined(tables: Float[Tensor, "models rows *scores"]) -> Float[Tensor, "rows *scores"]:
-        """Return the scores of an ensemble, the mean of its models' probabilities.
-
-        Args:
-            tables: Scores of all rows by each model.
-        """
+        """Return the scores of an ensemble, the mean of its models' probabilities."""
         return tables.softmax(2).mean(0)
 
 
@@ -99,8 +94,6 @@ class ClassScores(TaskScores):
     ``has_f1`` the ``f1`` of class 1. Equal to scikit-learn's ``accuracy_score`` and ``f1_score``.
 
     Args:
-        labels: Class of each row.
-        groups: Index of the group of each row.
         names: Names of the groups.
         has_f1: Whether to report the F1 of class 1.
         metric: Arguments of ``torchmetrics.Metric``.

@@ -167,8 +167,6 @@ def encoded_windows(
     """Encode questions in windows; return their arrays and the arrays of :class:`WindowPlaces`.
 
     Args:
-        questions: Questions.
-        tokenizer: Tokenizer.
         seq_length: Maximum length of a window (tokens).
         doc_stride: Overlap of successive windows (tokens).
         question_length: Maximum length of a question (tokens).

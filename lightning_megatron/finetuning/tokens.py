@@ -161,7 +161,6 @@ class PairTokenizer:
         ``offset_mapping`` and ``overflow_to_sample_mapping``.
 
         Args:
-            questions: Questions.
             contexts: Context of each question.
             max_tokens: Maximum length of a window with the question and special tokens (tokens).
             shared: Overlap of successive windows in the context (tokens).

@@ -35,7 +35,6 @@ class BeamSearch:
 
     Args:
         settings: Number of beams, length penalty and stop tokens.
-        num_prompts: Number of prompts.
         vocab_size: Vocabulary size (tokens).
         device: Device of the logits.
         stop_function: Function that takes the new tokens of a sequence and returns whether the

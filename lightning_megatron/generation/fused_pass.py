@@ -31,7 +31,6 @@ def reason_against_fused_pass(
 
     Args:
         gpt: A model whose passes can be replayed; see ``token_pass.reason_against_replay``.
-        num_rows: Number of rows.
         padding: Padding before each row; None means none (tokens).
     """
     if num_rows != 1:

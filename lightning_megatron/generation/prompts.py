@@ -49,7 +49,6 @@ class PromptRows:
         """Return the padded rows of prompts.
 
         Args:
-            prompts: Token ids of each prompt.
             device: Device of the model.
             num_rows: Number of rows; filler rows of zeros follow the rows of the prompts.
             length: Length of the rows, at least that of the longest prompt (tokens).
@@ -122,7 +121,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Raise if a model cannot read a prompt.
 
     Args:
-        prompts: Token ids of each prompt.
         vocab_size: Vocabulary size (tokens).
 
     Raises:

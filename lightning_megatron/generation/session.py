@@ -28,13 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class GenerationSession:
-    """Rows and key/value cache of a group of prompts.
-
-    Args:
-        gpt: The model.
-        prompts: Token ids of each prompt.
-        settings: Settings of the generation.
-    """
+    """Rows and key/value cache of a group of prompts."""
 
     def __init__(
         self, gpt: GPT, prompts: Sequence[Sequence[int]], settings: GenerationSettings

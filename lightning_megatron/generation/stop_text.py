@@ -21,7 +21,6 @@ class StopStrings:
 
     Args:
         decode: Function that decodes tokens to text.
-        strings: Stop strings.
 
     Raises:
         UnsupportedError: If a stop string is empty.
@@ -47,12 +46,7 @@ class StopStrings:
 
 
 def before_stop(text: str, strings: Sequence[str]) -> str:
-    """Return the part of a text before its first stop string.
-
-    Args:
-        text: Text.
-        strings: Stop strings.
-    """
+    """Return the part of a text before its first stop string."""
     starts = [place for string in strings if (place := text.find(string)) >= 0]
     return text[: min(starts)] if starts else text
 
@@ -66,7 +60,6 @@ class TextStream:
 
     Args:
         decode: Function that decodes tokens to text.
-        strings: Stop strings.
         before: Tokens before the row, such as the prompt. Their text must be complete, and is not
             returned.
     """

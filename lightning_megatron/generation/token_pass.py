@@ -38,7 +38,6 @@ def reason_against_capture(gpt: GPT, num_tokens: int) -> str | None:
     """Return why passes over one token per row are not captured as a CUDA graph; None if they are.
 
     Args:
-        gpt: The model.
         num_tokens: Maximum number of new tokens per row (tokens).
     """
     if gpt.mesh.device.type != "cuda":
@@ -53,9 +52,6 @@ def reason_against_replay(gpt: GPT) -> str | None:
 
     A replay runs no Python code, and finds the position of the new tokens in a tensor on the
     device.
-
-    Args:
-        gpt: The model.
     """
     config = gpt.config
     mesh = gpt.mesh
@@ -96,10 +92,8 @@ class TokenPass:
     fails, a warning names the reason, and all calls run without a graph.
 
     Args:
-        gpt: The model.
         cache: Cache of the earlier tokens; it must not be empty.
         padding: Padding before each row; None means no padding (tokens).
-        num_rows: Number of rows.
         backend: Backend that captures the graph; None means CUDA graphs on a GPU, and no graph on
             other devices.
 
@@ -210,11 +204,7 @@ def _side_stream(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(gpt: GPT) -> Iterator[None]:
-    """Put all modules of a model in evaluation mode inside the ``with`` block.
-
-    Args:
-        gpt: The model.
-    """
+    """Put all modules of a model in evaluation mode inside the ``with`` block."""
     trained = [module for module in gpt.modules() if module.training]
     for module in trained:
         module.training = False

@@ -39,7 +39,6 @@ class CaptureTools:
     Args:
         backend: Backend that captures and replays.
         observers: Recorder of the effects outside of tensors.
-        random: Random streams.
         queue: Queue of the weight gradients of split backward passes.
         gradient_copies: Memory for gradients that eager code computes.
         notes: Outcome of the captures.
@@ -67,11 +66,8 @@ class CapturedPart:
     """Part of a chunk, with what its capture needs.
 
     Args:
-        part: The part.
         observation: What an eager pass of the same mode has shown.
-        wait_for: Function that waits until parameters are complete.
         redraws: Whether the backward pass recomputes activations with random draws.
-        has_backward: Whether a backward pass follows.
     """
 
     part: ChunkPart

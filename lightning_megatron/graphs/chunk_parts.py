@@ -26,7 +26,6 @@ class ChunkPart:
     """Neighbouring layers of a chunk, with the embedding before them or the head behind them.
 
     Args:
-        model: The model.
         layers: Indices of the layers in the whole model.
         has_embedding: Whether the embedding comes before them.
         has_head: Whether the head follows them.
@@ -63,7 +62,6 @@ def chunk_parts(model: LayeredModule, chunk: int, scopes: Collection[str]) -> li
 
     Args:
         model: A GPT or an encoder.
-        chunk: Index of this rank's chunk.
         scopes: Scopes that graphs capture; ``all`` means every scope.
     """
     places = interceptions_of(model, chunk, scopes)
@@ -137,12 +135,7 @@ class ChunkCall:
         return tuple(dict.fromkeys(self.layers.values()))
 
     def run(self, parts: Sequence[ChunkPart], run_part: RunPart) -> Any:
-        """Run all parts, and return the output of the chunk.
-
-        Args:
-            parts: Parts of the chunk.
-            run_part: Function that runs one of them.
-        """
+        """Run all parts, and return the output of the chunk."""
         output: Any = self.hidden
         for number, part in enumerate(parts):
             given = [self.layers[index] for index in part.layers]
@@ -157,8 +150,6 @@ class ChunkObserver:
     """Observer of eager passes through a chunk's parts, before their capture.
 
     Args:
-        parts: The parts.
-        random: Random streams.
         buckets: Parameters of each bucket that several ranks reduce or gather.
     """
 

@@ -74,8 +74,6 @@ class CudaCapture:
     """Capture that is under way on the current stream.
 
     Args:
-        graph: The graph.
-        pool: Its pool.
         generators: Generators that are registered with it.
     """
 

@@ -102,7 +102,6 @@ class EffectObservers:
     * Updated parameters: those of other ranks that the computation has gathered are complete.
 
     Args:
-        random: Random streams.
         journal: Counter of collectives.
         reducer: Owner of the gradient slots; None if the computations add no gradients.
         gather: Owner of the gathers of updated parameters; None if they are always complete.

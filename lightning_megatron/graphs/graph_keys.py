@@ -20,7 +20,6 @@ class PassMode:
 
     Args:
         is_training: Whether the model is in training mode.
-        has_backward: Whether a backward pass follows.
     """
 
     is_training: bool
@@ -45,7 +44,6 @@ class ChunkKey:
 
         Args:
             mode: Mode of the call.
-            inputs: The inputs by their names.
         """
         return cls(mode, tuple(_input(name, value) for name, value in inputs.items()))
 
@@ -110,7 +108,6 @@ class StepKind:
 
     Args:
         name: Name of the step, with the index of the dataloader if there are several.
-        has_backward: Whether a backward pass follows.
     """
 
     name: str

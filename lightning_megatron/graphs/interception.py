@@ -92,7 +92,6 @@ def interceptions_of(
 
     Args:
         model: A GPT or an encoder.
-        chunk: Index of this rank's chunk.
         scopes: Scopes that graphs capture; ``all`` means every scope.
     """
     chosen = expanded_scopes(scopes)

@@ -45,10 +45,7 @@ class GraphItem:
     """Graph of a part of a pass.
 
     Args:
-        graph: The graph.
         effects: Its effects outside of tensors.
-        tools: Tools of the captures.
-        wait_for: Function that waits until parameters are complete.
         parameters: Parameters that the graph reads, in a forward pass.
         weight_half: Graph of the weight gradients of a split backward pass, and its effects; None
             without one.
@@ -130,10 +127,8 @@ class CallItem:
     """Call that no graph holds, on tensors at fixed addresses and into tensors at fixed addresses.
 
     Args:
-        function: The function.
         values: Its arguments by position and by name.
         result: Its result, as tensors on meta.
-        has_backward: Whether a backward pass follows.
     """
 
     num_graphs = 0
@@ -216,7 +211,6 @@ class CallBackwardItem:
     """Backward pass of a call that no graph holds.
 
     Args:
-        call: The call.
         gradients: Gradients of its results, in the memory of the graph before; None where nothing
             used the result.
     """

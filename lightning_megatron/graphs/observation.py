@@ -34,7 +34,6 @@ class Observation:
     """Random draws and calls of a part, observed in an eager pass.
 
     Args:
-        random: Random streams.
         buckets: Parameters of each bucket that several ranks reduce or gather.
     """
 
@@ -187,7 +186,6 @@ def runs_foreign(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
 
     Args:
         results: Results of a forward pass.
-        inputs: Its inputs.
     """
     nodes = [result.grad_fn for result in results]
     visited = {tensor.grad_fn for tensor in inputs}

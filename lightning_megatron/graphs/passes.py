@@ -42,8 +42,6 @@ class _Open:
     """Graph that is being captured.
 
     Args:
-        capture: The capture.
-        effects: Recorder of its effects.
         stack: Contexts of the capture.
         products: Weight gradients that a split backward pass leaves to its weight half.
     """
@@ -110,7 +108,6 @@ class ForwardPass(_Pass):
     """Forward pass of a part.
 
     Args:
-        recording: The recording.
         results: Results of the calls that no graph holds, in order.
     """
 
@@ -207,7 +204,6 @@ class BackwardPass(_Pass):
     """Backward pass of a part.
 
     Args:
-        recording: The recording.
         spans: Parts of the forward pass that each graph belongs to, in the order of the forward
             pass.
     """

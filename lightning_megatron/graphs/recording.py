@@ -33,8 +33,6 @@ class Recording:
 
     Args:
         captured: The part, with what its capture needs.
-        memory: Memory of the slot.
-        tools: Tools of the captures.
         label: Description of the slot, such as ``slot 1``.
         is_first: Whether the microbatch is the first of a step that has a backward pass, which
             overwrites the gradient sums.

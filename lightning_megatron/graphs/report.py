@@ -51,7 +51,6 @@ class GraphReport:
     Args:
         mode: ``segments`` or ``full``.
         captured: Captured parts, such as "layers 0..3".
-        counts: Graphs in numbers.
         eager: Reasons of the parts that stay eager, by part.
         notes: Further sentences, such as those about values that graphs keep from the capture.
     """
@@ -85,7 +84,6 @@ def runs_of(names: Sequence[str], left_out: Collection[str]) -> tuple[str, ...]:
 
     Args:
         names: Names of all segments of the chunk in order. Those of layer 3 begin with "layers.3".
-        left_out: Names that are left out.
     """
     # None ends a run.
     runs: list[list[str] | None] = []

@@ -42,7 +42,6 @@ class SegmentSettings:
         buckets: Parameters of each bucket that several ranks reduce or gather; a graph begins where
             the first of them is read.
         redraws: Whether backward passes recompute activations with random draws.
-        wait_for: Function that waits until parameters are complete.
         max_shapes: Most shapes of microbatches that get graphs in each kind of step; others run
             eagerly (shapes).
     """
@@ -67,9 +66,7 @@ class GraphRunner:
     differ from those of its capture.
 
     Args:
-        tools: Tools of the captures.
         reducer: Owner of the gradient slots.
-        rank: Position on the pp axis.
         settings: What is captured.
     """
 

@@ -25,7 +25,6 @@ class Slot:
 
     Args:
         label: Description of the slot, such as ``slot 1``.
-        tools: Tools of the captures.
         memory: Memory of the graphs; None creates memory for one microbatch at a time.
     """
 
@@ -116,7 +115,6 @@ class SharedSlot(Slot):
 
     Args:
         label: Description of the slot, such as ``shared slot``.
-        tools: Tools of the captures.
     """
 
     def __init__(self, label: str, tools: CaptureTools) -> None:

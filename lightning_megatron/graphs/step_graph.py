@@ -44,7 +44,6 @@ class CapturableStep(Generic[T]):
             kind decide which form is captured.
         place: Further key of the graph, such as whether the step overwrites the gradient sums; with
             the same text on all ranks that run the same graph.
-        microbatches: Microbatches of this rank.
         number: Index of the step, for the random streams (batches).
         run_eagerly: Function that runs the step.
         run: Function that runs the step on other microbatches of the same form, with no effects
@@ -129,7 +128,6 @@ class StepGraph(Generic[T]):
 
     Args:
         inputs: Microbatches that it reads.
-        graph: The graph.
         effects: Effects in Python that its replays repeat.
         result: What the step returned, in tensors of the graph.
         held: Objects that it reads.
@@ -170,10 +168,7 @@ class StepGraphs:
     All graphs share the memory of one pool, because one step runs at a time.
 
     Args:
-        backend: Backend that captures.
         observers: Objects that steps change in Python.
-        random: Random streams.
-        settings: Settings of the graphs.
         device: Device of the steps.
         agreement: Agreement with other ranks.
         say: Function that logs a sentence.

@@ -95,9 +95,6 @@ class UpdateGraph(Generic[T]):
     replay or run eagerly together.
 
     Args:
-        backend: Backend that captures.
-        mesh: The groups of this rank.
-        settings: Settings of the graphs.
         say: Function that logs a sentence.
         warn: Function that warns of a loss of speed.
     """

@@ -23,7 +23,6 @@ class FlatValues:
         tensors: The tensors, in the order of their containers.
         form: The nest with a mark in place of each tensor. Two nests with equal forms differ in
             their tensors alone.
-        nest: The nest.
     """
 
     tensors: tuple[Tensor, ...]

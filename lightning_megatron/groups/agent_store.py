@@ -32,7 +32,6 @@ def open_store(
         port: Port of the store.
         rank: Global rank of this process. Rank 0 runs the store, unless torchrun does.
         size: Number of ranks in the job.
-        timeout: Time to wait for the other ranks.
         use_agent_store: Whether torchrun's agent runs the store.
         listener: File descriptor of a socket of rank 0 that listens on the port, which the store
             owns from then on; None lets the store open a socket.
@@ -69,9 +68,7 @@ def join_agent_store(
     Args:
         address: Host of torchrun's store.
         port: Port of the store.
-        rank: Global rank of this process.
         size: Number of ranks in the job.
-        timeout: Time to wait for the other ranks.
 
     Raises:
         RankMismatchError: If the other ranks do not connect in time.
@@ -90,9 +87,7 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -
 
     Args:
         store: Store, which may contain entries of earlier ranks.
-        rank: This rank.
         size: Number of ranks that take part.
-        timeout: Time to wait for the other ranks.
 
     Raises:
         RankMismatchError: If the other ranks do not arrive in time.

@@ -29,7 +29,6 @@ def all_gather_matmul(
     Args:
         x: This rank's part.
         matrix: Right factor.
-        axis: Axis of the ranks.
         keep: Whether the joined tensor is needed, too; otherwise it is returned only if it exists
             anyway.
 
@@ -68,8 +67,6 @@ def overlaps_scaled_products(x: Tensor, dtype: torch.dtype, axis: MeshAxis) -> b
 
     Args:
         x: Left factor, in 8 bits.
-        dtype: Type of the product.
-        axis: Axis of the ranks.
     """
     return axis.overlaps_matmul and axis.size > 1 and x.is_cuda and dtype in HALF_TYPES
 
@@ -96,7 +93,6 @@ def all_gather_scaled_matmul(
         matrix: Right factor in 8 bits, the transpose of a contiguous matrix.
         scales: Scale of the left factor, which is the same on all ranks, and of the right one.
         axis: Axis of the ranks, for which :func:`overlaps_scaled_products` holds.
-        dtype: Type of the product.
         fast: Whether the chip may sum up with fewer bits.
 
     Communication: an all-gather of 8 bits.
@@ -130,7 +126,6 @@ def scaled_matmul_reduce_scatter(
         matrix: Right factor, the transpose of a contiguous matrix.
         scales: Scales of both factors.
         axis: Axis of the ranks, for which :func:`overlaps_scaled_products` holds.
-        dtype: Type of the product.
         fast: Whether the chip may sum up with fewer bits.
 
     Communication: a reduce-scatter.

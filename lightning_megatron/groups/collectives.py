@@ -95,7 +95,6 @@ def all_to_all_rows(
         x: Rows, sorted by destination rank.
         sends: Number of rows to send to every rank.
         receives: Number of rows to receive from every rank.
-        axis: Axis of the ranks.
     """
     return x if axis.group is None else _AllToAllRows.apply(x, tuple(sends), tuple(receives), axis)
 

@@ -52,7 +52,6 @@ def check_same_everywhere(
 
     Args:
         world: Axis with all ranks, on CPU.
-        fields: Values by name.
         remedy: Last sentence of the error text: what the user should do if values differ.
         part: Number of a part of ``world``. Only ranks of one part need equal values.
 
@@ -92,9 +91,7 @@ def check_same_in_store(
 
     Args:
         store: Store that the ranks share.
-        rank: Global rank of this process.
         ranks: Global ranks that take part, including this one.
-        fields: Values by name.
         patience: Time to wait for the other ranks.
         remedy: End of the error text: what the user should do if values differ.
 
@@ -145,7 +142,6 @@ class _Waiting:
 
     Args:
         store: Store in which every rank names the ranks that it is waiting for.
-        rank: This rank.
         ranks: Ranks that take part in the comparison.
         patience: Time to wait.
     """

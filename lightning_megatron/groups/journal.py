@@ -89,7 +89,6 @@ class Call(NamedTuple):
 
     Args:
         kind: Kind of collective, such as ``all_reduce``, or the replay that contains it.
-        axis: Name of the axis.
         number: Number of collectives that this rank has started on the axis, including this one.
         ranks: Global ranks that take part; for an exchange with neighbours only the other ranks.
     """
@@ -113,7 +112,6 @@ class RecordedCall(NamedTuple):
 
     Args:
         kind: Kind of collective, such as ``all_reduce``.
-        axis: Name of the axis.
         ranks: Global ranks that take part, as in :class:`Call`.
     """
 

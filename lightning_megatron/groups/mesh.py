@@ -268,9 +268,6 @@ def ranks_on_cpu(mesh: ParallelMesh) -> Iterator[MeshAxis]:
 
     After a run, the ranks form a new group, which is destroyed when the block ends.
 
-    Args:
-        mesh: Mesh of this rank.
-
     Raises:
         RankMismatchError: If other ranks do not enter the block within two minutes.
 

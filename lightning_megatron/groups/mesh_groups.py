@@ -53,7 +53,6 @@ class Rendezvous:
     Args:
         address: Host name of rank 0.
         port: Free TCP port on that host.
-        rank: Global rank of this process.
     """
 
     address: str

@@ -55,8 +55,6 @@ class PeerRegion:
 
         Args:
             start: Offset of the part (bytes).
-            shape: Shape of the tensor.
-            dtype: Type of the tensor.
         """
         key = (start, shape, dtype)
         cached = self._views.get(key)
@@ -100,8 +98,6 @@ class PeerMemory:
         The answer is the same on all ranks.
 
         Args:
-            group: Process group of the ranks.
-            device: Device of this rank.
             missing: Reason why this rank cannot, if the caller knows one.
 
         Communication: on GPUs, the first call gathers the reasons of all ranks, and allocates a
@@ -134,9 +130,7 @@ class PeerMemory:
         """Return a region with at least the given size, which must be equal on all ranks.
 
         Args:
-            group: Process group of the ranks.
             num_bytes: Minimum size of the region (bytes).
-            device: Device of this rank.
             use: Use of the region.
 
         Raises:

@@ -181,7 +181,6 @@ class RandomStreams:
         """Draw from the stream ``name`` inside the block, then restore the default generators.
 
         Args:
-            name: Name of the stream.
             purpose: Name of an independent substream of this stream, whose draws do not advance the
                 other substreams.
         """

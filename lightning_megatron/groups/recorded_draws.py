@@ -50,7 +50,6 @@ class Move:
     """Move of the random streams, and the draws until the next one.
 
     Args:
-        kind: Kind of the move.
         position: Position after the move, at the capture.
         is_own: Whether the microbatch of the position began inside the recording. Otherwise the
             position at a replay has the microbatch of that replay.

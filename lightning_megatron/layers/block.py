@@ -25,8 +25,6 @@ class Block(nn.Module):
             :class:`PostNormBlock`; None means no such norm.
         mlp_norm: Norm of the MLP's input, or of its residual sum in a :class:`PostNormBlock`; None
             means no such norm.
-        mesh: Process groups and random streams of this rank.
-        layer: Number of the layer in the random streams; 1 is the first block.
         output_norms: Norms of the outputs of the attention and of the MLP before their residual
             additions; None means no such norms.
         scale: Factor of the outputs of the attention and of the MLP.
@@ -96,7 +94,6 @@ class PreNormBlock(Block):
         """Return the residual stream after this block.
 
         Args:
-            hidden: The residual stream.
             rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
             span: Documents, prefix or mask of the rows; None means rows of one document.
         """

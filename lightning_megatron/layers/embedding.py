@@ -35,7 +35,6 @@ class VocabParallelEmbedding(nn.Module):
     Args:
         vocab_size: The true vocabulary (tokens).
         hidden_size: Size of each vector (elements).
-        mesh: Process groups of this rank.
         multiple: Rows of each rank are a multiple of this (rows).
         initializer: Initializer of the full table.
         padding_id: Token whose row gets no gradient from lookups, like ``padding_idx`` of
@@ -160,7 +159,6 @@ class PositionEmbedding(nn.Module):
     Args:
         max_seq_length: Rows of the table (tokens).
         hidden_size: Size of each vector (elements).
-        mesh: Process groups of this rank.
         initializer: Initializer of the table.
     """
 
@@ -218,7 +216,6 @@ class InputEmbedding(nn.Module):
     Args:
         word: The token embedding.
         position: The position embedding; None for models without learned positions.
-        mesh: Process groups and random streams of this rank.
         dropout: Probability that an element is dropped.
         scale: Factor of the token vectors, rounded to their dtype.
         scales_vectors: Whether vectors that replace token vectors get the factor, too.
@@ -286,7 +283,6 @@ class VocabParallelHead(nn.Module):
     Args:
         vocab_size: The true vocabulary (tokens).
         hidden_size: Size of each vector (elements).
-        mesh: Process groups of this rank.
         multiple: Rows of each rank are a multiple of this (rows).
         initializer: Initializer of the full weight.
         tied_to: Name of the parameter of the first stage that this weight is tied to; None means
@@ -365,10 +361,7 @@ class EncoderEmbedding(nn.Module):
 
     Args:
         word: The token embedding.
-        position: The position embedding.
-        token_type: The token-type embedding.
         norm: The norm of the sum; None means no norm.
-        mesh: Process groups and random streams of this rank.
         dropout: Probability that an element is dropped.
     """
 
@@ -402,7 +395,6 @@ class EncoderEmbedding(nn.Module):
         Args:
             tokens: Token ids; None if vectors are given.
             positions: Position of every token.
-            token_types: Type of every token.
             vectors: Full tensor that replaces the token vectors.
         """
         self.mesh.random.seek(0)

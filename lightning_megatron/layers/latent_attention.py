@@ -34,13 +34,10 @@ class LatentAttention(Attention):
         hidden_size: Size of each vector (elements).
         num_heads: Heads of the full layer (heads).
         sizes: Sizes of latent vectors and heads.
-        mesh: Process groups of this rank.
         bias: Whether the projections to latent vectors add a bias.
         output_bias: Whether the output projection adds a bias.
         interleaved: Whether the rotary embedding pairs neighbouring elements of a head.
         span: Attention of the layer over whole rows; None means causal attention.
-        dropout: Probability that an attention weight is dropped.
-        layer: Number of the layer in the random streams; 1 is the first block.
         initializer: Initializer of the projections to latent vectors and to heads.
         output_initializer: Initializer of the output weight.
 
@@ -134,7 +131,6 @@ class LatentAttention(Attention):
         """Return the attention output of every position.
 
         Args:
-            hidden: Hidden states.
             rotary: Cosines and sines from ``rotary_tables``.
             span: Documents, prefix or mask of the rows; None means rows of one document.
         """

@@ -36,7 +36,6 @@ class LowRank(nn.Module):
         base: The layer whose outputs are updated.
         rows: Updated outputs, as rows of the base's full weight.
         rank: Number of rows of A and of columns of B.
-        mesh: Process groups and random streams of this rank.
         scale: Factor of the update.
         dropout: Probability that an element of the input is dropped.
 
@@ -124,11 +123,7 @@ class LowRank(nn.Module):
 
 
 class LowRankUpdates(nn.ModuleDict):
-    """Low-rank updates of disjoint outputs of a linear layer, by name.
-
-    Args:
-        updates: Updates by name.
-    """
+    """Low-rank updates of disjoint outputs of a linear layer, by name."""
 
     def __init__(self, updates: dict[str, LowRank]) -> None:
         super().__init__(updates)

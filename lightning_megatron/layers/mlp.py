@@ -114,7 +114,6 @@ class MLP(nn.Module):
     Args:
         hidden_size: Size of each vector (elements).
         ffn_hidden_size: Inner features (elements).
-        mesh: Process groups of this rank.
         activation: Activation without a gate (``gelu``, ``gelu_tanh``, ``relu``) or with one
             (``swiglu``, ``geglu``, ``geglu_tanh``, ``clamped_swiglu``); ``gelu`` is exact.
         bias: Whether both projections add a bias.
@@ -186,7 +185,6 @@ class MLP(nn.Module):
         """Return the output of every position.
 
         Args:
-            hidden: The input.
             magnitude: Largest magnitude of the input; None if it is not known.
         """
         first = self._first

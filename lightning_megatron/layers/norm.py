@@ -31,8 +31,6 @@ class ShardedRMSNorm(nn.Module):
     Args:
         num_features: Features of the full vectors (elements).
         part: Features that this rank holds; ranks may hold copies of them (elements).
-        mesh: Process groups of this rank.
-        eps: Number that is added to the mean square.
         offset: Number that is added to the weight; the weight starts at 1 minus it.
 
     Communication: one all-reduce over tp forward, one backward, of a number for each vector.
@@ -118,7 +116,6 @@ class _Norm(nn.Module):
         """Return the normalised vectors in the dtype of the input.
 
         Args:
-            hidden: The residual stream.
             update: Tensor that is added to ``hidden`` before the norm; None means no addition.
             with_stream: Whether to return ``(hidden + update, normalised)``. A layer that uses both
                 results should get them from one call, so that one kernel adds both gradients.
@@ -169,7 +166,6 @@ class LayerNorm(_Norm):
 
     Args:
         hidden_size: Size of each vector (elements).
-        mesh: Process groups of this rank.
         eps: Number that is added to the variance.
         bias: Whether to add a bias.
     """
@@ -203,8 +199,6 @@ class RMSNorm(_Norm):
 
     Args:
         hidden_size: Size of each vector (elements).
-        mesh: Process groups of this rank.
-        eps: Number that is added to the mean square.
         offset: Number that is added to the weight, in float32 for half types; the weight starts at
             1 minus it.
         partial: Whether the ranks normalise different vectors, so that their gradients must be
@@ -276,7 +270,6 @@ def normalise_for(
         reader: Layer that is called with the normalised vectors; None if no layer can use the
             magnitude.
         norm: The norm; None means that the layer reads the residual stream.
-        hidden: The residual stream.
         update: Tensor that is added to the stream; None means no addition.
     """
     if norm is None:

@@ -26,7 +26,6 @@ def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *a
     Args:
         function: Function to recompute; it must not depend on state that changes before the
             backward pass.
-        random: Random streams of the function.
         layer: Layer of the function's draws, as passed to ``RandomStreams.seek``.
         args: Tensors and plain values. Tensors that the function reads from elsewhere, such as a
             closure, stay in memory.

@@ -30,7 +30,6 @@ class RecomputedForward:
     ``forward``, so that hooks of the block run once.
 
     Args:
-        block: The block.
         keeps_core: Whether the second run reuses the results of the attention core from the first.
         offload: Host storage for the inputs; None keeps them on the device.
     """

@@ -22,7 +22,6 @@ class ReplicatedLinear(nn.Module):
     Args:
         in_features: Size of each input vector (elements).
         out_features: Size of each output vector (elements).
-        mesh: Process groups of this rank.
         partial: Whether the ranks multiply different vectors, so that their gradients must be
             summed.
         bias: Whether to add a bias.
@@ -66,7 +65,6 @@ class TableEmbedding(nn.Module):
     Args:
         num_rows: Number of rows of the table (rows).
         hidden_size: Size of each vector (elements).
-        mesh: Process groups of this rank.
         untrained: Index of a row that gets no gradient; None means that all rows get one.
         initializer: Initializer of the table.
 

@@ -46,7 +46,6 @@ def rotary_tables(
     Args:
         seq_length: Number of positions (tokens).
         head_dim: Number of rotated elements of a head; even (elements).
-        base: Base of the wavelengths, also called theta.
         offset: First position (tokens).
         scaling: Scaling of the angles for long sequences; None means none.
         dtype: Dtype of the results.
@@ -76,7 +75,6 @@ def position_tables(
     Args:
         positions: Position of every token.
         head_dim: Number of rotated elements of a head; even (elements).
-        base: Base of the wavelengths, also called theta.
         scaling: Scaling of the angles for long sequences; None means none.
         dtype: Dtype of the results.
     """
@@ -124,7 +122,6 @@ class RotaryTables:
 
     Args:
         head_dim: Number of rotated elements of a head; even (elements).
-        base: Base of the wavelengths, also called theta.
         scaling: Scaling of the angles for long sequences; None means none.
         context: Ranks that share a sequence, each of which gets the tables of its positions; None
             means whole sequences.
@@ -259,7 +256,6 @@ def split_heads(
         norms: Modules that normalise queries and keys before the rotation; None means no norms.
         norms_layer: Whether the norms normalise the features of all heads together; otherwise they
             normalise each head.
-        interleaved: Whether neighbouring elements of a head are rotated as a pair.
     """
     kernels = fused_kernels(qkv)
     if kernels is not None and tables is not None:

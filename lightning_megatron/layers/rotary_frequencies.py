@@ -25,11 +25,9 @@ def rotary_frequencies(
 
     Args:
         dim: Number of rotated elements of a head; even (elements).
-        base: Base of the wavelengths, also called theta.
         scaling: Scaling of the angles for long sequences; None means none.
         is_long: Whether the sequence is longer than ``scaling.original_length``; only longrope uses
             this.
-        device: Device of the result.
     """
     powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     if scaling is None:

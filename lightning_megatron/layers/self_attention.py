@@ -30,14 +30,11 @@ class Attention(nn.Module):
     """Attention of this rank's heads; subclasses project to queries, keys and values.
 
     Args:
-        mesh: Process groups of this rank.
         heads: Query heads of this rank (heads).
         kv_heads: Key/value heads of this rank (heads).
         head_dim: Size of a query or key head (elements).
         value_dim: Size of a value head, at most ``head_dim``; None means ``head_dim`` (elements).
         span: Attention of the layer over whole rows; None means causal attention.
-        dropout: Probability that an attention weight is dropped.
-        layer: Number of the layer in the random streams; 1 is the first block.
     """
 
     def __init__(
@@ -81,9 +78,6 @@ class Attention(nn.Module):
         """Return the attention output of every query, before the output projection.
 
         Args:
-            query: Queries.
-            key: Keys.
-            value: Values.
             span: Documents, prefix or mask of the rows; None means whole rows.
             sinks: Score of each head's sink; None means no sinks.
         """
@@ -138,7 +132,6 @@ class SelfAttention(Attention):
     Args:
         hidden_size: Size of each vector (elements).
         num_heads: Query heads of the full layer (heads).
-        mesh: Process groups of this rank.
         num_kv_heads: Key/value heads of the full layer; None means as many as query heads (heads).
         head_dim: Size of a head; None means ``hidden_size / num_heads`` (elements).
         bias: Whether the projections to queries, keys and values add a bias.
@@ -147,7 +140,6 @@ class SelfAttention(Attention):
             given.
         span: Attention of the layer over whole rows, with the ALiBi slopes of all heads; None means
             plain attention, causal if ``causal`` is true.
-        dropout: Probability that an attention weight is dropped.
         norm_eps: Epsilon of the RMSNorm that is applied to every query and key head before the
             rotary embedding; None means no such norm.
         norm_offset: Number that these norms add to their weight.
@@ -156,7 +148,6 @@ class SelfAttention(Attention):
         interleaved: Whether the rotary embedding pairs neighbouring elements of a head.
         sinks: Whether each query head has an attention sink: a learned score that takes part in the
             softmax and has no value.
-        layer: Number of the layer in the random streams; 1 is the first block.
         initializer: Initializer of the fused query/key/value weight.
         output_initializer: Initializer of the output weight.
 
@@ -253,7 +244,6 @@ class SelfAttention(Attention):
         """Return the attention output of every position.
 
         Args:
-            hidden: Hidden states.
             rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
             span: Documents, prefix or mask of the rows; None means whole rows.
             magnitude: Largest magnitude of the input; None if it is not known.

@@ -22,10 +22,8 @@ class TokenSums:
     them. Other ranks run an all-reduce.
 
     Args:
-        axis: Axis of the ranks.
         kernels: The fused kernels.
         width: Size of the residual stream (elements).
-        device: Device of this rank.
 
     Communication: on GPUs, the constructor allocates shared memory, so it must not be called in the
         capture of a CUDA graph.
@@ -64,9 +62,7 @@ class TokenSums:
         """Return the vector of a token, and the normalised vector; only if sums are sent.
 
         Args:
-            tokens: The token.
             table: Vectors of this rank.
-            norm: The norm.
 
         Communication: an all-reduce.
         """
@@ -94,7 +90,6 @@ class TokenSums:
             vector: Input of this rank.
             weight: Columns of the weight of this rank.
             stream: The residual stream.
-            norm: The norm.
 
         Communication: an all-reduce.
         """

@@ -26,7 +26,6 @@ class ModuleProxy:
 
     Args:
         stored: Tensors that blocks store as attributes, with the list of the blocks.
-        index: Index of the block.
         path: Name of the module in the block; empty for the block itself.
     """
 
@@ -169,7 +168,6 @@ class BlockProxy(ModuleProxy):
 
     Args:
         stored: Same as for :class:`ModuleProxy`.
-        index: Index of the block.
         call: Function that runs a block, given its index, positional and keyword arguments.
     """
 

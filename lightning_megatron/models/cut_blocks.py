@@ -44,8 +44,6 @@ class CutBlocks(PipelinedModule):
         name: Name of the list, for errors.
         source: List of blocks; those of other stages move to the meta device.
         twins: Copies of all blocks on the meta device.
-        partition: Number of blocks of each virtual stage.
-        mesh: The groups of this rank.
     """
 
     def __init__(

@@ -32,12 +32,7 @@ from lightning_megatron.shapes import Float
 
 
 def build_embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbedding:
-    """Build the embedding of an encoder, which ends with a norm unless layers begin with norms.
-
-    Args:
-        config: Configuration of the model.
-        mesh: Process groups of this rank.
-    """
+    """Build the embedding of an encoder, which ends with a norm unless layers begin with norms."""
     drawn = Initializer.normal(config.init_std)
     size = config.hidden_size
     untrained = config.padding_id if config.positions == "tokens" else None
@@ -62,8 +57,6 @@ def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> Block:
     """Build this rank's part of a layer of an encoder: a block of a GPT that is not causal.
 
     Args:
-        config: Configuration of the model.
-        mesh: Process groups of this rank.
         index: Index of the layer in the whole model.
     """
     same = GPTConfig(
@@ -89,10 +82,6 @@ class Pooler(nn.Module):
     """Pooler of the first token of each sequence, computed on all tp ranks.
 
     Equals Hugging Face's BertPooler.
-
-    Args:
-        config: Configuration of the model.
-        mesh: The groups of this rank.
     """
 
     def __init__(self, config: EncoderConfig, mesh: ParallelMesh) -> None:
@@ -112,10 +101,6 @@ class Classifier(nn.Module):
 
     Equals the pooler, dropout and classifier of Hugging Face's BertForSequenceClassification, or
     with ``config.drops_first`` its RobertaClassificationHead.
-
-    Args:
-        config: Configuration of the model.
-        mesh: The groups and random streams of this rank.
     """
 
     def __init__(self, config: EncoderConfig, mesh: ParallelMesh) -> None:
@@ -144,10 +129,6 @@ class SpanHead(nn.Module):
 
     Equals ``qa_outputs`` of Hugging Face's BertForQuestionAnswering.
 
-    Args:
-        config: Configuration of the model.
-        mesh: The groups of this rank.
-
     Communication: under sequence parallelism an all-gather of the scores over tp in the forward
         pass, none in the backward pass.
     """
@@ -173,8 +154,6 @@ class MaskedLMHead(nn.Module):
     Equals Hugging Face's BertLMPredictionHead and RobertaLMHead with tied weights.
 
     Args:
-        config: Configuration of the model.
-        mesh: The groups of this rank.
         holds_copy: Whether the head has a copy of the token embedding's weight, because the
             embedding is on another stage.
 
@@ -225,8 +204,6 @@ class PretrainingHead(MaskedLMHead):
     Equals Hugging Face's BertPooler and BertPreTrainingHeads with tied weights.
 
     Args:
-        config: Configuration of the model.
-        mesh: The groups of this rank.
         holds_copy: Whether the head has a copy of the token embedding's weight, because the
             embedding is on another stage.
 
@@ -254,8 +231,6 @@ def build_head(config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -
     """Build the head that a configuration names; None for ``none``.
 
     Args:
-        config: Configuration of the model.
-        mesh: The groups of this rank.
         holds_copy: Whether the head needs a copy of the token embedding's weight.
     """
     if config.head == "pooler":
@@ -278,7 +253,6 @@ def activated(
 
     Args:
         hidden: Any tensor.
-        activation: Name of the activation.
     """
     return (
         F.relu(hidden)

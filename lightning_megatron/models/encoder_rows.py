@@ -104,12 +104,8 @@ class RowAttention:
     """Attention of an encoder to rows with padding, by lengths or by a mask.
 
     Args:
-        mesh: Process groups of this rank.
         context: Transport of attention over cp in all layers.
         head_dim: Size of a head (elements).
-        dropout: Probability that an attention weight is dropped; 0 outside training.
-        dtype: Dtype of queries, keys and values.
-        device: Device of the layers.
     """
 
     mesh: ParallelMesh
@@ -120,11 +116,7 @@ class RowAttention:
     device: torch.device
 
     def reads_lengths(self, rows: EncoderInput) -> bool:
-        """Return whether a kernel takes the lengths of rows; otherwise it needs a mask of keys.
-
-        Args:
-            rows: Inputs of the encoder.
-        """
+        """Return whether a kernel takes the lengths of rows; otherwise it needs a mask of keys."""
         if rows.lengths is None or (self.mesh.cp.size > 1 and self.context.transport != _WHOLE):
             # With parts of rows, each rank skips its own padding keys by their mask.
             return False
@@ -137,11 +129,7 @@ class RowAttention:
         return choice.core == "flash"
 
     def span(self, rows: EncoderInput) -> AttentionSpan | None:
-        """Return the attention span of the layers; None without padding.
-
-        Args:
-            rows: Inputs of the encoder.
-        """
+        """Return the attention span of the layers; None without padding."""
         if rows.lengths is not None and self.reads_lengths(rows):
             return AttentionSpan.padded(rows.lengths, rows.tokens_or_vectors.shape[1])
         mask = rows.not_padding

@@ -41,11 +41,9 @@ def set_fp8(
     """Make linear layers of a model compute in 8 bits; return the names of those on this rank.
 
     Args:
-        model: The model.
         settings: Selection of the layers, and format of the products.
         emulate: Whether matrix products are computed in the precision of the device.
         device: Device of the run, to which the model will move.
-        backend: Library of the matrix products.
 
     Raises:
         ParallelPlanError: If 8-bit products do not support the sizes of a layer, or a pattern
@@ -81,9 +79,7 @@ def unset_fp8(
     """Make all layers of a model compute in the precision of the run, after a run in 8 bits.
 
     Args:
-        model: The model.
         device: Device of the run; needed only for Transformer Engine.
-        backend: Library of the matrix products.
     """
     for _, _, linear in _linears(model):
         linear.scaling = (
@@ -134,7 +130,6 @@ def set_norms(model: LayeredModule, backend: Backend) -> int:
     """Make the norms of a model compute with a library; return their number on this rank.
 
     Args:
-        model: The model.
         backend: Library of the norms.
     """
     norms = [norm for norm in model.modules() if isinstance(norm, LayerNorm | RMSNorm)]
@@ -161,10 +156,8 @@ def check_fp8_config(
     """Check the sizes and name patterns of 8-bit layers before the model is built.
 
     Args:
-        config: Configuration of the model.
         settings: Selection of the layers, and format of the products.
         tp: Tensor-parallel size (ranks).
-        backend: Library of the matrix products.
 
     Raises:
         ParallelPlanError: If 8-bit products do not support the sizes of a layer, a pattern matches
@@ -203,7 +196,6 @@ def _check_patterns(settings: FP8, kinds: AbstractSet[str], num_layers: int) -> 
     """Raise if a pattern matches no linear layer in any block of the model.
 
     Args:
-        settings: The settings.
         kinds: Names of linear layers within a block; empty if this rank has none.
         num_layers: Number of blocks of the whole model.
     """

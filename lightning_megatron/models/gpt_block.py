@@ -24,24 +24,14 @@ from lightning_megatron.plan.context_transport import ContextChoice, choose_cont
 
 
 def build_norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
-    """Build a norm of the residual stream.
-
-    Args:
-        config: Configuration of the model.
-        mesh: Process groups of this rank.
-    """
+    """Build a norm of the residual stream."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden_size, mesh, eps=config.norm_eps, offset=config.norm_offset)
     return LayerNorm(config.hidden_size, mesh, eps=config.norm_eps, bias=config.bias)
 
 
 def span_of_layer(config: GPTConfig, index: int) -> AttentionSpan:
-    """Return the attention of a block over whole rows.
-
-    Args:
-        config: Configuration of the model.
-        index: Index of the block in the whole model.
-    """
+    """Return the attention of a block over whole rows."""
     return AttentionSpan(
         causal=config.causal,
         window=config.window_of(index),
@@ -58,12 +48,7 @@ def _slopes(config: GPTConfig) -> AlibiSlopes | None:
 
 
 def rotary_name(config: GPTConfig, index: int) -> str:
-    """Return the name of the rotary tables of a block.
-
-    Args:
-        config: Configuration of the model.
-        index: Index of the block in the whole model.
-    """
+    """Return the name of the rotary tables of a block."""
     if config.position == "rotary" and not config.rotates_in(index):
         return "rotary.none"
     base, scaling = config.rotary_base_of(index)
@@ -72,12 +57,7 @@ def rotary_name(config: GPTConfig, index: int) -> str:
 
 
 def context_choice(config: ModelConfig, mesh: ParallelMesh) -> ContextChoice:
-    """Return the transport of attention over cp in all layers of a model.
-
-    Args:
-        config: Configuration of the model.
-        mesh: Process groups of this rank.
-    """
+    """Return the transport of attention over cp in all layers of a model."""
     heads, kv_heads = (count // mesh.tp.size for count in (config.num_heads, config.kv_heads))
     return choose_context_transport(
         mesh.context, mesh.cp.size, heads, max(1, kv_heads), config.attention_dropout
@@ -85,12 +65,7 @@ def context_choice(config: ModelConfig, mesh: ParallelMesh) -> ContextChoice:
 
 
 def build_rotary(config: GPTConfig, mesh: ParallelMesh) -> dict[str, RotaryTables]:
-    """Build the rotary tables of all layers; their names are those of :func:`rotary_name`.
-
-    Args:
-        config: Configuration of the model.
-        mesh: Process groups of this rank.
-    """
+    """Build the rotary tables of all layers; their names are those of :func:`rotary_name`."""
     layers = {rotary_name(config, layer): layer for layer in range(config.num_layers)}
     return {
         name: RotaryTables(config.rotary_size, *config.rotary_base_of(layer), context=mesh.cp)
@@ -105,9 +80,6 @@ def build_block(
     """Build this rank's part of a block.
 
     Args:
-        config: Configuration of the model.
-        mesh: Process groups of this rank.
-        index: Index of the block in the whole model.
         output_initializer: Initializer of the layers whose outputs are added to the residual
             stream; None means that of GPT, which is scaled by the number of layers.
     """

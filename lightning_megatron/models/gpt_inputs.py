@@ -46,7 +46,6 @@ def tokens_or_embeddings(
     """Return the tokens, or the embeddings if these are given instead.
 
     Args:
-        tokens: Token ids.
         embeddings: Vectors that replace the token embeddings.
 
     Raises:
@@ -81,7 +80,6 @@ def laid_out(
     Args:
         span: Documents, padding and positions of the rows; None means rows without these.
         inputs: Tokens or embeddings.
-        mesh: Process groups of this rank.
         choice: Transport of attention over cp.
 
     Raises:

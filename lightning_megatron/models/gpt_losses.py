@@ -23,7 +23,6 @@ class Targets:
 
     Args:
         labels: Id of the token that follows each token, or ``ignore_index``.
-        label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss is zero.
         cut: Order in which the ranks of cp hold the tokens of packed documents; None means that cp
             divides each row.
@@ -43,7 +42,6 @@ class Targets:
 
         Args:
             logits: This rank's shard of the logits, whose memory the gradient may overwrite.
-            mesh: Process groups of this rank.
             vocab: Vocabulary size without padding (tokens).
 
         Communication: that of ``vocab_parallel_cross_entropy``, and a gather over cp.
@@ -73,9 +71,7 @@ class Targets:
         """Return the same as :meth:`losses`, without storing the logits of all tokens.
 
         Args:
-            hidden: Output of the last norm.
             weight: This rank's shard of the weight of the head.
-            mesh: Process groups of this rank.
             vocab: Vocabulary size without padding (tokens).
             chunk: Number of tokens whose logits exist at once (tokens).
             form: Scale and soft cap of the logits; None means neither.

@@ -39,9 +39,6 @@ _UNCHANGED_ERRORS = (
 def read_config(path: str) -> Any:
     """Read the configuration of a folder with ``AutoConfig``, without running code of the folder.
 
-    Args:
-        path: Path of the folder.
-
     Raises:
         UnsupportedError: If the path is not a folder with ``config.json``.
         CorruptDataError: If ``config.json`` is not valid JSON.
@@ -67,7 +64,6 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
     shards.
 
     Args:
-        path: Path of the folder.
         config: Configuration from :func:`read_config`.
         dtype: Dtype of the weights; ``auto`` means that of the folder.
 
@@ -117,7 +113,6 @@ def name_folder_in_errors(path: str, rule: str) -> Iterator[None]:
     """Convert errors of transformers into errors that name the folder.
 
     Args:
-        path: Path of the folder.
         rule: Requirement on the folder, which begins the message.
 
     Raises:

@@ -37,15 +37,11 @@ def layer_inputs(
     Layers with the same angles share tables, and layers with the same window share a span.
 
     Args:
-        config: Configuration of the model.
         layers: Indices of the layers in the whole model.
-        rotary: Rotary tables by name.
-        mesh: Process groups of this rank.
         like: Tensor with the dtype and on the device of the residual stream.
         shape: Number of rows, and their length (tokens).
         span: Documents, padding and positions of the rows, as ``gpt_inputs.laid_out`` returns them;
             None means rows without these.
-        dropout: Probability that an attention weight is dropped.
     """
     rows = span or AttentionSpan()
     angles: dict[str, Any] = {}
@@ -78,12 +74,7 @@ def _is_plain_part(span: AttentionSpan) -> bool:
 
 
 def span_name(config: GPTConfig, index: int) -> str:
-    """Return the name of the attention span of a block.
-
-    Args:
-        config: Configuration of the model.
-        index: Index of the block in the whole model.
-    """
+    """Return the name of the attention span of a block."""
     window = config.window_of(index)
     return "span" if window is None else f"span.{window}"
 

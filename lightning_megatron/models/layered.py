@@ -54,11 +54,7 @@ class ChunkRunner(Protocol):
         """Run a chunk. Outputs and gradients equal those of :meth:`LayeredModule.run_layers`.
 
         Args:
-            model: The model.
-            chunk: Index of this rank's chunk.
             hidden: Hidden states of the previous virtual stage; None on the first one.
-            call: Inputs of the model.
-            layers: Inputs of each layer, by its index in the whole model.
         """
 
 
@@ -75,7 +71,6 @@ class LayeredModule(PipelinedModule):
     index in the whole model.
 
     Args:
-        config: Configuration of the model.
         mesh: The groups of this rank; None means a single process with the whole model.
         seed: Seed of the initial weights, equal on all ranks; None means ``torch.initial_seed()``.
 
@@ -145,11 +140,7 @@ class LayeredModule(PipelinedModule):
         self._recompute = settings
 
     def layers_of_chunk(self, chunk: int) -> tuple[int, ...]:
-        """Return the indices of a chunk's layers in the whole model.
-
-        Args:
-            chunk: Index of this rank's chunk.
-        """
+        """Return the indices of a chunk's layers in the whole model."""
         return tuple(self._layers_of_chunk[chunk])
 
     def mixtures(self) -> dict[int, MixtureOfExperts]:
@@ -200,10 +191,7 @@ class LayeredModule(PipelinedModule):
         """Run a chunk by the runner, if there is one; otherwise :meth:`run_layers`.
 
         Args:
-            chunk: Index of this rank's chunk.
             hidden: Hidden states of the previous virtual stage; None on the first one.
-            call: Inputs of the model.
-            layers: Inputs of each layer, by its index in the whole model.
             is_varying: Whether the shapes differ in each call, so that a runner has no use.
 
         Returns:
@@ -224,8 +212,6 @@ class LayeredModule(PipelinedModule):
 
         Args:
             hidden: Hidden states before these layers; None begins with the embedding.
-            call: Inputs of the model.
-            layers: Inputs of each layer, by its index in the whole model.
             has_head: Whether the head follows these layers.
 
         Returns:
@@ -279,7 +265,6 @@ class LayeredModule(PipelinedModule):
 
         Args:
             shape: Shape of the result.
-            dtype: Dtype of the result.
             name: Description of the result, for errors.
         """
         like = torch.empty(shape, dtype=dtype, device="meta")
@@ -309,20 +294,12 @@ class LayeredModule(PipelinedModule):
 
 
 def layered_modules(root: nn.Module) -> list[LayeredModule]:
-    """Return the models of this package inside a module.
-
-    Args:
-        root: Module to search.
-    """
+    """Return the models of this package inside a module."""
     return [model for _, model in pipelined_modules(root) if isinstance(model, LayeredModule)]
 
 
 def dtype_of_products(hidden: Float[Tensor, "..."]) -> torch.dtype:
-    """Return the dtype of matrix products of hidden states, which autocast may change.
-
-    Args:
-        hidden: Hidden states.
-    """
+    """Return the dtype of matrix products of hidden states, which autocast may change."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 

@@ -33,7 +33,6 @@ def decay_factor(shape: DecayShape, done: float) -> float:
     ``1 - sqrt(done)`` for ``1-sqrt``.
 
     Args:
-        shape: Shape of the decay.
         done: Completed fraction of the decay, from 0 to 1.
     """
     if shape == "cosine":

@@ -22,7 +22,6 @@ def flops_per_token(config: GPTConfig, seq_length: int) -> float:
     twice the forward pass. Embeddings, norms and recomputation do not count.
 
     Args:
-        config: Configuration of the model.
         seq_length: Length of a sequence (tokens).
     """
     width = config.hidden_size

@@ -25,9 +25,7 @@ class RemoteModule(nn.Module):
     A call returns placeholders with the shapes of the module's results.
 
     Args:
-        name: Name of the module, for errors.
         source: Copy of the module on the meta device.
-        blocks: Blocks that are cut into stages.
         is_before: Whether the module is called before the blocks, so that the first stage has it.
         end: Name of the outermost module outside of the blocks that contains this module; empty if
             it is this module.
@@ -218,10 +216,8 @@ class LocalModule:
     """Module outside of the blocks on this stage, and the proxy that replaces it in probes.
 
     Args:
-        parent: Parent of the module.
         key: Name of the module in its parent.
         remote: Proxy of the module.
-        blocks: Blocks that are cut into stages.
     """
 
     def __init__(
@@ -303,7 +299,6 @@ class FirstStageParameter:
         owner: Module that contains the parameter.
         key: Name of the parameter in this module.
         name: Name of the parameter in the whole model.
-        blocks: Blocks that are cut into stages.
         is_local: Whether this rank is on the first stage.
     """
 

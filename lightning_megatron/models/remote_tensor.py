@@ -225,8 +225,6 @@ class DeferredCall:
 
     Args:
         function: Function to call.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
         is_random: Whether the function draws random numbers.
     """
 

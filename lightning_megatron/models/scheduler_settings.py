@@ -36,7 +36,6 @@ class SchedulerSettings:
         """Return the settings that a user gave; None for None.
 
         Args:
-            name: Name of the setting in errors.
             scheduler: ``functools.partial`` of a scheduler's class, the class itself, or a mapping
                 with ``class_path`` and ``init_args``.
 
@@ -86,7 +85,6 @@ class SchedulerSettings:
         """Check the arguments early, by building the scheduler for an optimizer without a model.
 
         Args:
-            name: Name of the setting in errors.
             learning_rate: Learning rate of the optimizer.
             weight_decay: Weight decay of the first parameter group; the second one has none.
 

@@ -70,8 +70,6 @@ class ShapeInference:
 
         Args:
             function: Function to call.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
 
         Raises:
             RuntimeError: If a shape depends on values, or the function fails.
@@ -86,8 +84,6 @@ class ShapeInference:
         Args:
             module: Module on the meta device.
             device: Device of the outputs.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
 
         Raises:
             RuntimeError: If a shape depends on values, or the module fails.
@@ -140,11 +136,7 @@ class ShapeInference:
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves and the tree structure of a value; dataclasses count as containers.
-
-    Args:
-        value: Any value.
-    """
+    """Return the leaves and the tree structure of a value; dataclasses count as containers."""
     leaves, structure = pytree.tree_flatten(value)
     kinds = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
     if not kinds:

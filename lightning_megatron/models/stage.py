@@ -111,9 +111,6 @@ class PipelinedModule(nn.Module):
 
     A subclass has the layers of this rank's virtual stages. Its ``forward`` ends with a call of
     ``run_stage``, or reads the cursor directly.
-
-    Args:
-        mesh: The groups of this rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -234,7 +231,6 @@ class PipelinedModule(nn.Module):
         """Return the plan that follows from a probe.
 
         Args:
-            cursor: Cursor of the probe.
             result: Result of the step; None if the step did not run to its end.
         """
         return StepPlan(cursor.calls)
@@ -265,9 +261,6 @@ def pipelined_modules(root: nn.Module) -> Iterator[tuple[str, PipelinedModule]]:
 
     A pipelined module may compute for another module without being its child; see
     :func:`set_computed_by`. It then has the name of that module.
-
-    Args:
-        root: Module to search.
     """
     for name, module in root.named_modules():
         if isinstance(module, PipelinedModule):
@@ -277,11 +270,7 @@ def pipelined_modules(root: nn.Module) -> Iterator[tuple[str, PipelinedModule]]:
 
 
 def named_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all modules inside a module by name, including those inside its pipelined modules.
-
-    Args:
-        root: Module to search.
-    """
+    """Yield all modules inside a module by name, including those inside its pipelined modules."""
     yield from root.named_modules()
     for name, model in pipelined_modules(root):
         if isinstance(root.get_submodule(name), PipelinedModule):

@@ -62,8 +62,6 @@ class StageBoundaries:
         """Record, in a probe, that a virtual stage computes a value.
 
         Args:
-            cursor: Cursor of the probe.
-            value_name: Name of the value.
             tensor: Placeholder for the value.
             stage: Virtual stage that computes the value.
             at_start: Whether the value exists before the step, such as a parameter; otherwise it is
@@ -90,7 +88,6 @@ class StageBoundaries:
         """Record, in a probe, the inputs of a block.
 
         Args:
-            cursor: Cursor of the probe.
             virtual_stage: Virtual stage that is probed.
             prefix: Name of the block's inputs.
             leaves: Leaves of the block's arguments.
@@ -172,7 +169,6 @@ class StageBoundaries:
         A value without a name is recomputed on the stage that reads it, from values with names.
 
         Args:
-            cursor: Cursor of the probe.
             leaf: Value; values without placeholders are ignored.
             stage: Virtual stage that reads the value.
 
@@ -224,7 +220,6 @@ class StageBoundaries:
         """Return the plan that follows from a probe.
 
         Args:
-            cursor: Cursor of the probe.
             result: Leaves of the step's result.
             current_plan: The current ``pipeline_plan``.
 

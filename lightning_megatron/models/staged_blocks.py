@@ -46,8 +46,6 @@ class StagedBlocks(CutBlocks):
         name: Name of the list, for errors.
         source: List to replace; its blocks of other stages move to the meta device.
         twins: Copies of all blocks on the meta device.
-        partition: Number of blocks of each virtual stage.
-        mesh: The groups of this rank.
         ends: Modules outside of the list that only this stage has, each with whether its submodules
             are included.
     """

@@ -13,11 +13,7 @@ from lightning_megatron.user_code import line_of_user
 
 
 class StoredTensors:
-    """Reads of tensors that blocks store as attributes, on the stage of a block or on later ones.
-
-    Args:
-        blocks: Blocks that are cut into stages.
-    """
+    """Reads of tensors that blocks store as attributes, on a block's stage or on later ones."""
 
     def __init__(self, blocks: CutBlocks) -> None:
         self.blocks = blocks
@@ -26,7 +22,6 @@ class StoredTensors:
         """Return a tensor that a block stores, or a placeholder if another stage has the block.
 
         Args:
-            index: Index of the block.
             path: Name of the tensor in the block.
             target: Tensor of the block, or of its copy on the meta device.
 
@@ -77,7 +72,6 @@ class StoredTensors:
 
         Args:
             cursor: Cursor of the run.
-            index: Index of the block.
         """
         prefix = f"{cursor.calls}:{self.blocks.name}.{index}."
         for value_name in cursor.plan.extra_names if cursor.plan is not None else ():

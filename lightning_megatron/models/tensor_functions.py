@@ -94,7 +94,6 @@ def writes_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of a torch function writes into one of its arguments.
 
     Args:
-        name: Name of the function.
         kwargs: Keyword arguments of the call.
     """
     if (

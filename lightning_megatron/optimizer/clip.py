@@ -30,7 +30,6 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
     The norm is float32; it is float64 if any gradient is float64.
 
     Args:
-        main: Parameters of this rank, after their gradients were summed over the ranks.
         names: Names of the parameters to count; None means all.
 
     Communication: one all-reduce of a scalar over the world.
@@ -64,7 +63,6 @@ def clip_by_norm_(
     Equal to ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one process.
 
     Args:
-        main: Parameters of this rank, after their gradients were summed over the ranks.
         max_norm: Upper limit of the norm; gradients with a smaller norm do not change.
         names: Names of the parameters to clip, by the norm of these alone; None means all.
 
@@ -85,7 +83,6 @@ def clip_coefficient(
     """Compute the factor that scales the global gradient norm to at most ``max_norm``.
 
     Args:
-        main: Parameters of this rank, after their gradients were summed over the ranks.
         max_norm: Upper limit of the norm; gradients with a smaller norm get the factor 1.
         names: Names of the parameters to consider; None means all.
 
@@ -127,7 +124,6 @@ class Clipping:
     """Gradient clipping that runs later, as a part of the optimizer step.
 
     Args:
-        main: Parameters of this rank.
         names: Names of the parameters whose gradients are clipped.
         algorithm: ``norm`` limits the norm of all gradients, ``value`` limits every element.
         limit: Upper limit of the norm, or of the magnitude of the elements.
@@ -200,7 +196,6 @@ class StepClipping:
     update also includes the computation of the norm, or the clipping by value.
 
     Args:
-        main: Parameters of this rank.
         note: Function that receives the kind and the value of each norm, for a check after the
             update.
     """

@@ -52,7 +52,6 @@ class EightBitBuffer(FlatBuffer):
         main_dtype: As for :class:`FlatBuffer`.
         gradient_dtype: As for :class:`FlatBuffer`.
         weights: Names of the members that form each weight, from the first row to the last.
-        wait: Function that waits until all parameters are complete.
     """
 
     def __init__(
@@ -127,7 +126,6 @@ class EightBitBuffer(FlatBuffer):
         """Store the members in the model's dtype again.
 
         Args:
-            mesh: Process groups of this rank.
             gathers: Whether the members get the rounded main parameters of all ranks, as after a
                 step with a :class:`FlatBuffer`; otherwise they get the dequantized 8-bit values.
 
@@ -158,9 +156,6 @@ class EightBitBuffer(FlatBuffer):
 
     def gather(self, mesh: ParallelMesh) -> None:
         """Gather the parts of all ranks, and wait until they are complete.
-
-        Args:
-            mesh: Process groups of this rank.
 
         Communication: an all-gather of each bucket over the data ranks.
         """
@@ -257,9 +252,6 @@ class EightBitWeights:
 
     def publish(self, mesh: ParallelMesh) -> None:
         """Quantize the main parameters to 8 bits, and gather the parts of all ranks.
-
-        Args:
-            mesh: Process groups of this rank.
 
         Communication: that of :meth:`EightBitBuffer.store_main_parameters`, and an all-gather of
             each bucket over the data ranks.

@@ -55,7 +55,6 @@ class MainSlice:
     """Part of a parameter that this rank's optimizer trains.
 
     Args:
-        name: Name of the parameter.
         placement: Position of the part in the full tensor.
         main: Tensor that the optimizer trains. It has the parameter's shape if the part is the full
             parameter, and one dimension otherwise.
@@ -121,7 +120,6 @@ class FlatBuffer:
         specs: Shard specs by name; either all or none belong to experts.
         sharding: Layout of the buffer, and the part of it that this rank trains.
         main_dtype: Dtype of the main parameters.
-        gradient_dtype: Dtype of the gradients.
     """
 
     def __init__(
@@ -177,7 +175,6 @@ class FlatBuffer:
         """Round the main parameters into this rank's part of the model's parameters.
 
         Args:
-            mesh: Process groups of this rank.
             stored: Whether the optimizer step has already written the rounded values.
         """
         if stored:

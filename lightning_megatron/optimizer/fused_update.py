@@ -117,7 +117,6 @@ class KernelCall:
     """Call of the kernel for the slices of one group that have the same dtypes.
 
     Args:
-        kernel: The kernel.
         columns: Parameters, gradients, both moments, steps and half-precision views of the slices.
         numbers: Row of the group in the table of :class:`GroupNumbers`.
         has_decay: Whether the group has a weight decay.
@@ -137,7 +136,6 @@ class UpdatePiece:
     """Part of a step: kernel calls that run before the calls of the next piece.
 
     Args:
-        calls: Calls of the kernel.
         names: Names of the parameters whose slices the calls update.
     """
 

@@ -53,7 +53,6 @@ class GradientBucket:
         """Start to average the gradients over the replicas.
 
         Args:
-            mesh: Process groups of this rank.
             is_whole: Whether every rank gets the full bucket instead of its part.
 
         Communication: that of :meth:`Zero1Sharding.start_reduction`.

@@ -29,7 +29,6 @@ class _Segment:
     """Segment of a gradient that several ranks have.
 
     Args:
-        name: Name of the parameter.
         shape: Shape of the segment (elements).
         dim: Dimension along which the segment is cut; None for the full gradient.
         local_start: First index of the segment along ``dim`` in this rank's gradient; None if this
@@ -57,7 +56,6 @@ class PartialSums:
 
     Args:
         specs: Shard specs of this rank's partial parameters, by name.
-        mesh: Process groups of this rank.
 
     Communication: one gather of ranges over tp, if there are partial parameters.
     """
@@ -157,7 +155,6 @@ class RowSums:
     their rows. A tied embedding on the stage of the head therefore does not qualify.
 
     Args:
-        mesh: Process groups of this rank.
         is_on: Whether any table is exchanged by rows.
     """
 
@@ -264,7 +261,6 @@ def add_ties_(
     before that reduction.
 
     Args:
-        main: Parameters of this rank.
         buckets: Buckets whose gradients are summed.
         gradient_of: Function from a name to the gradient of the whole local parameter.
         fill: Function that fills the gradients that have not arrived with zeros.

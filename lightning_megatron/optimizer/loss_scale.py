@@ -61,7 +61,6 @@ class DynamicLossScale:
         """Return whether any gradient on any rank is infinite or NaN; all ranks agree.
 
         Args:
-            main: Parameters of this rank.
             names: Names of this rank's parameters to check; None means all.
 
         Communication: one all-reduce of a scalar over the world, and the host waits for it.

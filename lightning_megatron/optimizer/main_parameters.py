@@ -50,7 +50,6 @@ class MainParameters:
 
     Args:
         named_parameters: Parameters of this rank by name; the names must not depend on the layout.
-        mesh: Process groups of this rank.
         config: Dtypes and partitioning.
         chunk_of: Function that returns the chunk of this stage that contains a parameter; None for
             a parameter outside of the pipelined model.

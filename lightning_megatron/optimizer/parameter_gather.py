@@ -26,7 +26,6 @@ class _UpdateGathers:
 
     Args:
         buffers: Buffers of the parameters.
-        mesh: Groups of this rank.
         left: Buckets whose all-gathers have not started, in order.
         missing: Names of the parameters of each bucket that this rank must still update; None for a
             bucket that the update does not complete.
@@ -115,7 +114,6 @@ class ParameterGather:
 
         Args:
             buffers: Buffers that :meth:`start` will get.
-            mesh: Groups of this rank.
             names: Names of the parameters that this rank is about to update.
 
         Communication: that of :meth:`wait`.

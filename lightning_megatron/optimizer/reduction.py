@@ -425,9 +425,6 @@ class UnusedParameters:
 
     Optimizers in a single process skip them, too. A parameter that another data-parallel rank uses
     contributes zeros on this rank. Each such parameter is logged once.
-
-    Args:
-        main: Parameters of this rank.
     """
 
     def __init__(self, main: MainParameters) -> None:
@@ -531,7 +528,6 @@ def assign_gradients(
     The gradients of main parameters of unused or frozen parameters become None.
 
     Args:
-        main: Main parameters of this rank.
         names: Names of the parameters whose gradients are reduced.
         unused: Names of the parameters for which no rank has a gradient.
         gradient_of: Function that returns the reduced gradient of a local parameter by its name.

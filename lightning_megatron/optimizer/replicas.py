@@ -59,8 +59,6 @@ class ReplicaCheck:
     """Comparison of replicas at the first steps of a fit and at a fixed interval after them.
 
     Args:
-        module: Module that is trained.
-        main: Main parameters of the module.
         reducer: Reducer of the gradients. It is notified of parameters whose gradients are partial
             sums over tp.
         interval: Optimizer steps between two comparisons after the first ones; 0 for none (steps).
@@ -207,9 +205,6 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
 def check_frozen_copies(main: MainParameters) -> None:
     """Compare frozen parameters that several stages have, such as those of a teacher, over pp.
 
-    Args:
-        main: Parameters of this rank.
-
     Raises:
         ReplicaMismatchError: On every rank of the axis, naming parameters.
 
@@ -297,7 +292,6 @@ def _split_by_rounding(
     """Return the tensors that differ by more than rounding, and those that may be only rounding.
 
     Args:
-        tensors: Tensors of this rank, by name.
         distances: Distance of each tensor between the ranks.
         norms: Largest norm of each tensor.
         rounding: Relative rounding error of sums that cancel, by name.
@@ -444,8 +438,6 @@ class PartialGradientSearch:
     specs declare partial gradients.
 
     Args:
-        module: Module that is trained.
-        mesh: Process groups of this rank.
         whole: Names of the parameters that every rank of tp has in full.
     """
 

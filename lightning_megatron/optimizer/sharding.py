@@ -131,8 +131,6 @@ class Zero1Sharding:
 
         Args:
             gradients: Gradients of the buffer.
-            bucket: Number of the bucket.
-            mesh: Process groups of this rank.
             is_whole: Whether every rank gets the full bucket instead of its part.
 
         Communication: one reduce-scatter over the data axis, or over that of experts; an all-reduce
@@ -151,8 +149,6 @@ class Zero1Sharding:
 
         Args:
             parameters: Parameters of the buffer.
-            bucket: Number of the bucket.
-            mesh: Process groups of this rank.
 
         Communication: an all-gather over the data axis, or over that of experts.
         """
@@ -169,7 +165,6 @@ class BufferPlanner:
     """Assignment of parameters to buckets, and of parts of the buckets to data-parallel ranks.
 
     Args:
-        mesh: Process groups of this rank.
         config: Dtypes and partitioning.
         chunk_of: Function that returns the chunk of this stage that contains a parameter; None for
             a parameter outside of the pipelined model.

@@ -31,9 +31,6 @@ class StepChecks:
     """Checks of losses, gradients and weights in the training steps of one fit.
 
     Args:
-        module: Module that is trained.
-        main: Its main parameters.
-        reducer: Reducer of the gradients.
         checks_gradients: Whether every step checks gradients for values that are not finite; None
             checks gradients, weights and losses at logging steps.
         replica_check_interval: Optimizer steps between later comparisons of replicas; 0 means none.
@@ -179,9 +176,6 @@ class FiniteWatch:
     computed anyway and stay on the device until :meth:`check` reads them. At steps that are
     checked, the largest magnitude of every weight and gradient of this rank is recorded, too.
     Gradients are recorded before their reduction spreads them to other ranks.
-
-    Args:
-        mesh: The groups of this rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -336,7 +330,6 @@ def check_finite(
 
     Args:
         gradients: Gradients of this rank by parameter name, before their reduction over the ranks.
-        mesh: The groups of this rank.
         step: Index of the training batch (batches).
 
     Raises:

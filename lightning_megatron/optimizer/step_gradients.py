@@ -30,10 +30,7 @@ class StepGradients:
     :meth:`finish_for` finishes what its backward passes have changed by then.
 
     Args:
-        module: Module that is trained.
-        main: Its main parameters.
         reducer: Reducer of the gradients over the ranks.
-        checks: Checks of the values of each step.
         loss_scale: Loss scale of the gradients; None without one.
     """
 

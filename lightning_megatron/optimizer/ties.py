@@ -37,9 +37,6 @@ def name_copies_as_originals(module: nn.Module) -> Iterator[None]:
     only the original's name. Inside this context, such code puts the last stage's copy into the
     group of the first stage's embedding. A copy whose original has no module on this stage keeps
     its name.
-
-    Args:
-        module: Module that is trained.
     """
     placed: list[tuple[nn.Module, str]] = []
     for name, parameter in list(module.named_parameters()):
@@ -73,7 +70,6 @@ def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
 
     Args:
         optimizer: Optimizer that is attached to ``main``.
-        main: Parameters of this rank.
 
     Raises:
         UnsupportedError: On every stage, if their groups differ.
@@ -108,9 +104,6 @@ class TiedCopies:
 
     The embedding has its usual name only on the first stage. Code that freezes parameters by name,
     or puts them into an optimizer group by name, therefore misses the copy.
-
-    Args:
-        main: Parameters of this rank.
     """
 
     def __init__(self, main: MainParameters) -> None:

@@ -36,9 +36,7 @@ class UserWrites:
     values of that parameter are later compared with its main parameter.
 
     Args:
-        parameters: Parameters of this rank by name.
         buffers: Flat buffers of the trained parameters; the list may grow.
-        wait: Function that waits until all parameters are complete.
     """
 
     def __init__(
@@ -151,9 +149,6 @@ class ExposedGradients:
 
     User code may write into a gradient, replace it or set it to None. :meth:`adopt_user_changes`
     applies such changes to the buffers.
-
-    Args:
-        mesh: Process groups of this rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:

@@ -113,9 +113,6 @@ class ActionTimes:
     Times on a GPU are those of the compute stream, and recording does not make the host wait. Call
     :meth:`measure` only after the stream waits for the tensors that the action receives; otherwise
     the time of the action includes the wait.
-
-    Args:
-        device: Device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -204,7 +201,6 @@ def gather_measurements(
 
     Args:
         medians: Medians of this rank's chunks.
-        mesh: The groups of this rank.
         placement: Placement of the virtual stages.
         free: Memory of this rank for kept activations; None if unknown (bytes).
         transfer: Time of a transfer between this stage and its neighbours (seconds).
@@ -245,7 +241,6 @@ def measure_transfer(num_bytes: int, mesh: ParallelMesh) -> float:
     Args:
         num_bytes: Size of this stage's messages; the measurement uses the largest size of all
             stages (bytes).
-        mesh: The groups of this rank.
 
     Returns:
         The median time of a message of the slowest pair in which this rank sends first; 0 if there

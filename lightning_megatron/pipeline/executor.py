@@ -138,11 +138,7 @@ class PipelineExecutor:
         self.plans.collect(trial, run.step_fn, run.microbatches, run.seek)
 
     def use_schedule(self, schedule: ScheduleName | BuildSchedule) -> None:
-        """Use another schedule, with the same placement of chunks, from the next run on.
-
-        Args:
-            schedule: Name of the schedule, or the function that builds it.
-        """
+        """Use another schedule, with the same placement of chunks, from the next run on."""
         self._schedule = schedule
         self._programs.clear()
 

@@ -177,7 +177,6 @@ class StepRun:
     """State of one run: inputs, outputs and gradients in flight, by (chunk, microbatch).
 
     Args:
-        mesh: The groups of this rank.
         num_chunks: Chunks of layers on this stage.
         plans: Plans of the steps of all runs.
         step_fn: Function of a microbatch's data.

@@ -14,7 +14,6 @@ class PipelineUnit:
     """One microbatch in one chunk of a stage, whose forward and backward pass form a unit.
 
     Args:
-        chunk: Index of the chunk on this stage.
         microbatch: Index of the microbatch in the step.
     """
 
@@ -31,7 +30,6 @@ class Action:
 
     Args:
         kind: Kind of the computation: F, B, I or W.
-        chunk: Index of the chunk on this stage.
         microbatch: Index of the microbatch in the step.
     """
 

@@ -99,9 +99,6 @@ def activation_costs(
     """Compute the bytes that one microbatch needs on one rank.
 
     Args:
-        model: Shape of the model.
-        table: Activations that its layers keep.
-        batch: Shape of the microbatch.
         seq_length: Sequence length, needed only for attention masks and stored scores (tokens).
         recompute: Parts of the block that backward recomputes.
         has_experts: Whether the block has experts instead of an MLP.
@@ -223,7 +220,6 @@ def _forward_bytes(
 
     Args:
         network: Costs of the MLP or the mixture.
-        heads: Costs of the attention.
         widest: Buffers of its largest product.
         norms: Activations that norms keep.
         inside: Activations of the MLP or of experts that are recomputed.

@@ -39,9 +39,6 @@ def attention_costs(
     """Compute the bytes that the attention of a block needs.
 
     Args:
-        model: Shape of the model.
-        table: Activations that its layers keep.
-        batch: Shape of the microbatch.
         seq_length: Sequence length, needed only for stored scores (tokens).
     """
     query, key = model.widths(batch.tp)

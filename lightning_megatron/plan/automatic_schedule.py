@@ -33,7 +33,6 @@ class Candidate:
     """Schedule that the search has considered.
 
     Args:
-        schedule: Order of actions.
         length: Simulated time of a step (ticks).
         peak: Largest size of activations on any stage (the unit of ``kept``).
         fits: Whether the peak is within the limit.
@@ -79,12 +78,9 @@ def search_schedule(
     equally fast schedules the one with the smaller peak is chosen, then a named one.
 
     Args:
-        num_stages: Pipeline-parallel size.
-        num_microbatches: Microbatches per step.
         costs: Times of the virtual stages; their number divided by ``num_stages`` is vpp.
         kept: Activations that a forward keeps for its backward, for each virtual stage (any unit).
         limit: Memory of a stage for activations (the unit of ``kept``).
-        weight_half_share: Part of it that the weight half needs after the input half.
         shapes: Placements that the model can have.
 
     Raises:
@@ -148,9 +144,6 @@ def in_halves(schedule: Schedule) -> Schedule:
     """Return a schedule with every backward as an input half and, at once, its weight half.
 
     It keeps the same activations as the schedule, and shows the time of each half.
-
-    Args:
-        schedule: Order of actions.
     """
     halves: dict[Kind, tuple[Kind, ...]] = {"B": ("I", "W")}
     rows = []
@@ -187,7 +180,6 @@ def _constructed(
 
     Args:
         placement: Stage and chunk of every virtual stage.
-        num_microbatches: Microbatches per step.
         costs: Times of the virtual stages.
         rules: Rules whose limits are legal ones, the lowest limit first.
         longest: Time of the fastest schedule that is known; None without one (ticks).

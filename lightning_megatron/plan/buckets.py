@@ -96,7 +96,6 @@ class Slice:
     """Range of a flattened parameter that one part owns.
 
     Args:
-        name: Name of the parameter.
         start: First element of the range in the flattened parameter.
         stop: Index after its last element.
         buffer_start: First element of the range in the buffer.

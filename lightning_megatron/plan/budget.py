@@ -34,7 +34,6 @@ class StageMemory:
     """Peak memory of one rank of a stage, by category (bytes).
 
     Args:
-        stage: Position on the pp axis.
         moment: Moment of the peak: "forward", "backward" or "optimizer step".
         in_flight: Microbatches, over all chunks, whose activations exist at the peak.
         num_parameters: Elements of this rank's parameters.
@@ -101,7 +100,6 @@ class TrainingShape:
         num_microbatches: Microbatches of a step on one data-parallel rank.
         schedule: Name of the pipeline schedule, or the user's own order.
         microbatch_group_size: Group size of the "interleaved" schedule, see ``build_schedule``.
-        sequence_parallel: Whether the residual stream is sharded along the sequence over tp.
         recompute: Activations that backward recomputes.
         loss_chunk: Tokens whose logits exist at once; None stores those of all.
         expert_transport: Transport of tokens to the ranks that share the experts of a block.
@@ -176,7 +174,6 @@ def estimate_memory(
     in :func:`~lightning_megatron.plan.graph_memory.graph_memory`.
 
     Args:
-        model: Shape of the model.
         layout: Sizes of the axes; the data ranks are dp x cp.
         training: Settings of the step.
         table: Activations that layers keep; by default those of plain torch operations.
@@ -405,8 +402,6 @@ def clone_bytes(model: ModelShape, layout: ParallelLayout, training: TrainingSha
     Gradients are transferred in float32.
 
     Args:
-        model: Shape of the model, which has experts.
-        layout: Sizes of the axes.
         training: The places, and the size of a weight's element.
     """
     if model.experts is None or layout.ep == 1:

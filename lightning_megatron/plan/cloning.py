@@ -110,8 +110,6 @@ class ClonePlan:
     """Clones of one layer and microbatch, and the selections that are sent to them.
 
     Args:
-        layout: The homes and places.
-        owners: Expert that is cloned in every place; -1 means none.
         amounts: Number of selections that go to every place (selections).
         off: Number of selections that every rank sends to every place, by rank and place
             (selections). Over ranks they add up to the amounts.
@@ -221,7 +219,6 @@ def assign_largest_first(
     Args:
         excess: Number of selections of every expert that are to leave its rank (selections).
         room: Number of selections that fit on every rank (selections).
-        layout: The homes and places.
     """
     left = list(excess)
     space = list(room)
@@ -251,7 +248,6 @@ def assign_one_shot(
     Args:
         excess: Number of selections of every expert that are to leave its rank (selections).
         room: Number of selections that fit on every rank (selections).
-        layout: The homes and places.
     """
     experts = sorted(range(len(excess)), key=lambda expert: -excess[expert])
     ranks = sorted(range(len(room)), key=lambda rank: -room[rank])
@@ -275,7 +271,6 @@ def divide_over_ranks(
     Args:
         counts: Number of selections of every expert by the tokens of every rank, by rank and expert
             (selections).
-        owners: Expert that is cloned in every place; -1 means none.
         amounts: Number of selections that go to every place (selections).
     """
     off = [[0] * len(owners) for _ in counts]
@@ -320,7 +315,6 @@ def physical_experts(
 
     Args:
         selections: Experts selected for each of the rank's tokens; -1 means none.
-        plan: The clones.
         rank: Number of the rank over ep.
     """
     ways: dict[int, list[int]] = {}

@@ -128,7 +128,6 @@ class ContextCut:
         late piece attend to all keys of a later rank.
 
         Args:
-            rank: Rank that holds the queries.
             source: Rank whose keys these are.
             causal: Whether a token sees only itself and earlier tokens.
             window: Number of positions that a query sees, itself included; None means all. Only
@@ -173,7 +172,6 @@ class ContextCut:
         """Return the attention of a rank's queries to the keys of the whole sequence, in its order.
 
         Args:
-            rank: Rank that holds the queries.
             causal: Whether a token sees only itself and earlier tokens.
             window: Number of positions that a query sees, itself included; None means all. Only
                 with ``causal`` (tokens).

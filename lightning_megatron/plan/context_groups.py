@@ -113,7 +113,6 @@ def check_groups_option(
     Args:
         groups: Ranks that share a document.
         cp: Ranks that share a sequence (ranks).
-        transport: Requested transport.
         has_graphs: Whether steps are captured as CUDA graphs.
 
     Raises:

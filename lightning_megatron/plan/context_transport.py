@@ -43,7 +43,6 @@ class ContextLinks:
         """Find the links of a layout.
 
         Args:
-            transport: Requested transport.
             layout: Sizes and order of the axes.
             ranks_per_host: Number of processes on every host (ranks).
             groups: Ranks that share a document. Groups of them have one level.
@@ -73,7 +72,6 @@ class ContextChoice:
 
     Args:
         transport: How ranks exchange keys and values.
-        reason: Reason for the choice, for the log.
     """
 
     transport: ContextTransport
@@ -84,7 +82,6 @@ def check_transport_option(transport: str, cp: int) -> None:
     """Refuse a transport without ranks that share a sequence.
 
     Args:
-        transport: Requested transport.
         cp: Ranks that share a sequence (ranks).
 
     Raises:
@@ -107,7 +104,6 @@ def choose_context_transport(
         cp: Ranks that share a sequence (ranks).
         heads: Query heads of a tensor-parallel rank (heads).
         kv_heads: Key/value heads of a tensor-parallel rank (heads).
-        dropout: Probability that an attention weight is dropped.
 
     Raises:
         UnsupportedError: If attention weights are dropped and the requested transport has only some

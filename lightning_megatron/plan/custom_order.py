@@ -164,7 +164,6 @@ def order_from_function(row_of: RowFunction, num_stages: int, num_chunks: int) -
     Args:
         row_of: Function of rank, pp, number of microbatches and vpp that returns the actions of a
             stage.
-        num_stages: Pipeline-parallel size.
         num_chunks: Chunks per stage (vpp).
     """
     name = str(getattr(row_of, "__qualname__", type(row_of).__name__))
@@ -187,8 +186,6 @@ def build_order(
 
     Args:
         order: Named schedule, or the user's own order, whose sizes are those given here.
-        num_stages: Pipeline-parallel size.
-        num_microbatches: Microbatches per step.
         num_chunks: Chunks per stage (vpp).
         group_size: Group size of "interleaved", see ``build_schedule``.
 

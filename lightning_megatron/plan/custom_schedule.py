@@ -31,8 +31,6 @@ def custom_schedule(
 
     Args:
         row_of: Function of rank, pp, number of microbatches and vpp.
-        num_stages: Pipeline-parallel size.
-        num_microbatches: Microbatches per step.
         num_chunks: Chunks per stage (vpp).
         shape: Placement of the chunks on the stages: "loop" or "v".
         forward_only: Whether there is no backward.

@@ -20,9 +20,7 @@ def linear_sizes(model: ModelShape, layer: int, tp: int) -> LinearSizes:
     Equal to the sizes of the layers that a model builds and cuts over tp.
 
     Args:
-        model: Shape of the model.
         layer: Index of the block.
-        tp: Tensor-parallel size.
 
     Raises:
         ParallelPlanError: If the heads cannot be divided among the ranks.
@@ -70,7 +68,6 @@ class EightBitLayers:
     """Linear layers of a block that compute in 8 bits on one rank.
 
     Args:
-        settings: The user's settings.
         sizes: Name in the block, output and input features of each layer (elements).
         shares_casts: Whether microbatches share the casts of weights.
     """
@@ -86,10 +83,7 @@ class EightBitLayers:
         """Return the layers of a block.
 
         Args:
-            settings: The user's settings.
-            model: Shape of the model.
             layer: Index of the block.
-            tp: Tensor-parallel size.
             shares_casts: Whether microbatches share the casts of weights.
         """
         sizes = tuple(
@@ -155,7 +149,6 @@ class EightBitLayers:
 
         Args:
             features: Features of its input (elements).
-            batch: Shape of the microbatch.
 
         Returns:
             The bytes; None if it keeps its input in the type of the activations, to gather it.
@@ -232,9 +225,6 @@ class EightBitCosts:
 
         Args:
             layers: Layers of the block in 8 bits; None without any.
-            model: Shape of the model.
-            table: Activations that its layers keep.
-            batch: Shape of the microbatch.
             recomputes_core: Whether the backward pass computes the attention core again.
         """
         costs = cls()

@@ -240,7 +240,6 @@ def transport_over_ep(
     Args:
         top_k: Number of experts for each token (experts).
         ep: Number of ranks that share the experts (ranks).
-        transport: Requested transport.
         can_put: Whether "auto" may use one-sided puts instead of an all-gather.
         is_limited: Whether buffers have rows for a multiple of an even share only.
     """

@@ -19,7 +19,6 @@ class GenerationShape:
         prompt_length: Tokens of the longest prompt (tokens).
         new_tokens: Largest number of tokens after a prompt (tokens).
         rows: Prompts of a batch, times the number of beams (sequences).
-        sequence_parallel: Whether the residual stream is sharded along the sequence over tp.
         element_bytes: Size of an element of weights, keys and values (bytes).
 
     Raises:
@@ -37,11 +36,7 @@ class GenerationShape:
             require_positive(f"generation.{name}", getattr(self, name))
 
     def padded_prompt(self, layout: ParallelLayout) -> int:
-        """Return the length of the prompts with the padding that the ranks need (tokens).
-
-        Args:
-            layout: Sizes of the axes.
-        """
+        """Return the length of the prompts with the padding that the ranks need (tokens)."""
         multiple = context_multiple(layout.cp, layout.tp if self.sequence_parallel else 1)
         return -(-self.prompt_length // multiple) * multiple
 
@@ -53,7 +48,6 @@ class GenerationShape:
 
         Args:
             window: Sliding window of the layer; None means none (tokens).
-            layout: Sizes of the axes.
         """
         later = self.new_tokens - 1
         if layout.cp > 1:
@@ -67,7 +61,6 @@ class GenerationMemory:
     """Memory of text generation on one rank of a stage (bytes).
 
     Args:
-        stage: Position on the pp axis.
         parameters: Weights.
         cache: Keys and values of all tokens.
     """
@@ -86,8 +79,6 @@ def estimate_generation_memory(
     token.
 
     Args:
-        model: Shape of the model.
-        layout: Sizes of the axes.
         generation: Prompts and new tokens.
 
     Returns:

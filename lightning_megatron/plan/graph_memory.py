@@ -57,9 +57,6 @@ def graph_memory(
     pool is the peak of an eager step without the optimizer, and all microbatches are copied.
 
     Args:
-        graphs: Settings of the graphs.
-        schedule: Order of actions.
-        stage: Position on the pp axis.
         chunks: Costs of the blocks of every chunk.
         ends: Costs of the layers outside of the blocks.
         num_tokens: Tokens of a microbatch, those of all ranks of cp included (tokens).

@@ -25,10 +25,6 @@ class GraphSlots:
     named schedule, the n-th one occupies slot n modulo the number of slots. Without backwards
     nothing is kept, and every unit runs in slot 0.
 
-    Args:
-        schedule: Order of actions.
-        rank: Position on the pp axis.
-
     Raises:
         ParallelPlanError: If the rank is not a stage of the schedule.
         UnsupportedError: As for :func:`check_graph_slots`.
@@ -48,9 +44,6 @@ class GraphSlots:
 
     def peak(self, chunk: int) -> int:
         """Return the number of slots of a chunk.
-
-        Args:
-            chunk: Index of the chunk on this stage.
 
         Raises:
             ParallelPlanError: If the stage has no such chunk.

@@ -23,7 +23,6 @@ class GreedyRule:
     Args:
         limit: Size of the activations that a stage may keep (the unit of ``kept``).
         kept: Activations that a forward keeps for its backward, for each virtual stage.
-        weight_half_share: Part of it that the weight half needs after the input half.
         alternate: Whether a forward follows each input half where both could run; otherwise input
             halves go first.
         deep_first: Whether forwards of later chunks go before those of earlier ones.
@@ -82,7 +81,6 @@ class GreedyConstruction:
 
     Args:
         placement: Stage and chunk of every virtual stage.
-        num_microbatches: Microbatches per step.
         costs: Times of the virtual stages.
         rule: Choices between actions that could run.
         longest: Time above which the construction is abandoned (ticks); None means any time.

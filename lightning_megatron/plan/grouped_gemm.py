@@ -30,7 +30,6 @@ class VariantChoice:
     """Kernel variant to launch, with the reason for it.
 
     Args:
-        variant: Name of a variant, one of VARIANTS.
         along_n: Whether consecutive tiles are neighbours along N of the product instead of M.
         band: Number of clusters of tiles that are walked in that direction before the other
             direction advances; 0 means all.
@@ -103,7 +102,6 @@ def choose_variant(
     Args:
         product: Product to compute.
         num_rows: Number of rows of the token buffer, over all groups.
-        num_groups: Number of groups.
         n: Rows of each weight: the features of y.
         k: Columns of each weight: the features of x.
         variant: Variant that replaces the rule's choice, one of VARIANTS for this product; None for
@@ -139,11 +137,7 @@ def choose_variant(
 
 
 def pass_of(variant: str) -> Pass:
-    """Return the product that a variant computes.
-
-    Args:
-        variant: One of VARIANTS.
-    """
+    """Return the product that a variant computes."""
     return max((product for product in Pass if variant.startswith(f"{product}_")), key=len)
 
 
@@ -175,7 +169,6 @@ def workspace_bytes(num_groups: int, num_sms: int) -> int:
     """Return a workspace size that suffices for every variant (bytes).
 
     Args:
-        num_groups: Number of groups.
         num_sms: Number of CTAs of the launch.
     """
     return (

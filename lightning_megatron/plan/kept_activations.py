@@ -68,7 +68,6 @@ def eager_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
     probabilities and their gradient in backward.
 
     Args:
-        model: Shape of the model.
         activation_bytes: Size of an activation's element (bytes).
     """
     wide = max(4, activation_bytes)
@@ -104,7 +103,6 @@ def fused_activations(model: ModelShape, activation_bytes: int = 2) -> KeptActiv
     kernel run as plain torch operations.
 
     Args:
-        model: Shape of the model.
         activation_bytes: Size of an activation's element (bytes).
     """
     eager = eager_activations(model, activation_bytes)

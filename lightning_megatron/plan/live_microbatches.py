@@ -46,7 +46,6 @@ def live_microbatches(schedule: Schedule, rank: int) -> LiveMicrobatches:
 
     Args:
         schedule: Order of actions. Without backwards nothing is kept.
-        rank: Position on the pp axis.
     """
     row = schedule.actions(rank)
     live = [0] * schedule.num_chunks
@@ -74,9 +73,7 @@ def peak_activations(
 
     Args:
         schedule: Order of actions. Without backwards nothing is kept.
-        rank: Position on the pp axis.
         kept: For each chunk of the stage, what a forward keeps for its backward (any unit).
-        weight_half_share: Part of it that the weight half needs after the input half.
 
     Returns:
         The peak, in the unit of ``kept``.
@@ -104,9 +101,7 @@ def stage_peaks(
     """Return the largest size of the activations that each stage keeps at once.
 
     Args:
-        schedule: Order of actions.
         kept: Activations that a forward keeps for its backward, as ``kept[stage][chunk]``.
-        weight_half_share: Part of it that the weight half needs after the input half.
     """
     return tuple(
         peak_activations(schedule, stage, chunks, weight_half_share)
@@ -128,10 +123,8 @@ def check_peak(
     """Check that the activations of every stage fit.
 
     Args:
-        schedule: Order of actions.
         limit: Memory of a stage for activations (the unit of ``kept``).
         kept: Activations that a forward keeps for its backward, as ``kept[stage][chunk]``.
-        weight_half_share: Part of it that the weight half needs after the input half.
 
     Raises:
         ParallelPlanError: If a stage needs more; the message names the stage that needs most.

@@ -24,7 +24,6 @@ class MicrobatchRule:
             with a single stage, otherwise the fewest microbatches of equal size with which stages
             are idle for at most a fifth of a step.
         schedule: Name of the pipeline schedule, or the user's own order.
-        num_stages: Pipeline-parallel size.
         num_chunks: Chunks of layers on a stage.
         group_size: Microbatches that pass through a chunk before the next chunk starts; None means
             ``num_stages``.

@@ -211,7 +211,6 @@ class ModelShape:
 
         Args:
             loss_chunk: Tokens whose logits exist at once; None stores those of all.
-            tp: Tensor-parallel size.
         """
         query = self.num_heads * self.head_dim
         key = self.num_kv_heads * self.head_dim
@@ -238,7 +237,6 @@ class ModelShape:
         """Count the parameters of one block on one tensor-parallel rank, without experts.
 
         Args:
-            tp: Tensor-parallel size.
             has_experts: Whether the block has experts instead of an MLP; its router and shared MLP
                 are counted.
         """
@@ -286,8 +284,6 @@ class ModelShape:
         A tied head on another stage than the embedding is a copy and is counted.
 
         Args:
-            layout: Sizes of the axes.
-            stage: Position on the pp axis.
             num_layers: Number of the stage's blocks, over all its chunks.
             num_expert_layers: Number of these blocks that have experts.
         """

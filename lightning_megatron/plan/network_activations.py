@@ -63,8 +63,6 @@ class MicrobatchShape:
     Args:
         num_tokens: Tokens on one rank of tp: sequence length / cp x samples (tokens).
         activation_bytes: Size of an activation's element (bytes).
-        tp: Tensor-parallel size.
-        sequence_parallel: Whether the residual stream is sharded along the sequence over tp.
         ep: Number of ranks that share the experts of a block.
         etp: Number of ranks that share the inner features of an expert.
         transport: Transport of tokens to the ranks of ep.
@@ -105,10 +103,7 @@ def dense_costs(
     """Compute the bytes of an MLP that every token passes through.
 
     Args:
-        model: Shape of the model.
         inner: Inner features of the MLP, over all ranks of tp.
-        table: Activations that layers keep.
-        batch: Shape of the microbatch.
     """
     hidden = model.hidden_size
     element = batch.num_tokens * batch.activation_bytes
@@ -144,9 +139,6 @@ def mixture_costs(
     token is assumed to be dropped.
 
     Args:
-        model: Shape of the model, which has experts.
-        table: Activations that layers keep.
-        batch: Shape of the microbatch.
         recomputes: Whether backward recomputes the activations inside experts.
         sends_again: Whether backward sends and sorts the inputs of experts again.
     """
@@ -280,9 +272,6 @@ def mixture_activations(
     """Return what a mixture of experts keeps for the backward pass, by part.
 
     Args:
-        model: Shape of the model, which has experts.
-        table: Activations that layers keep.
-        batch: Shape of the microbatch.
         sends_again: Whether backward sends and sorts the inputs of experts again.
     """
     experts = model.experts

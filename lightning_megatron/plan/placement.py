@@ -26,7 +26,6 @@ class Placement:
 
     Args:
         shape: "loop" or "v".
-        num_stages: Pipeline-parallel size.
         num_chunks: Chunks per stage (vpp).
 
     Raises:
@@ -71,8 +70,6 @@ class Placement:
         """Return the chunk of the same stage that is next to a chunk in the order of the layers.
 
         Args:
-            rank: Position on the pp axis.
-            chunk: Index of the chunk on this stage.
             step: -1 for the chunk before it, 1 for the one after it.
 
         Returns:

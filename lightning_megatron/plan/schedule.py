@@ -25,7 +25,6 @@ def whole_backward_row(
 
     Args:
         warmup: Forwards before the first pair of a forward and a backward.
-        num_microbatches: Microbatches per step.
         num_chunks: Chunks per stage, placed in a loop.
         group: Number of microbatches that pass through a chunk before the next chunk starts.
     """
@@ -84,8 +83,6 @@ class Schedule:
 
     Args:
         name: Name of the schedule.
-        num_stages: Pipeline-parallel size.
-        num_microbatches: Microbatches per step.
         num_chunks: Chunks per stage (vpp).
         rows: Actions of every stage in order, as ``rows[stage]``.
         forward_only: Whether there is no backward (validation, test, predict).
@@ -242,8 +239,6 @@ def build_schedule(
 
     Args:
         name: Name of the schedule, from the list above.
-        num_stages: Pipeline-parallel size.
-        num_microbatches: Microbatches per step.
         num_chunks: Chunks per stage (vpp): at least 2 for "interleaved", 2 for "zb-v" and
             "dualpipe-v", 1 for the others.
         microbatch_group_size: Number of microbatches that pass through a chunk before the next
@@ -280,7 +275,6 @@ def forward_schedule(
     Args:
         name: Name of the schedule.
         placement: Placement of the chunks on the stages.
-        num_microbatches: Microbatches per step.
         group_size: Number of microbatches that pass through a chunk before the next chunk starts,
             unless two chunks lie in a V; None means the number of stages.
     """

@@ -153,7 +153,6 @@ def coerced(name: str, value: Any, kind: Any) -> Any:
     """Return a value, converted to a type.
 
     Args:
-        name: Name of the setting in errors.
         value: Value that the user gave.
         kind: Annotation: bool, int, float, str, None, timedelta, ``Literal``, ``Annotated`` with a
             :class:`Range`, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, ``Callable``, a

@@ -41,7 +41,6 @@ def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
 
     Args:
         vocab_size: Number of tokens, without padding.
-        tp: Tensor-parallel size.
         multiple: The number of rows per rank is a multiple of this (128 keeps matrix products
             aligned).
 
@@ -112,7 +111,6 @@ def attention_ranges(
         num_heads: Number of query heads.
         num_kv_heads: Number of key/value heads.
         head_dim: Rows per head.
-        tp: Tensor-parallel size.
         index: Position on the tp axis.
 
     Returns:

@@ -23,7 +23,6 @@ class Span:
     """Time span in which a stage works on an action.
 
     Args:
-        stage: Position on the pp axis.
         action: Action that the stage computes.
         start: First tick.
         stop: Tick after the last one.
@@ -94,7 +93,6 @@ def simulate(schedule: Schedule, costs: Mapping[str, int] | StageCosts = UNIT_CO
     """Simulate a schedule: a stage runs its actions in order, each once its input is available.
 
     Args:
-        schedule: Order of actions.
         costs: Ticks for each kind of action, at least 1, with transfers that take no time; or the
             costs of every virtual stage.
 

@@ -22,7 +22,6 @@ class Transfer:
         kind: "F" for hidden states in forward, "B" for their gradient in backward.
         chunk: On the sending side the chunk that produced the tensor, on the receiving side the
             chunk that consumes it.
-        microbatch: Microbatch of the tensor.
         peer: Position of the other stage on the pp axis.
     """
 
@@ -117,7 +116,6 @@ def plan_transfers(
     not transferred.
 
     Args:
-        schedule: Order of actions.
         costs: Ticks for each kind of action, or for every virtual stage. Any costs give a
             plan without deadlocks; true costs give the shortest waits.
 
@@ -166,7 +164,6 @@ def one_by_one(schedule: Schedule, rank: int, batch: TransferBatch) -> tuple[Sin
 
     Args:
         schedule: Schedule of the program.
-        rank: Position on the pp axis.
         batch: Batch of this stage.
     """
     singles = [SingleTransfer(True, send) for send in batch.sends]

@@ -19,9 +19,6 @@ def zero_bubble_row(
     1) + 1``, where a microbatch is kept until its weight half has run.
 
     Args:
-        rank: Position on the pp axis.
-        num_stages: Pipeline-parallel size.
-        num_microbatches: Microbatches per step.
         lead: Forwards by which a stage is ahead of the next one.
 
     Source: Qi et al. 2023 (https://arxiv.org/abs/2401.10241), section 2.
@@ -46,11 +43,6 @@ def zero_bubble_v_row(rank: int, num_stages: int, num_microbatches: int) -> tupl
 
     A stage keeps at most ``2 x num_stages`` pairs of a chunk and a microbatch, as much as the first
     stage in 1f1b, whose chunks are twice as large.
-
-    Args:
-        rank: Position on the pp axis.
-        num_stages: Pipeline-parallel size.
-        num_microbatches: Microbatches per step.
 
     Source: Qi et al. 2023 (https://arxiv.org/abs/2401.10241), section 6.
     """
@@ -92,8 +84,6 @@ def dual_pipe_v_row(rank: int, num_stages: int, num_microbatches: int) -> tuple[
     end are split. A stage keeps at most ``2 x num_stages + 1`` pairs of a chunk and a microbatch.
 
     Args:
-        rank: Position on the pp axis.
-        num_stages: Pipeline-parallel size.
         num_microbatches: Microbatches per step, at least ``2 x num_stages``.
 
     Source: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 3.2, for the order in two

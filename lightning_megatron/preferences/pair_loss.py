@@ -36,7 +36,6 @@ class PairLoss:
       (D'Oosterlinck et al. 2024, arXiv:2408.06266).
 
     Args:
-        loss_type: Name of the loss.
         beta: Weight of the log-ratios; for ``ipo`` the weight of the regularization.
         label_smoothing: Probability that a label is wrong, for ``sigmoid`` and ``robust``.
 

@@ -42,8 +42,6 @@ def build_graphs(
     Without a part that can be captured, warn and return neither.
 
     Args:
-        settings: Settings of the graphs.
-        module: The sharded module.
         executor: Executor of the schedule.
         state: Owner of the gradients.
         make_backend: Function that creates the backend that captures; None means CUDA itself.

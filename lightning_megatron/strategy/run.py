@@ -88,11 +88,7 @@ class Run:
 
     Args:
         module: The sharded module, on its device and in its precision.
-        mesh: The groups of this rank.
-        options: Options of the strategy.
-        precision: Precision of the run.
         optimizers: The user's optimizers; empty outside of a fit.
-        mixtures: Mixture-of-experts layers of this rank.
         checkpoints: Checkpoints of the strategy.
         previous: Training state of an earlier run of the same strategy; None without one.
         make_backend: Function that creates the backend of CUDA graphs; None means CUDA itself.
@@ -409,7 +405,6 @@ class SharedCasts:
 
     Args:
         models: Models of this package in the user's module.
-        options: Options of the strategy.
     """
 
     def __init__(self, models: Sequence[LayeredModule], options: StrategyOptions) -> None:

@@ -37,11 +37,6 @@ def shard_module(
 
     The log names the replaced parts, and the options without effect.
 
-    Args:
-        module: The user's module.
-        mesh: The groups of this rank.
-        options: Options of the strategy.
-
     Raises:
         UnsupportedError: If the layout or an option does not support the module.
 
@@ -165,8 +160,6 @@ def start_mixtures(
 
     Args:
         models: Models of this package in the user's module.
-        mesh: The groups of this rank.
-        options: Options of the strategy.
 
     Raises:
         ParallelPlanError: If ep or etp is set and no model has experts, or if a rank has more

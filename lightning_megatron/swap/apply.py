@@ -63,7 +63,6 @@ def parallelize(
 
     Args:
         module: Root module, whose children are replaced in place.
-        mesh: Process groups of this rank.
         plan: Kind of each module, by name pattern; None means ``auto`` for all.
         pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means the stages that
             a Hugging Face model defines.
@@ -185,7 +184,6 @@ def broadcast_values(root: nn.Module, built_here: tuple[str, ...], mesh: Paralle
         root: Module with the same tensors on all ranks.
         built_here: Names of models that were built on the mesh. They are skipped, because ranks
             have different layers of them.
-        mesh: Process groups of this rank.
 
     Communication: one broadcast over all ranks for each tensor.
     """

@@ -48,7 +48,6 @@ def share_weights(root: nn.Module, swaps: Sequence[Swap], stage_modules: Set[str
     Args:
         root: Module before the swap.
         swaps: All replacements.
-        stage_modules: Names of the modules of this rank's stage.
 
     Raises:
         ParallelPlanError: If a shared weight is sharded differently in two places, or only in one.

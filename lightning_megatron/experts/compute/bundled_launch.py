@@ -78,7 +78,6 @@ def launch_swiglu(
         kept: Tensor of the product; None does not store it.
         rows: Rows of the groups.
         stack: Weights of the groups.
-        probabilities: Factor of each row, in float32.
         ends: Index one past the last row of each group (int32).
         first_group: Group of the first weight, which starts at the end before it.
     """

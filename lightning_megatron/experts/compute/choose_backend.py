@@ -37,7 +37,6 @@ class BackendChoice:
         backend: ``bundled`` is the extension that ``lightning-megatron kernels`` builds, and
             ``grouped_mm`` is torch's kernel. Both read the ends on the device. ``loop`` runs one
             product per group, and copies the ends to the host.
-        reason: Reason for the choice, for the log.
     """
 
     backend: BackendName
@@ -51,9 +50,6 @@ def choose_backend(
     """Choose the backend of grouped products of one size, and log the choice once.
 
     Args:
-        device: Device of the tensors.
-        dtype: Dtype of rows and weights.
-        num_groups: Number of groups.
         in_features: Size of each input row (elements).
         out_features: Size of each output row (elements).
     """
@@ -82,9 +78,6 @@ def choose_swiglu(
     """Decide whether SwiGLU is fused into grouped products of one size, and log the decision once.
 
     Args:
-        device: Device of the tensors.
-        dtype: Dtype of rows and weights.
-        num_groups: Number of groups.
         in_features: Size of each input row (elements).
         out_features: Size of each output row before SwiGLU (elements).
     """

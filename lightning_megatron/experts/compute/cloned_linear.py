@@ -97,7 +97,6 @@ def cloned_linear(
     Args:
         rows: Rows sorted by group: first the homes, then the clones.
         weights: One weight for each home.
-        ends: Index one past the last row of each group.
         clones: Transfer of weights and gradients between homes and clones.
         backend: Backend of the product; None asks :func:`choose_backend`.
         recipe: How the backward pass recomputes the rows; None keeps them.
@@ -139,8 +138,6 @@ def cloned_swiglu(
     Args:
         rows: Rows sorted by group, in bfloat16 on a GPU that the bundled kernels support.
         weights: One weight for each home.
-        probabilities: Factor of each row, in float32.
-        ends: Index one past the last row of each group.
         clones: Transfer of weights and gradients between homes and clones.
         recipe: How the backward pass recomputes the rows; None keeps them.
 

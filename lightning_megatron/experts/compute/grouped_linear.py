@@ -62,8 +62,6 @@ def grouped_linear(
 
     Args:
         rows: Rows sorted by group.
-        weights: One weight for each group.
-        ends: Index one past the last row of each group.
         backend: Backend of the product; None asks :func:`choose_backend` at each call.
         recipe: How the backward pass recomputes the rows; None keeps them. ``torch.compile``
             decides itself what to keep.
@@ -103,9 +101,6 @@ def grouped_swiglu(
 
     Args:
         rows: Rows sorted by group, in bfloat16 on a GPU that the bundled kernels support.
-        weights: One weight for each group.
-        probabilities: Factor of each row, in float32.
-        ends: Index one past the last row of each group.
         recipe: How the backward pass recomputes the rows; None keeps them.
 
     Returns:
@@ -197,8 +192,6 @@ def _differentiable_product(
 
     Args:
         rows: Rows sorted by group.
-        weights: One weight for each group.
-        ends: Index one past the last row of each group.
         backend: Backend that computes the gradients.
         output: Function that computes the output.
         recipe: How the backward pass recomputes the rows; None keeps them.

@@ -97,8 +97,6 @@ class GroupedMLP(nn.ModuleDict):
 
     Args:
         hidden_size: Size of each row (elements).
-        config: Settings of the mixture.
-        mesh: The groups of this rank.
         activation: Activation, one of those of ``layers.mlp``.
         initializer: Initializer of the first matrix of each expert.
         output_initializer: Initializer of the second matrix of each expert.

@@ -101,7 +101,6 @@ def update_bias_(bias: Float[Tensor, "experts"], load: Int[Tensor, "experts"], r
     """Raise the biases of underloaded experts and lower those of overloaded ones, in place.
 
     Args:
-        bias: Bias of each expert.
         load: Selections of each expert in a whole step, summed over all ranks.
         rate: Amount that is added or subtracted.
 

@@ -82,9 +82,7 @@ class Router(nn.Module):
     The capacity is computed from the tokens of all tp ranks together.
 
     Args:
-        config: Settings of the mixture.
         hidden_size: Size of each token's vector (elements).
-        mesh: The groups and random streams of this rank.
         initializer: Initializer of the weight and of the bias of the logits.
         forced_balance: Whether experts are assigned round-robin instead of by score, for
             benchmarks.

@@ -56,7 +56,6 @@ def score_tokens(
     Args:
         logits: Logits of the router, in float32 or wider.
         bias: Values added to the scores for the selection only; None means zeros.
-        config: Settings of the mixture.
         num_sequences: Number of sequences with separate sums, C; token t belongs to ``t % C``.
         round_robin_start: Index of the first selection, if experts are assigned round-robin; else
             None.
@@ -102,7 +101,6 @@ def weigh_selected(
         logits: Logits of the router, in float32 or wider.
         selected: Selected experts of each token.
         unbiased: Experts that each token would choose by scores without biases.
-        config: Settings of the mixture.
         num_sequences: Number of sequences with separate sums.
     """
     scores = _scores(logits, config)

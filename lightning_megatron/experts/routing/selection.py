@@ -30,9 +30,7 @@ def select_experts(
     same experts.
 
     Args:
-        scores: Scores of all experts for each token.
         bias: Values added to the scores for the selection only.
-        config: Settings of the mixture.
 
     Source: DeepSeek-AI 2024, section 2.1.2.
     """
@@ -55,7 +53,6 @@ def round_robin_experts(
     Args:
         num_tokens: Tokens of this rank (tokens).
         round_robin_start: Number of selections on earlier ranks, where this rank's rounds start.
-        config: Settings of the mixture.
         device: Device of the tokens.
     """
     numbers = torch.arange(
@@ -94,7 +91,6 @@ def within_capacity(
         experts: Selections of this rank's tokens, ordered by position and then by sequence.
         load: Count of this rank's selections of each expert.
         capacity: Tokens that an expert accepts (tokens).
-        mesh: The groups of this rank.
 
     Communication: an all-gather of the load over tp under sequence parallelism.
     """

@@ -35,7 +35,6 @@ class RouterStatistics:
         microbatches, and the selections of each expert, including dropped ones.
 
     Args:
-        config: Settings of the mixture.
         device: Device of the sums. They move to the device of the next routing if the model has
             moved.
     """
@@ -88,7 +87,6 @@ class StepStatistics:
 
     Args:
         sums: Sums of :class:`RouterStatistics` over all ranks with different tokens.
-        config: Settings of the mixture.
         num_parts: Number of ranks that share the tokens of a microbatch, each of which counted it.
         rows: Counts of this rank's rows, as ``RankRows`` sums them; None if they are not counted.
     """
@@ -150,7 +148,6 @@ def step_statistics(
 
     Args:
         layers: Statistics of each layer with experts of this stage, by its index in the model.
-        mesh: The groups of this rank.
 
     Returns:
         One record for each layer, the same on all ranks of the stage.

@@ -48,7 +48,6 @@ class TransportChoice:
     Args:
         dispatcher: Dispatcher that moves tokens to experts.
         transport: Transport over ep.
-        reason: Reason for the choice, for the log.
         clone_sources: Function that returns the transfers of the first and of the second matrix
             between homes and the clones of a microbatch; None without places for clones.
     """
@@ -80,9 +79,7 @@ def choose_transport(
     means puts, which also move the weights of clones.
 
     Args:
-        num_experts: Number of experts of the layer.
         top_k: Number of experts selected for each token.
-        mesh: The groups of this rank.
         transport: Requested transport over ep.
         has_shared: Whether a shared expert runs while tokens are in transit.
         clones: Places for clones of busy experts; None means none.

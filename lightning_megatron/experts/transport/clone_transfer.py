@@ -23,8 +23,6 @@ class CloneCollectives:
 
     Args:
         axis: Axis of the ranks (ep).
-        layout: The homes and places.
-        owners: Expert that is cloned in every place; -1 means none.
 
     Communication: :meth:`fetch` and :meth:`give_back` are one all-to-all each.
     """

@@ -25,8 +25,6 @@ class PlacedClones:
     Equal to :class:`~lightning_megatron.plan.cloning.ClonePlan`. All tensors are int64.
 
     Args:
-        layout: The homes and places.
-        owners: Expert that is cloned in every place; -1 means none.
         amounts: Number of selections that are sent to every place (selections).
         off: Number of selections that every rank sends to every place (selections).
         rows: Number of rows that every rank computes, homes and clones (rows).

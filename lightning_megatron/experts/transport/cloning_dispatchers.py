@@ -35,7 +35,6 @@ class CloningDispatcher(OuterDispatcher):
     Args:
         inner: Dispatcher over the homes and places of all ranks.
         axis: Axis that divides the experts into equal parts (ep).
-        num_experts: Number of experts of the layer.
         settings: The places, and the smallest clone.
 
     Communication: ``prepare`` all-gathers the counts of selections; otherwise that of the inner

@@ -78,7 +78,6 @@ class Dispatcher(ABC):
         """Do what can be done before tokens are sent, with sizes that follow from input shapes.
 
         Args:
-            hidden: Hidden states of this rank's tokens.
             probabilities: Factors of the selected experts' outputs.
             experts: Indices of the selected experts in the whole layer; -1 means none.
         """
@@ -239,7 +238,6 @@ class AllToAllDispatcher(Dispatcher):
     the device. Ranks may have different numbers of tokens.
 
     Args:
-        num_experts: Number of experts of the layer.
         axis: Axis that divides the experts into equal parts (ep).
 
     Communication: ``prepare`` exchanges counts. ``send`` exchanges tokens and probabilities; its
@@ -406,7 +404,6 @@ def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
 
     Args:
         num_tokens: Tokens of this rank's microbatch (tokens).
-        mesh: The groups of this rank.
 
     Raises:
         RankMismatchError: If the token counts differ.

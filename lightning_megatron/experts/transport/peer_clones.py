@@ -67,7 +67,6 @@ class PeerClones:
 
     Args:
         axis: Axis of the ranks (ep).
-        num_experts: Number of experts of the layer.
         places: Number of places on every rank (places).
         matrices: Function that returns each matrix of all experts at home on this rank.
         kernels: Module of the fused kernels.

@@ -54,11 +54,8 @@ def to_experts(
     The caller has begun the transfer (:meth:`PeerTransfer.begin`).
 
     Args:
-        hidden: Hidden states of this rank's tokens.
         probabilities: Probabilities of their selected experts.
         experts: Experts selected for them; -1 means none.
-        local_experts: Experts of this rank.
-        transfer: Transfer between the ranks.
         limit: Limit on the rows; None without one.
         clones: Transfers for clones in the backward pass; None without clones.
 
@@ -88,7 +85,6 @@ def from_experts(
         outputs: Outputs of the experts for the rows.
         row_map: Map from the selections of all ranks' tokens to the rows.
         experts: Experts selected for this rank's tokens.
-        transfer: Transfer between the ranks.
         clones: Transfers for clones in the backward pass; None without clones.
         tokens: This rank's tokens, which the backward pass sends again; None if rows were kept.
     """
@@ -104,7 +100,6 @@ def sort_again(
     """Sort the tokens that the backward pass of :func:`from_experts` has sent again.
 
     Args:
-        transfer: Transfer between the ranks.
         tokens: This rank's tokens.
         experts: Experts selected for them.
         map_tensors: Arguments of the map from selections to rows.

@@ -151,8 +151,6 @@ class Puts:
     order.
 
     Args:
-        axis: Axis of the ranks.
-        experts_each: Number of experts of each rank.
         kernels: Module of the fused kernels.
     """
 
@@ -242,10 +240,6 @@ class Collectives:
 
     Rows that :class:`Puts` would leave unwritten are NaN here, so that a wrong read becomes
     visible.
-
-    Args:
-        axis: Axis of the ranks.
-        experts_each: Number of experts of each rank.
     """
 
     axis: MeshAxis

@@ -118,7 +118,6 @@ def gather_rows(counts: Mapping[int, Int[Tensor, "7"]], mesh: ParallelMesh) -> d
 
     Args:
         counts: Counts of every layer with experts of this stage, as :class:`RankRows` sums them.
-        mesh: The groups of this rank.
 
     Communication: an all-gather over ep, and two all-reduces over edp.
     """

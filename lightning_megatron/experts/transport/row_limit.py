@@ -21,7 +21,6 @@ class RowNeed:
     """Largest number of rows that a layer needed on this rank in a pass of a step.
 
     Args:
-        layer: Index of the layer in the model.
         share: Rows of a rank in this pass if all ranks got equally many (rows).
         rows: Rows that the routing needed (rows).
     """
@@ -41,7 +40,6 @@ class MeasuredRows:
         """Add the rows that a pass of a layer needs, without a copy to the host.
 
         Args:
-            layer: Index of the layer in the model.
             share: Rows of a rank in this pass if all ranks get equally many (rows).
             needed: Rows that the routing needs on this rank, on the device.
         """
@@ -115,7 +113,6 @@ class RowLimit:
         """Record the rows that a pass of a layer needs, without a copy to the host.
 
         Args:
-            layer: Index of the layer in the model.
             share: Rows of a rank in this pass if all ranks get equally many (rows).
             needed: Rows that the routing needs on this rank, on the device.
         """
@@ -150,7 +147,6 @@ class LayerRows:
 
     Args:
         limit: Limit of all layers.
-        layer: Index of the layer in the model.
         num_ranks: Ranks that share the layer's experts (ranks).
     """
 

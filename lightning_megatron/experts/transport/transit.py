@@ -36,7 +36,6 @@ class PreparedTokens:
         ``(tokens * top_k,)``.
 
     Args:
-        hidden: Hidden states of this rank's tokens.
         probabilities: Factors of the experts' outputs.
         experts: Indices of the selected experts in the whole layer; -1 means none.
         counts: Row counts, if the tokens are rows.

@@ -29,7 +29,6 @@ class BuiltLibrary:
     """A built library with the facts of its build.
 
     Args:
-        path: Path of the library.
         nvcc: Version of nvcc in the build.
         cutlass: Version of CUTLASS in the build.
         seconds: Duration of the build (seconds).
@@ -56,7 +55,6 @@ def find_library(cache: Path, sources: Sources) -> BuiltLibrary | None:
 
     Args:
         cache: Folder of libraries.
-        sources: Sources of the library.
     """
     folder = _newest(cache, sources)
     if folder is not None:
@@ -71,7 +69,6 @@ def reason_against_library(cache: Path, sources: Sources) -> str:
 
     Args:
         cache: Folder of libraries.
-        sources: Sources of the library.
     """
     folder = _installed_folder()
     libraries = folder.glob(f"*/{LIBRARY}") if folder else ()
@@ -88,9 +85,6 @@ def reason_against_library(cache: Path, sources: Sources) -> str:
 
 def describe(path: Path) -> BuiltLibrary:
     """Read the description of a library.
-
-    Args:
-        path: Path of the library.
 
     Raises:
         UnsupportedError: If the description is missing or damaged.

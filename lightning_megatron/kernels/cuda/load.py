@@ -19,9 +19,6 @@ def load_library(path: Path) -> None:
 
     Loading a library again has no effect.
 
-    Args:
-        path: Path of the library.
-
     Raises:
         UnsupportedError: If it cannot be loaded.
     """

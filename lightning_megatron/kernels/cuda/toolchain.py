@@ -23,7 +23,6 @@ class Toolchain:
     """Compilers and headers of a build.
 
     Args:
-        nvcc: Path of nvcc.
         nvcc_version: Version of nvcc, such as ``13.0.88``.
         cutlass: Include folder of CUTLASS.
         cutlass_version: Version of CUTLASS, such as ``4.2.0``.

@@ -50,7 +50,6 @@ def build_wheel(out: Path, library: BuiltLibrary, sources: Sources, release: str
     Args:
         out: Folder of the wheel, created if missing.
         library: Library to pack.
-        sources: Sources of the library.
         release: Version of the package that the sources belong to.
 
     Raises:

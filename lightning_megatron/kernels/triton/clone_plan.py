@@ -83,7 +83,6 @@ def physical_experts(
         experts: Experts selected for each token, int64; -1 means none.
         rows: Row of each selection, sorted by expert.
         ends: End (exclusive) of the rows of every expert of the layer.
-        owners: Expert that is cloned in every place; -1 means none.
         off: Number of selections that this rank sends to every place (selections).
         homes: Number of experts at home on every rank (experts).
         places: Number of places on every rank (places).

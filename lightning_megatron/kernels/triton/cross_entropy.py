@@ -73,7 +73,6 @@ def cross_entropy_gradient(
     gradient is 0 in padded columns and in rows whose scale is 0. These rows are not read.
 
     Args:
-        logits: The logits.
         index: Column of each label; negative for labels of other shards.
         normaliser: Logarithm of the sum of exponentials over all shards, in float32.
         scale: Gradient of each loss in float32; 0 for ignored labels.

@@ -32,7 +32,6 @@ def drop_elements(
     Args:
         values: The elements; not float64.
         key: Key of the mask, on the CPU or on the device of the values.
-        numbers: Numbers of the rows.
         threshold: Elements with a smaller 31-bit number are dropped.
         scale: Factor of the elements that are kept.
     """

@@ -46,9 +46,7 @@ def cast_by_one_scale(
         scale; None for what was not asked for.
 
     Args:
-        matrix: The matrix.
         parts: Bit patterns of magnitudes.
-        dtype: Format of 8 bits.
         rows: Whether the matrix is needed.
         columns: Whether the transposed matrix is needed.
         multiple: Number that the rows of the transposed matrix are padded to a multiple of.
@@ -91,11 +89,9 @@ def cast_by_lines(
     Shapes: scales ``(rows, 1)`` and ``(columns, 1)``.
 
     Args:
-        matrix: The matrix.
         row_magnitudes: Bit patterns of the magnitudes of the rows; None if the matrix is not
             needed.
         column_magnitudes: Those of the columns; None if the transposed matrix is not needed.
-        dtype: Format of 8 bits.
         multiple: Number that the rows of the transposed matrix are padded to a multiple of.
     """
     has_rows = row_magnitudes is not None
@@ -140,8 +136,6 @@ def cast_by_blocks(
         blocks ``(rows/128, columns/128)`` and its transpose, stored by rows. Divisions round up.
 
     Args:
-        matrix: The matrix.
-        dtype: Format of 8 bits.
         rows: Whether the matrix is needed.
         columns: Whether the transposed matrix is needed.
         is_square: Whether blocks are 128 x 128.

@@ -43,7 +43,6 @@ def line_magnitudes(
     """Return bit patterns of the largest magnitude of each row and column of a contiguous matrix.
 
     Args:
-        matrix: The matrix.
         of_rows: Whether those of the rows are needed.
         of_columns: Whether those of the columns are needed.
     """
@@ -78,7 +77,6 @@ def note_magnitude(
     Args:
         magnitudes: The bit patterns that grow.
         bits: Bit patterns of a block of magnitudes, which has one dimension.
-        program: Number of the program.
     """
     tl.atomic_max(magnitudes + program % _PARTS, tl.max(bits, 0), sem="relaxed")
 

@@ -46,7 +46,6 @@ def add_norm(
     statistics and products in float32. The gradient of the weight is summed in a fixed order.
 
     Args:
-        hidden: The residual stream.
         update: Tensor that is added to the stream; None means that the first result is ``hidden``
             itself.
         weight: Scale of each feature.

@@ -46,7 +46,6 @@ def norm_and_rotate_qkv(
             elements).
         scales: Factors of the normalised queries and keys; None means no norm.
         eps: Number that is added to the mean square of a head.
-        interleaved: Whether neighbouring elements of a head are rotated as a pair.
     """
     query_scale, key_scale = scales or (None, None)
     outputs: tuple[Tensor, Tensor, Tensor] = _NormAndRotate.apply(

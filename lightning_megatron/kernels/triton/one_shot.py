@@ -34,7 +34,6 @@ def one_shot_bytes(num_ranks: int, num_bytes: int) -> int:
     """Return the size of the region of a rank (bytes).
 
     Args:
-        num_ranks: Number of ranks.
         num_bytes: Size of the largest tensor that is reduced (bytes).
     """
     programs = ceil_div(num_bytes, _WORD_BYTES * _WORDS)
@@ -55,8 +54,6 @@ def reduce_one_shot_(
     Args:
         x: Contiguous tensor with a multiple of 4 bytes: of a half type or float32 for sums, of
             int32 for maxima. A first dimension of one marks a pass over one token of each row.
-        pointers: Address of the region of every rank, on the device.
-        rank: Position of this rank.
         op: Operation.
     """
     num_words = x.numel() * x.element_size() // _WORD_BYTES

@@ -31,7 +31,6 @@ def put_counts(ends: Int[Tensor, "experts"], pointers: Int[Tensor, "ranks"], ran
     Args:
         ends: End (exclusive) of the selections of every expert of the layer, sorted by expert.
         pointers: Address of the counts of every rank.
-        rank: Position of this rank on the expert axis.
     """
     num_experts = ends.shape[0]
     with on_device_of(ends):
@@ -51,9 +50,7 @@ def put_weights(
 
     Args:
         weights: One matrix of every home, each without gaps.
-        owners: Expert that is cloned in every place; -1 means none.
         pointers: Address of the memory of every rank.
-        rank: Position of this rank on the expert axis.
         start: Offset of the stack of these matrices (bytes).
     """
     homes = weights.shape[0]
@@ -80,9 +77,7 @@ def add_clone_gradients(
 
     Args:
         sums: Sum of the gradients of every home, each without gaps.
-        owners: Expert that is cloned in every place; -1 means none.
         pointers: Address of the memory of every rank.
-        rank: Position of this rank on the expert axis.
         start: Offset of the stack of these gradients (bytes).
         scale: Factor of the gradients.
     """

@@ -42,7 +42,6 @@ def put_tokens(
         probabilities: Probabilities of the selected experts; None writes tokens only.
         experts: Experts selected for the tokens; -1 means none.
         pointers: Address of the buffer of every rank.
-        rank: Position of this rank on the expert axis.
         experts_each: Number of experts of every rank (experts).
         layout: Memory layout of the buffer.
     """
@@ -87,7 +86,6 @@ def put_sums(
         ends: End (exclusive) of the rows of every expert, on the device.
         needed: Number of rows that all selections of this rank's experts need, on the device.
         pointers: Address of the buffer of every rank.
-        rank: Position of this rank on the expert axis.
         layout: Memory layout of the buffer.
     """
     values = as_rows(values)

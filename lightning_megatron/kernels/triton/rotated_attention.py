@@ -56,10 +56,8 @@ def attend_rotated_token(
         place: Place of the new token in its row, on the device (tokens). In a captured pass it is
             not written by a kernel of the graph.
         counters: Zeros, of int32; the kernel leaves zeros.
-        scale: Factor of the scores.
         scales: Factors of the normalised queries and keys; None means no norm before the rotation.
         eps: Number that is added to the mean square of a head.
-        interleaved: Whether neighbouring elements of a head are rotated as a pair.
     """
     _, kv_heads, slots, head_dim = keys.shape
     heads = qkv.numel() // head_dim - 2 * kv_heads

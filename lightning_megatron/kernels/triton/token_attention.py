@@ -39,12 +39,9 @@ def attend_one_token(
     second kernel merges their sums by their log-sum-exps. There is no gradient.
 
     Args:
-        query: Queries of the new tokens.
         keys: Keys of all slots. Slot ``p % slots`` holds the token at place ``p``.
-        values: Values of all slots.
         place: Place of the new token in its row, on the device (tokens).
         padding: Padding before each row; None means none (tokens).
-        scale: Factor of the scores.
     """
     _, num_rows, num_heads, head_dim = query.shape
     kv_heads, slots, value_dim = values.shape[1:]
@@ -83,8 +80,6 @@ def store_token(
     Equal to ``index_copy_`` of both.
 
     Args:
-        key: Keys of the new tokens.
-        value: Values of the new tokens.
         keys: Keys of all slots; contiguous.
         values: Values of all slots; contiguous.
         place: Place of the new token in its row, on the device (tokens).

@@ -43,7 +43,6 @@ def token_sum_bytes(num_ranks: int, width: int) -> int:
     """Return the size of the region of a rank (bytes).
 
     Args:
-        num_ranks: Number of ranks.
         width: Size of the residual stream, an even number (elements).
     """
     return 8 * (_HEADER.value + 2 * num_ranks * power_of_two(width // 2))
@@ -62,8 +61,6 @@ def send_token_vector(
         tokens: The token, a legal id.
         table: Vectors of this rank, of a half type with an even number of elements; ranks have
             equal numbers of consecutive tokens.
-        pointers: Address of the region of every rank, on the device.
-        rank: Position of this rank.
         number: Number of the sum in the pass.
     """
     num_rows, width = table.shape
@@ -95,9 +92,6 @@ def add_norm_sums(
     Args:
         stream: The residual stream, of a half type; None means zeros.
         scale: Factors of the RMS norm, of the same type; at most ``MAX_SUM_WIDTH`` elements.
-        eps: Number that is added to the mean square.
-        pointers: Address of the region of every rank, on the device.
-        rank: Position of this rank.
         number: Number of the sum in the pass; the sums of a pass have the numbers 1, 2 and so on.
     """
     total = scale.new_empty(scale.shape)
@@ -175,8 +169,6 @@ def send_words(
         inside: Whether each word is sent.
         regions: Address of the region of every rank.
         sequence: Sequence number of the sum.
-        rank: Position of this rank.
-        NUM_RANKS: Number of ranks.
         SLOT: Words of the row of a rank.
     """
     row = _HEADER + ((sequence & 1) * NUM_RANKS + rank) * SLOT

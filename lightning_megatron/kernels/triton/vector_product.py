@@ -84,7 +84,6 @@ def send_vector_product(
         vector: Contiguous vector of a half type with at most ``MAX_PAIRED_WIDTH`` elements.
         weight: Contiguous weight with an even number of rows.
         pointers: Address of the region of every rank, on the device; see ``token_sums``.
-        rank: Position of this rank.
         number: Number of the sum in the pass.
     """
     _launch(vector, weight, None, vector, pointers=pointers, rank=rank, number=number)

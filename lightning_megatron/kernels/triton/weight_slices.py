@@ -90,7 +90,6 @@ def padded_transpose(
     Shapes: matrix ``(rows, columns)``; result ``(columns, rows)``, the rows rounded up.
 
     Args:
-        matrix: The matrix.
         multiple: Number that the length of its rows is a multiple of (elements).
     """
     matrix = matrix.contiguous()

@@ -44,7 +44,6 @@ def apply_weighted_swiglu(
 
     Args:
         gate_up: Output of the fused projection.
-        probabilities: Factor of each row, in float32.
         ends: End (exclusive) of the rows of every expert, on the device.
         computed: The output, if the kernel of ``gate_up`` has already computed it. This function
             then only attaches the gradients.
@@ -68,7 +67,6 @@ def apply_weighted_clamped_swiglu(
 
     Args:
         gate_up: Output of the fused projection.
-        probabilities: Factor of each row, in float32.
         ends: End (exclusive) of the rows of every expert, on the device.
     """
     return _WeightedSwiGLU.apply(gate_up, probabilities, ends, None, _CLAMPED)

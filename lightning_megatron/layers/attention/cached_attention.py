@@ -34,12 +34,7 @@ def attend_with_cache(
     new tokens.
 
     Args:
-        query: Queries of the new tokens.
-        key: Keys of the new tokens.
-        value: Values of the new tokens.
         span: Description of the attention with ``past``, from :func:`cached_span`.
-        layer: Number of the layer in the cache.
-        dropout: Probability that an attention weight is dropped.
         drop: Function of weights and probability, where no kernel of torch drops them.
     """
     past = span.past
@@ -67,8 +62,6 @@ def cached_span(
         layer_span: Attention of the layers over whole rows.
         rows: Span with ``past``, whose cache is not empty.
         seq_length: New positions of each row, with padding after the tokens (tokens).
-        dtype: Dtype of queries, keys and values.
-        device: Device of the layers.
     """
     past = rows.past
     assert past is not None, "the rows have a cache"

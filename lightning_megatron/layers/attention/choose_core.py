@@ -42,7 +42,6 @@ class CoreChoice:
         needs_mask: Whether the span must be converted to a dense mask.
         expand_kv: Whether key/value heads must be repeated for every query head, because the
             kernels do not support grouped-query attention.
-        reason: Reason for the choice, for the log.
         remedy: Advice for a faster kernel, as whole sentences; None if this one costs no speed.
         pads_values: Whether smaller value heads must be padded to the size of key heads.
         package: Name of the package of flash attention, if ``core`` is ``flash``.
@@ -83,11 +82,8 @@ def choose_core(
     """Choose the attention kernel for a device, a dtype and a span.
 
     Args:
-        device: Device of the tensors.
-        dtype: Dtype of queries, keys and values.
         span: Description of the attention; None means causal attention over whole rows.
         seq_length: Length of the rows; None means longer than every window (tokens).
-        dropout: Probability that an attention weight is dropped.
         head_dim: Size of a query or key head (elements).
         value_dim: Size of a value head; None means ``head_dim`` (elements).
     """
@@ -109,9 +105,6 @@ def choose_part(
     """Choose the kernel of attention to a part of the keys, as context parallelism computes it.
 
     Args:
-        device: Device of the tensors.
-        dtype: Dtype of queries, keys and values.
-        span: Description of the attention.
         behind: Number of tokens by which the last query follows the last key (tokens).
         head_dim: Size of a head (elements).
     """
@@ -210,10 +203,6 @@ def reason_against_flash(
     """Return why flash attention without a mask cannot compute a span; None if it can.
 
     Args:
-        device: Device of the tensors.
-        dtype: Dtype of queries, keys and values.
-        span: Description of the attention.
-        dropout: Probability that an attention weight is dropped.
         head_dim: Size of a head (elements).
     """
     if span.slopes is not None:
@@ -248,10 +237,6 @@ def reason_against_flex(
     """Return why FlexAttention cannot compute a span; None if it can.
 
     Args:
-        device: Device of the tensors.
-        dtype: Dtype of queries, keys and values.
-        span: Description of the attention.
-        dropout: Probability that an attention weight is dropped.
         head_dim: Size of a head (elements).
     """
     dtypes = (*HALF_TYPES, torch.float32)

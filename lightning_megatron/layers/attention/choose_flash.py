@@ -35,7 +35,6 @@ class FlashChoice:
 
     Args:
         kernel: The package.
-        reason: Reason for the choice, for the log.
         bounds_scores: Whether the package supports soft caps.
     """
 
@@ -51,7 +50,6 @@ class FlashPackage:
     Args:
         make: Function that makes the kernel from the package's module.
         name: Name for the log.
-        module: Name of the module.
         functions: Functions that are called, each with the arguments that it must have.
         obstacle: Function of the compute capability's first number and of the size of heads that
             returns why the package cannot be used, or None.

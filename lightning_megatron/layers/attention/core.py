@@ -43,11 +43,8 @@ def attend(
     every query head and with the span as a mask.
 
     Args:
-        query: Queries.
-        key: Keys.
         value: Values, whose heads may be smaller than those of queries and keys.
         span: Description of which tokens attend to which.
-        dropout: Probability that an attention weight is dropped; 0 outside training.
         drop: Function of weights and probability, where no kernel of torch drops them.
     """
     length, num_sequences, _, head_dim = query.shape
@@ -100,8 +97,6 @@ def with_wide_values(
     Args:
         core: Attention of queries, keys and values with ``head_dim`` elements; its result has the
             heads flattened.
-        query: Queries.
-        key: Keys.
         value: Values, of at most ``head_dim`` elements.
     """
     head_dim = query.shape[-1]
@@ -132,9 +127,6 @@ def prepared(
             rows.
         num_sequences: Number of rows (sequences).
         seq_length: Length of the rows (tokens).
-        dtype: Dtype of queries, keys and values.
-        device: Device of the layers.
-        dropout: Probability that an attention weight is dropped.
         head_dim: Size of a head (elements).
 
     Returns:

@@ -40,7 +40,6 @@ def keys_of(span: AttentionSpan, seq_length: int) -> KeyRows | None:
     """Return the rows of the keys of whole rows; None if they have the documents of the queries.
 
     Args:
-        span: Description of the attention.
         seq_length: Length of the rows (tokens).
     """
     if span.key_borders is None:
@@ -52,7 +51,6 @@ def is_plain(span: AttentionSpan, seq_length: int) -> bool:
     """Return whether a span is causal or bidirectional attention over whole rows, without a mask.
 
     Args:
-        span: Description of the attention.
         seq_length: Length of the rows (tokens).
     """
     has_window = span.window is not None and span.window < seq_length
@@ -73,7 +71,6 @@ def seen_pairs(
             numbers.
         num_sequences: Number of rows (sequences).
         seq_length: Length of the rows of queries (tokens).
-        device: Device of the result.
         keys: Rows of the keys; None means those of the span.
     """
     keys = keys or keys_of(span, seq_length) or KeyRows(seq_length, span.borders)
@@ -100,9 +97,6 @@ def places_of_visible(span: AttentionSpan) -> Int[Tensor, "#batch _"] | None:
     """Return the place of each token in its row, counting only visible tokens if the slopes do.
 
     None means that places count along the row.
-
-    Args:
-        span: Description of the attention.
     """
     slopes = span.slopes
     if slopes is None or not slopes.skips_padding or span.mask is None:
@@ -123,10 +117,8 @@ def biases_of(
     """Return the ALiBi biases that are subtracted from the scores of all pairs.
 
     Args:
-        span: Description of the attention.
         slopes: Slopes of the heads.
         seq_length: Length of the rows of queries (tokens).
-        device: Device of the result.
         dtype: Dtype of the scores.
         keys: Rows of the keys; None means the rows of the queries.
     """
@@ -151,7 +143,6 @@ def places_from_end(
         borders: Cumulative lengths of the documents; None means one document per row (tokens).
         num_sequences: Number of rows (sequences).
         seq_length: Length of the rows (tokens).
-        device: Device of the result.
     """
     if borders is None:
         left = torch.arange(seq_length, 0, -1, device=device)[None]
@@ -186,8 +177,6 @@ def added_mask(
         span: Description of the attention, laid out or without documents.
         num_sequences: Number of rows (sequences).
         seq_length: Length of the rows (tokens).
-        dtype: Dtype of queries, keys and values.
-        device: Device of the result.
     """
     if span.mask is not None and span.mask.dtype != torch.bool:
         return span.mask.to(dtype)

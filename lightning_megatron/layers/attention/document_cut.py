@@ -35,7 +35,6 @@ class TokenOrder:
         Args:
             num_sequences: Number of rows (sequences).
             seq_length: Length of the rows (tokens).
-            device: Device of the result.
         """
         index = torch.arange(seq_length, device=device).expand(num_sequences, -1)
         return cls(1, index[:, None], index)
@@ -98,7 +97,6 @@ class DocumentCut(TokenOrder):
             num_sequences: Number of rows (sequences).
             seq_length: Length of the rows (tokens).
             size: Ranks that share the rows (ranks).
-            rank: This rank's place among them.
             longest: Upper bound of the documents' lengths; None means the length of the rows
                 (tokens).
             inner: Number of neighbouring ranks that form one rank of the outer cut; 1 means no

@@ -28,7 +28,6 @@ class FlashCall:
         causal: Whether a query, counted from the end of its document, attends to no later key.
         left: Number of keys before its own place that a query attends to; -1 means all (tokens).
         right: Number of keys after its own place that a query attends to; -1 means all (tokens).
-        scale: Factor of the scores.
         soft_cap: Bound of the scores; 0 means none.
     """
 
@@ -150,9 +149,6 @@ def attend_with_dropout(
     Flash attention 3 and 4 drop no weights.
 
     Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
         call: Arguments of the kernel; it does not bound scores.
         dropout: Probability that a weight is dropped, by random numbers of torch's generator of the
             device.
@@ -228,11 +224,7 @@ class TorchCudnn:
 
 @dataclass(frozen=True)
 class FlashAttention3:
-    """Flash attention 3 for Hopper, the module ``flash_attn_interface``.
-
-    Args:
-        module: The module.
-    """
+    """Flash attention 3 for Hopper, the module ``flash_attn_interface``."""
 
     module: ModuleType
     name = "flash attention 3"
@@ -288,11 +280,7 @@ class FlashAttention3:
 
 @dataclass(frozen=True)
 class FlashAttention4:
-    """Flash attention 4 for Hopper and newer, the module ``flash_attn.cute.interface``.
-
-    Args:
-        module: The module.
-    """
+    """Flash attention 4 for Hopper and newer, the module ``flash_attn.cute.interface``."""
 
     module: ModuleType
     name = "flash attention 4"

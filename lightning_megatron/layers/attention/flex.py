@@ -32,9 +32,6 @@ def attend_by_flex(
     compiles a kernel, which takes seconds.
 
     Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
         span: Description of the attention, laid out or without documents, and without a mask.
     """
     if span.sinks is None:
@@ -55,9 +52,6 @@ def flex_forward(
     Equal to ``attention_parts.forward_part``.
 
     Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
         span: Description of the attention; its sinks are ignored.
         keys: Rows of the keys; None means the rows of the queries.
     """
@@ -93,12 +87,8 @@ def flex_backward(
     Equal to ``attention_parts.backward_part``.
 
     Args:
-        grad_out: Gradient of the merged output.
-        query: Queries.
         key: Keys of the part.
         value: Values of the part.
-        out: Merged output of all parts.
-        lse: Merged log-sum-exps of all parts.
         span: Description of the attention; its sinks are ignored.
         keys: Rows of the keys; None means the rows of the queries.
     """

@@ -41,10 +41,8 @@ class TokenCache(Protocol):
         """Distribute the tokens over the ranks that share the rows, and return this rank's part.
 
         Args:
-            places: Place in its row of each of the first tokens that this rank holds.
             count: Number of first tokens of a row; tokens at later places are padding (tokens).
             ranks: Number of ranks that share the rows (ranks).
-            rank: This rank's place among them.
         """
 
     def extend(
@@ -59,9 +57,6 @@ class TokenCache(Protocol):
         A second call before the length has grown stores the same tokens again.
 
         Args:
-            layer: Number of the layer.
-            key: Keys of the new tokens.
-            value: Values of the new tokens.
             window: Sliding window of the layer; None means none (tokens).
         """
 
@@ -71,7 +66,6 @@ class TokenCache(Protocol):
         Args:
             window: Sliding window of the layer; None means none (tokens).
             count: Number of new tokens (tokens).
-            device: Device of the result.
         """
 
 
@@ -104,7 +98,6 @@ class CachedTokens:
 
         Args:
             seq_length: New positions of each row, with padding after the tokens (tokens).
-            device: Device of the result.
         """
         first = self.cache.length
         places = torch.arange(first, first + seq_length, device=device)
@@ -163,10 +156,8 @@ class KeyValueCache:
         """Distribute the tokens over the ranks that share the rows, and return this rank's part.
 
         Args:
-            places: Place in its row of each of the first tokens that this rank holds.
             count: Number of first tokens of a row; tokens at later places are padding (tokens).
             ranks: Number of ranks that share the rows (ranks).
-            rank: This rank's place among them.
         """
         if self.held is None:
             self.held = HeldTokens(places, count, ranks, rank, self.max_length)
@@ -205,9 +196,6 @@ class KeyValueCache:
         """Store a layer's new keys and values, and return all that the new tokens may attend to.
 
         Args:
-            layer: Number of the layer.
-            key: Keys of the new tokens.
-            value: Values of the new tokens.
             window: Sliding window of the layer; None means none (tokens).
 
         Raises:
@@ -234,11 +222,7 @@ class KeyValueCache:
         return self._written(keys, new[0]), self._written(values, new[1])
 
     def stored(self, layer: int) -> KeysAndValues:
-        """Return all slots of a layer that has stored tokens.
-
-        Args:
-            layer: Number of the layer.
-        """
+        """Return all slots of a layer that has stored tokens."""
         return self._layers[layer]
 
     def places(self, window: int | None, count: int, device: torch.device) -> Int[Tensor, " _"]:
@@ -247,7 +231,6 @@ class KeyValueCache:
         Args:
             window: Sliding window of the layer; None means none (tokens).
             count: Number of new tokens (tokens).
-            device: Device of the result.
         """
         slots = self._slots(window)
         first = self.length
@@ -301,10 +284,8 @@ class HeldTokens:
     They are this rank's part of the first tokens, and every ``ranks``-th later token.
 
     Args:
-        places: Place in its row of each of the first tokens that this rank holds.
         count: Number of first tokens of a row; tokens at later places are padding (tokens).
         ranks: Number of ranks that share the rows (ranks).
-        rank: This rank's place among them.
         max_length: Length of the longest row (tokens).
     """
 

@@ -30,9 +30,6 @@ def attend_by_operators(
     """Compute attention, with the scores of all pairs of tokens in memory.
 
     Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
         span: Description of the attention, laid out or without documents.
         dropout: Probability that a weight is dropped.
         keys: Rows of the keys; None means the rows of the queries.
@@ -57,9 +54,6 @@ def masked_scores(
     """Return scores with scale, soft cap, biases and mask, in float32 or wider.
 
     Args:
-        query: Queries.
-        key: Keys.
-        span: Description of the attention.
         keys: Rows of the keys; None means the rows of the queries.
     """
     length, num_sequences = query.shape[:2]
@@ -79,13 +73,7 @@ def raw_scores(
     key: Float[Tensor, "_ batch kv_heads head_dim"],
     span: AttentionSpan,
 ) -> Float[Tensor, "batch heads seq _"]:
-    """Return scaled scores without soft cap, biases and mask, in float32 or wider.
-
-    Args:
-        query: Queries.
-        key: Keys.
-        span: Description of the attention.
-    """
+    """Return scaled scores without soft cap, biases and mask, in float32 or wider."""
     products = torch.einsum("sbhd,tbhd->bhst", query, repeated(key, query))
     wide = torch.promote_types(products.dtype, torch.float32)
     return products.to(wide) * scale_of(span, query)
@@ -99,17 +87,11 @@ def repeated(
 
     Args:
         shared: Key or value heads.
-        query: Queries.
     """
     repeats = query.shape[2] // shared.shape[2]
     return shared if repeats == 1 else shared.repeat_interleave(repeats, dim=2)
 
 
 def scale_of(span: AttentionSpan, query: Float[Tensor, "... head_dim"]) -> float:
-    """Return the factor of the scores: that of the span, or ``head_dim ** -0.5``.
-
-    Args:
-        span: Description of the attention.
-        query: Queries.
-    """
+    """Return the factor of the scores: that of the span, or ``head_dim ** -0.5``."""
     return float(query.shape[-1] ** -0.5) if span.scale is None else span.scale

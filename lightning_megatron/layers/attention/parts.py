@@ -57,9 +57,6 @@ def attend_by_parts(
     """Compute attention to the keys as one part and to the sinks, if there are any, as another.
 
     Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
         span: Description of the attention, laid out or without documents.
     """
     mixed: Tensor = _Attention.apply(query, key, value, span.sinks, span)
@@ -78,11 +75,7 @@ def attend_to_documents(
     Equal to :func:`attend_by_parts` whose weights are dropped, before they multiply the values.
 
     Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
         span: Description of the attention, with documents and without soft cap and sinks.
-        dropout: Probability that an attention weight is dropped.
     """
     call = _flash_call(query, key, span, None)
     queries, keys, values = (_rows(tensor, True) for tensor in (query, key, value))
@@ -104,9 +97,6 @@ def forward_part(
     log-sum-exp minus infinity.
 
     Args:
-        query: Queries.
-        key: Keys.
-        value: Values.
         span: Description of the attention, laid out or without documents; its sinks are ignored.
         keys: Rows of the keys; None means the rows of the queries.
 
@@ -131,8 +121,6 @@ def forward_by_operators(
     """Compute :func:`forward_part` by operators of torch, with all scores in memory.
 
     Args:
-        query: Queries.
-        key: Keys.
         value: Values, whose heads may be smaller than those of queries and keys.
         span: Description of the attention, which may have a mask.
         keys: Rows of the keys; None means the rows of the queries.
@@ -156,12 +144,8 @@ def backward_part(
     """Compute the gradients of queries, keys and values of a part.
 
     Args:
-        grad_out: Gradient of the merged output.
-        query: Queries.
         key: Keys of the part.
         value: Values of the part.
-        out: Merged output of all parts.
-        lse: Merged log-sum-exps of all parts.
         span: Description of the attention, as in :func:`forward_part`.
         keys: Rows of the keys; None means the rows of the queries.
     """
@@ -193,8 +177,6 @@ def core_of_part(
     """Return the kernel that computes a part; only ``operators`` stores all scores.
 
     Args:
-        query: Queries.
-        span: Description of the attention.
         keys: Rows of the keys; None means the rows of the queries.
     """
     behind = 0 if keys is None else keys.behind

@@ -70,7 +70,6 @@ def distance_bias(
     """Return the biases that are subtracted from the scores of all pairs of a query and a key.
 
     Args:
-        slopes: Slope of each head.
         queries: Place of each query in its row (tokens).
         keys: Place of each key in its row (tokens).
         dtype: Dtype of the scores.
@@ -104,9 +103,6 @@ def gradient_of_sinks(
     """Compute the gradient of the sinks' scores.
 
     Args:
-        grad_out: Gradient of the merged output.
-        out: Merged output of all parts.
-        lse: Merged log-sum-exps of all parts.
         sinks: Score of each head's sink.
     """
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)

@@ -42,9 +42,7 @@ def attend_one_token(
     the device, so a CUDA graph can capture the call.
 
     Args:
-        query: Queries of the new tokens.
         keys: Keys of all slots. Slot ``p % slots`` holds the token at place ``p``.
-        values: Values of all slots.
         place: Place of the new token in its row, on the device (tokens).
         padding: Padding before each row; None means none (tokens).
         scale: Factor of the scores; None means ``1 / sqrt(head_dim)``.
@@ -67,12 +65,8 @@ def attend_by_mask(
     """Return the attention of one token by torch's operator and a mask over all slots.
 
     Args:
-        query: Queries of the new tokens.
-        keys: Keys of all slots.
-        values: Values of all slots.
         place: Place of the new token in its row, on the device (tokens).
         padding: Padding before each row; None means none (tokens).
-        scale: Factor of the scores.
     """
     slots = keys.shape[2]
     index = torch.arange(slots, device=query.device)

@@ -69,7 +69,6 @@ def visible_blocks(
         span: Description of the attention, laid out or without documents, and without a mask.
         num_sequences: Number of rows (sequences).
         seq_length: Length of the rows of queries (tokens).
-        device: Device of the queries.
         keys: Rows of the keys; None means the rows of the queries.
     """
     is_whole = keys is None and span.borders is None and span.prefix is None

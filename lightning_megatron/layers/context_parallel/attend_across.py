@@ -44,13 +44,8 @@ def attend_across(
     Equal to :func:`~lightning_megatron.layers.attention.core.attend` of the whole sequences.
 
     Args:
-        query: Queries of this rank's pieces.
-        key: Keys of this rank's pieces.
-        value: Values of this rank's pieces.
         span: Description of which tokens attend to which in whole sequences.
-        mesh: Process groups of this rank.
         choice: Transport of the layer.
-        dropout: Probability that an attention weight is dropped; 0 outside training.
         drop: Dropout of weights where torch's kernels do not drop them; None draws at random.
 
     Raises:
@@ -98,7 +93,6 @@ def cut_documents(
         span: Documents of the rows, laid out.
         num_sequences: Number of rows (sequences).
         seq_length: Length of the rows (tokens).
-        mesh: Process groups of this rank.
         choice: Transport of the layers.
         group: Neighbouring ranks of cp that share documents (ranks).
     """
@@ -132,7 +126,6 @@ def transport_of(
 
     Args:
         span: Description of which tokens attend to which in whole sequences.
-        mesh: Process groups of this rank.
         choice: Transport of the layers.
 
     Raises:

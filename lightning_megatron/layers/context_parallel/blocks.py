@@ -47,8 +47,6 @@ def ring_blocks(
         span: Attention of the layer over whole rows; its documents have no window.
         seq_part: Positions of a row that a rank holds (tokens).
         size: Ranks of the ring (ranks).
-        rank: Rank that holds the queries.
-        device: Device of the queries.
     """
     cut = span.cut
     rows = ContextCut(size, size * seq_part)
@@ -81,8 +79,6 @@ def gathered_blocks(
         span: Attention of the layer over whole rows.
         seq_part: Positions of a row that a rank holds (tokens).
         size: Ranks that share the rows (ranks).
-        rank: Rank that holds the queries.
-        device: Device of the queries.
     """
     length = size * seq_part
     rows = ContextCut(size, length)
@@ -163,7 +159,6 @@ def taken(tensor: Shaped[Tensor, "seq batch ..."], rows: Rows) -> Shaped[Tensor,
     """Return some positions of a tensor, which may differ between the rows of the batch.
 
     Args:
-        tensor: Tensor, sequence first.
         rows: Positions in the sequence.
     """
     if isinstance(rows, slice):
@@ -178,7 +173,6 @@ def add_at(
     """Add values to some positions of a contiguous tensor, in place.
 
     Args:
-        tensor: Tensor, sequence first.
         rows: Positions in the sequence, each of them once.
         values: Values for these positions.
     """
@@ -195,7 +189,6 @@ def put_at(
     """Replace some positions of a contiguous tensor, in place.
 
     Args:
-        tensor: Tensor, sequence first.
         rows: Positions in the sequence, each of them once.
         values: New values of these positions.
     """

@@ -29,10 +29,7 @@ def store_first(
     """Store the keys and values of this rank's part of the first tokens of rows.
 
     Args:
-        key: Keys of this rank's pieces.
-        value: Values of this rank's pieces.
         span: Description of the attention with ``past``, whose cache is empty.
-        layer: Number of the layer in the cache.
         axis: Ranks that share the rows.
     """
     past = span.past
@@ -60,11 +57,7 @@ def attend_to_held(
     to the keys of other ranks.
 
     Args:
-        query: Queries of the new tokens.
-        key: Keys of the new tokens.
-        value: Values of the new tokens.
         span: Description of the attention with ``past``, from :func:`held_span`.
-        layer: Number of the layer in the cache.
         axis: Ranks that share the rows.
 
     Communication: an all-gather of the results of one part for each query.
@@ -101,8 +94,6 @@ def held_span(
         layer_span: Attention of the layers over whole rows.
         rows: Span with ``past``, whose cache holds a part of the earlier tokens.
         seq_length: New positions of each row, with padding after the tokens (tokens).
-        dtype: Dtype of queries, keys and values.
-        device: Device of the layers.
     """
     past = rows.past
     assert past is not None, "the rows have a cache"

@@ -42,10 +42,6 @@ def exchanged_attention(
     Equal to ``core`` of the whole sequence, bit for bit if it computes heads independently.
 
     Args:
-        query: Queries of this rank's pieces.
-        key: Keys of this rank's pieces.
-        value: Values of this rank's pieces.
-        axis: Ranks that share the sequence, in the order of the cut.
         core: Attention of some heads, called with ``(seq, batch, heads, head_dim)`` in the order
             of the sequence; its result is ``(seq, batch, heads * head_dim)``.
         documents: Cut of packed documents over the ranks; None means that rows are cut.
@@ -73,9 +69,6 @@ def hierarchical_attention(
     Equal to :func:`~lightning_megatron.layers.context_parallel.ring.ring_attention` over all ranks.
 
     Args:
-        query: Queries of this rank's pieces.
-        key: Keys of this rank's pieces.
-        value: Values of this rank's pieces.
         inner: Neighbouring ranks of the cut, such as the ranks of one host.
         outer: Ranks with the same place among their neighbours.
         span: Which tokens attend to which in whole rows; a cut of documents has an outer cut.

@@ -109,10 +109,6 @@ def ring_attention(
     Equal to ``layers.attention.core.attend`` of the whole sequence, up to the order of sums.
 
     Args:
-        query: Queries of this rank's pieces.
-        key: Keys of this rank's pieces.
-        value: Values of this rank's pieces.
-        axis: Ranks that share the sequence, in the order of the cut.
         span: Which tokens attend to which in whole rows: causality, window, soft cap, slopes,
             sinks, scale, and documents with their cut over the axis.
 
@@ -139,10 +135,6 @@ def gathered_attention(
     keys and values of the whole sequence, which suits few key/value heads.
 
     Args:
-        query: Queries of this rank's pieces.
-        key: Keys of this rank's pieces.
-        value: Values of this rank's pieces.
-        axis: Ranks that share the sequence, in the order of the cut.
         span: Which tokens attend to which in whole rows, as for :func:`ring_attention`.
 
     Communication: an all-gather of keys and values forward, a reduce-scatter of their gradients

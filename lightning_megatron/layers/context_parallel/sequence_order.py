@@ -24,7 +24,6 @@ def own_part(
 
     Args:
         tensor: Tensor with the whole sequence along ``dim``.
-        axis: Ranks that share the sequence.
         dim: Dimension of the sequence; with documents 0 or 1, and the other one is the batch.
         cut: Positions that each rank holds; None means that whole sequences are cut.
 
@@ -50,7 +49,6 @@ def join_parts(
 
     Args:
         tensor: This rank's pieces along ``dim``.
-        axis: Ranks that share the sequence.
         dim: Dimension of the sequence; with documents 0 or 1, and the other one is the batch.
         cut: Positions that each rank holds; None means that whole sequences are cut.
 
@@ -74,7 +72,6 @@ def at_place(
     Args:
         part: This rank's pieces.
         place: Index of the position in whole rows.
-        axis: Ranks that share the sequence.
         cut: Positions that each rank holds; None means that whole sequences are cut.
 
     Communication: an all-reduce forward, none backward.
@@ -103,7 +100,6 @@ def of_first_rank(value: Shaped[Tensor, "..."], axis: MeshAxis) -> Shaped[Tensor
 
     Args:
         value: Value that each rank computes from the first of its tokens.
-        axis: Ranks that share the sequence.
 
     Communication: an all-gather forward, a reduce-scatter backward.
     """
@@ -152,7 +148,6 @@ def length_multiple(mesh: ParallelMesh, *, is_cut: bool = True) -> int:
     """Return the divisor of all legal row lengths (tokens).
 
     Args:
-        mesh: Process groups of this rank.
         is_cut: Whether the ranks of cp hold parts of the rows; otherwise each of them holds all.
     """
     cp = mesh.cp.size if is_cut else 1

@@ -39,9 +39,7 @@ class DelayedScales:
         weights and gradients of outputs.
 
     Args:
-        settings: The user's settings.
         names: Names of the layers of this rank in the model.
-        device: Device of the layers.
     """
 
     def __init__(self, settings: FP8, names: Sequence[str], device: torch.device) -> None:
@@ -69,7 +67,6 @@ class DelayedScales:
         Args:
             settings: Settings of the run.
             names: Names of the run's layers.
-            device: Device of the layers.
         """
         is_same = (settings, tuple(names)) == (self.settings, self.names)
         return is_same and torch.empty(0, device=device).device == self.history.device
@@ -106,9 +103,6 @@ class DelayedScales:
         """Set the scales of the next step.
 
         A CUDA graph can capture the call, which only writes tensors that keep their addresses.
-
-        Args:
-            mesh: Process groups of this rank.
 
         Communication: an all-reduce of three numbers per layer over tp, and one over dp x cp.
         """
@@ -180,27 +174,15 @@ class LayerScales:
         self._factors = dict(zip(_USES, factors.split(1), strict=True))
 
     def magnitude(self, use: Use) -> Int[Tensor, "1"] | None:
-        """Return the bit pattern of the magnitude that sets a scale; None in the first step.
-
-        Args:
-            use: Which factor the tensor is.
-        """
+        """Return the bit pattern of the magnitude that sets a scale; None in the first step."""
         return None if self._model.is_fresh else self._magnitudes[use]
 
     def step_magnitude(self, use: Use) -> Int[Tensor, ""]:
-        """Return the bit pattern of the largest magnitude of this step, which casts update.
-
-        Args:
-            use: Which factor the tensor is.
-        """
+        """Return the bit pattern of the largest magnitude of this step, which casts update."""
         return self._step_magnitudes[use]
 
     def factor(self, use: Use) -> Float[Tensor, "1"]:
-        """Return the factor by which a cast multiplies: the inverse of the scale.
-
-        Args:
-            use: Which factor the tensor is.
-        """
+        """Return the factor by which a cast multiplies: the inverse of the scale."""
         return self._factors[use]
 
     def follow_weight(self, magnitude: Int[Tensor, "1"] | None) -> None:

@@ -21,7 +21,6 @@ class Magnitude:
     tensor, which then need not read the tensor a second time to find it.
 
     Args:
-        tensor: The tensor.
         parts: Bit patterns of float32 numbers, the largest of which is the magnitude.
     """
 
@@ -36,9 +35,6 @@ class Magnitude:
         """Return the bit patterns if they belong to a tensor; None if its values may differ.
 
         They also belong to views of all elements in the same order, until a write changes values.
-
-        Args:
-            tensor: The tensor.
         """
         measured = self.tensor
         is_same = (
@@ -68,7 +64,6 @@ class GradientMagnitude:
         """Keep the magnitude of a gradient, and the gradient itself, until it is taken.
 
         Args:
-            gradient: The gradient.
             parts: As for :class:`Magnitude`.
         """
         self._kept = Magnitude(gradient, parts)
@@ -95,7 +90,6 @@ def find_magnitude(tensor: Float[Tensor, "..."], seen: Int[Tensor, "parts"]) -> 
     """Raise bit patterns to the largest magnitude of a tensor, in a separate pass over its memory.
 
     Args:
-        tensor: The tensor.
         seen: Bit patterns of magnitudes, each of which is raised to the magnitude if it is smaller.
     """
     row = tensor.detach().reshape(1, -1)

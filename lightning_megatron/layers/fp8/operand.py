@@ -130,7 +130,6 @@ def has_products(device: torch.device, is_blockwise: bool) -> bool:
     """Return whether a device has matrix products in 8 bits.
 
     Args:
-        device: The device.
         is_blockwise: Whether scales belong to blocks.
     """
     if device.type != "cuda" or torch.version.hip is not None:
@@ -158,7 +157,6 @@ def product(
     Args:
         left: Left factor.
         right: Right factor.
-        dtype: Dtype of the result.
         emulate: Whether the dequantized factors are multiplied in float32, or in float64 for a
             float64 result, instead of by a product in 8 bits.
         fast: Whether the GPU may accumulate with fewer bits, which is faster.

@@ -32,7 +32,6 @@ class Scaling:
     are the same on all ranks of a stage.
 
     Args:
-        settings: The user's settings.
         emulate: As for :func:`~lightning_megatron.layers.fp8.operand.product`.
         scales: Scales of this layer from earlier steps; None if scales follow from each tensor.
         counts: Whether casts update the magnitudes of the current step.
@@ -253,7 +252,6 @@ class StoredWeight:
 
     Args:
         parts: Bit patterns of the 8-bit values, from the first row to the last.
-        scale: Scale in float32.
         magnitude: Bit pattern of the largest magnitude (float32), from which the scale follows.
     """
 

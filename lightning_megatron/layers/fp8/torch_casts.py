@@ -100,7 +100,6 @@ def padded_transpose(
     Shapes: matrix ``(rows, columns)``; result ``(columns, rows)``, the rows rounded up.
 
     Args:
-        matrix: The matrix.
         multiple: The length of the result's rows is a multiple of this (elements).
     """
     bits = matrix.view(torch.uint8).t()

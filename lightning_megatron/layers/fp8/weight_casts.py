@@ -137,11 +137,7 @@ class LayerCasts:
         self._is_stopped = True
 
     def reads(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is a part of the weight.
-
-        Args:
-            parameter: The parameter.
-        """
+        """Return whether a parameter is a part of the weight."""
         return any(part is parameter for part in self._linear.weight_parts)
 
     @property
@@ -162,7 +158,6 @@ class LayerCasts:
         """Return the operands of the weight; cast it only if they are not kept.
 
         Args:
-            cast: Function that casts the weight.
             rows: Whether the operand of the rows is needed.
             columns: Whether the operand of the columns is needed.
             counts: Whether the cast must update the magnitudes of the step.

@@ -28,7 +28,6 @@ class KernelChoice:
     Args:
         kernels: The module ``lightning_megatron.kernels.triton``; None means the operators of
             torch.
-        reason: Reason for the choice, for the log.
     """
 
     kernels: ModuleType | None
@@ -65,10 +64,6 @@ def reason_against_puts(axis: MeshAxis, device: torch.device) -> str | None:
     """Return why kernels cannot write into the memory of the other ranks; None if they can.
 
     All ranks of the axis get the same result.
-
-    Args:
-        axis: Axis of the ranks.
-        device: Device of this rank.
 
     Communication: on GPUs, at the first call for an axis, its ranks exchange their results.
     """

@@ -41,7 +41,6 @@ def hidden_dropout(
         hidden: Activations.
         probability: Probability that an element is dropped.
         training: Whether the module is in training mode; nothing is dropped otherwise.
-        mesh: Process groups and random streams of this rank.
         batch_first: Whether the dimension of the samples precedes that of the positions.
     """
     if not training or probability == 0.0:
@@ -69,7 +68,6 @@ def places_of(mesh: ParallelMesh, length: int, is_sharded: bool) -> PlaceCut:
     """Return the positions of rows that this rank holds.
 
     Args:
-        mesh: Process groups of this rank.
         length: Positions that this rank holds (tokens).
         is_sharded: Whether the ranks of tp share the positions.
     """
@@ -82,7 +80,6 @@ class WeightDropout:
     """Dropout of attention weights, the same in every layout.
 
     Args:
-        mesh: Process groups and random streams of this rank.
         first_head: Number of this rank's first head in the whole layer (heads).
     """
 
@@ -103,7 +100,6 @@ class WeightDropout:
         """Drop weights of whole rows of queries and keys.
 
         Args:
-            weights: The weights.
             probability: Probability that a weight is dropped.
         """
         if probability == 0.0:
@@ -141,8 +137,6 @@ def drop_numbered(
     Args:
         values: Activations.
         probability: Probability that an element is dropped.
-        mesh: Process groups and random streams of this rank.
-        numbers: Numbers of the rows.
         purpose: Name of the masks, whose order in a layer must be the same in all layouts.
     """
     # torch.compile would specialise on the numbers of the key and recompile in every step.

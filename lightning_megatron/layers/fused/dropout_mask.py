@@ -33,7 +33,6 @@ def keep_mask(
         key: Seed of the mask, number of the first sample, distance between the numbers of
             neighbouring samples, and rows of each sample, as ``RandomStreams.mask_key`` returns.
         shape: Number of rows and of features on this rank.
-        numbers: Numbers of the rows.
         threshold: Elements with a smaller 31-bit number are dropped.
         device: Device of the mask.
 

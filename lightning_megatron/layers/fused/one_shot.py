@@ -39,7 +39,6 @@ def one_shot_all_reduce_(
 
     Args:
         x: Tensor of the same shape and dtype on all ranks.
-        axis: Axis of the ranks.
         op: Operation; maxima are of int32.
 
     Communication: an all-reduce. The first call on a GPU also allocates shared memory, so it must

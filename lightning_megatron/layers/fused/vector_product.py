@@ -25,7 +25,6 @@ def linear(
 
     Args:
         hidden: Inputs.
-        weight: Weight.
         bias: Bias; None means none.
     """
     kernels = fused_kernels(hidden) if _is_vector(hidden, weight, bias) else None

@@ -166,9 +166,7 @@ class _EngineProducts:
         """Return the outputs as rows, and the cast inputs for the weight gradient.
 
         Args:
-            ctx: Context of the layer.
             hidden: Inputs at all positions.
-            weight: The weight.
             keeps: Whether the cast inputs are kept.
         """
         scaling = self.scaling

@@ -66,11 +66,8 @@ def fp8_column_linear(
     input before the cast instead.
 
     Args:
-        hidden: The input.
         weight: This rank's rows of the weight.
         bias: This rank's part of the bias; None without one.
-        mesh: Process groups of this rank.
-        scaling: Settings of the layer's casts.
         magnitude: Largest magnitude of the input; None computes it.
         of_gradient: Object in which the backward pass of the operator that reads the output stores
             the magnitude of the output's gradient; None computes it.
@@ -98,11 +95,8 @@ def fp8_row_linear(
     The cast input is kept for the backward pass.
 
     Args:
-        hidden: The input.
         weight: This rank's columns of the weight.
         bias: The bias; None without one.
-        mesh: Process groups of this rank.
-        scaling: Settings of the layer's casts.
         magnitude: Largest magnitude of this rank's input; None computes it.
 
     Communication: as ``row_linear``, and an all-reduce of magnitudes for each tensor that ranks
@@ -130,7 +124,6 @@ class _FP8Products:
     """Casts and products of a linear layer in 8 bits.
 
     Args:
-        scaling: Settings of the layer's casts.
         of_gradient: As for :func:`fp8_column_linear`.
     """
 
@@ -337,7 +330,6 @@ def gathered(local: Operand, mesh: ParallelMesh) -> Operand:
 
     Args:
         local: This rank's rows.
-        mesh: Process groups of this rank.
 
     Communication: an all-gather of 8-bit values over tp.
     """
@@ -360,7 +352,6 @@ def gathered_product(
     Args:
         local: This rank's rows of the left factor, which has one scale on all ranks.
         right: Right factor, with one scale.
-        mesh: Process groups of this rank.
         dtype: Dtype of the product.
         emulate: As for :func:`~lightning_megatron.layers.fp8.operand.product`.
         fast: As for ``product``.
@@ -395,7 +386,6 @@ def scattered_product(
     Args:
         left: Left factor.
         right: Right factor.
-        mesh: Process groups of this rank.
         dtype: Dtype of the product.
         emulate: As for :func:`~lightning_megatron.layers.fp8.operand.product`.
         fast: As for ``product``.

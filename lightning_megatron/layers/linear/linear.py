@@ -34,7 +34,6 @@ class ColumnParallelLinear(nn.Module):
     Args:
         in_features: Size of each input vector (elements).
         out_features: Size of each full output vector (elements).
-        mesh: Process groups of this rank.
         bias: Whether to add a bias, which is sharded like the outputs.
         ranges: Rows of the full weight that this rank holds, for fused projections; None means
             equal shards.
@@ -140,7 +139,6 @@ class ColumnParallelLinear(nn.Module):
         """Return this rank's outputs, or all of them with ``gather_output``.
 
         Args:
-            hidden: The input.
             add_bias: Whether to add the bias; False if the caller fuses that addition with the next
                 operation.
             magnitude: Largest magnitude of the input; None if it is not known.
@@ -180,7 +178,6 @@ class RowParallelLinear(nn.Module):
     Args:
         in_features: Size of each full input vector (elements).
         out_features: Size of each output vector (elements).
-        mesh: Process groups of this rank.
         bias: Whether to add a bias, which every rank holds in full.
         split_input: Whether the input has all features, of which this rank uses its shard.
         initializer: Initializer of the full weight; the bias starts at zero.
@@ -246,7 +243,6 @@ class RowParallelLinear(nn.Module):
         """Return the product summed over the tensor-parallel ranks, plus the bias.
 
         Args:
-            hidden: The input.
             add_bias: Whether to add the bias; False if the caller fuses that addition with the next
                 operation.
             magnitude: Largest magnitude of the input; None if it is not known.

@@ -381,7 +381,6 @@ def start_early(ctx: Any, start: Callable[[], T]) -> Callable[[], T]:
     """Start the communication of the inputs of a column layer, unless the weight half starts it.
 
     Args:
-        ctx: Context of the layer.
         start: Function that starts the communication, and returns the function that waits for it.
 
     Returns:
@@ -480,7 +479,6 @@ def give_product(
     """Add a weight gradient to its slot, defer it to the weight half, or return it.
 
     Args:
-        ctx: Context of the layer.
         start: Function that starts the communication of the inputs, and returns the function that
             waits for them and returns them.
         multiply: Function that returns the product with the inputs.

@@ -53,8 +53,6 @@ class ChunkedHead:
     """Head and loss that are computed a chunk of tokens at a time.
 
     Args:
-        terms: Settings of the loss.
-        mesh: Process groups of this rank.
         chunk: Number of tokens whose logits exist at the same time (tokens).
         form: Scale and bound of the logits.
         slot: Gradient slot of the weight; None if autograd keeps its gradient.

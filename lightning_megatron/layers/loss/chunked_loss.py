@@ -39,14 +39,9 @@ def chunked_cross_entropy(
     defers nothing to a weight half, which would need the gradients of all logits.
 
     Args:
-        hidden: Output of the last norm.
         weight: This rank's rows of the head.
-        labels: Token ids.
-        mesh: Process groups of this rank.
         vocab_size: The true vocabulary, without padding (tokens).
         chunk: Number of tokens whose logits exist at the same time (tokens).
-        label_smoothing: Probability spread evenly over the vocabulary.
-        ignore_index: Label whose loss and gradient are zero.
         form: Scale and bound of the logits; None means none.
 
     Returns:

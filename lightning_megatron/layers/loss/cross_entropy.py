@@ -35,11 +35,7 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits_shard: This rank's columns of the logits.
-        labels: Token ids.
-        mesh: Process groups of this rank.
         vocab_size: Size of the vocabulary without padding (tokens).
-        label_smoothing: Probability spread evenly over the vocabulary.
-        ignore_index: Label whose loss and gradient are zero.
         overwrite_logits: Whether the backward pass may write the gradient into the memory of the
             logits, instead of a second tensor of their size. No other code may then read the
             logits, and the backward pass can run only once.
@@ -182,7 +178,6 @@ class LossTerms:
         tp: Axis over which the vocabulary is sharded.
         vocab_size: The true vocabulary, without padding (tokens).
         smoothing: Probability spread evenly over the vocabulary.
-        ignore_index: Label whose loss and gradient are zero.
     """
 
     tp: MeshAxis
@@ -202,7 +197,6 @@ class LossTerms:
         The column is -1 for ignored labels and for labels in columns of other ranks.
 
         Args:
-            labels: Token ids.
             width: Columns of this rank's logits (columns).
         """
         ignored = labels == self.ignore_index
@@ -354,7 +348,6 @@ def vocab_parallel_argmax(
 
     Args:
         logits_shard: This rank's columns of the logits.
-        mesh: Process groups of this rank.
         vocab_size: Size of the vocabulary without padding (tokens).
 
     Communication: one max and one min all-reduce over tp, of one number per token.

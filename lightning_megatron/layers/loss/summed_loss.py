@@ -43,14 +43,9 @@ def summed_cross_entropy(
     would be zero without the loss scale.
 
     Args:
-        hidden: Output of the last norm.
         weight: This rank's rows of the head.
-        labels: Token ids.
-        mesh: Process groups of this rank.
         vocab_size: Size of the vocabulary without padding (tokens).
         chunk: Number of tokens whose logits exist at the same time (tokens).
-        label_smoothing: Probability spread evenly over the vocabulary.
-        ignore_index: Label whose loss and gradient are zero.
         form: Scale and bound of the logits; None means none.
 
     Returns:

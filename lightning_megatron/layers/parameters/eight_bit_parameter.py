@@ -101,7 +101,6 @@ def keep_in_eight_bits(parameter: nn.Parameter, read_numbers: ReadNumbers) -> No
     References of optimizers, modules and hooks to the parameter stay valid.
 
     Args:
-        parameter: The parameter.
         read_numbers: Function that returns the dequantized values.
 
     Raises:

@@ -39,7 +39,6 @@ class GradientProduct(Protocol):
         """Add the gradient to a sum, without a temporary tensor of the product where possible.
 
         Args:
-            sums: The sum.
             is_empty: Whether the product overwrites the sum.
             scale: Factor of the gradient.
 
@@ -105,7 +104,6 @@ class ScaledGradient:
 
     Args:
         gradient: Gradient for the factor 1.
-        factor: One number.
     """
 
     gradient: Float[Tensor, "out_local in_local"]
@@ -554,7 +552,6 @@ def mark_filled(
     """Record that a replay added gradients to these slots, without a call of their owners.
 
     Args:
-        slots: The slots.
         rows: Rows of the gradients, for slots that got only gradients of known rows. The tensors
             are copied, because the next replay overwrites them.
     """

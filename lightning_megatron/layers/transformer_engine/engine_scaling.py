@@ -99,7 +99,6 @@ class EngineScaling:
             left: The weight; for the weight gradient, the inputs.
             right: The inputs; for the gradients, the gradient of the outputs.
             of: Name of the product.
-            dtype: Dtype of the result.
             out: Memory of the result, of this dtype.
             adds: Whether the result is added to ``out``.
             scale: Factor of the result.
@@ -248,11 +247,7 @@ class EngineProduct:
 
 @dataclass(frozen=True)
 class ComputedProduct:
-    """Part of a weight gradient that is already computed.
-
-    Args:
-        gradient: The gradient.
-    """
+    """Part of a weight gradient that is already computed."""
 
     gradient: Tensor
 

@@ -42,7 +42,6 @@ def load_scales(stored: OpenCheckpoint, module: LightningModule, mesh: ParallelM
     Args:
         stored: Checkpoint, saved under any layout and with any recipe.
         module: Module with the layers.
-        mesh: The groups of this rank.
 
     Communication: one gather of names over tp x pp, if there are such layers.
     """

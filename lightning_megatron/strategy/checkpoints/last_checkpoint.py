@@ -35,7 +35,6 @@ def find_last(
 
     Args:
         trainer: The Trainer, whose callbacks and loggers know their folders.
-        mesh: The groups of this rank.
         weights_only: False unpickles objects of any type, which can run code from the file. True
             and None accept only tensors and plain values.
 

@@ -22,7 +22,6 @@ def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
 
     Args:
         part: Value of this rank; the same on all ranks with the same stage and expert shard.
-        mesh: Process groups of this rank.
 
     Communication: one gather of objects over pp, or over the world if ep is above 1.
     """

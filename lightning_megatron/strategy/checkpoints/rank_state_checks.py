@@ -88,7 +88,6 @@ def check_rank_state(values: Mapping[str, Any], where: str) -> None:
     """Refuse per-rank values that are missing or invalid.
 
     Args:
-        values: Values of one rank.
         where: Description of the checkpoint for error messages.
 
     Raises:

@@ -102,8 +102,6 @@ class RunCheckpoints:
                 optimizers, except weights that ``on_save_checkpoint`` removed, changed or added.
             module: The module that is saved.
             optimizers: Its optimizers, which train main parameters.
-            main: Main parameters of the module.
-            mesh: The groups of this rank.
             dataloaders: States of this rank's resumable dataloaders.
             background: Whether to return after copying the tensors, and write in the background.
 
@@ -265,8 +263,6 @@ class RunCheckpoints:
             stored: Opened checkpoint. Its header and tensor index serve all reads.
             module: The module to load into.
             optimizers: Its optimizers, which train main parameters; empty outside of a fit.
-            main: Main parameters of the module.
-            mesh: The groups of this rank.
             before_optimizers: Function that receives Lightning's entries before optimizers are
                 loaded, to create missing parameter groups.
 

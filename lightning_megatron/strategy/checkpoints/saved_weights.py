@@ -100,8 +100,6 @@ def weights_to_save(
     Args:
         state_dict: ``state_dict`` of the checkpoint after all hooks.
         module: Module that is saved.
-        main: Main parameters of the module.
-        mesh: Process groups of this rank.
         all_changed: Whether no tensor is the module's own. Averages may equal the weights on some
             ranks only.
 
@@ -304,7 +302,6 @@ def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool
     User hooks may change anything, so a hook in between makes the step wait for the copies.
 
     Args:
-        module: Module that is trained.
         trainer: Trainer of the module.
     """
     if not module.automatic_optimization:

@@ -83,8 +83,6 @@ def load_full_weights(
     Args:
         full: Full tensors of the checkpoint by name.
         module: Module to fill.
-        main: Main parameters of the module.
-        mesh: Process groups of this rank.
         strict: Whether the names in the checkpoint must equal those of the module.
 
     Raises:
@@ -143,8 +141,6 @@ def load_full_optimizer(
         full: Full tensors of the module in the file, by name, in module order.
         module: Module that is trained. For a Hugging Face model that has been replaced, the file
             contains the tensors of the original class.
-        main: Main parameters of this rank.
-        mesh: Process groups of this rank.
 
     Raises:
         CheckpointMismatchError: If groups, parameter counts or shapes do not match.

@@ -34,8 +34,6 @@ def single_process_record(
     Args:
         module: Module to describe.
         optimizers: Optimizers of the module.
-        main: Main parameters of the module.
-        mesh: Process groups of this rank.
 
     Returns:
         A dictionary with these keys:

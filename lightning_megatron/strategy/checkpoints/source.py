@@ -35,7 +35,6 @@ class CheckpointSource:
 
         Args:
             path: Path or URL.
-            mesh: Groups of this rank.
 
         Raises:
             CheckpointMismatchError: On all ranks, if there is neither a sharded checkpoint nor a
@@ -61,7 +60,6 @@ class CheckpointSource:
         """Compare the files with their checksums.
 
         Args:
-            mesh: Groups of this rank.
             allow_unchecked: Whether a single file that has no checksums passes, or is behind a URL.
                 Otherwise it counts as damaged.
 
@@ -97,7 +95,6 @@ class CheckpointSource:
         Args:
             weights_only: False unpickles objects of any type, which can run code from the file.
                 True and None accept only tensors and plain values.
-            mesh: Groups of this rank.
 
         Raises:
             CorruptDataError: On all ranks, if the file that names them is damaged.

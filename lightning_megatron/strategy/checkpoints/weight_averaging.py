@@ -43,9 +43,6 @@ def load_current_weights(
         stored: Sharded checkpoint. The model must already have loaded its ``state_dict``, which
             contains the averages if they were saved.
         metadata: Checkpoint that the callback receives; this function sets ``current_model_state``.
-        module: Module that is trained.
-        main: Main parameters of the module.
-        mesh: Process groups of this rank.
 
     Raises:
         CheckpointMismatchError: On all ranks, naming tensors and shapes.
@@ -65,11 +62,6 @@ def average_loaded_weights(
     module: LightningModule, main: MainParameters, mesh: ParallelMesh
 ) -> None:
     """Let averages begin at the weights that the module has loaded.
-
-    Args:
-        module: Module that is trained.
-        main: Main parameters of the module.
-        mesh: Process groups of this rank.
 
     Communication: one all-reduce per dtype over the data ranks.
     """
@@ -93,9 +85,6 @@ def average_main_parameters(
 
     Args:
         trainer: Trainer whose averaging callbacks are changed, if it has any.
-        module: Module that is trained.
-        main: Main parameters of the module.
-        mesh: Process groups of this rank.
 
     Communication: one all-reduce per dtype over the data ranks.
     """

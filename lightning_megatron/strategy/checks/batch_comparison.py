@@ -31,7 +31,6 @@ class BatchComparison:
     comparison.
 
     Args:
-        mesh: Process groups of this rank.
         interval: Longest distance between two comparisons; 0 compares first batches only (batches).
     """
 
@@ -48,7 +47,6 @@ class BatchComparison:
             key: Identity of the sequence of batches: a step and its dataloader.
             kind: Kind of batch for error texts, such as ``training``.
             number: Number of the batch, from 1.
-            batch: Batch of this data-parallel rank.
 
         Raises:
             RankMismatchError: On the ranks that must read the same batches, if they differ.
@@ -92,7 +90,6 @@ class _Batches:
 
     Args:
         kind: Kind of batches.
-        first: Number of the first one.
     """
 
     def __init__(self, kind: str, first: int) -> None:

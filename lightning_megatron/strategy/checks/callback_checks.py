@@ -36,8 +36,6 @@ def check_callbacks(
     """Refuse callbacks and loggers that need the whole model if each rank has only a part.
 
     Args:
-        trainer: The Trainer of the run.
-        layout: Sizes of the axes.
         options: Options of the strategy; None checks the layout alone.
 
     Raises:
@@ -81,11 +79,7 @@ def _check_no_writer(trainer: Trainer) -> None:
 
 @contextmanager
 def hide_example_input(module: LightningModule) -> Iterator[None]:
-    """Hide ``example_input_array``, with which summaries would call a single pipeline stage.
-
-    Args:
-        module: The user's module.
-    """
+    """Hide ``example_input_array``, with which summaries would call a single pipeline stage."""
     example = module.example_input_array
     module.example_input_array = None
     if example is not None:
@@ -103,9 +97,7 @@ def update_callbacks(trainer: Trainer, module: LightningModule, layout: Parallel
     """Point callbacks at the modules that replaced those they reference.
 
     Args:
-        trainer: The Trainer of the run.
         module: The user's module, in which layers have been replaced.
-        layout: Sizes of the axes.
 
     Raises:
         UnsupportedError: For the reasons of :func:`check_callbacks`; if a callback recomputes the

@@ -33,7 +33,6 @@ def with_plugin_recipe(options: StrategyOptions, plugin: Precision) -> StrategyO
     Under this strategy, the layers of this package use the recipe instead.
 
     Args:
-        options: Options of the strategy.
         plugin: Precision plugin that the Trainer has chosen.
 
     Raises:
@@ -63,8 +62,6 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
 
     Args:
         options: Options of the strategy, with ``backend="te"``.
-        device: Device of this process.
-        precision: Precision of the run.
 
     Raises:
         MissingExtraError: If Transformer Engine is not installed, or too old.

@@ -19,8 +19,6 @@ def check_fp8(settings: FP8 | None, device: torch.device, precision: str) -> Non
 
     Args:
         settings: Settings of the run; None without such products.
-        device: Device of this process.
-        precision: Precision of the run.
 
     Raises:
         ParallelPlanError: If the device or the precision does not support them.
@@ -45,7 +43,6 @@ def check_not_compiled(module: nn.Module, settings: FP8 | None) -> None:
     """Refuse compiled modules if weights are kept in 8 bits.
 
     Args:
-        module: The sharded module.
         settings: Settings of the run; None without products in 8 bits.
 
     Raises:
@@ -67,7 +64,6 @@ def emulates(settings: FP8, device: torch.device) -> bool:
 
     Args:
         settings: Settings of the run.
-        device: Device of this process.
 
     Raises:
         ParallelPlanError: If the device has no products in 8 bits and the settings do not permit

@@ -38,9 +38,6 @@ def check_graphs(
     """Check that a run can capture CUDA graphs, if they are requested.
 
     Args:
-        options: Options of the strategy.
-        device_type: Type of the devices.
-        precision: Precision of the run.
         module: Module that is trained; None before it is known.
         trainer: Trainer of the run; None before it is known.
 
@@ -121,10 +118,6 @@ def check_static_experts(settings: CudaGraphs, module: nn.Module) -> None:
     """Check that the host reads no sizes inside experts that graphs should capture.
 
     The check needs the built model, which has chosen the transport and the grouped products.
-
-    Args:
-        settings: Settings of the graphs.
-        module: The sharded module.
 
     Raises:
         UnsupportedError: If the chosen transport or the chosen products read sizes.

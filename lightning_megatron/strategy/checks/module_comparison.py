@@ -43,7 +43,6 @@ def check_same_module(module: LightningModule, mesh: ParallelMesh, *, is_new: bo
 
     Args:
         module: User's module, before this run shards it.
-        mesh: Process groups of this rank.
         is_new: Whether no run of this strategy has used the module. Steps may have changed settings
             on some ranks only.
 
@@ -130,7 +129,6 @@ def _settings(
 
     Args:
         value: Nest, or a leaf.
-        path: Name of the value.
         containers: Types of nests that are read, beside dataclasses of users.
     """
     is_record = is_dataclass(value) and not _is_of_package(value)

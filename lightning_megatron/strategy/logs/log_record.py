@@ -36,7 +36,6 @@ class LogCall:
     """Arguments of a log call except the value.
 
     Args:
-        name: Name of the value.
         options: Arguments of ``LightningModule.log``, sorted by name.
         is_double: Whether the value is logged in float64.
         batch_size: Weight in a mean over batches if ``has_weight`` is false (samples).
@@ -114,7 +113,6 @@ class Recorder:
             will run again.
         run: Index of the current run of the step, counting only runs that are not muted.
         calls: First log call of each value, by name.
-        values: Logged values, by name.
         metrics: Logged metrics with the arguments of their log calls, by name.
         metric_values: Values of metrics in this step, by name.
         numbers: Names of values that were logged as numbers and not as tensors.

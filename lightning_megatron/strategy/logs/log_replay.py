@@ -26,7 +26,6 @@ class _Form:
     """Message of the last stage: arguments of log calls, and the step's output.
 
     Args:
-        calls: Log calls of values.
         metrics: Log calls of metrics.
         is_counted: Whether the step returned token counts.
         returns_more: Whether the step returned a mapping.
@@ -72,11 +71,7 @@ class DeferredReader(ABC):
 
 
 class LogReplay:
-    """Broadcast of the loss and recorded values from the last stage to all ranks.
-
-    Args:
-        mesh: The groups of this rank.
-    """
+    """Broadcast of the loss and recorded values from the last stage to all ranks."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
@@ -209,7 +204,6 @@ class LogReplay:
         """Make the calls of loggers and of ``self.print`` of a step without other log calls.
 
         Args:
-            module: The user's module.
             recorder: Calls of this stage; only those of the last stage are made.
             counts: Token count of each microbatch; None means weights in samples (tokens).
 

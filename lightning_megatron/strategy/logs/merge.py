@@ -18,9 +18,6 @@ Weight = int | float | Tensor
 def loss_in(output: Any) -> Tensor | None:
     """Return the loss that a training step returned, alone or under ``loss``.
 
-    Args:
-        output: Output of the step.
-
     Raises:
         ValueError: If the step returned another type, or a mapping without ``loss``.
     """
@@ -40,9 +37,6 @@ def loss_in(output: Any) -> Tensor | None:
 
 def token_count_in(output: Any) -> Weight | None:
     """Return a step's token count, from ``num_tokens`` in its output; None without one.
-
-    Args:
-        output: Output of the step.
 
     Returns:
         A number, read from the tensor if that is on the CPU; for a tensor on another device, a

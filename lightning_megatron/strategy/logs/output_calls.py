@@ -61,11 +61,7 @@ class OutputCall:
     kwargs: Mapping[str, Any]
 
     def make(self, module: LightningModule) -> None:
-        """Call the method on this rank.
-
-        Args:
-            module: The user's module.
-        """
+        """Call the method on this rank."""
         target = self.target
         method: Any = module if target.logger is None else module.trainer.loggers[target.logger]
         for is_item, key in target.path:
@@ -101,7 +97,6 @@ class OutputCalls:
         Args:
             target: The method.
             arguments: Its positional and its keyword arguments.
-            module: The user's module.
             run: Index of the microbatch.
             size: Size of the microbatch (samples).
 

@@ -62,8 +62,6 @@ def show_choices(
 
     Args:
         module: The sharded module, on its device and in its precision.
-        mesh: The groups of this rank.
-        options: Options of the strategy.
         precision: Precision of the fit.
 
     Communication: one gather over the pipeline, a sum over all ranks, and that of the choice of a
@@ -88,7 +86,6 @@ def table_of(choices: Sequence[TableRow], ranks: str = "rank 0") -> str:
     """Return the rows as text with aligned columns.
 
     Args:
-        choices: Rows of the table.
         ranks: Ranks whose choices these are, for the title.
     """
     subjects = max(len(choice.subject) for choice in choices)
@@ -111,11 +108,7 @@ def warn_of_slow(choices: Iterable[TableRow]) -> None:
 
 
 def whole_backward_choices(module: nn.Module) -> list[TableRow]:
-    """Return a row for each list of blocks whose backward passes a schedule cannot split.
-
-    Args:
-        module: The sharded module.
-    """
+    """Return a row for each list of blocks whose backward passes a schedule cannot split."""
     rows = []
     for name, blocks in pipelined_modules(module):
         whole_parts = []
@@ -311,7 +304,6 @@ def product_remedy(
     Args:
         backend: The chosen backend.
         device: Device of the experts.
-        dtype: Dtype of rows and weights.
         num_groups: Number of experts of the rank.
     """
     if device.type != "cuda" or backend == "bundled":
@@ -341,11 +333,6 @@ def note_compiled_blocks(module: nn.Module, mesh: ParallelMesh, options: Strateg
     Global rank 0 logs them when training starts, because user code may compile blocks after the
     table of choices is shown. Other linear layers of compiled blocks run between compiled graphs,
     and their backward passes are split.
-
-    Args:
-        module: The sharded module.
-        mesh: The groups of this rank.
-        options: Options of the strategy.
 
     Communication: one gather over the pipeline, if the schedule splits backward passes.
     """

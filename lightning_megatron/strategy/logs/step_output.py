@@ -31,9 +31,6 @@ class StepOutput:
     Calls of loggers and of ``self.print`` are recorded, and made for the whole batch. The rank that
     runs the code after the model counts as the first rank of its pipeline, so that code that is
     meant for rank 0 runs once.
-
-    Args:
-        mesh: The groups of this rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -42,9 +39,6 @@ class StepOutput:
 
     def begin(self, module: LightningModule) -> None:
         """Prepare for a batch.
-
-        Args:
-            module: The user's module.
 
         Communication: at the first batch one broadcast of an object over pp on the CPU.
         """
@@ -64,7 +58,6 @@ class StepOutput:
         """Record or discard what a run of the step does to the world outside, inside the block.
 
         Args:
-            module: The user's module.
             recorder: Record of the run, which drops calls if it is muted.
             executor: Executor of the run. What the run prints is discarded if its other effects
                 are, unless it raises an error.

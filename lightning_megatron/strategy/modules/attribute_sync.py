@@ -98,10 +98,6 @@ class AttributeSync:
 
     This covers attributes and buffers of the LightningModule and of modules without parameters,
     such as metrics.
-
-    Args:
-        module: The user's module.
-        mesh: The groups of this rank.
     """
 
     def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:

@@ -25,7 +25,6 @@ class SharedBuffers:
     until the next comparison. A module without buffers causes no communication.
 
     Args:
-        module: The user's module.
         mesh: The groups of this rank; buffers are synchronised over ``mesh.data``.
     """
 
@@ -130,11 +129,7 @@ def _owners(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 class BatchStatistics:
-    """Batch and instance norms of a module whose statistics need the whole batch.
-
-    Args:
-        module: The user's module.
-    """
+    """Batch and instance norms of a module whose statistics need the whole batch."""
 
     def __init__(self, module: nn.Module) -> None:
         named = module.named_modules()
@@ -175,10 +170,6 @@ def _takes_statistics(norm: nn.Module) -> bool:
 
 def check_synchronised_norms(module: nn.Module, mesh: ParallelMesh) -> None:
     """Refuse a SyncBatchNorm over all ranks if some share data or run another stage.
-
-    Args:
-        module: The user's module.
-        mesh: The groups of this rank.
 
     Raises:
         UnsupportedError: If the module has a SyncBatchNorm over all ranks and tp or pp is above 1.

@@ -34,9 +34,6 @@ def full_loads(module: nn.Module) -> Iterator[None]:
 
     A sharded parameter takes this rank's part of a tensor of the full shape, and other tensors as
     they are.
-
-    Args:
-        module: User's module.
     """
     handles = []
     for part in module.modules():
@@ -63,10 +60,6 @@ class FullDraws(TorchFunctionMode):
     Each rank of tp then keeps its part, so that weights and random numbers are those of one
     process. With several stages, or with experts on several ranks, a rank cannot draw what the
     other ranks draw, and the initialisation is refused.
-
-    Args:
-        module: User's module.
-        mesh: Process groups of this rank.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:

@@ -193,9 +193,6 @@ def own_parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return a module and its submodules that are not of this package, with their names.
 
     Of the modules of this package only the statistics of experts change in a step.
-
-    Args:
-        module: User's module.
     """
     return [
         (name, part)

@@ -62,7 +62,6 @@ class MetricGroups:
 
     Args:
         module: Module that contains the metrics; a metric with its own process group keeps it.
-        mesh: Process groups of this rank.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:

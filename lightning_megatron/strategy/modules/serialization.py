@@ -23,7 +23,6 @@ def pack(value: Any, module: LightningModule) -> bytes:
 
     Args:
         value: Picklable value.
-        module: Module of this rank.
 
     Raises:
         Exception: Error that pickle raises for a value that it does not support.
@@ -38,7 +37,6 @@ def unpack(data: bytes, module: LightningModule, device: torch.device) -> Any:
 
     Args:
         data: Result of :func:`pack`.
-        module: Module of this rank.
         device: Device for tensors that were not on the CPU of the sender.
     """
     # Inference tensors cannot be written outside inference mode, where metrics update their sums.

@@ -32,9 +32,6 @@ def build_optimizers_of_stage(mesh: ParallelMesh) -> Iterator[None]:
     Placeholders for parameters of other stages, as in the groups of a loop over all blocks, are
     left out, so that all stages have the same groups. A module that trains only its head has no
     trained parameters on the other stages, and torch refuses optimizers without parameters.
-
-    Args:
-        mesh: The groups of this rank.
     """
     if mesh.pp.size == 1:
         yield
@@ -75,7 +72,6 @@ def check_trained_somewhere(
 
     Args:
         optimizers: Optimizers of this stage.
-        mesh: The groups of this rank.
         is_saved: Whether the run saves optimizer states.
 
     Raises:

@@ -38,9 +38,7 @@ class LayerStates:
     Routers count tokens, and delayed scales record magnitudes for the scales of later steps.
 
     Args:
-        mixtures: Mixture-of-experts layers of this rank.
         models: Models that are trained.
-        mesh: The groups of this rank.
     """
 
     def __init__(
@@ -118,7 +116,6 @@ class MixtureRuntime:
 
     Args:
         models: Models that are trained; layer indices run through all of them.
-        mesh: The groups of this rank.
         transport: Transport of tokens over the ranks of ep.
         rows: Limit on the rows of a rank's experts, as a multiple of the even share; None without
             a limit.
@@ -287,7 +284,6 @@ def check_experts(
 
     Args:
         models: The models of this package in the user's module.
-        layout: Sizes of the axes.
         recompute: Recomputation option of the strategy.
 
     Raises:

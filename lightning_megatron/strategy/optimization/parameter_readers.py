@@ -117,7 +117,6 @@ def first_overridden(
 
     Args:
         trainer: Trainer with the module and the callbacks.
-        hooks: Names of hooks.
         counts: Predicate on an overridden hook; the search skips a hook for which it returns False.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -47,7 +47,6 @@ def division_of(
     """Return the division of main parameters and gradients from the strategy's options.
 
     Args:
-        options: Options of the strategy.
         main_dtype: Dtype of main parameters; None means the model's.
     """
     return DistributedOptimizerConfig(
@@ -81,7 +80,6 @@ class TrainingState:
         module: The module whose parameters are trained.
         optimizers: The user's optimizers, which train slices of main parameters from now on; empty
             for an evaluation.
-        mesh: The groups of this rank.
         division: Division of main parameters and gradients over ranks, and their dtypes.
         loss_scale: Loss scale of the gradients; None without one.
         checks_gradients: Whether every step checks gradients for values that are not finite; None
@@ -258,7 +256,6 @@ class TrainingState:
         writes the model's parameters.
 
         Args:
-            optimizer: The optimizer.
             closure: Function that computes, finishes and clips the gradients. Optimizers such as
                 LBFGS call it several times.
             options: Further arguments of the optimizer's ``step``.

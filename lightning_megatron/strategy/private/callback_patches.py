@@ -240,7 +240,6 @@ def average_parts(callback: WeightAveraging, module: nn.Module, source: Any) -> 
     """Let a callback average the tensors of a module that has been divided among the ranks.
 
     Args:
-        callback: Averaging callback.
         module: Divided module, whose names the averages get.
         source: Object with the method ``parameters`` of the module, which gives the first averages.
     """

@@ -90,7 +90,6 @@ class ScheduledOptimization(AutomaticOptimization):
     """Automatic optimization whose forward and backward passes run in ``training_step``.
 
     Args:
-        trainer: Trainer of the fit.
         prepare: Function called before each ``training_step`` of the strategy. Its argument is a
             function that clears the gradients of the previous step, or None while gradients
             accumulate.
@@ -119,7 +118,6 @@ def install_scheduled_loop(
     """Replace the trainer's automatic optimization once, and keep its counters.
 
     Args:
-        trainer: Trainer of the fit.
         prepare: Function described at :class:`ScheduledOptimization`. A later call replaces it.
     """
     loop = automatic_optimization(trainer)
@@ -184,7 +182,6 @@ def run_backward(trainer: Trainer, loss: Tensor, prepare: Callable[[], None]) ->
     """Call ``on_before_backward`` hooks, then the module's ``backward``, as Lightning does.
 
     Args:
-        trainer: Trainer of the fit.
         loss: Loss from which the backward pass starts.
         prepare: Function called between the hooks and the backward pass.
     """

@@ -66,7 +66,6 @@ def replace_signal_check(
     """Call ``check`` before every training batch, in place of Lightning's signal handling.
 
     Args:
-        trainer: Trainer of the fit.
         check: Function called before every training batch.
         notify: Handler of SIGTERM.
         notify_requeue: Handler of SLURM's time-limit signal.

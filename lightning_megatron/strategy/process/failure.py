@@ -50,7 +50,6 @@ class FailureWatch:
     that launched it has ended.
 
     Args:
-        rank: Global rank of this process.
         num_local: Number of ranks on this machine (ranks).
     """
 

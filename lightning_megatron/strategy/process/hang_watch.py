@@ -47,7 +47,6 @@ class HangWatch:
     collective that other ranks have not started.
 
     Args:
-        rank: Global rank of this process.
         num_ranks: Number of ranks of the job (ranks).
         journal: Record of the collectives that this rank has started.
         timeout: Timeout of collectives on the CPU (seconds).

@@ -31,7 +31,6 @@ class JobFolder:
 
     Args:
         job: Name of the job, which no other job has.
-        rank: Global rank of this process.
     """
 
     def __init__(self, job: str, rank: int) -> None:

@@ -28,7 +28,6 @@ class Membership:
     :meth:`leave` destroys all other groups.
 
     Args:
-        options: Options of the strategy.
         watch: Watch for ranks that fail.
         port: Port of the job's store, held if this process starts the others.
     """
@@ -52,9 +51,6 @@ class Membership:
         """Create this rank's groups, agree on the seed, and watch for ranks that fail or hang.
 
         Args:
-            layout: Sizes of the axes.
-            rank: Global rank of this process.
-            device: Device of this process.
             environment: Cluster environment, which knows the address of the first rank.
             num_nodes: Number of nodes of the job (nodes).
             configuration: Settings that must be equal on all ranks, by name.

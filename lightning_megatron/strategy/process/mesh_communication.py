@@ -111,7 +111,6 @@ class MeshCommunication(ParallelStrategy):
         pipeline calls this method. A single process returns the tensor unchanged.
 
         Args:
-            tensor: Tensor of this rank.
             group: :class:`MeshAxis` or process group. None and the world group, which
                 ``self.all_gather`` passes, select the data axis.
             sync_grads: Whether gradients flow back to the tensors of all ranks.

@@ -37,7 +37,6 @@ class RankStatus:
 
     Args:
         rank: Global rank.
-        host: Host name.
         pid: Process ID.
         start_time: Start time of the process in system ticks; distinguishes it from a later process
             with the same ``pid``.

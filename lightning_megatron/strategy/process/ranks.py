@@ -84,11 +84,7 @@ log = logging.getLogger(__name__)
 
 
 class RankStrategy(MeshCommunication, ABC):
-    """Strategy with one process per device, and the answers to Lightning's questions about ranks.
-
-    Args:
-        options: Options of the strategy.
-    """
+    """Strategy with one process per device, and answers to Lightning's questions about ranks."""
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__()

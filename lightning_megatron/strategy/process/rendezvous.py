@@ -29,7 +29,6 @@ def check_backend(backend: str | None, device: torch.device) -> None:
 
     Args:
         backend: Backend of the process groups; None means the default of the device.
-        device: Device of this process.
 
     Raises:
         UnsupportedError: If the backend is ``nccl`` and the device is not a GPU.
@@ -56,9 +55,7 @@ def join_processes(
 
     Args:
         environment: Cluster environment, which knows the address of the first rank.
-        rank: Global rank of this process.
         size: Number of ranks of the job (ranks).
-        device: Device of this process.
         backend: ``nccl`` or ``gloo``; None means the default of the device.
         timeout: Timeout of collectives; None means torch's default.
         configuration: Settings that must be equal on all ranks, by name.

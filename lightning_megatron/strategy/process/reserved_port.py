@@ -68,7 +68,6 @@ def _listen(address: str, port: int) -> socket.socket:
 
     Args:
         address: Address at which the ranks meet.
-        port: Port.
     """
     loopback = _loopback(address, port)
     if loopback is not None:

@@ -56,8 +56,6 @@ class SignalAgreement:
     Later signals have no effect.
 
     Args:
-        trainer: Trainer of the fit.
-        mesh: Process groups of this rank.
         interval: Number of training batches between two exchanges (batches).
         finish_saves: Function that waits for the save in progress.
     """

@@ -28,8 +28,6 @@ class BatchCuts:
 
     Args:
         rule: Rule that cuts batches which the user has not cut.
-        mesh: The groups of this rank.
-        trainer: The Trainer of the run.
     """
 
     def __init__(self, rule: MicrobatchRule, mesh: ParallelMesh, trainer: Trainer) -> None:
@@ -39,18 +37,13 @@ class BatchCuts:
         self._has_said_size = False
 
     def cut(self, batch: Any) -> list[Microbatch]:
-        """Return the microbatches of a batch.
-
-        Args:
-            batch: Batch of this data-parallel rank.
-        """
+        """Return the microbatches of a batch."""
         return split_batch(batch, None if self._rule.is_whole else self._rule.size_for)
 
     def cut_to_train(self, batch: Any, *, has_backward: bool) -> list[Microbatch]:
         """Return the microbatches of a training batch, and check that the schedule can run them.
 
         Args:
-            batch: Batch of this data-parallel rank.
             has_backward: Whether the schedule runs backward passes.
 
         Raises:
@@ -70,11 +63,7 @@ class BatchCuts:
         return is_cut(batch) or not self._rule.is_whole
 
     def growth_of(self, batch: Any) -> str | None:
-        """Return a description of the growth of a batch since the last one; None without growth.
-
-        Args:
-            batch: Batch of this data-parallel rank.
-        """
+        """Return a description of the growth of a batch since the last one; None without growth."""
         return self._growth.reason(batch)
 
     def _log_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
@@ -99,7 +88,6 @@ class CustomOrderCheck:
     compared here, because a function may depend on what differs between ranks.
 
     Args:
-        mesh: The groups of this rank.
         order: Named schedule, which needs no check, or the user's own order.
     """
 
@@ -154,11 +142,7 @@ class BatchGrowth:
         self._last: int | None = None
 
     def reason(self, batch: Any) -> str | None:
-        """Return a description of the growth of a batch since the last one; None without growth.
-
-        Args:
-            batch: Batch of this data-parallel rank.
-        """
+        """Return a description of the growth of a batch since the last one; None without growth."""
         if not self._grows or is_cut(batch):
             return None
         size = count_samples(batch)

@@ -59,8 +59,6 @@ class LimitedRows:
     optimizer step again, each from the state that the module had before that batch.
 
     Args:
-        module: The user's module.
-        mesh: The groups of this rank.
         limit: Limit of all layers.
         states: State that the layers of this rank accumulate during a step.
         gradients: Gradients of the trained parameters.
@@ -100,7 +98,6 @@ class LimitedRows:
 
         Args:
             inner: Function that runs the microbatches of a call, with graphs if there are any.
-            call: Call of the step.
 
         Returns:
             The result of the last run.
@@ -149,8 +146,6 @@ class LimitedRows:
         """Undo the first run of a call, after which the sum has the gradients of earlier batches.
 
         Args:
-            inner: Function that runs the microbatches of a call.
-            call: Call of the step.
             before: State before the first run.
         """
         if call.passes is None:

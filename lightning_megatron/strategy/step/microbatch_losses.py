@@ -32,9 +32,6 @@ def choose_token_scale(microbatches: Sequence[Microbatch]) -> int:
     division by a power of two is exact. The count of a microbatch is that of
     :func:`~lightning_megatron.pipeline.microbatch.count_tokens`, which includes padded and
     ignored tokens, or the number of samples if it finds no tokens.
-
-    Args:
-        microbatches: Microbatches of the batch.
     """
     num_tokens = sum(count_tokens(part.data) or part.num_samples for part in microbatches)
     return 1 << (max(num_tokens, 1).bit_length() - 1)
@@ -50,7 +47,6 @@ class MicrobatchLosses:
     step starts from the mean over samples, as in Lightning.
 
     Args:
-        microbatches: Microbatches of the batch.
         factor: Factor of the loss, used only in the backward pass. A scalar in float64 may change
             between the replays of a graph.
         divisor: Number of batches whose gradients are accumulated; not applied to a counted step
@@ -79,7 +75,6 @@ class MicrobatchLosses:
         """Record a microbatch's loss and return the scaled loss for its backward pass.
 
         Args:
-            output: Output of the step.
             number: Index of the microbatch.
 
         Returns:
@@ -168,21 +163,13 @@ class MicrobatchLosses:
         return weighted_mean(values, sizes) / self._divisor
 
     def num_tokens(self, device: torch.device) -> Tensor:
-        """Return the token count divided by ``token_scale``, as a float64 scalar; 0 if not counted.
-
-        Args:
-            device: Device of the result.
-        """
+        """Return the token count divided by ``token_scale``, in float64; 0 if not counted."""
         counts = self.counts
         return scalar_on(0 if counts is None else total_weight(counts), device) / self._token_scale
 
 
 class TokenCounting:
-    """Scale of token counts, and whether steps count tokens: the same on all ranks of a fit.
-
-    Args:
-        mesh: The groups of this rank.
-    """
+    """Scale of token counts, and whether steps count tokens: the same on all ranks of a fit."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
@@ -191,9 +178,6 @@ class TokenCounting:
 
     def scale(self, microbatches: Sequence[Microbatch]) -> int:
         """Return the divisor of token counts, chosen from the first batches of all ranks (tokens).
-
-        Args:
-            microbatches: Microbatches of this rank.
 
         Communication: at the first call one all-reduce over the data axis on the CPU.
         """

@@ -76,7 +76,6 @@ class CapturePhase:
     """Progress of one kind of steps: first eager steps, then captures, then replays.
 
     Args:
-        kind: Kind of the steps.
         num_eager_left: Eager steps that must still run before the captures (steps).
         num_capturing: Number of steps that together capture every graph, such as those of one
             optimizer step with accumulated gradients (steps).
@@ -119,7 +118,6 @@ class CapturePhase:
         """Return whether this rank may capture and replay in a step.
 
         Args:
-            shapes: Shapes of this rank's batch.
             has_changed: Whether tensors that graphs use have changed on this rank since the
                 captures.
 
@@ -149,10 +147,8 @@ class RunGraphs:
     notices a change switches to eager steps by itself.
 
     Args:
-        settings: Settings of the graphs.
         captures: Graphs of this rank.
         module: The module whose parameters, gradients and buffers the graphs use.
-        mesh: The groups of this rank.
         num_eager: Number of eager steps of each kind before its captures begin (steps).
         num_capturing: Number of training steps that together capture every graph, such as those of
             one optimizer step with accumulated gradients (steps).
@@ -233,7 +229,6 @@ class RunGraphs:
         """Return the context of a training step, in which graphs replace the captured parts.
 
         Args:
-            shapes: Shapes of this rank's batch.
             epoch: Index of the epoch (epochs).
 
         Raises:
@@ -256,7 +251,6 @@ class RunGraphs:
 
         Args:
             key: Name of the step, and index of the dataloader if there are several.
-            shapes: Shapes of this rank's batch.
             batch: Index of the batch (batches).
 
         Raises:

@@ -42,7 +42,6 @@ class ScheduleChoice:
     memory limit (on CPUs), a stage may keep as many activations as under zb-h2.
 
     Args:
-        mesh: The groups of this rank.
         executor: Executor whose schedule is chosen.
         name: Schedule of the first steps, which are measured.
     """

@@ -24,11 +24,8 @@ class SegmentCaptures:
     """CUDA graphs of the parts of one model that can be captured.
 
     Args:
-        settings: Settings of the graphs.
-        model: The model.
         executor: Executor of the model's schedule.
         state: Owner of the gradients.
-        backend: Backend that captures.
 
     Communication: one all-reduce of a flag on the CPU over the pipeline stages.
     """

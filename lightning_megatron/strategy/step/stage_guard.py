@@ -23,11 +23,6 @@ class StageGuard(TorchDispatchMode):
     With stages a step runs several times on each stage, and only the last stage runs it to its end.
     Collectives over several stages would therefore wait forever, and an iterator would give each
     run another item.
-
-    Args:
-        module: User's module.
-        step: Name of the step.
-        mesh: Process groups of this rank.
     """
 
     def __init__(self, module: nn.Module, step: str, mesh: ParallelMesh) -> None:
@@ -88,7 +83,6 @@ class _Unmoved:
     Args:
         iterator: Iterator of the user's module.
         path: Name of its attribute.
-        step: Name of the step.
     """
 
     def __init__(self, iterator: Iterator[Any], path: str, step: str) -> None:

@@ -102,11 +102,7 @@ class Step:
     Gradients are finished after all of them.
 
     Args:
-        module: The user's module.
-        mesh: The groups of this rank.
-        precision: Precision of the run.
         state: Main parameters and gradients of the run, checked before and completed after a step.
-        mixtures: Mixture-of-experts layers of this rank.
         states: State that the layers of this rank accumulate during a step.
         buffers: Buffers that the data-parallel ranks synchronise.
         comparison: Comparison of batches between ranks that must read the same ones.
@@ -472,7 +468,6 @@ class Step:
         """Run the schedule over the microbatches; return the outputs of the last stage.
 
         Args:
-            call: Call of the step.
             recorder: Record of its log calls.
             losses: Losses that backward passes start from; None runs no backward passes.
             begin: Function that a trial calls before each microbatch; None outside of trials.

@@ -64,7 +64,6 @@ class StepCall:
 
     Args:
         key: Name of the step, and index of the dataloader if there are several.
-        microbatches: Microbatches of the batch.
         args: Further arguments of the step.
         index: Index of the batch, which selects the random streams; for a training step in the
             whole fit (batches).
@@ -127,7 +126,6 @@ class AroundRuns(Protocol):
 
         Args:
             inner: Function that runs the microbatches of a call, further inside.
-            call: Call of the step.
         """
 
 

@@ -81,9 +81,6 @@ class WeightReads:
     With tp a rank has a shard of each sharded weight, and with pp it has only the layers of its own
     stage. A penalty over all parameters, or a logged norm, would therefore cover only a part of the
     model. Layers may read their own weights, because they account for the sharding.
-
-    Args:
-        mesh: Process groups of this rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
@@ -91,12 +88,7 @@ class WeightReads:
         self._checked_steps: set[str] = set()
 
     def guard(self, module: nn.Module, step: str) -> AbstractContextManager[Any]:
-        """Return a context for a step, which watches the first call only.
-
-        Args:
-            module: User's module.
-            step: Name of the step.
-        """
+        """Return a context for a step, which watches the first call only."""
         if step in self._checked_steps or self._mesh.tp.size * self._mesh.pp.size == 1:
             return nullcontext()
         self._checked_steps.add(step)
@@ -134,10 +126,8 @@ class _Guard(TorchFunctionMode):
 
     Args:
         root: User's module.
-        step: Name of the step.
         watched: Name of each incomplete parameter, and the reason, by identity of the parameter.
         stages: Further guard of a step that runs on several stages.
-        mesh: Process groups of this rank.
         checked_steps: Steps that are not watched again.
     """
 

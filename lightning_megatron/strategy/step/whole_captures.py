@@ -27,8 +27,6 @@ class WorldAgreement:
     """Agreement of all ranks on graphs of whole steps, which contain collectives of all ranks.
 
     Args:
-        settings: Settings of the graphs.
-        mesh: The groups of this rank.
         models: Models whose forward passes compare token counts, unless the ranks have agreed on
             equal shapes.
         update: Graph of the parameter update; None without one.
@@ -103,11 +101,7 @@ class WholeCaptures:
     """Graphs of whole steps; each form of a step counts its eager steps separately.
 
     Args:
-        settings: Settings of the graphs.
-        module: The user's module.
         state: Main parameters and gradients of the run.
-        mesh: The groups of this rank.
-        backend: Backend that captures.
         update: Graph of the update of the parameters; None without one.
     """
 

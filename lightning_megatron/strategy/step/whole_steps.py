@@ -46,10 +46,7 @@ class WholeSteps:
     forward pass.
 
     Args:
-        module: The user's module.
-        mesh: The groups of this rank.
         state: Main parameters and gradients of the run.
-        graphs: Graphs of the steps.
     """
 
     def __init__(
@@ -66,10 +63,6 @@ class WholeSteps:
 
     def run(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
         """Run a step, by a graph if there is one.
-
-        Args:
-            inner: Function that runs the microbatches of a call.
-            call: Call of the step.
 
         Communication: that of the step, of :meth:`ParameterGather.begin` and of
             :meth:`StepGraphs.run`.
@@ -131,7 +124,6 @@ class WholeSteps:
         """Run what a graph of a training step captures.
 
         Args:
-            inner: Function that runs the microbatches of a call.
             call: Call of the step on the microbatches of the graph.
             states: State of layers whose step ends in the graph; None without one.
             sums: Whether the graph sums gradients over the ranks.
@@ -204,7 +196,6 @@ def refuse_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
 
     Args:
         module: Module of the step.
-        step: Name of the step.
 
     Raises:
         UnsupportedError: If a part of the module has a hook of a user. At the end of the block, if

@@ -55,7 +55,6 @@ class _Difference:
 
     Args:
         number: Index of the call (calls of cut layers).
-        layer: Name of the layer.
         kind: Kind of the layer in the plan, such as ``column`` or ``row``.
         before: Names of the column layers between the last row layer and this layer.
         distance: Relative distance between the inputs of both runs; None if their shapes differ.
@@ -102,10 +101,6 @@ class FeatureTrials:
     The trial computes no gradients, and restores weights, buffers, attributes and random states.
     Constants replace torch's random numbers, and dropout is off. Side effects outside the module,
     such as files, occur at least two more times, except for prints and calls of loggers.
-
-    Args:
-        module: The user's module.
-        mesh: The groups of this rank.
     """
 
     def __init__(self, module: LightningModule, mesh: ParallelMesh) -> None:
@@ -121,7 +116,6 @@ class FeatureTrials:
         Args:
             step: Name of the step, such as ``training_step``.
             part: First microbatch of the batch.
-            run: Function that runs the step.
 
         Raises:
             ParallelPlanError: On all ranks, if the loss, a logged mean or sum, or the input of a
@@ -146,10 +140,6 @@ class _FeatureTrial:
     """One trial: two runs of a step and their comparison.
 
     Args:
-        mesh: The groups of this rank.
-        module: The user's module.
-        step: Name of the step.
-        run: Function that runs the step.
         state: State of the module before the trial, which is restored after each run.
         layers: Cut layers of the module.
         draws: Random functions that earlier trials have found.

@@ -57,9 +57,6 @@ class MicrobatchTrials:
     again.
 
     Args:
-        module: User's module.
-        mesh: Process groups of this rank.
-        wait: Function that waits until all parameters are complete.
         interval: Batches between the later trials of training steps, next to one in each epoch; 0
             means only one in each epoch (batches).
         suspend: Function that makes the rest of the running step run without graphs.
@@ -99,7 +96,6 @@ class MicrobatchTrials:
         Args:
             key: Name of the step, followed by the index of its dataloader if there are several.
             batch: Whole batch.
-            microbatches: Microbatches of the batch.
             run: Function that runs the step on microbatches.
 
         Raises:

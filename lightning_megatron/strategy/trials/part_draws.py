@@ -48,7 +48,6 @@ class UserDraw:
 
     Args:
         place: Place of the call.
-        function: The function.
         size: Number of values that it drew (elements).
         has_generator: Whether user code passed a generator.
     """
@@ -100,9 +99,6 @@ class PartDraws:
     A function that draws more numbers if all features are on every rank draws for the features of
     one rank. If it drew from torch's default generator, whose numbers are equal on all ranks of tp,
     all ranks would, for example, drop the same of their features.
-
-    Args:
-        random: Random streams of this rank.
     """
 
     def __init__(self, random: RandomStreams) -> None:
@@ -116,7 +112,6 @@ class PartDraws:
         """Find the functions that draw for sharded features, and return their new places.
 
         Args:
-            module: The user's module.
             cut: Draws of a step with sharded features.
             whole: Draws of the same step with all features on every rank.
         """
@@ -179,7 +174,6 @@ class _OwnStreams(TorchFunctionMode):
     """Mode in which some calls of random functions draw from the stream of this rank of tp.
 
     Args:
-        random: Random streams of this rank.
         layers: Number of the layer for random streams, by place of the call.
         functions: Functions that are called at these places.
     """

@@ -110,9 +110,6 @@ class TrialStep:
     """Trial runs of a step on parts of a batch.
 
     Args:
-        mesh: Process groups of this rank.
-        step: Name of the step.
-        run: Function that runs the step.
         state: Snapshot of the module, for undoing the changes of a run.
     """
 
@@ -192,10 +189,6 @@ class TrialStep:
 def undo_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]:
     """Restore the module's state outside its parameters, and random streams, after the block.
 
-    Args:
-        module: User's module.
-        mesh: Process groups and random streams of this rank.
-
     Yields:
         The snapshot of the module, for restoring it inside the block.
     """
@@ -216,9 +209,6 @@ def without_compilation(module: LightningModule) -> Iterator[None]:
 
     Trials run under dispatch modes. ``torch.compile`` never compiles a function again whose first
     call was under one.
-
-    Args:
-        module: User's module.
     """
     has_compiled = any(is_compiled(part) for _, part in named_layers(module))
     mode: AbstractContextManager[object] = (

@@ -45,9 +45,6 @@ class UnevenMasks:
     losses ignore, or of zeros in a tensor of two dimensions, which may be a mask of tokens. A mean
     over the other tokens is then not the mean of the microbatches' means. The trial of an even
     batch cannot see this.
-
-    Args:
-        mesh: The groups of this rank.
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:

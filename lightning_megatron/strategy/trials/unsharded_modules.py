@@ -33,7 +33,6 @@ def name_unsharded_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None
 
     Args:
         root: The user's module.
-        mesh: The groups of this rank.
 
     Raises:
         ParallelPlanError: In place of torch's shape error, if the module is known.

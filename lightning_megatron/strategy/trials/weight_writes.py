@@ -18,10 +18,6 @@ from lightning_megatron.strategy.modules.module_state import ModuleState
 def refuse_weight_writes(module: nn.Module, step: str) -> Iterator[None]:
     """Refuse weights that a trial step in the block changes, such as those of a teacher.
 
-    Args:
-        module: User's module.
-        step: Name of the step.
-
     Raises:
         UnsupportedError: After the block, naming the weights.
     """
@@ -38,10 +34,6 @@ def refuse_weight_writes(module: nn.Module, step: str) -> Iterator[None]:
 @contextmanager
 def preserve_state(module: nn.Module, step: str) -> Iterator[None]:
     """Restore the module's buffers and attributes after a trial step, and refuse changed weights.
-
-    Args:
-        module: User's module.
-        step: Name of the step.
 
     Raises:
         UnsupportedError: As in :func:`refuse_weight_writes`.
@@ -80,11 +72,7 @@ def _norms_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 class WeightWrites(TorchDispatchMode):
-    """Mode that saves weights before writes inside the block, so that they can be undone.
-
-    Args:
-        module: User's module.
-    """
+    """Mode that saves weights before writes inside the block, so that they can be undone."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

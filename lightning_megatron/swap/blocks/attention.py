@@ -29,8 +29,6 @@ class HeadParallelAttention(nn.Module):
     Args:
         embed_dim: Size of each vector (elements).
         num_heads: Number of heads of the full layer (heads).
-        mesh: Process groups of this rank.
-        dropout: Probability that an attention weight is dropped.
         bias: Whether the projections add a bias.
         batch_first: Whether the batch is the first dimension.
         layer: Number of the layer for random streams; None inside a block that selects the streams

@@ -28,11 +28,7 @@ _TOLERANCE = 1e-2
 
 
 class _Entry:
-    """Function that cuts a module's complete inputs along the sequence.
-
-    Args:
-        name: Name of the module, for errors.
-    """
+    """Function that cuts a module's complete inputs along the sequence."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -69,9 +65,7 @@ class SequenceLayerNorm(nn.LayerNorm):
     """LayerNorm of this rank's positions; equal to torch.nn.LayerNorm.
 
     Args:
-        name: Name of the module, for errors.
         source: Norm that is replaced.
-        mesh: Process groups of this rank.
     """
 
     def __init__(self, name: str, source: nn.LayerNorm, mesh: ParallelMesh) -> None:
@@ -92,9 +86,7 @@ class SequenceRMSNorm(nn.RMSNorm):
     """RMSNorm of this rank's positions; equal to torch.nn.RMSNorm.
 
     Args:
-        name: Name of the module, for errors.
         source: Norm that is replaced.
-        mesh: Process groups of this rank.
     """
 
     def __init__(self, name: str, source: nn.RMSNorm, mesh: ParallelMesh) -> None:
@@ -112,10 +104,7 @@ class SequenceDropout(TensorDropout):
     """Dropout of this rank's positions, with different masks on every rank.
 
     Args:
-        name: Name of the module, for errors.
         p: Probability that an element is dropped.
-        mesh: Process groups and random streams of this rank.
-        layer: Number of the layer for random streams.
     """
 
     def __init__(self, name: str, p: float, mesh: ParallelMesh, layer: int) -> None:

@@ -25,7 +25,6 @@ def shard_rows(source: nn.Module, mesh: ParallelMesh) -> nn.Module:
 
     Args:
         source: Module without children, whose parameters have the same number of rows; not changed.
-        mesh: Process groups of this rank.
     """
     result = copy.copy(source)
     result._parameters = dict(source._parameters)
@@ -48,7 +47,6 @@ class LatentLinear(nn.Linear):
     Args:
         source: Layer whose parameters become those of this layer.
         num_shared: Number of last outputs, which the heads of every rank use (elements).
-        mesh: Process groups of this rank.
 
     Communication: one all-reduce over tp of these outputs' gradient backward.
     """
@@ -99,7 +97,6 @@ class TensorDropout(nn.Dropout):
 
     Args:
         p: Probability that an element is dropped.
-        mesh: Mesh with the random streams of this rank.
         layer: Number of the layer for random streams; None inside a block that selects the streams
             itself.
     """

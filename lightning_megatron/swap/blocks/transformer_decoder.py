@@ -23,14 +23,11 @@ class ParallelDecoderLayer(nn.Module):
     ``batch_first``; output like the first input.
 
     Args:
-        self_attn: Self-attention of the sequence.
         multihead_attn: Cross-attention from the sequence to the memory.
         linear1: Linear layer from D to this rank's inner features.
         linear2: Linear layer from this rank's inner features to D.
         norms: Norms of the three sublayers, replicated on every rank.
         activation: Function of each inner feature.
-        mesh: Mesh with the random streams of this rank.
-        layer: Number of the layer for random streams.
         norm_first: Whether norms precede their sublayers; otherwise they follow the residual sums.
         dropout: Probability that an inner feature is dropped.
         dropouts: Dropout probabilities of the outputs of the three sublayers.

@@ -29,8 +29,6 @@ class ParallelEncoderLayer(nn.Module):
         norm1: Norm of the attention, replicated on every rank.
         norm2: Norm of the position-wise network, replicated on every rank.
         activation: Function of each inner feature.
-        mesh: Mesh with the random streams of this rank.
-        layer: Number of the layer for random streams.
         norm_first: Whether norms precede their sublayers; otherwise they follow the residual sums.
         dropout: Probability that an inner feature is dropped.
         dropout1: Dropout probability of the attention's output.

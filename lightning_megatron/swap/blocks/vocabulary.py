@@ -26,7 +26,6 @@ class EmbeddingOverVocabulary(nn.Module):
     Args:
         num_embeddings: Number of rows of the full table (tokens).
         embedding_dim: Size of each vector (elements).
-        mesh: Process groups of this rank.
         padding_idx: Token whose row gets no gradient, or None.
 
     Raises:
@@ -89,7 +88,6 @@ class LinearOverVocabulary(nn.Module):
     Args:
         in_features: Size of each input vector (elements).
         out_features: Size of each output vector (elements).
-        mesh: Process groups of this rank.
         bias: Whether to add a bias, which is sharded like the outputs.
 
     Communication: an all-gather over tp forward, an all-reduce backward.

@@ -39,9 +39,7 @@ def build_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
     A replicated model is rebuilt as well, because dropout must use the random streams of ``mesh``.
 
     Args:
-        name: Name of the model, for errors.
         source: GPT or Encoder that was built without a mesh.
-        mesh: Process groups of this rank.
 
     Raises:
         UnsupportedError: For a model that is already sharded, has modules that its config does not
@@ -73,7 +71,6 @@ def fill_model(target: nn.Module, source: Any, device: torch.device) -> None:
     Args:
         target: Layers to fill.
         source: Model with the values.
-        device: Device of the values.
     """
     for path, owner in target.named_modules():
         for key, parameter in owner._parameters.items():

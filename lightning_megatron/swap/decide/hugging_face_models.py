@@ -48,7 +48,6 @@ class OwnCodeModel:
     """Hugging Face model that is not replaced and keeps its own code.
 
     Args:
-        site: Model with its position.
         reason: Setting that the model's family does not support; empty if the model has no family
             or the plan excludes it.
         plan: Tensor-parallel plan that the model defines; None if no plan is needed.
@@ -99,7 +98,6 @@ def whole_models(
     copy in an ``AveragedModel`` gets weights of the model that is cut, so it does not count.
 
     Args:
-        sites: All modules, with their positions.
         plan: The user's pipeline_plan; a model that it names is not among the results.
         layout: Layout, without context parallelism if there are such models.
     """
@@ -144,7 +142,6 @@ def choose_models(
     Args:
         sites: Modules that can be swapped, with their positions.
         kinds: Kinds of the user's plan, by module name.
-        whole: Names of the models that every stage has.
         needs_tables: Whether every model of a known family must be replaced. An unsupported setting
             then raises an error when the replacement is built.
         tp: Tensor-parallel size for the plans of models that keep their own code; None means that
@@ -230,13 +227,10 @@ def find_stages(
     """Return the stages of a model that keeps its own code; None for a single stage.
 
     Args:
-        root: Root module.
         sites: All modules in it, with their positions.
         kinds: Kinds of the tensor-parallel cuts, by module name.
         plan: The user's pipeline_plan; None means the stages that a Hugging Face model defines.
-        mesh: Process groups of this rank.
         replaced: Names of the models that are replaced, which have stages of their own.
-        whole: Names of the models that every stage has.
 
     Raises:
         ParallelPlanError: If the plan does not fit the module, or has too few blocks for the

@@ -85,7 +85,6 @@ class ModuleSite:
         name: Dotted name from the root.
         parent: Module that contains this one.
         key: Name in the parent.
-        module: The module.
         closed_by: Name of the surrounding block whose children cannot be swapped separately; None
             if there is none.
         rules: Rules that can swap the module, by kind.
@@ -246,9 +245,6 @@ def originals_of_averages(sites: Sequence[ModuleSite]) -> dict[str, list[str]]:
     They have the class and the values of its copy. Several modules have them if they were
     initialised alike, as norms are.
 
-    Args:
-        sites: All modules, with their positions.
-
     Returns:
         Names of the originals by the name of the copy, without copies that have no original.
     """
@@ -271,7 +267,6 @@ def kinds_of_averages(sites: Sequence[ModuleSite], kinds: Mapping[str, str]) -> 
     """Return the kinds of copies that the plan does not name: those of their originals.
 
     Args:
-        sites: All modules, with their positions.
         kinds: Kinds by module name.
     """
     return {

@@ -252,7 +252,6 @@ def suggest_tensor_plan(root: nn.Module, tp: int) -> dict[str, str]:
     do not, the first step raises an error. Without such layers, single layers gather their outputs.
 
     Args:
-        root: Root module.
         tp: Tensor-parallel size, which must divide the sharded features (ranks).
     """
     pairs: dict[str, str] = {}

@@ -111,12 +111,7 @@ class BlockReplacement:
 
 @dataclass(frozen=True)
 class WholeModelReplacement:
-    """Decision to replace a GPT or an Encoder that was built in full, by this rank's part.
-
-    Args:
-        site: Model with its position.
-        mesh: Process groups of this rank.
-    """
+    """Decision to replace a GPT or an Encoder that was built in full, by this rank's part."""
 
     site: ModuleSite
     mesh: ParallelMesh
@@ -138,9 +133,6 @@ class FamilyReplacement:
     """Decision to replace the computation of a Hugging Face model of a known family.
 
     Args:
-        site: Model with its position.
-        family: Family of the model.
-        mesh: Process groups of this rank.
         shows_progress: Whether rank 0 may show a progress bar while it reads a folder.
     """
 
@@ -173,11 +165,8 @@ def choose_blocks(
     Args:
         sites: Modules that can be swapped, with their positions.
         kinds: Kinds of all plans, by module name.
-        stage_modules: Names of the modules of this rank's stage.
-        mesh: Process groups of this rank.
         has_stages: Whether the modules are assigned to pipeline stages.
         deferred: Names of models without values, which are read before blocks are filled.
-        whole: Names of the models that every stage has.
 
     Raises:
         UnsupportedError: If the layout does not fit a block.

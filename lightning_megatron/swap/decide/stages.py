@@ -63,8 +63,6 @@ class Stages:
     """Parts of a model that this rank keeps.
 
     Args:
-        blocks: List of blocks.
-        partition: Number of blocks of each virtual stage.
         ends: Modules outside the list that have parameters.
         outer_owners: Parameters that the modules around the list own directly: owner, name in the
             owner and full name. They belong to the first stage.
@@ -72,7 +70,6 @@ class Stages:
             last stage.
         twins: Copies of the blocks without values, made before layers are sharded over tp.
         end_twins: Copies of the modules outside the list, made in the same way.
-        mesh: Process groups of this rank.
         prepare: Function that prepares the calls of a Hugging Face model around the blocks; None
             if there is no such model.
     """
@@ -171,12 +168,9 @@ def plan_stages(
     frozen models beside the list are on all stages.
 
     Args:
-        root: Root module.
         sites: All modules in it, with their positions.
         plan: ``blocks``, ``first`` or ``last`` by name pattern; exactly one module is ``blocks``.
         kinds: Kinds of the tensor-parallel cuts, by module name.
-        mesh: Process groups of this rank.
-        whole: Names of the models that every stage has.
 
     Raises:
         ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
@@ -218,7 +212,6 @@ def suggest_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | No
     step raises an error.
 
     Args:
-        root: Root module.
         layout: Layout that determines the required number of blocks.
     """
     sizes: dict[str, int] = {}
@@ -374,7 +367,6 @@ class _Owners:
     """Lookup of the stage that owns a parameter.
 
     Args:
-        blocks: Name of the list of blocks.
         layers: Blocks of every chunk of every stage.
         ends: Modules outside the list that have parameters.
         enclosing: Identities of the modules around the list, whose own parameters belong to the

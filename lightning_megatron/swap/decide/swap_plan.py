@@ -59,13 +59,10 @@ class SwapPlan:
     """Decisions for a module, which is unchanged.
 
     Args:
-        root: Root module.
-        mesh: Process groups of this rank.
         sites: All modules inside the root, with their positions.
         replacements: Modules of this rank that are replaced, in the order of definition.
         own_code: Hugging Face models that keep their own code, nested ones included.
         stages: Parts of the module that this rank keeps; None for a single stage.
-        stage_modules: Names of the modules of this rank's stage.
         partial: Names of modules on this rank whose gradients are parts of sums.
         built_here: Names of models that were built on ``mesh``, whose ranks have different layers.
     """
@@ -86,7 +83,6 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
 
     Args:
         module: Root module.
-        mesh: Process groups of this rank.
         options: Plans and settings.
 
     Raises:

@@ -29,8 +29,6 @@ class ClassTensors:
 
     Args:
         prefix: Prefix of the names of the model's tensors.
-        family: Family of the model.
-        config: Configuration of the model.
         adapter: Adapter of the model, if it has one.
         order: Names of the class's parameters in its order, without the prefix; empty if unknown.
     """
@@ -168,7 +166,6 @@ def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
     """Return the name that a parameter had before the models of the module were replaced.
 
     Args:
-        models: Conversions of the module's replaced models.
         name: Name of the parameter; names outside the models do not change.
     """
     model = owner_of(models, name)
@@ -181,7 +178,6 @@ def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list
     Names outside the replaced models keep their positions.
 
     Args:
-        models: Conversions of the module's replaced models.
         names: Names of the module's tensors.
     """
     ordered = list(names)
@@ -199,7 +195,6 @@ def class_states(
     """Return optimizer state for the parameters of the models' classes.
 
     Args:
-        models: Conversions of the module's replaced models.
         key: Key of the optimizer state, such as ``exp_avg``.
         states: Full tensors, or plain values, by parameter.
 
@@ -222,7 +217,6 @@ def state_from_class(
 
     Args:
         model: Conversion of the model; None for parameters outside all models.
-        name: Name of the parameter.
         key: Key of the optimizer state, such as ``exp_avg``.
         value: State of the class's parameter: a full tensor or a plain value.
         shape: Shape of the class's parameter (elements).

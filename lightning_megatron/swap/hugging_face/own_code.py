@@ -64,7 +64,6 @@ def checkpoint_record(
 
     Args:
         name: Name of the model in the module.
-        model: Model.
         order: Names of all tensors of the module in one process.
         aliases: Further names of tensors, with the first name of the same tensor.
     """
@@ -81,7 +80,6 @@ def names_in_files(model: Any, of_tensor: Mapping[str, Any]) -> list[str]:
     """Return Hugging Face's file names of tensors that have several names.
 
     Args:
-        model: Model.
         of_tensor: Identity (``id``) of each name's tensor.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())

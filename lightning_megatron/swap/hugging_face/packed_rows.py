@@ -127,7 +127,6 @@ def cut_by_positions(
     them only in a call that fills no cache.
 
     Args:
-        config: Configuration of the model.
         use_cache: Argument of the call; None means the setting of the configuration.
         recomputes: Whether this call checkpoints blocks, which excludes a cache.
     """

@@ -47,9 +47,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
     """Return the adapter of a Hugging Face model; None if it has none.
 
     Args:
-        name: Name of the model, for errors.
         source: Model.
-        family: Family of the model.
 
     Raises:
         UnsupportedError: If the adapter has other updates than low-rank ones of linear layers.
@@ -126,10 +124,8 @@ def updates_of(
     """List the updates of this rank's layers by a model's adapter; do not change the model.
 
     Args:
-        name: Name of the model, for errors.
         model: This rank's part of the replacement.
         source: Model.
-        family: Family of the model.
         adapter: Adapter of the model.
 
     Raises:

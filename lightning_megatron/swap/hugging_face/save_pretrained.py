@@ -169,8 +169,6 @@ def write_together(
     """Gather full tensors from all ranks and write them on rank 0.
 
     Args:
-        tensors: Tensors on this rank, by name.
-        mesh: Process groups of this rank.
         write: Function that writes the full tensors of an iterator of names and tensors. Its second
             argument has all shapes (elements).
 

@@ -36,7 +36,6 @@ class _Named:
     Args:
         owner: Name of the layer in this package's model.
         path: Name of the parameter in the tree.
-        parameter: Parameter.
     """
 
     owner: str
@@ -62,7 +61,6 @@ def install_layers(
         name: Name of the model in the trained module.
         source: Hugging Face model, changed in place.
         model: Layers that compute, with their values.
-        family: Family of the model.
         adapter: Adapter of peft in the model; None if it has none.
         kind: Mixin whose forward pass the model gets.
     """

@@ -110,7 +110,6 @@ class Origin:
     """Source of the weights of a model that was built without them.
 
     Args:
-        family: Family of the model.
         config: Configuration with which the model was built.
         folder: Folder of the weights; None means random initial values.
         parts: Description of each module that the class built, by name.
@@ -125,11 +124,7 @@ class Origin:
     layers: Callable[[], GPT | Encoder] = field(repr=False)
 
     def value_of(self, name: str) -> Tensor:
-        """Return the initial value of a tensor of the class.
-
-        Args:
-            name: Name of the tensor in the class.
-        """
+        """Return the initial value of a tensor of the class."""
         if self.reader is not None:
             stored = _assembled(name, self.reader, self.family)
             if stored is not None:
@@ -137,11 +132,7 @@ class Origin:
         return self._drawn(name)
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has a tensor of the class; False without a folder.
-
-        Args:
-            name: Name of the tensor in the class.
-        """
+        """Return whether the folder has a tensor of the class; False without a folder."""
         return self.reader is not None and bool(_names_in(name, self.reader, self.family))
 
     @cached_property

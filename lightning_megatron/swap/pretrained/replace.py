@@ -85,10 +85,7 @@ def build_swapped_model(
     initial values, which do not depend on the layout.
 
     Args:
-        name: Name of the model, for errors.
         source: Hugging Face model.
-        family: Family of the model.
-        mesh: Process groups of this rank.
         shows_progress: Whether rank 0 may show a progress bar while it reads a folder.
 
     Raises:

@@ -44,7 +44,6 @@ class ModuleDescription:
     """Class, settings and computed tables of a module.
 
     Args:
-        kind: Class of the module.
         settings: Attributes that are numbers, booleans or strings, by name.
         tables: Non-persistent buffers, such as the frequencies of rotary embeddings, by name.
     """
@@ -83,9 +82,6 @@ def built_settings(model: Any) -> dict[str, Any]:
 
     Many scripts set a padding token in the configuration after the model was built. The padding
     token of the embedding then stays the former one.
-
-    Args:
-        model: Model.
     """
     settings: dict[str, Any] = model.config.to_dict()
     embedding = model.get_input_embeddings()
@@ -99,8 +95,6 @@ def check_settings(
     """Refuse a configuration that was changed after the model was built.
 
     Args:
-        name: Name of the model, for errors.
-        family: Family of the model.
         built: Configuration with which the class built the model.
         current: Current configuration.
 
@@ -129,8 +123,6 @@ def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
     """Refuse an output head whose tie to the embedding contradicts the configuration.
 
     Args:
-        name: Name of the model, for errors.
-        model: Model.
         is_tied: Whether head and embedding share one weight in the replacement.
 
     Raises:
@@ -153,8 +145,6 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, ModuleDescr
     """Refuse a model with changed modules or settings, which the replacement would ignore.
 
     Args:
-        name: Name of the model, for errors.
-        model: Model.
         parts: Description of the modules that the class builds.
 
     Raises:

@@ -37,7 +37,6 @@ def build_layers(
 
     Args:
         config: Configuration of the Hugging Face model.
-        family: Family of the model.
         dtype: Dtype of the weights.
         mesh: Process groups of this rank; None means a single process.
         has_pooler: Whether the encoder has a pooler, if its class makes one optional. The

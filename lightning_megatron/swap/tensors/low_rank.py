@@ -45,19 +45,11 @@ class Adapter:
     saved: tuple[str, ...] = ()
 
     def maps(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
-        """List the sources of the factors.
-
-        Args:
-            table: Sources of the model's full tensors.
-        """
+        """List the sources of the factors."""
         return tuple(low_rank_maps(table, self.ranks))
 
     def factors(self, table: Iterable[TensorMap]) -> tuple[TensorMap, ...]:
-        """List the sources of the factors, without their layers.
-
-        Args:
-            table: Sources of the model's full tensors.
-        """
+        """List the sources of the factors, without their layers."""
         return tuple(factor for update in self.maps(table) for factor in (update.a, update.b))
 
     def class_maps(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
@@ -147,7 +139,6 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
     """List the factors of adapted layers, according to the table of their family.
 
     Args:
-        table: Sources of the model's full tensors.
         ranks: Rank of the update of each adapted layer, by its name.
 
     Raises:
@@ -206,7 +197,6 @@ def full_factors(
     Args:
         tensors: State dict of the wrapped model.
         adapter: Expected adapter.
-        table: Sources of the model's full tensors.
 
     Raises:
         CheckpointMismatchError: If the factors do not match the adapter.

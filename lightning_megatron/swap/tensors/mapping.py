@@ -67,7 +67,6 @@ class Source:
     tensor: equal strips at equal distances. The default is all rows of the tensor.
 
     Args:
-        name: Name of the Hugging Face tensor.
         num_rows: Number of rows (elements).
         is_transposed: Whether rows of the source are columns of the Hugging Face tensor.
         first: Index of the first row in the Hugging Face tensor.
@@ -102,7 +101,6 @@ class Read:
     """Part of a Hugging Face tensor and its destination.
 
     Args:
-        name: Name of the Hugging Face tensor.
         slices: Slices of the part.
         is_transposed: Whether the part must be transposed.
         start: First row of the part in the filled box (elements).
@@ -197,7 +195,6 @@ class TensorMap:
 
         Args:
             reader: Hugging Face tensors.
-            dtype: Dtype of the result.
         """
         full = torch.empty(self.shape, dtype=dtype)
         self.fill(full, [0] * len(self.shape), self.shape, reader)

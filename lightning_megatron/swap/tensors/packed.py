@@ -161,8 +161,6 @@ def packed_rows(
     Args:
         name: Name of the tensor in the class or in its files.
         key: Name of the tensor in the reader.
-        reader: Reader of the tensors.
-        rules: Rules of the packed tensors of the class.
 
     Raises:
         CheckpointMismatchError: If the tensor cannot be cut into its parts.
@@ -202,7 +200,6 @@ def pack_for_files(
     Args:
         tensors: Names and values by the names of a table, one after the other.
         names: All names of the table.
-        rules: Rules of the packed tensors of the class.
     """
     rules = tuple(rule for rule in rules if rule.is_in_files)
     hits = (_find_packed(name, rules) for name in names)

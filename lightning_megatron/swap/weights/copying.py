@@ -29,7 +29,6 @@ class Copy:
     """Part of a Hugging Face tensor and its destination.
 
     Args:
-        name: Name of the Hugging Face tensor.
         slices: Slices of the part.
         target: Destination, in the orientation of the Hugging Face tensor.
     """

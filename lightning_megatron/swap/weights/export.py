@@ -44,8 +44,6 @@ def foreign_tensors(
     Args:
         full_tensors: Names and full values of this package's parameters, without padding, in any
             order. Tied heads and tensors that only training needs are skipped.
-        family: Family of the model.
-        config: Configuration of the model.
         table: Table of the full tensors; None means the table of this package's model.
 
     Raises:
@@ -123,7 +121,6 @@ def export_folder(
     Args:
         full_tensors: Names and full values of this package's parameters, without padding, in any
             order.
-        family: Family of the model.
         hf_config: Configuration, as from ``config.to_dict()`` or ``config.json``.
         folder: Folder to write, created if it does not exist.
         max_file_bytes: Maximum size of a file (bytes).
@@ -180,7 +177,6 @@ def export_as_it_is(
         shapes: Shapes of the tensors, by name (elements).
         form: Format of the files; None writes the tensors as they are.
         hf_config: Configuration, as from ``config.to_dict()`` or ``config.json``.
-        architecture: Name of the class.
         folder: Folder to write, created if it does not exist.
         max_file_bytes: Size limit of a file (bytes).
         dtype: Dtype of the floating-point weights; None keeps the given dtypes.
@@ -227,7 +223,6 @@ def export_adapter(
     Args:
         full_tensors: Names and full values of all trained tensors, by the names of the class's
             module tree.
-        family: Family of the model.
         hf_config: Configuration of the model.
         adapter: Description of the adapter.
         folder: Folder to write, created if it does not exist.

@@ -49,7 +49,6 @@ class FileFormat:
         """Return the format of the files of a Hugging Face class.
 
         Args:
-            architecture: Name of the class.
             config: Content of ``config.json``.
 
         Raises:
@@ -87,11 +86,7 @@ class FileFormat:
 
 
 def has_other_format(model: Any) -> bool:
-    """Return whether the files of a model may have other tensors than the model.
-
-    Args:
-        model: Model.
-    """
+    """Return whether the files of a model may have other tensors than the model."""
     of_its_files = getattr(model, "_weight_conversions", None)
     if of_its_files is not None:
         return bool(of_its_files)

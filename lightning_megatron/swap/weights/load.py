@@ -43,11 +43,8 @@ def load_from(
 
     Args:
         model: This rank's part of a model, whose configuration comes from the family.
-        tensors: Folder of safetensors files, or state dict.
-        family: Family of the model.
         seed: Seed of the initial values of a missing head, the same on all ranks; None makes a
             missing head an error.
-        shows_progress: Whether rank 0 may show a progress bar.
 
     Returns:
         Names of the tensors of heads that were missing, the same on every rank.
@@ -68,7 +65,6 @@ class WeightLoading:
     Args:
         model: This rank's part of the model.
         reader: Hugging Face tensors, by the names of the table.
-        family: Family of the model.
         table: Full tensors with their sources, by this package's names.
         missing: Names of the tensors of heads that are missing, the same on every rank.
     """
@@ -84,7 +80,6 @@ class WeightLoading:
 
         Args:
             seed: Seed of the initial values of a missing head, the same on all ranks.
-            shows_progress: Whether rank 0 may show a progress bar.
 
         Raises:
             CheckpointMismatchError: If a tied head differs from the embedding.
@@ -111,8 +106,6 @@ def plan_loading(
 
     Args:
         model: This rank's part of a model, whose configuration comes from the family.
-        tensors: Folder of safetensors files, or state dict.
-        family: Family of the model.
         may_lack: Whether tensors of heads may be missing.
 
     Raises:
@@ -140,8 +133,6 @@ def fill(
         model: This rank's part of a model.
         table: Full tensors with their sources, by this package's names.
         reader: Hugging Face tensors, by the names of the table.
-        family: Family of the model.
-        shows_progress: Whether rank 0 may show a progress bar.
 
     Raises:
         CheckpointMismatchError: If a tied head differs from the embedding.
@@ -178,9 +169,6 @@ def full_tensors(
     """Yield the full tensors of a model, by name, one after the other.
 
     Args:
-        tensors: Folder of safetensors files, or state dict.
-        family: Family of the model.
-        config: Configuration of the model.
         dtype: Dtype of the result, except for tensors with a fixed dtype.
         table: Table of the full tensors; None means the table of this package's model.
 
@@ -234,10 +222,6 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
     Earlier names are replaced by the current ones, names of a model without a head get the prefix
     of a model with one, and packed tensors are split.
 
-    Args:
-        tensors: Folder of safetensors files, or state dict.
-        family: Family of the model.
-
     Raises:
         CheckpointMismatchError: If two tensors have the same name in the table.
     """
@@ -273,7 +257,6 @@ def check_tensors(
     Args:
         reader: Reader of the tensors by the table's names.
         table: Table of the expected tensors.
-        family: Family of the model.
         is_tied: Whether the output head is tied to the embedding; the files may still contain it.
         may_lack: Whether tensors of heads may be missing.
 

@@ -156,10 +156,6 @@ class SafetensorsFolder:
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
         """Map a part of a tensor into memory, on the CPU; by default all of it.
 
-        Args:
-            name: Name of the tensor.
-            slices: One slice for each dimension, with start and stop.
-
         Raises:
             CheckpointMismatchError: If there is no such tensor.
         """

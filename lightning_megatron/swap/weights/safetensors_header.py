@@ -44,7 +44,6 @@ class StoredTensor:
     """Location of a tensor's elements in a file.
 
     Args:
-        path: Path of the file.
         dtype: Dtype of the elements.
         shape: Shape of the tensor (elements).
         start: Offset of the first element in the file (bytes).
@@ -62,7 +61,6 @@ class StoredTensor:
         the file.
 
         Args:
-            slices: One slice for each dimension, with start and stop.
             descriptor_of: Function that opens a file for reading and returns its descriptor.
         """
         descriptor = descriptor_of(self.path)

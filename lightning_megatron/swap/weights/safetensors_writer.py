@@ -40,7 +40,6 @@ def write_file(
 
     Args:
         folder: Folder of the file.
-        tensors: Names and values.
         shapes: Shapes of the tensors, by name (elements).
         name: Name of the file.
     """
@@ -54,7 +53,6 @@ class TensorWriter:
     """Writer of tensors into files of limited size, which does not buffer files in memory.
 
     Args:
-        folder: Folder of the files.
         max_file_bytes: Size limit of a file (bytes).
         shapes: Shapes of the tensors, by name (elements).
         max_header_bytes: Maximum space that is reserved for a file's header (bytes).
@@ -90,7 +88,6 @@ class TensorWriter:
         """Write tensors one after the other; delete the files if an error occurs.
 
         Args:
-            tensors: Names and values.
             dtype: Dtype of the floating-point tensors; None keeps the dtype of each tensor.
             kept: Fixed dtypes of single tensors, by name.
         """

@@ -72,7 +72,6 @@ class FourBitExperts:
         """Return a part of the weights.
 
         Args:
-            slices: One slice for each dimension, with start and stop.
             descriptor_of: Function that opens a file.
         """
         experts, inputs, outputs = slices
@@ -114,7 +113,6 @@ class ScaledSquares:
         """Return a part of the weight.
 
         Args:
-            slices: One slice for each dimension, with start and stop.
             descriptor_of: Function that opens a file.
         """
         whole = tuple(slice(0, size) for size in self.scales.shape)
