@@ -102,7 +102,7 @@ LIGHTNING_FILES = set(
 TRITON_ROOM = "kernels/triton"
 # Optional packages: the only imports allowed inside a function.
 EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transformer_engine", "triton"}
-MIN_FILE_LINES = 80
+MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 # Files with fewer lines: several rooms or subcommands read them, the command line finds a subcommand
