@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.layouts import Layout, layout_of
 from benchmarks.recipe_runs import (
+    Layout,
     add_run_arguments,
     check_same,
     figures_of,
+    layout_of,
     options_of_layout,
     options_to_measure,
     run_recipe,

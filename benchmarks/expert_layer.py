@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.device_time import device_time
-from benchmarks.expert_kernels import DTYPE
 from benchmarks.step_profile import Kernel
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -34,6 +33,7 @@ from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set
 from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 
+DTYPE = torch.bfloat16
 # Sizes of Qwen3-30B-A3B.
 HIDDEN_SIZE = 2048
 TOP_K = 8

@@ -24,11 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layouts import Layout, layout_of
+from benchmarks.measure import FLOP_RULE
 from benchmarks.recipe_runs import (
+    Layout,
     add_run_arguments,
     check_same,
     figures_of,
+    layout_of,
     options_of_layout,
     options_to_measure,
     run_recipe,
@@ -186,7 +188,7 @@ def main() -> None:
         export(args, args.layouts[-1].name)
         return
     lines = [*TABLE, *(row(name, figures) for name, figures in figures_by_layout.items())]
-    print("\n".join(lines), flush=True)
+    print("\n".join([*lines, "", FLOP_RULE]), flush=True)
     if args.table:
         Path(args.table).write_text("\n".join(lines) + "\n")
     check_same(figures_by_layout, args.tolerance)

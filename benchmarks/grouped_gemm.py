@@ -16,18 +16,18 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from math import prod
+from itertools import pairwise
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.device_time import burst
-from benchmarks.grouped_problem import PASSES, Problem, draw, group_sizes, relative_error
 from lightning_megatron.experts.compute.backends import BACKENDS
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot
@@ -47,6 +47,98 @@ OURS = "ours"
 TORCH = "grouped_mm"
 LOOP = "loop"
 ENGINE = "TE"
+PASSES = {
+    Pass.FORWARD: "forward",
+    Pass.DATA_GRAD: "input grad",
+    Pass.WEIGHT_GRAD_BF16: "weight grad",
+    Pass.WEIGHT_GRAD_ADD: "weight grad +=",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operands of all passes of one shape.
+
+    Args:
+        rows: Input ``(R, K)``.
+        grad: Gradient of the output ``(R, N)``.
+        weights: Weights ``(E, N, K)``.
+        sums: Float32 gradients of the weights ``(E, N, K)``.
+        sizes: Number of rows in each group.
+    """
+
+    rows: Tensor
+    grad: Tensor
+    weights: Tensor
+    sums: Tensor
+    sizes: Sequence[int]
+    ends: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        ends = torch.tensor(self.sizes).cumsum(0).int().to(self.rows.device)
+        object.__setattr__(self, "ends", ends)
+
+    @property
+    def groups(self) -> list[slice]:
+        """Rows of each group."""
+        bounds = [0, *torch.tensor(self.sizes).cumsum(0).tolist()]
+        return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one pass."""
+        return 2 * self.rows.shape[0] * self.weights.shape[1] * self.weights.shape[2]
+
+
+def draw(num_groups: int, k: int, n: int, sizes: Sequence[int], device: str = "cuda") -> Problem:
+    """Return random operands of a shape."""
+    num_rows = sum(sizes)
+    rows, grad, weights = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16)
+        for shape in ((num_rows, k), (num_rows, n), (num_groups, n, k))
+    )
+    return Problem(
+        rows, grad, weights.mul_(0.02), torch.zeros(num_groups, n, k, device=device), sizes
+    )
+
+
+def group_sizes(
+    num_rows: int, num_groups: int, skewed: bool, generator: torch.Generator
+) -> list[int]:
+    """Return equal group sizes, or skewed ones like those of an unbalanced router.
+
+    Skewed sizes are proportional to the squares of uniform random numbers.
+    """
+    if not skewed:
+        return [num_rows // num_groups] * num_groups
+    shares = torch.rand(num_groups, generator=generator).square() + 0.02
+    sizes = (shares / shares.sum() * num_rows).long().tolist()
+    sizes[0] += num_rows - sum(sizes)
+    return sizes
+
+
+def relative_error(problem: Problem, which: Pass, call: Callable[[], Tensor]) -> float:
+    """Return the distance from the float64 result, relative to its norm."""
+    problem.sums.fill_(1.0)
+    result = call()
+    distance = size = 0.0
+    for number, group in enumerate(problem.groups):
+        rows, grad, weight = (
+            tensor.double()
+            for tensor in (problem.rows[group], problem.grad[group], problem.weights[number])
+        )
+        if which is Pass.FORWARD:
+            expected = rows @ weight.t()
+            actual = result[group]
+        elif which is Pass.DATA_GRAD:
+            expected = grad @ weight
+            actual = result[group]
+        else:
+            expected = grad.t() @ rows + (1.0 if which is Pass.WEIGHT_GRAD_ADD else 0.0)
+            actual = result[number]
+        distance += float((actual.double() - expected).square().sum())
+        size += float(expected.square().sum())
+    return (distance / size) ** 0.5
 
 
 def calls(problem: Problem, which: Pass, ours: str = "bundled") -> dict[str, Callable[[], Tensor]]:
@@ -146,7 +238,7 @@ def _engine_calls(problem: Problem) -> dict[str, Callable[[], Tensor]]:
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the table.
+    """Measurements of one pass of a shape.
 
     Args:
         shape: Name of the shape.
@@ -155,7 +247,6 @@ class Row:
         rates: TFLOP/s of each variant.
         variant: Selected kernel variant.
         errors: Relative errors of our product and torch's.
-        spread: Relative difference of torch's median between the two halves of its calls.
     """
 
     shape: str
@@ -164,12 +255,19 @@ class Row:
     rates: Mapping[str, float]
     variant: str
     errors: tuple[float, float]
-    spread: float
 
     @property
     def ratio(self) -> float:
         """Rate of our product relative to torch's grouped product."""
         return self.rates[OURS] / self.rates[TORCH]
+
+    def line(self, columns: Sequence[str]) -> str:
+        """Return the row of the table."""
+        rates = [f"{self.rates[name]:.0f}" if name in self.rates else "" for name in columns]
+        groups = "skewed" if self.skewed else "equal"
+        errors = ", ".join(f"{error:.1e}" for error in self.errors)
+        cells = [f"{self.shape} {SHAPES[self.shape]}", groups, PASSES[self.which], *rates]
+        return f"| {' | '.join(cells)} | {self.ratio:.2f} | {self.variant} | {errors} |"
 
 
 def measure(shape: str, skewed: bool, rounds: int, generator: torch.Generator) -> list[Row]:
@@ -186,117 +284,57 @@ def measure(shape: str, skewed: bool, rounds: int, generator: torch.Generator) -
             name: problem.flops / statistics.median(milliseconds) / 1e9
             for name, milliseconds in times.items()
         }
-        halves = [statistics.median(times[TORCH][half::2]) for half in range(2)]
-        variant = choose_variant(which, num_rows, num_groups, n, k).variant.removeprefix(
-            f"{which}_"
-        )
-        rows.append(
-            Row(
-                shape, skewed, which, rates, variant, (ours, theirs), abs(halves[0] / halves[1] - 1)
-            )
-        )
+        chosen = choose_variant(which, num_rows, num_groups, n, k).variant
+        name = chosen.removeprefix(f"{which}_")
+        rows.append(Row(shape, skewed, which, rates, name, (ours, theirs)))
         del variants
     return rows
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Return the table and the geometric means."""
+def table(rows: Sequence[Row]) -> list[str]:
+    """Return the lines of the table and of the geometric means."""
     measured = {name for row in rows for name in row.rates}
     columns = [name for name in (OURS, TORCH, LOOP, ENGINE) if name in measured]
-    titles = [
-        "shape (groups, k, n, rows)",
-        "groups",
-        "pass",
-        *columns,
-        "ours / grouped_mm",
-        "variant",
-        "error ours, grouped_mm",
-    ]
+    titles = ["shape (groups, k, n, rows)", "groups", "pass", *columns, "ours / grouped_mm"]
+    titles += ["variant", "error ours, grouped_mm"]
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    for row in rows:
-        rates = " | ".join(
-            f"{row.rates[name]:.0f}" if name in row.rates else "" for name in columns
-        )
-        shape = f"{row.shape} {SHAPES[row.shape]}"
-        lines.append(
-            f"| {shape} | {'skewed' if row.skewed else 'equal'} | {PASSES[row.which]} | {rates} "
-            f"| {row.ratio:.2f} "
-            f"| {row.variant} | {row.errors[0]:.1e}, {row.errors[1]:.1e} |"
-        )
-    return "\n".join([*lines, "", *means(rows)])
-
-
-def means(rows: Sequence[Row]) -> list[str]:
-    """Return the geometric means of the ratios by pass, for equal, skewed and all groups."""
-    lines = ["| ours / grouped_mm, geometric mean | equal | skewed | both |", "|---|---|---|---|"]
-    parts = {name: {which} for which, name in PASSES.items()} | {
-        "forward and input grad": {Pass.FORWARD, Pass.DATA_GRAD}
-    }
-    for name, passes in parts.items():
-        cells = []
-        for skews in ({False}, {True}, {False, True}):
-            ratios = [row.ratio for row in rows if row.which in passes and row.skewed in skews]
-            cells.append(f"{prod(ratios) ** (1 / len(ratios)):.2f}" if ratios else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    spread = max(row.spread for row in rows)
-    return [
-        *lines,
-        "",
-        f"grouped_mm's own figures differ by at most {spread:.1%} between the halves of its calls.",
-    ]
-
-
-def read_options(description: str, shapes: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; exit with the reason if the bundled kernels cannot run.
-
-    Args:
-        description: Description of the benchmark.
-        shapes: Names of its shapes.
-    """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="also write the table to this file")
-    parser.add_argument(
-        "--rounds", type=int, default=10, metavar="N", help="calls of each variant (default: 10)"
-    )
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        choices=shapes,
-        default=list(shapes),
-        help="measure only these shapes",
-    )
-    options = parser.parse_args()
-    choice = choose_backend(torch.device("cuda", 0), torch.bfloat16, 8, 64, 64)
-    if choice.backend != "bundled":
-        parser.error(f"the bundled kernels cannot be used: {choice.reason}")
-    return options
-
-
-def publish(table: str, unit: str, out: Path | None) -> None:
-    """Print a table with the name of the GPU, and write it to ``out`` unless that is None."""
-    text = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {unit}\n\n{table}"
-    print(text)
-    if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
+    lines += [row.line(columns) for row in rows]
+    lines += ["", "| ours / grouped_mm, geometric mean | equal | skewed |", "|---|---|---|"]
+    for which, name in PASSES.items():
+        ratios: dict[bool, list[float]] = {False: [], True: []}
+        for row in rows:
+            if row.which is which:
+                ratios[row.skewed].append(row.ratio)
+        means = [f"{geometric_mean(values):.2f}" for values in ratios.values()]
+        lines.append(f"| {name} | {' | '.join(means)} |")
+    return lines
 
 
 def main() -> None:
     """Measure all shapes and print the table."""
-    options = read_options(__doc__, list(SHAPES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    parser.add_argument("--rounds", type=int, default=10, help="calls of each variant")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    options = parser.parse_args()
+    choice = choose_backend(torch.device("cuda", 0), torch.bfloat16, 8, 64, 64)
+    if choice.backend != "bundled":
+        parser.error(f"the bundled kernels cannot be used: {choice.reason}")
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     rows: list[Row] = []
     for shape in options.shapes:
         for skewed in (False, True):
             rows += measure(shape, skewed, options.rounds, generator)
-            print(
-                *table(rows[-len(PASSES) :]).splitlines()[2 : 2 + len(PASSES)], sep="\n", flush=True
-            )
+            print(f"measured {shape}, {'skewed' if skewed else 'equal'} groups", flush=True)
             torch.cuda.empty_cache()
-    print()
-    publish(table(rows), "TFLOP/s", options.out)
+    head = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, TFLOP/s (2 rows n k)"
+    text = "\n".join([head, "", *table(rows)])
+    print(text)
+    if options.out is not None:
+        options.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

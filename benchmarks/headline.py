@@ -16,10 +16,9 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.data_parallel import TABLE, run_ours, run_peer
-from benchmarks.shapes import LAYOUTS, SHAPES
-from benchmarks.train_shapes import parser
-from lightning_megatron.models.config import GPTConfig
+from benchmarks.launch import ROW_RULE, add_peer, cells, heading, run_ours, run_peer
+from benchmarks.measure import FLOP_RULE
+from benchmarks.shapes import LAYOUTS, changed
 from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.kept_activations import fused_activations
 from lightning_megatron.plan.layout import ParallelLayout
@@ -47,9 +46,7 @@ def strategy_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def estimate(args: argparse.Namespace) -> StageMemory:
     """Estimate the memory of a GPU."""
-    config = SHAPES[SHAPE]
-    if args.layers:
-        config = GPTConfig(**{**vars(config), "num_layers": args.layers})
+    config = changed(SHAPE, layers=args.layers)
     shape = config.memory_shape()
     options = strategy_options(args)
     training = TrainingShape(
@@ -77,21 +74,19 @@ def estimate_line(memory: StageMemory) -> str:
 
 def case(routing: str, args: argparse.Namespace) -> list[str]:
     """Run a routing with the peer and with this package, and return the rows of the table."""
-    out = Path(args.out) / f"{routing.replace(':', '_')}.json"
+    layout = LAYOUTS[f"ep{args.devices}"]
     line = ["--model", SHAPE, "--layout", f"ep{args.devices}", "--batch", str(BATCH)]
-    line += ["--steps", str(args.steps), "--out", str(out), "--in-a-row"]
+    line += ["--steps", str(args.steps), "--in-a-row", "--accelerator", args.accelerator]
     line += ["--layers", str(args.layers)] if args.layers else []
-    line += ["--accelerator", args.accelerator]
     line += ["--forced-balance"] if routing == "balanced" else ["--routing", routing]
     line += ["--options", json.dumps(strategy_options(args))]
-    run_args = argparse.Namespace(**vars(parser().parse_args(line)))
-    run_args.peer = args.peer
-    run_args.peer_path = args.peer_path
-    run_args.timeout = args.timeout
-    run_args.connections = 0
-    rows = run_peer(run_args) if args.peer and routing == "balanced" else []
-    rows += run_ours(run_args, line)
-    return [row.replace(f"| {SHAPE} |", f"| {SHAPE}, {routing} |") for row in rows]
+    rows = []
+    if args.peer and routing == "balanced":
+        figures = run_peer(args, layout, ["--mbs", str(BATCH)])
+        rows.append(f"| peer | {routing} | {cells(figures)} |")
+    out = Path(args.out) / f"{routing.replace(':', '_')}.json"
+    figures = run_ours(line, out, layout.devices, args.timeout)
+    return [*rows, f"| ours, all steps in a row | {routing} | {cells(figures)} |"]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -122,17 +117,12 @@ def main(arguments: list[str] | None = None) -> None:
     command_line.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     command_line.add_argument("--estimate-only", action="store_true", help="train nothing")
     command_line.add_argument("--steps", type=int, default=8, help="measured steps")
-    command_line.add_argument("--peer", default="", help="program to compare with")
-    command_line.add_argument(
-        "--peer-path", default="", help="folders that only the peer imports from"
-    )
     command_line.add_argument(
         "--options", default="{}", help="further arguments of the strategy, as JSON"
     )
-    command_line.add_argument(
-        "--timeout", type=float, default=500.0, help="seconds for each program"
-    )
+    add_peer(command_line)
     command_line.add_argument("--out", default="runs/headline", help="folder of the figures")
+    command_line.set_defaults(timeout=500.0, model=SHAPE, warmup=4, forced_balance=True)
     args = command_line.parse_args(arguments)
     memory = estimate(args)
     print(estimate_line(memory), flush=True)
@@ -143,7 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
     Path(args.out).mkdir(parents=True, exist_ok=True)
     rows = [row for routing in args.routing for row in case(routing, args)]
     goal = f"goal: {LEAST_TOKENS:,} tokens/s/GPU within {MOST_GIB:.0f} GiB"
-    text = "\n".join([*TABLE, *rows, "", estimate_line(memory), goal])
+    lines = [*heading("program", "routing"), *rows, "", ROW_RULE, FLOP_RULE]
+    text = "\n".join([*lines, estimate_line(memory), goal])
     print(text, flush=True)
     (Path(args.out) / "table.md").write_text(text + "\n")
 

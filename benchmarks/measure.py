@@ -11,10 +11,23 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from benchmarks.step_trace import strategy_of
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.model_flops import flops_per_token as flops_per_token
 from lightning_megatron.strategy.callbacks.progress import count_replicas, count_tokens
+
+#: What the programs print next to TFLOP/s.
+FLOP_RULE = (
+    "TFLOP/s/GPU by the causal-half rule: per token 3 x (layers x (projections + attention + MLP "
+    "or selected experts + router) + logits). A matrix product counts 2 x its elements, attention "
+    "half of the sequence; embeddings, norms and recomputation count nothing."
+)
+
+
+def strategy_of(trainer: Trainer) -> MegatronStrategy:
+    """Return the strategy of a trainer, which has the mesh."""
+    assert isinstance(trainer.strategy, MegatronStrategy), "benchmarks train by this package"
+    return trainer.strategy
 
 
 def mark_on_device() -> torch.cuda.Event:

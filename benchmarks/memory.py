@@ -22,9 +22,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from benchmarks.shapes import SHAPES, Tokens, Trained
+from benchmarks.shapes import Tokens, Trained, changed
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.strategy.callbacks.memory_report import MemoryReport, as_figures
 
 
@@ -88,9 +87,7 @@ CASES: dict[str, Case] = {
 
 def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
     """Train one case; return the memory of every stage on rank 0, empty on other ranks."""
-    config = SHAPES[case.model]
-    if case.layers:
-        config = GPTConfig(**{**vars(config), "num_layers": case.layers})
+    config = changed(case.model, layers=case.layers)
     report = MemoryReport(after_steps=steps)
     trainer = Trainer(
         accelerator=accelerator,

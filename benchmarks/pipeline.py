@@ -5,9 +5,8 @@
 
 ``name:chunks`` names a schedule and its chunks per stage. Each row trains the same model on the
 same tokens, in microbatches of one sequence. ``benchmarks/train_shapes.py`` defines training and
-timing. The peer is a program as in ``benchmarks/data_parallel.py`` that also takes
-``--pp --vp --gbs``. The ``auto`` cases run first, and the stage times that they measure determine
-the simulated times of the other cases.
+timing, and ``benchmarks/launch.py`` the peer. The ``auto`` cases run first, and the stage times
+that they measure determine the simulated times of the other cases.
 """
 
 from __future__ import annotations
@@ -18,17 +17,14 @@ from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.data_parallel import launch
+from benchmarks.launch import ROW_RULE, add_peer, cells, heading
+from benchmarks.launch import run_ours as run_training
+from benchmarks.launch import run_peer as run_other
+from benchmarks.measure import FLOP_RULE
 from benchmarks.shapes import LAYOUTS, SHAPES
 from benchmarks.step_callbacks import measured_costs
 from lightning_megatron.plan.schedule import build_schedule
 from lightning_megatron.plan.simulate import simulate
-
-TABLE = [
-    "| program | layout | schedule | microbatches | ms a step | fastest | tokens/s/GPU "
-    "| TFLOP/s/GPU | GiB of the fullest GPU | last loss | simulated ms | bubble |",
-    "|---|---|---|---|---|---|---|---|---|---|---|---|",
-]
 
 
 @dataclass(frozen=True)
@@ -64,27 +60,15 @@ def schedule_of(text: str) -> ScheduleCase:
 def run_ours(args: argparse.Namespace, case: ScheduleCase) -> str:
     """Train with one schedule and return a row of the table."""
     out = Path(args.out) / f"{args.model}_{args.layout}_{case.name}_{case.chunks}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.unlink(missing_ok=True)
     options = {"schedule": case.name, "vpp": case.chunks, **json.loads(args.options)}
-    line = ["-m", "benchmarks.train_shapes", "--model", args.model, "--layout", args.layout]
-    line += ["--batch", str(args.microbatches), "--steps", str(args.steps)]
-    line += ["--warmup", str(args.warmup), "--layers", str(args.layers), "--out", str(out)]
+    line = ["--model", args.model, "--layout", args.layout, "--batch", str(args.microbatches)]
+    line += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    line += ["--row-steps", str(args.row_steps), "--layers", str(args.layers)]
     line += ["--accelerator", args.accelerator, "--options", json.dumps(options)]
     line += ["--time-actions", "--time-optimizer"]
-    line += ["--in-a-row"] if args.in_a_row else []
     line += ["--forced-balance"] if args.forced_balance else []
-    launch(line, LAYOUTS[args.layout].devices, {}, args.timeout)
-    start = f"| ours | {args.layout} | {case} | {args.microbatches}"
-    if not out.exists():
-        return f"{start} | failed | | | | | | | |"
-    figures = json.loads(out.read_text())
-    return (
-        f"{start} | {figures['step_ms']} | {figures['fastest_ms']} | "
-        f"{figures['tokens_per_second_per_rank']:,} | {figures['model_tflops_per_rank']} | "
-        f"{figures['peak_gib']} | {figures['losses'][args.warmup + args.steps - 1]:.4f} | "
-        f"{simulated(args, case)} |"
-    )
+    figures = run_training(line, out, LAYOUTS[args.layout].devices, args.timeout)
+    return f"| ours | {case} | {simulated(args, case)} | {cells(figures)} |"
 
 
 def simulated(args: argparse.Namespace, case: ScheduleCase) -> str:
@@ -106,25 +90,11 @@ def simulated(args: argparse.Namespace, case: ScheduleCase) -> str:
 def run_peer(args: argparse.Namespace, chunks: int) -> str:
     """Run the peer with a number of chunks per stage and return a row of the table."""
     layout = LAYOUTS[args.layout]
-    line = [args.peer, "--model", args.model, "--tp", str(layout.tp), "--pp", str(layout.pp)]
-    line += ["--ep", str(layout.ep), "--mbs", "1"]
+    line = ["--pp", str(layout.pp), "--mbs", "1"]
     line += ["--gbs", str(args.microbatches * layout.data_ranks)]
     line += ["--vp", str(chunks)] if chunks > 1 else []
-    line += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-    line += ["--layers", str(args.layers)] if args.layers else []
-    line += ["--force-balance"] if args.forced_balance else []
-    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": args.peer_path}
-    output = launch(line, layout.devices, variables, args.timeout)
     name = "1f1b" if chunks == 1 else f"interleaved vpp{chunks}"
-    start = f"| peer | {args.layout} | {name} | {args.microbatches}"
-    results = [text[7:] for text in output.splitlines() if text.startswith("RESULT ")]
-    if not results:
-        return f"{start} | failed | | | | | | | |"
-    figures = json.loads(results[-1])
-    return (
-        f"{start} | {figures['ms']} | {figures.get('min_ms', '')} | {figures['tok_s_gpu']:,} | "
-        f"{figures['tflops_gpu']} | {figures['mem_gib']} | {figures.get('loss', '')} | | |"
-    )
+    return f"| peer | {name} | | | {cells(run_other(args, layout, line))} |"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -140,16 +110,14 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
     result.add_argument("--steps", type=int, default=8, help="measured steps")
     result.add_argument("--warmup", type=int, default=4, help="steps before the measured steps")
-    result.add_argument("--peer", default="", help="program to compare with")
-    result.add_argument("--peer-path", default="", help="folders that only the peer imports from")
+    add_peer(result)
     result.add_argument(
         "--peer-chunks", nargs="*", type=int, default=[1], help="chunks per stage of the peer"
     )
-    result.add_argument("--in-a-row", action="store_true", help="ours: do not wait between steps")
+    result.add_argument("--row-steps", type=int, default=0, help="later steps in a row")
     result.add_argument("--forced-balance", action="store_true", help="route tokens in turn")
     result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    result.add_argument("--timeout", type=float, default=240.0, help="seconds for each program")
     result.add_argument("--out", default="runs/pipeline", help="folder of the measurements")
     return result
 
@@ -160,7 +128,9 @@ def main() -> None:
     rows = [run_peer(args, chunks) for chunks in args.peer_chunks] if args.peer else []
     cases = sorted(args.schedules, key=lambda case: case.name != "auto")
     rows += [run_ours(args, case) for case in cases]
-    print("\n".join(TABLE + rows))
+    lines = [f"{args.model}, {args.layout}, {args.microbatches} microbatches a step", ""]
+    lines += [*heading("program", "schedule", "simulated ms", "bubble"), *rows]
+    print("\n".join([*lines, "", ROW_RULE, FLOP_RULE]))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,51 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layouts import Layout
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of a layout.
+
+    Args:
+        name: Name of the layout.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        dp: Data-parallel size.
+    """
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.dp
+
+
+def layout_of(name: str) -> Layout:
+    """Return the layout with the name ``name``.
+
+    Raises:
+        ArgumentTypeError: If the name has another form.
+    """
+    parts: Sequence[str] = () if name == "single" else name.split("_")
+    sizes = {part[:2]: int(part[2:]) for part in parts if re.fullmatch(r"(tp|pp|dp)[1-9]\d*", part)}
+    if len(sizes) < len(parts):
+        raise ArgumentTypeError(
+            f"a layout must be single, or tp, pp and dp with sizes: {name!r} is not. Use tp2_pp2."
+        )
+    return Layout(name, **sizes)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:

@@ -1,4 +1,4 @@
-"""Routing in benchmarks (in turn, by the router, or by popularity), and the load of ranks.
+"""Routing in benchmarks: in turn, by the router, or by popularity.
 
 The name of a routing is ``balanced`` (experts in turn), ``natural`` (the untrained router) or
 ``zipf:EXPONENT:ORDER``, where the popularity of experts falls as ``(1 + place) ** -EXPONENT``. The
@@ -14,14 +14,11 @@ from types import MethodType
 from typing import Any
 
 import torch
-from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_megatron.experts.routing.balance import tokens_per_expert
 from lightning_megatron.experts.routing.router import Router, Routing
-from lightning_megatron.experts.transport.rank_rows import StepRows, gather_rows
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.plan.expert_clones import CloneCost
 
 
 @dataclass(frozen=True)
@@ -112,60 +109,3 @@ class _Drawn:
         experts = self.choices[: hidden.shape[0] * hidden.shape[1]]
         load = tokens_per_expert(experts, router.config.num_experts)
         return replace(routing, experts=experts, load=load, counts=load)
-
-
-class RankLoad(Callback):
-    """Callback that counts the expert rows of each rank in the last step.
-
-    Args:
-        parameters: Number of parameters of an expert on its rank (elements).
-        cost: Model that predicts the time that clones save.
-    """
-
-    def __init__(self, parameters: int, cost: CloneCost) -> None:
-        self.parameters = parameters
-        self.cost = cost
-        self.result: dict[str, Any] = {}
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to count rows."""
-        strategy: Any = trainer.strategy
-        strategy.run.mixtures.count_rows()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the rows of the last step from all ranks of this stage."""
-        strategy: Any = trainer.strategy
-        statistics = strategy.expert_statistics or {}
-        counts = {layer: sums.rows for layer, sums in statistics.items() if sums.rows is not None}
-        layers = list(gather_rows(counts, strategy.mesh).values())
-        if layers:
-            self.result = self.figures(layers, strategy.mesh.edp.size)
-
-    def figures(self, layers: list[StepRows], num_replicas: int = 1) -> dict[str, Any]:
-        """Return means over layers, and the predicted time that clones save per step in all layers.
-
-        Args:
-            layers: Rows of every layer.
-            num_replicas: Number of replicas of the experts, which compute at the same time.
-        """
-        before = [float(rows.before.max() / rows.before.mean()) for rows in layers]
-        after = [float(rows.after.max() / rows.after.mean()) for rows in layers]
-        gain = sum(
-            self.cost.seconds_saved(
-                float(rows.before.max() - rows.after.max()) / num_replicas,
-                float(rows.away.max() * rows.num_microbatches) / num_replicas,
-                self.parameters,
-            )
-            for rows in layers
-        )
-        count = len(layers)
-        moved = float(sum(rows.moved for rows in layers))
-        clones = float(sum(rows.clones for rows in layers))
-        return {
-            "max_over_mean": round(sum(before) / count, 3),
-            "max_over_mean_after": round(sum(after) / count, 3),
-            "moved": round(moved / count, 4),
-            "clones": round(clones / count, 2),
-            "rows_needed": max(int(rows.needed) for rows in layers),
-            "predicted_gain_ms": round(gain * 1e3, 2),
-        }

@@ -1,4 +1,4 @@
-"""Models and layouts that several benchmarks measure, and their training on random tokens."""
+"""Models, layouts and rows that several benchmarks measure, and their training on random tokens."""
 
 from __future__ import annotations
 
@@ -11,110 +11,71 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from benchmarks.routing import set_routing
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 
-SHAPES: dict[str, GPTConfig] = {
-    "llama8b_half": GPTConfig.llama(
-        vocab_size=131072,
-        max_seq_length=4096,
-        num_layers=16,
-        hidden_size=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        ffn_hidden_size=14336,
-    ),
-    "gpt2_1_2b": GPTConfig.gpt2(
-        vocab_size=51200, max_seq_length=1024, num_layers=40, hidden_size=1536, num_heads=16
-    ),
-    "gpt2_2_5b": GPTConfig.gpt2(
-        vocab_size=51200, max_seq_length=1024, num_layers=54, hidden_size=1920, num_heads=20
-    ),
-    "gpt2_4_2b": GPTConfig.gpt2(
-        vocab_size=51200, max_seq_length=1024, num_layers=64, hidden_size=2304, num_heads=24
-    ),
-    "mixtral_s": GPTConfig.llama(
-        vocab_size=32768,
-        max_seq_length=4096,
-        num_layers=4,
-        hidden_size=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        ffn_hidden_size=14336,
-        experts={"num_experts": 8, "top_k": 2, "ffn_hidden_size": 14336, "aux_loss": 0.01},
-    ),
-    "qwen3_30b_s": GPTConfig.llama(
-        vocab_size=151552,
-        max_seq_length=4096,
-        num_layers=12,
-        hidden_size=2048,
-        num_heads=32,
-        num_kv_heads=4,
-        ffn_hidden_size=6144,
-        experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.01},
-    ),
-    "qwen3_12": GPTConfig.llama(
-        vocab_size=151552,
-        max_seq_length=4096,
-        num_layers=12,
-        hidden_size=2048,
-        num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        ffn_hidden_size=6144,
-        experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.01},
-    ),
-    "qwen3_48": GPTConfig.llama(
-        vocab_size=151552,
-        max_seq_length=4096,
-        num_layers=48,
-        hidden_size=2048,
-        num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        ffn_hidden_size=6144,
-        experts={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.01},
-    ),
-    "tiny": GPTConfig.llama(
-        vocab_size=51200,
-        max_seq_length=1024,
-        num_layers=12,
-        hidden_size=768,
-        num_heads=12,
-        ffn_hidden_size=3072,
-    ),
-    "tiny_moe": GPTConfig.llama(
-        vocab_size=51200,
-        max_seq_length=1024,
-        num_layers=12,
-        hidden_size=1024,
-        num_heads=16,
-        ffn_hidden_size=2816,
-        experts={"num_experts": 32, "top_k": 4, "ffn_hidden_size": 704, "aux_loss": 0.01},
-    ),
-    "tiny_llama": GPTConfig.llama(
-        vocab_size=512,
-        max_seq_length=64,
-        num_layers=2,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_hidden_size=96,
-    ),
-    "tiny_mixtral": GPTConfig.llama(
-        vocab_size=512,
-        max_seq_length=64,
-        num_layers=2,
-        hidden_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_hidden_size=96,
-        experts={"num_experts": 4, "top_k": 2, "ffn_hidden_size": 64, "aux_loss": 0.01},
-    ),
-    "tiny_gpt2": GPTConfig.gpt2(
-        vocab_size=512, max_seq_length=64, num_layers=2, hidden_size=64, num_heads=4
-    ),
+#: Sizes of Llamas: vocabulary, length, layers, hidden size, heads, key/value heads and FFN size.
+_LLAMAS = {
+    "llama8b_half": (131072, 4096, 16, 4096, 32, 8, 14336),
+    "mixtral_s": (32768, 4096, 4, 4096, 32, 8, 14336),
+    "qwen3_30b_s": (151552, 4096, 12, 2048, 32, 4, 6144),
+    "qwen3_12": (151552, 4096, 12, 2048, 32, 4, 6144),
+    "qwen3_48": (151552, 4096, 48, 2048, 32, 4, 6144),
+    "tiny": (51200, 1024, 12, 768, 12, None, 3072),
+    "tiny_moe": (51200, 1024, 12, 1024, 16, None, 2816),
+    "tiny_llama": (512, 64, 2, 64, 4, 2, 96),
+    "tiny_mixtral": (512, 64, 2, 64, 4, 2, 96),
 }
+#: Number of experts, experts of a token, and FFN size of an expert.
+_EXPERTS = {
+    "mixtral_s": (8, 2, 14336),
+    "qwen3_30b_s": (128, 8, 768),
+    "qwen3_12": (128, 8, 768),
+    "qwen3_48": (128, 8, 768),
+    "tiny_moe": (32, 4, 704),
+    "tiny_mixtral": (4, 2, 64),
+}
+#: Sizes of GPT-2: vocabulary, length, layers, hidden size and heads.
+_GPT2S = {
+    "gpt2_1_2b": (51200, 1024, 40, 1536, 16),
+    "gpt2_2_5b": (51200, 1024, 54, 1920, 20),
+    "gpt2_4_2b": (51200, 1024, 64, 2304, 24),
+    "tiny_gpt2": (512, 64, 2, 64, 4),
+}
+_FIELDS = ("vocab_size", "max_seq_length", "num_layers", "hidden_size", "num_heads")
+_LLAMA_FIELDS = (*_FIELDS, "num_kv_heads", "ffn_hidden_size")
+_EXPERT_FIELDS = ("num_experts", "top_k", "ffn_hidden_size")
+
+
+def _llama(name: str) -> GPTConfig:
+    fields: dict[str, Any] = dict(zip(_LLAMA_FIELDS, _LLAMAS[name], strict=True))
+    if name in _EXPERTS:
+        experts = dict(zip(_EXPERT_FIELDS, _EXPERTS[name], strict=True))
+        fields["experts"] = {**experts, "aux_loss": 0.01}
+    if name in ("qwen3_12", "qwen3_48"):
+        fields["head_dim"] = 128
+    return GPTConfig.llama(**fields)
+
+
+def _gpt2(name: str) -> GPTConfig:
+    fields: dict[str, Any] = dict(zip(_FIELDS, _GPT2S[name], strict=True))
+    return GPTConfig.gpt2(**fields)
+
+
+SHAPES = {name: _llama(name) for name in _LLAMAS}
+SHAPES |= {name: _gpt2(name) for name in _GPT2S}
+
+
+def changed(model: str, *, layers: int = 0, length: int = 0, vocabulary: int = 0) -> GPTConfig:
+    """Return a shape with other sizes; 0 keeps that of the shape."""
+    shape = SHAPES[model]
+    sizes = {
+        "num_layers": layers or shape.num_layers,
+        "max_seq_length": length or shape.max_seq_length,
+        "vocab_size": vocabulary or shape.vocab_size,
+    }
+    return GPTConfig(**{**vars(shape), **sizes})
 
 
 @dataclass(frozen=True)
@@ -130,11 +91,12 @@ class Layout:
     gpt2_batch: int = 8
     ep: int = 1
     pp: int = 1
+    cp: int = 1
 
     @property
     def data_ranks(self) -> int:
         """Number of data-parallel ranks."""
-        return self.devices // (self.tp * self.pp)
+        return self.devices // (self.tp * self.pp * self.cp)
 
     def batch(self, model: str) -> int:
         """Return the samples per data-parallel rank and step."""
@@ -154,6 +116,10 @@ LAYOUTS = {
     "pp4": Layout(4, 1, 16, pp=4),
     "tp2_pp2": Layout(4, 2, 8, pp=2),
     "pp2_ep2": Layout(4, 1, 8, ep=2, pp=2),
+    "cp1": Layout(1, 1, 1, gpt2_batch=1),
+    "cp2": Layout(2, 1, 1, gpt2_batch=1, cp=2),
+    "cp4": Layout(4, 1, 1, gpt2_batch=1, cp=4),
+    "cp8": Layout(8, 1, 1, gpt2_batch=1, cp=8),
 }
 
 
@@ -213,3 +179,64 @@ class Trained(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return AdamW over all parameters."""
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+
+
+#: Kinds of rows: one document each, packed documents by their lengths, the same by a dense mask.
+ROWS = ("whole", "packed", "mask")
+#: Length of the shortest random document (tokens).
+_SHORTEST = 64
+
+
+def document_lengths(length: int) -> list[int]:
+    """Return random log-uniform document lengths up to half of the row, which fill it (tokens)."""
+    generator = torch.Generator().manual_seed(length)
+    lengths: list[int] = []
+    remaining = length
+    while remaining > 0:
+        fraction = float(torch.rand((), generator=generator))
+        drawn_length = int(_SHORTEST * (max(2 * _SHORTEST, length // 2) / _SHORTEST) ** fraction)
+        lengths.append(min(drawn_length, remaining))
+        remaining -= lengths[-1]
+    return lengths
+
+
+def seen_length(lengths: list[int]) -> int:
+    """Return the length of a single document with equally many attention pairs per token."""
+    return round(sum(length * length for length in lengths) / sum(lengths))
+
+
+class PackedTokens(Tokens):
+    """Dataset of random token rows, with the lengths of the documents in each row."""
+
+    def __init__(self, config: GPTConfig, num_samples: int, lengths: list[int]) -> None:
+        super().__init__(config, num_samples)
+        self.lengths = lengths
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**super().__getitem__(index), "lengths": torch.tensor(self.lengths)}
+
+
+class TrainedOnDocuments(Trained):
+    """GPT that trains on packed rows; lengths or a dense mask describe the documents."""
+
+    def __init__(self, config: GPTConfig, lengths: list[int], has_mask: bool) -> None:
+        super().__init__(config)
+        self.lengths = lengths
+        self.has_mask = has_mask
+        self._mask: AttentionSpan | None = None
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the mean loss."""
+        assert self.model is not None, "configure_model runs before the first step"
+        span = AttentionSpan(batch["lengths"], max(self.lengths))
+        if self.has_mask:
+            self._mask = self._mask or self._dense(batch["tokens"].device)
+            span = self._mask
+        return self.model(batch["tokens"], batch["labels"], span=span).mean()
+
+    def _dense(self, device: torch.device) -> AttentionSpan:
+        sizes = torch.tensor(self.lengths, device=device)
+        documents = torch.arange(len(self.lengths), device=device).repeat_interleave(sizes)
+        positions = torch.cat([torch.arange(size, device=device) for size in self.lengths])
+        mask = (documents[:, None] == documents)[None, None]
+        return AttentionSpan(mask=mask, positions=positions[None])

@@ -22,15 +22,16 @@ import os
 import tempfile
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.drift_settings import math_attention
 from benchmarks.shapes import SHAPES
 from lightning_megatron import GPT, MegatronStrategy
 from lightning_megatron.models.config import GPTConfig
@@ -41,6 +42,16 @@ _MODES: dict[str, Any] = {
     "segments": {"mode": "segments", "on_failure": "error"},
     "full": {"mode": "full", "on_failure": "error"},
 }
+
+
+def math_attention() -> AbstractContextManager[Any]:
+    """Compute attention by matrix products and a softmax, whose summation order is fixed."""
+    # Imported here, because the package may be of a checkout that keeps these elsewhere.
+    from lightning_megatron.layers.attention import core as attention_core
+    from lightning_megatron.layers.attention.choose_core import CoreChoice
+
+    choice = CoreChoice("sdpa", (SDPBackend.MATH,), False, True, "sums in one order")
+    return patch.object(attention_core, "choose_core", lambda *arguments, **options: choice)
 
 
 class Trained(LightningModule):

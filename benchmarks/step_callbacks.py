@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from benchmarks.launches import count_launches, launches_of
-from benchmarks.measure import Measure, mark_on_device
+from benchmarks.measure import Measure, mark_on_device, strategy_of
 from benchmarks.step_profile import (
     analyse,
     find_steps,
-    kernels_of,
-    read_events,
+    read_trace,
     report,
     whole_window,
 )
-from benchmarks.step_trace import strategy_of
 from lightning_megatron.cli.schedule_costs import PipelineCosts
+from lightning_megatron.graphs.cuda import private_pools
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.pipeline.action_times import ActionTimes
 from lightning_megatron.plan.live_microbatches import WEIGHT_HALF_SHARE
@@ -103,11 +102,9 @@ class Profile(Callback):
 
     def _read(self, profiler: Any) -> None:
         profiler.export_chrome_trace(str(self.path))
-        events = read_events(self.path)
-        kernels = kernels_of(events)
+        kernels = read_trace(self.path)
         steps = find_steps(kernels) if self.num_steps > 1 else whole_window(kernels)
         self.result = analyse(kernels, steps)
-        self.result["launches"] = count_launches(launches_of(events), steps)
         text = report(self.result)
         self.path.with_name(self.path.name.split(".")[0] + ".txt").write_text(text + "\n")
         print(text, flush=True)
@@ -258,7 +255,12 @@ class StageTimes(Callback):
             torch.cuda.synchronize(device)
         barrier(strategy.mesh.world, device)
         self._times = ActionTimes(device)
-        executor.run = lambda *args, **options: run(*args, **{**options, "times": self._times})
+
+        def timed(step_fn: Any, microbatches: Any, backward: Any = None, **options: Any) -> Any:
+            timed_passes = replace(backward, times=self._times)
+            return run(step_fn, microbatches, timed_passes, **options)
+
+        executor.run = timed
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Stop recording."""
@@ -277,4 +279,26 @@ class StageTimes(Callback):
         self.result = {
             "rows": all_gather_objects(actions, mesh.pp_cpu),
             "costs": None if measured is None else measured.as_dict(),
+        }
+
+
+class GraphFigures(Callback):
+    """Callback that reads the number, capture time and memory of this rank's graphs at the end."""
+
+    def __init__(self) -> None:
+        #: Figures; sizes in bytes.
+        self.result: dict[str, Any] = {}
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the figures while the graphs exist."""
+        strategy = strategy_of(trainer)
+        graphs = strategy.run.graphs
+        if graphs is None:
+            return
+        pools = private_pools(strategy.root_device) if torch.cuda.is_available() else {}
+        self.result = {
+            "graphs": graphs.num_graphs,
+            "capture_seconds": round(graphs._captures.report().counts.seconds, 3),
+            "pools": len(pools),
+            "pool_bytes": sum(pools.values()),
         }

@@ -55,13 +55,6 @@ _CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("memcpy", "memset", "fillfunctor", "copy_kernel", "direct_copy", "catarray"),
     ),
 )
-#: Kernels of token transport and of clones of experts, by purpose.
-CLONE_PARTS: dict[str, tuple[str, ...]] = {
-    "barriers": ("barrier_kernel",),
-    "plan": ("_assign_places", "_divide_over_ranks", "_write_physical", "_put_counts"),
-    "weights": ("_put_weights",),
-    "gradients": ("_add_clone_gradients",),
-}
 ELEMENTWISE = "elementwise and reductions"
 
 #: Categories of trace events that run on the device.
@@ -116,29 +109,17 @@ def outside(intervals: Iterable[Interval], excluded: Iterable[Interval]) -> floa
     return length(combined) - length(excluded)
 
 
-def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """Return the events of a torch.profiler trace (``.json`` or ``.gz``)."""
+def read_trace(path: str | Path) -> list[Kernel]:
+    """Return the kernels of a torch.profiler trace (``.json`` or ``.gz``), sorted by start time."""
     opener = gzip.open if str(path).endswith(".gz") else open
     with opener(path, "rt", encoding="utf-8") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
-    return events
-
-
-def read_trace(path: str | Path) -> list[Kernel]:
-    """Return the kernels of a torch.profiler trace (``.json`` or ``.gz``), sorted by start time."""
-    return kernels_of(read_events(path))
-
-
-def kernels_of(events: Iterable[dict[str, Any]]) -> list[Kernel]:
-    """Return the kernels among the events of a trace, sorted by start time."""
     kernels = []
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in ON_DEVICE:
             start = float(event["ts"])
-            stop = start + float(event["dur"])
-            kernels.append(
-                Kernel(event["name"], start, stop, int(event.get("args", {}).get("stream", 0)))
-            )
+            stream = int(event.get("args", {}).get("stream", 0))
+            kernels.append(Kernel(event["name"], start, start + float(event["dur"]), stream))
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
@@ -176,7 +157,6 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
     kinds: dict[str, float] = defaultdict(float)
     collectives: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     names: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    parts = dict.fromkeys(CLONE_PARTS, 0.0)
     covered = exposed = 0.0
     scale = 1.0 / (1e3 * max(len(steps), 1))
     for begin, end in steps:
@@ -193,16 +173,12 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
             kinds[kernel.kind] += (kernel.stop - kernel.start) * scale
             names[kernel.name]["ms"] += (kernel.stop - kernel.start) * scale
             names[kernel.name]["count"] += 1 / len(steps)
-            for part, marks in CLONE_PARTS.items():
-                if any(mark in kernel.name for mark in marks):
-                    parts[part] += (kernel.stop - kernel.start) * scale
         for kernel in communication:
             row = collectives[_short(kernel.name)]
             row["count"] += 1 / len(steps)
             row["ms"] += (kernel.stop - kernel.start) * scale
             row["exposed_ms"] += outside([(kernel.start, kernel.stop)], compute) * scale
     analysis["kinds_ms"] = dict(sorted(kinds.items(), key=lambda item: -item[1]))
-    analysis["clone_parts_ms"] = parts
     analysis["communication_ms"] = covered
     analysis["exposed_ms"] = exposed
     analysis["hidden_percent"] = 100.0 * (1.0 - exposed / covered) if covered else 100.0

@@ -1,13 +1,17 @@
 """Measured training of one shape under one layout on random tokens; every rank runs this program.
 
     torchrun --nproc-per-node 4 -m benchmarks.train_shapes --model llama8b_half --layout dp4
+    torchrun --nproc-per-node 4 -m benchmarks.train_shapes --layout cp4 --length 32768 --rows packed
 
 The training uses AdamW (fused, lr 1e-4, weight decay 0.01), gradient clipping at 1.0, float32 main
 parameters and gradients, and random tokens from the CPU. The time of a step starts at the end of
 the previous step and includes loading the batch and all work of Lightning. The host waits for the
 device after each step, or not at all with ``--in-a-row``. Products in 8 bits are an option of the
 strategy, ``--options '{"fp8": "tensorwise"}'``; ``--fp8-parameters`` also keeps and gathers weights
-in 8 bits."""
+in 8 bits. ``--rows packed`` gives the model the lengths of random documents in each row, and
+``--rows mask`` describes the same documents by a dense mask. ``benchmarks/step.py`` runs this
+program with several options and prints a table.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +26,30 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from benchmarks.graph_figures import GraphFigures
-from benchmarks.host_time import HostTime
-from benchmarks.measure import Measure
-from benchmarks.routing import RankLoad
-from benchmarks.shapes import LAYOUTS, SHAPES, Tokens, Trained
-from benchmarks.step_callbacks import OptimizerTime, Profile, SaveStall, StageTimes
+from benchmarks.measure import FLOP_RULE, Measure
+from benchmarks.shapes import (
+    LAYOUTS,
+    ROWS,
+    SHAPES,
+    PackedTokens,
+    Tokens,
+    Trained,
+    TrainedOnDocuments,
+    changed,
+    document_lengths,
+    seen_length,
+)
+from benchmarks.step_callbacks import GraphFigures, OptimizerTime, Profile, SaveStall, StageTimes
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.plan.expert_clones import CloneCost
 
-_WITH_RESULTS = (Profile, OptimizerTime, StageTimes, SaveStall, HostTime, GraphFigures, RankLoad)
-
-#: Cost model of clones: speed of grouped products in bfloat16, and bandwidth of puts, on H200s.
-CLONE_COST = CloneCost(products=650e12, bandwidth=350e9)
+_WITH_RESULTS = (Profile, OptimizerTime, StageTimes, SaveStall, GraphFigures)
 
 
-def rank_load(config: GPTConfig) -> list[RankLoad]:
-    """Return the callback that counts expert rows of ranks; empty for a model without experts."""
-    experts = config.experts
-    if experts is None:
-        return []
-    return [RankLoad(3 * config.hidden_size * experts.ffn_hidden_size, CLONE_COST)]
-
-
-def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int]:
+def build_callbacks(
+    args: argparse.Namespace, out: Path, lengths: list[int]
+) -> tuple[list[Any], int]:
     """Return the callbacks, and the number of steps that they need."""
     measure = Measure(
         str(out),
@@ -55,16 +57,13 @@ def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int
         warmup=args.warmup,
         steps=args.steps,
         in_a_row=args.in_a_row,
+        seq_length=seen_length(lengths),
         row_steps=args.row_steps,
     )
-    callbacks: list[Any] = [measure]
+    callbacks: list[Any] = [measure, GraphFigures()]
     end = measure.last_step if args.row_steps else args.warmup + args.steps
-    if args.time_host:
-        host = HostTime(end)
-        callbacks += [host, GraphFigures(measure)]
-        end = host.last
     if args.profile:
-        profile = Profile(Path(args.profile), end, device_only=args.time_host)
+        profile = Profile(Path(args.profile), end, args.device_only, args.profile_steps)
         callbacks.append(profile)
         end = profile.last
     if args.time_optimizer:
@@ -78,17 +77,28 @@ def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int
     return callbacks, end
 
 
+def module_and_data(
+    args: argparse.Namespace, config: GPTConfig, num_samples: int, batch: int, lengths: list[int]
+) -> tuple[Trained, Tokens]:
+    """Return the module and the dataset of a kind of rows."""
+    if args.rows == "whole":
+        num_tokens = batch * config.max_seq_length
+        module = Trained(config, args.forced_balance, args.routing, num_tokens)
+        return module, Tokens(config, num_samples)
+    module = TrainedOnDocuments(config, lengths, args.rows == "mask")
+    return module, PackedTokens(config, num_samples, lengths)
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train, and return the measurements of this rank."""
     layout = LAYOUTS[args.layout]
-    config = SHAPES[args.model]
-    if args.layers:
-        config = GPTConfig(**{**vars(config), "num_layers": args.layers})
+    config = changed(args.model, layers=args.layers, length=args.length, vocabulary=args.vocabulary)
+    length = config.max_seq_length
+    lengths = [length] if args.rows == "whole" else document_lengths(length)
     batch = args.batch or layout.batch(args.model)
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    callbacks, steps = build_callbacks(args, out)
-    callbacks += rank_load(config) if layout.ep > 1 else []
+    callbacks, steps = build_callbacks(args, out, lengths)
     # No callback reads parameters, so gathering them can overlap with the next step.
     options: dict[str, Any] = {"overlap_parameters": True, "async_save": bool(args.async_save)}
     options |= {"zero": args.zero, "microbatch_size": 1 if layout.pp > 1 else batch}
@@ -98,7 +108,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=layout.devices,
-        strategy=MegatronStrategy(tp=layout.tp, pp=layout.pp, ep=layout.ep, **options),
+        strategy=MegatronStrategy(
+            tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, **options
+        ),
         precision="bf16-mixed",
         max_steps=steps,
         gradient_clip_val=1.0,
@@ -110,10 +122,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         default_root_dir=tempfile.gettempdir(),
     )
     num_samples = steps * batch * layout.data_ranks
-    data = DataLoader(Tokens(config, num_samples), batch_size=batch, drop_last=True)
-    num_tokens = batch * config.max_seq_length
-    trainer.fit(Trained(config, args.forced_balance, args.routing, num_tokens), data)
-    results: dict[str, Any] = {}
+    module, samples = module_and_data(args, config, num_samples, batch, lengths)
+    trainer.fit(module, DataLoader(samples, batch_size=batch, drop_last=True))
+    results: dict[str, Any] = {"documents": len(lengths)}
     for callback in callbacks:
         if isinstance(callback, Measure):
             results.update(callback.figures)
@@ -121,6 +132,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             results[type(callback).__name__] = callback.result
     if trainer.is_global_zero:
         out.write_text(json.dumps(results))
+        print(FLOP_RULE, flush=True)
     return results
 
 
@@ -131,9 +143,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
     result.add_argument("--layout", default="dp4", choices=list(LAYOUTS))
-    result.add_argument(
-        "--layers", type=int, default=0, help="number of layers (0: as in the shape)"
-    )
+    add_sizes(result)
     result.add_argument(
         "--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)"
     )
@@ -159,12 +169,13 @@ def parser() -> argparse.ArgumentParser:
         help="steps to measure in a row after the measured ones, without waits of the host",
     )
     result.add_argument(
-        "--time-host",
-        action="store_true",
-        help="time the parts of the host's work, and measure CUDA graphs",
+        "--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)"
     )
     result.add_argument(
-        "--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)"
+        "--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)"
+    )
+    result.add_argument(
+        "--device-only", action="store_true", help="profile no operators of the host"
     )
     result.add_argument(
         "--time-optimizer", action="store_true", help="time the optimizer's step alone"
@@ -177,6 +188,20 @@ def parser() -> argparse.ArgumentParser:
         "--out", default="runs/train_shapes.json", help="file for the measurements of rank 0"
     )
     return result
+
+
+def add_sizes(result: argparse.ArgumentParser) -> None:
+    """Add the options that change the sizes of a shape."""
+    result.add_argument(
+        "--layers", type=int, default=0, help="number of layers (0: as in the shape)"
+    )
+    result.add_argument(
+        "--vocabulary", type=int, default=0, help="size of the vocabulary (0: as in the shape)"
+    )
+    result.add_argument(
+        "--length", type=int, default=0, help="tokens of a row (0: as in the shape)"
+    )
+    result.add_argument("--rows", default="whole", choices=ROWS, help="documents in a row")
 
 
 def _add_saves_and_routing(result: argparse.ArgumentParser) -> None:
@@ -198,7 +223,5 @@ if __name__ == "__main__":
     given = parser().parse_args()
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("default", category=SpeedWarning)
-    # Keep the log messages that name the parts that CUDA graphs capture.
-    level = logging.INFO if given.time_host else logging.ERROR
-    logging.getLogger("lightning.pytorch").setLevel(level)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     run(given)

@@ -11,14 +11,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.grouped_gemm import calls
-from benchmarks.grouped_problem import PASSES, draw, relative_error
+from benchmarks.grouped_gemm import PASSES, calls, draw, relative_error
 from benchmarks.loss import operands, variants
 from benchmarks.measure import flops_per_token
 from benchmarks.memory import CASES
 from benchmarks.shapes import SHAPES
 from benchmarks.step_profile import Kernel, analyse, find_steps
-from benchmarks.step_trace import digest
 from lightning_megatron import GPT, GPTConfig, MegatronStrategy
 from lightning_megatron.plan import ParallelLayout
 from lightning_megatron.strategy.options.sizes import check_batch_size
@@ -33,7 +31,7 @@ PROGRAMS = [
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_every_program_starts_and_explains_its_options(monkeypatch, capsys):
-    assert len(PROGRAMS) > 25
+    assert len(PROGRAMS) >= 14
     for name in PROGRAMS:
         monkeypatch.setattr(sys, "argv", [name, "--help"])
         try:
@@ -87,17 +85,6 @@ def test_time_is_divided_among_work_communication_and_idle_time():
     names = [GEMM, ADAM, ADAM, GEMM, NCCL, GEMM, "_update", "_advance", GEMM, ADAM]
     row = [Kernel(name, 10.0 * index, 10.0 * index + 5, 7) for index, name in enumerate(names)]
     assert find_steps(row) == [(10.0, 60.0), (60.0, 90.0)]
-
-
-def test_a_digest_distinguishes_single_bits_that_a_sum_does_not():
-    for dtype, bits in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):
-        tensor = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
-        changed = tensor.clone()
-        changed.view(bits)[0] += 1
-        changed.view(bits)[3] -= 1
-        assert tensor.view(bits).sum() == changed.view(bits).sum()
-        assert torch.equal(digest(tensor), digest(tensor.clone()))
-        assert not torch.equal(digest(tensor), digest(changed))
 
 
 def test_timed_variants_compute_the_same_values():

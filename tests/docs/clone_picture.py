@@ -8,14 +8,16 @@ from functools import cache, partial
 
 from benchmarks.routing import Popularity
 from benchmarks.shapes import SHAPES
-from benchmarks.train_shapes import CLONE_COST
 from lightning_megatron.plan.cloning import plan_clones
+from lightning_megatron.plan.expert_clones import CloneCost
 from tests.docs.blocks import DOCS
 from tests.docs.svg import box, picture_of, text
 
 PAGE = DOCS / "experts.md"
 PICTURE = DOCS / "clones.svg"
 TABLE = re.compile(r"(?<=<!-- planned clones -->\n)(?:\|.*\n)+")
+#: Cost model of clones: speed of grouped products in bfloat16, and bandwidth of puts, on H200s.
+CLONE_COST = CloneCost(products=650e12, bandwidth=350e9)
 #: Number of ranks, tokens per rank, and layers; every layer routes its own tokens.
 RANKS, TOKENS, DRAWS = 4, 4096, 12
 PLACES = (0, 1, 2)
