@@ -1,5 +1,5 @@
-"""Print the command after `&&` in the README's block `test`: what runs the tests once the package
-is installed.
+"""Print what runs the tests once the package is installed: the command after `&&` in the README's
+block that ends with `pytest`.
 """
 
 from __future__ import annotations
@@ -7,12 +7,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-block = re.search(
-    r"<!-- block: test\b.*?-->\s*```bash\n(.*?)```", Path("README.md").read_text(), re.DOTALL
+blocks = re.findall(
+    r"^```bash\n(.*?)^```$", Path("README.md").read_text(), re.DOTALL | re.MULTILINE
 )
-if block is None:
+commands = [block.partition("&&")[2].strip() for block in blocks if block.startswith("pip install")]
+tests = [command for command in commands if command.split()[:1] == ["pytest"]]
+if len(tests) != 1:
     raise SystemExit(
-        "README.md has no bash block named test: <!-- block: test ... -->. .ci/run takes its test "
-        "command from there."
+        f"README.md has {len(tests)} bash blocks of the form `pip install ... && pytest`, not one. "
+        ".ci/run takes its test command from there."
     )
-print(block.group(1).strip().split("&&", 1)[1].strip())
+print(tests[0])

@@ -1,4 +1,4 @@
-"""Process groups and communication: the only room that calls torch.distributed."""
+"""Process groups and communication: the only sub-package that calls torch.distributed."""
 
 from lightning_megatron.groups.axis import MeshAxis as MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh as ParallelMesh

@@ -2,18 +2,9 @@
 
 The test runs each block as it stands, in one temporary folder where `recipes` is the project's:
 first the README's blocks, then those of the pages in the order of the site's navigation
-(`mkdocs.yml`). A block that stands on several pages runs once. A comment before a block names it
-and may state how the test runs it on a small machine:
-
-    <!-- block: NAME
-    before: tests/FILE.py   python: the text of this file, with names of the reader, comes first
-    replace: OLD => NEW     this text is replaced
-    append: ARGUMENTS       bash: these arguments are added to the last line
-    run: no                 the block is not run: test_pages.py lists such blocks with reasons
-    -->
-
-A block ```text after <!-- prints: NAME --> is what the block NAME prints. `pip install ... &&` at
-the start of a bash block is left out: the package is installed when its tests run.
+(`mkdocs.yml`). A block that stands on several pages runs once. `blocks.yaml` names the blocks that
+do not run as they stand, and says how they run. `pip install ... &&` at the start of a bash block
+is left out: the package is installed when its tests run.
 """
 
 from __future__ import annotations
@@ -25,8 +16,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from tests.forked_script import run_python, run_script
 from tests.import_graph import PACKAGE, ROOT
@@ -34,13 +28,12 @@ from tests.promises.test_rules import LEAVES, ROOMS, SUB_ROOMS
 
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
-BLOCK = re.compile(
-    r"(?:<!-- block: (?P<header>(?:(?!-->).)*)-->\s*)?^```(?P<language>\w+)\n(?P<code>.*?)^```$",
-    re.DOTALL | re.MULTILINE,
+#: How single blocks are run, by name.
+STEERING: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text()
 )
-PRINTS = re.compile(
-    r"<!-- prints: (?P<name>[^>]*?) -->\s*^```text\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
-)
+BLOCK = re.compile(r"^```(?P<language>bash|python)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+PRINTED = re.compile(r"^```text\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 MAP = re.compile(r"(?<=<!-- rooms -->\n```text\n).*?(?=```)", re.DOTALL)
 SUB_ROOM_TABLE = re.compile(r"(?<=<!-- sub-rooms -->\n)(?:\|.*\n)+")
 
@@ -64,7 +57,7 @@ class Block:
         code = self.code
         for old, new in self.replacements:
             assert old in code, (
-                f"{self.page}, {self.name} lacks {old!r}, which its comment replaces"
+                f"{self.page}, {self.name} lacks {old!r}, which tests/docs/blocks.yaml replaces"
             )
             code = code.replace(old, new)
         if self.language == "bash":
@@ -112,39 +105,60 @@ def pages() -> list[Path]:
 def read_blocks() -> list[Block]:
     """Return the programs of all pages in order, each once."""
     blocks: dict[str, Block] = {}
-    for block in (block for page in pages() for block in _blocks_of(page)):
-        first = blocks.setdefault(block.name, block)
-        same = replace(block, page=first.page) == first
-        assert same, f"{first.page} and {block.page}: {block.name} differs"
+    for page in pages():
+        for block in _blocks_of(page):
+            blocks.setdefault(block.code, block)
+    lost = STEERING.keys() - {block.name for block in blocks.values()}
+    assert not lost, f"no page of the site has the blocks {lost} of tests/docs/blocks.yaml"
     return list(blocks.values())
 
 
 def _blocks_of(page: Path) -> Iterator[Block]:
     path = page.relative_to(ROOT).as_posix()
-    for number, match in enumerate(BLOCK.finditer(page.read_text()), 1):
-        if match["language"] not in {"bash", "python"}:
-            continue
-        name, *lines = (match["header"] or f"{path} {number}").strip().splitlines()
-        options = [tuple(part.strip() for part in line.split(":", 1)) for line in lines]
-        single = {key: value for key, value in options if key != "replace"}
-        unknown = single.keys() - {"before", "append", "run"}
-        assert not unknown, f"{path}, block {name}: unknown options {unknown}"
+    text = page.read_text()
+    names = {_match_of(name, text).start(): name for name in _names_on(path)}
+    for number, match in enumerate(BLOCK.finditer(text), 1):
+        name = names.get(match.start(), f"{path} {number}")
+        options = {**STEERING.get(name, {})}
+        known = {"page", "holds", "before", "replace", "append", "run", "prints"}
+        assert options.keys() <= known, f"blocks.yaml, {name}: unknown {options.keys() - known}"
         yield Block(
             page=path,
             name=name,
             language=match["language"],
             code=match["code"],
-            runs=single.get("run") != "no",
-            before=single.get("before"),
-            replacements=tuple(tuple(v.split(" => ")) for key, v in options if key == "replace"),  # type: ignore[misc]
-            append=single.get("append", ""),
+            runs=options.get("run", True),
+            before=options.get("before"),
+            replacements=tuple((old, new) for old, new in options.get("replace", ())),
+            append=options.get("append", ""),
         )
+
+
+def _names_on(path: str) -> list[str]:
+    return [name for name, options in STEERING.items() if options["page"] == path]
+
+
+def _match_of(name: str, text: str) -> re.Match[str]:
+    """Return the one block of a page's text that holds the text of a name."""
+    holds = STEERING[name]["holds"]
+    found = [match for match in BLOCK.finditer(text) if holds in match["code"]]
+    assert len(found) == 1, (
+        f"{len(found)} blocks of {STEERING[name]['page']} hold {holds!r}, not one: the block "
+        f"{name} of tests/docs/blocks.yaml has moved or changed. Say there which one it is."
+    )
+    return found[0]
 
 
 def printed_text() -> dict[str, str]:
     """Return the texts that the pages give as the output of blocks, by name of the block."""
-    found = (match for page in pages() for match in PRINTS.finditer(page.read_text()))
-    return {match["name"]: match["text"] for match in found}
+    texts = {}
+    for name, options in STEERING.items():
+        if options.get("prints"):
+            page = (ROOT / options["page"]).read_text()
+            printed = PRINTED.search(page, _match_of(name, page).end())
+            assert printed is not None, f"{options['page']} lacks the output of {name}"
+            texts[name] = printed["text"]
+    return texts
 
 
 def rooms() -> list[str]:
