@@ -53,6 +53,11 @@ class SourceFile:
         base = PACKAGE if self.path.is_relative_to(PACKAGE) else ROOT
         return self.path.relative_to(base).as_posix()
 
+    @property
+    def has_stub(self) -> bool:
+        """Whether a stub beside the file lists what it imports at first use."""
+        return self.path.with_suffix(".pyi").is_file()
+
     @cached_property
     def room(self) -> str:
         """The first folder below the package, or the stem of a file that lies in none."""
@@ -73,8 +78,10 @@ class SourceFile:
 
     @cached_property
     def imports(self) -> list[Import]:
-        """All imports; of ``from a import b`` the name ``a.b``."""
-        return list(self._imports_in(self.tree, False, False))
+        """All imports; of ``from a import b`` the name ``a.b``. A stub beside the file adds its own."""
+        stub = self.path.with_suffix(".pyi")
+        trees = [self.tree, *([ast.parse(stub.read_text("utf-8"))] if self.has_stub else [])]
+        return [one for tree in trees for one in self._imports_in(tree, False, False)]
 
     def _imports_in(
         self, node: ast.AST, is_for_types: bool, is_in_function: bool
@@ -127,7 +134,7 @@ def _home_of(name: str, modules: dict[str, SourceFile]) -> SourceFile | None:
         return modules[name]
     module, _, last = name.rpartition(".")
     home = modules.get(module)
-    if home is not None and home.path.name == "__init__.py":
+    if home is not None and (home.path.name == "__init__.py" or home.has_stub):
         sources = [one.name for one in home.imports if one.name.endswith(f".{last}")]
         if sources and sources[0] != name:
             return _home_of(sources[0], modules)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_megatron.corpus.clean import clean
-from lightning_megatron.corpus.examination import CleaningOptions
 from lightning_megatron.data.worker_pool import default_workers
+from lightning_megatron.tasks.corpus import CleaningOptions, clean
 
 
 def main(args: Sequence[str]) -> None:

@@ -11,8 +11,12 @@ from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.cli.model_call import add_layout, axis_sizes, dtype_of, trainer_for
 from lightning_megatron.cli.opened_model import OpenedModel
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.evaluation.datamodules import EvaluationData, LambadaData, WikiTextData
-from lightning_megatron.evaluation.evaluated_lm import EvaluatedLM
+from lightning_megatron.tasks.evaluation import (
+    EvaluatedLM,
+    EvaluationData,
+    LambadaData,
+    WikiTextData,
+)
 
 EXAMPLE = """examples:
   lightning-megatron evaluate path/to/folder --task wikitext --data wiki.test.tokens

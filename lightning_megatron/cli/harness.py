@@ -18,8 +18,8 @@ from lightning_megatron.cli.model_call import ModelCall, add_layout, dtype_of, t
 from lightning_megatron.cli.opened_model import OpenedModel
 from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.evaluation.harness import harness_lm
 from lightning_megatron.extras import import_extra
+from lightning_megatron.tasks.evaluation import harness_lm
 
 EXAMPLE = """examples:
   lightning-megatron harness path/to/folder --tasks arc_easy,hellaswag --fewshot 5

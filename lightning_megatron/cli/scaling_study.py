@@ -14,22 +14,25 @@ from typing import Any
 import torch
 
 from lightning_megatron.cli.arguments import at_least_one
-from lightning_megatron.cli.scaling_cases import (
-    PAPER_REPLICAS,
-    SIZES,
-    STUDIES,
-    ScalingCase,
-    Study,
-    cases_of,
-    check_replicas,
-)
-from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of, write_files
-from lightning_megatron.cli.tune import measure_job
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.models.model_flops import FLOP_RULE
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strict_json import parse_object
+from lightning_megatron.tasks.scaling import (
+    PAPER_REPLICAS,
+    SIZES,
+    STUDIES,
+    ScalingCase,
+    ScalingRow,
+    Study,
+    cases_of,
+    check_replicas,
+    measure_job,
+    records_of,
+    table_of,
+    write_files,
+)
 
 _WEAK = {"model": "model parallel", "model+data": "model and data parallel"}
 _COLOURS = ("#4477aa", "#228833")
@@ -72,7 +75,7 @@ EXAMPLE = """examples:
   lightning-megatron scaling-study --output scaling
   lightning-megatron scaling-study --size tiny --devices 2 --studies model strong --output tiny"""
 
-_JOB = "lightning_megatron.cli.scaling_job"
+_JOB = "lightning_megatron.tasks.scaling.scaling_job"
 #: Options of the strategy that a study sets itself.
 _SET_BY_STUDY = {"tp", "recompute"}
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +17,7 @@ import yaml
 
 from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.tasks.scaling import measure_job
 
 #: Bucket sizes of gradients and parameters (elements).
 _BUCKET_SIZES = (10_000_000, 20_000_000, 40_000_000, 80_000_000, 160_000_000)
@@ -27,8 +26,7 @@ _MAX_CTAS = (4, 8, 16)
 EXAMPLE = """example:
   lightning-megatron tune -c recipe:finetune_hf --model.path FOLDER --trainer.strategy.tp 2"""
 _STRATEGY = "lightning_megatron.MegatronStrategy"
-_TIMER = "lightning_megatron.cli.scaling_job.StepTimer"
-_MEMORY = ("outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
+_TIMER = "lightning_megatron.tasks.scaling.scaling_job.StepTimer"
 
 
 @dataclass(frozen=True)
@@ -321,59 +319,3 @@ def _shown(settings: Mapping[str, Any]) -> str:
 def _line(trial: TunedRun) -> str:
     result = trial.failure or f"{(trial.seconds or 0.0) * 1e3:.1f} ms a step"
     return f"{_shown(trial.settings)}: {result}"
-
-
-def run_job(command: Sequence[str], log: Path, timeout: int) -> str | None:
-    """Run a program until it ends; kill its processes after the timeout or an interruption.
-
-    Args:
-        command: The program and its arguments.
-        log: File that receives its standard output and standard error.
-        timeout: Longest duration of the program (seconds).
-
-    Returns:
-        Reason why the program failed; None after exit code 0.
-    """
-    with log.open("wb") as file:
-        job = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-        try:
-            job.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return f"took longer than {timeout} s (--timeout)"
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
-    return reason_in(log.read_text(errors="replace"), job.returncode) if job.returncode else None
-
-
-def measure_job(command: Sequence[str], log: Path, result: Path, timeout: int) -> dict[str, Any]:
-    """Run a program that measures steps by ``StepTimer``; see :func:`run_job` for the arguments.
-
-    Args:
-        result: File of the measurements that the program writes; an old one is removed.
-
-    Returns:
-        The measurements, and under ``failure`` an empty text; after a failure only its reason.
-    """
-    result.unlink(missing_ok=True)
-    failure = run_job(command, log, timeout)
-    if failure is None and not result.is_file():
-        failure = "the data ended before the last measured step"
-    return {"failure": failure} if failure else {**json.loads(result.read_text()), "failure": ""}
-
-
-def reason_in(text: str, returncode: int) -> str:
-    """Return the reason why a job failed, from its output.
-
-    Args:
-        text: Output of the job.
-        returncode: Exit code of its first process; negative for a signal.
-    """
-    if any(word in text.lower() for word in _MEMORY):
-        return "out of memory"
-    if returncode < 0:
-        return f"ended by {signal.Signals(-returncode).name}, perhaps for lack of host memory"
-    errors = [line for line in text.splitlines() if "Error: " in line and line[:1].isalpha()]
-    messages = errors or [line for line in text.splitlines() if line.strip()] or ["no output"]
-    return f"exit code {returncode}: {messages[-1].strip()[:300]}"

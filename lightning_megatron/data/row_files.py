@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +13,14 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.strict_json import parse_object
 
+#: Last sentence of an error about a row of a file.
 REMEDY = "Repair the row, or remove it."
 #: Number of Parquet rows to decode at a time (rows).
 _ROWS_PER_BATCH = 1024
 _STATE = "state.json"
 _SPLITS = "dataset_dict.json"
+_JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+_SUFFIXES = (*_JSON_LINES, ".parquet")
 
 
 class FilePosition(NamedTuple):
@@ -77,6 +82,47 @@ def read_rows(path: Path, start: FilePosition = BEGINNING) -> Iterator[FileRow]:
     read = dataset_rows if path.is_dir() else _parquet_rows
     for number, row in enumerate(read(path, start.number), start.number + 1):
         yield FileRow(f"{path}, row {number}", row, FilePosition(number))
+
+
+def find_row_files(paths: str | Sequence[str], plural: str, example: str) -> tuple[Path, ...]:
+    """Return the files that paths, folders and globs name, sorted by name for each of them.
+
+    A folder of ``save_to_disk`` counts as one file.
+
+    Args:
+        paths: Files, folders of files, folders of ``save_to_disk`` of datasets, or globs.
+        plural: Noun for the rows of a file, for errors.
+        example: Example of a line, for errors.
+
+    Raises:
+        UnsupportedError: If a path names no file of JSON lines or Parquet, or a dataset with
+            several splits.
+    """
+    all_files: list[Path] = []
+    for location in [paths] if isinstance(paths, str) else paths:
+        names = (
+            [str(path) for path in Path(location).glob("*")]
+            if Path(location).is_dir()
+            else [location]
+        )
+        if not os.path.exists(location):
+            names = glob.glob(location, recursive=True)
+        if is_dataset_folder(Path(location)):
+            names = [location]
+        files = sorted(Path(name) for name in names)
+        files = [file for file in files if _is_row_file(file)]
+        if not files:
+            raise UnsupportedError(
+                f"{plural} must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
+                f"written by save_to_disk of datasets, or globs: {location!r} names none of these. "
+                f"Give such a path. A line of a file is for example {example}."
+            )
+        all_files.extend(files)
+    return tuple(all_files)
+
+
+def _is_row_file(path: Path) -> bool:
+    return is_dataset_folder(path) or (path.is_file() and path.name.endswith(_SUFFIXES))
 
 
 def sizes_of(path: Path) -> list[tuple[str, int]]:

@@ -8,18 +8,17 @@ from typing import Annotated, Any
 
 from typing_extensions import override
 
-from lightning_megatron.data.chat_stream import StreamedConversations
-from lightning_megatron.data.conversations import find_conversations
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
 from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
 from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts, row_arguments
-from lightning_megatron.data.row_files import sizes_of
+from lightning_megatron.data.row_files import find_row_files, sizes_of
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.data.stream_sections import RowStream
 from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.data.streaming import Streaming, check_stream_trainer
+from lightning_megatron.data.text_rows import StreamedTexts
 from lightning_megatron.data.text_stream import DocumentMessages, TextEncoder, TextSamples
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.data.window_packing import check_context_windows
@@ -102,7 +101,7 @@ class TextDataModule(RowDataModule):
         parts = {"train": train, "val": val, "test": test}
         #: Files of each part with data.
         self.files: dict[str, tuple[Path, ...]] = {
-            part: find_conversations(paths, "documents", '{"text": "..."}')
+            part: find_row_files(paths, "documents", '{"text": "..."}')
             for part, paths in parts.items()
             if paths
         }
@@ -137,7 +136,7 @@ class TextDataModule(RowDataModule):
                 self.evaluation_samples(part)
 
     @override
-    def training_samples(self, num_samples: int | None) -> StreamedConversations:
+    def training_samples(self, num_samples: int | None) -> StreamedTexts:
         seed = self.seed if self.streaming.shuffle else None
         max_pieces = self.streaming.max_pieces(self.seq_length, self.context_windows)
         files = self.files["train"]
@@ -153,7 +152,7 @@ class TextDataModule(RowDataModule):
             "max_pieces": max_pieces,
         }
         encode = self._encoder.encode_row
-        return StreamedConversations(
+        return StreamedTexts(
             num_windows=self.context_windows,
             max_pieces=max_pieces,
             stream=RowStream(files, encode, self.streaming.shuffle_buffer, seed, self.num_workers),

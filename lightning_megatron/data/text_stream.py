@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_megatron.data.chat_samples import ConversationRows
 from lightning_megatron.data.documents import parse_text, text_under
 from lightning_megatron.data.encoded_document import encode_document
 from lightning_megatron.data.index_cache import cache_key
@@ -17,6 +16,7 @@ from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
 from lightning_megatron.data.row_files import FileRow, sizes_of
 from lightning_megatron.data.row_tokens import EncodedText, RowTokens
 from lightning_megatron.data.streaming import StreamCounts
+from lightning_megatron.data.text_rows import TextRows
 from lightning_megatron.errors import CorruptDataError
 
 #: Smallest number of tokens of a document in which one token can be predicted (tokens).
@@ -68,7 +68,7 @@ class DocumentMessages:
         )
 
 
-class TextSamples(ConversationRows):
+class TextSamples(TextRows):
     """One pass over the documents of some files in a fixed shuffled order, all in memory.
 
     Args:

@@ -105,7 +105,9 @@ Count = Annotated[int, Range(minimum=1, maximum=MOST)]
 Index = Annotated[int, Range(minimum=0, maximum=MOST)]
 #: A number of elements, limited only by memory.
 Elements = Annotated[int, Range(minimum=1, maximum=2**63 - 1)]
+#: A finite number of at least 0.
 NotNegative = Annotated[float, Range(minimum=0)]
+#: A finite number above 0.
 Positive = Annotated[float, Range(above=0)]
 #: A probability below 1, because its complement is a divisor.
 Probability = Annotated[float, Range(minimum=0, below=1)]

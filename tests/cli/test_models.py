@@ -23,8 +23,8 @@ from lightning_megatron import (
     generate,
 )
 from lightning_megatron.data.tokenizer import load_tokenizer
-from lightning_megatron.evaluation import token_losses
-from lightning_megatron.evaluation.wikitext import count_words, detokenize
+from lightning_megatron.tasks.evaluation import token_losses
+from lightning_megatron.tasks.evaluation.wikitext import count_words, detokenize
 from tests.evaluation import oracle
 from tests.fits import Job, run_job, trainer_of
 from tests.tiny_llama import save_tiny_llama

@@ -19,21 +19,20 @@ import pytest
 import yaml
 
 from lightning_megatron.cli import tune
-from lightning_megatron.cli.scaling_cases import SIZES, STUDIES, cases_of, found_in_paper
-from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of
 from lightning_megatron.cli.tune import (
     Machine,
     TunedRun,
     Tuning,
     advice_of,
     candidates_of,
-    reason_in,
-    run_job,
 )
 from lightning_megatron.cli.tune import table_of as table_of_runs
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.model_flops import flops_per_token
+from lightning_megatron.tasks.scaling.measured_job import reason_in, run_job
+from lightning_megatron.tasks.scaling.scaling_cases import SIZES, STUDIES, cases_of, found_in_paper
+from lightning_megatron.tasks.scaling.scaling_report import ScalingRow, records_of, table_of
 from tests.forked_script import run_python
 
 TINY = "scaling-study --size tiny --steps 2 --warmup 1"

@@ -17,9 +17,9 @@ from scipy.sparse.csgraph import connected_components
 
 from lightning_megatron.cli.clean import main
 from lightning_megatron.cli.main import main as command_line
-from lightning_megatron.corpus.clusters import find_clusters, find_matches
-from lightning_megatron.corpus.signatures import least_equal, shingles_of, signature_of
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.tasks.corpus.clusters import find_clusters, find_matches
+from lightning_megatron.tasks.corpus.signatures import least_equal, shingles_of, signature_of
 
 
 def text_of(seed: int, words: int = 200) -> str:
@@ -82,7 +82,7 @@ def test_broken_short_test_and_duplicate_documents_are_removed(tmp_path):
 
 
 def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_megatron.corpus.clean.CHUNK_BYTES", 4000)
+    monkeypatch.setattr("lightning_megatron.tasks.corpus.clean.CHUNK_BYTES", 4000)
     texts = [changed(text_of(n % 20), n, n % 3) for n in range(60)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     (tmp_path / "test.txt").write_text(text_of(3)[:500])

@@ -14,10 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.data.masking import NGramMasking, WordPieces
-from lightning_megatron.data.pair_index import PairRule, cut_documents, index_pairs, target_lengths
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.tasks.bert.masking import NGramMasking, WordPieces
+from lightning_megatron.tasks.bert.pair_index import (
+    PairRule,
+    cut_documents,
+    index_pairs,
+    target_lengths,
+)
 from tests.bert_corpus import VOCABULARY, write_vocabulary
 
 CLS, SEP, MASK = 2, 3, 4

@@ -13,15 +13,20 @@ from torch.nn import functional as F
 
 from lightning_megatron import GPT, GPTConfig, ParallelLayout, ParallelMesh
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
-from lightning_megatron.evaluation import ClozeAccuracy, WordPerplexity, token_losses, token_scores
-from lightning_megatron.evaluation.lambada import ClozeRows, Passage, read_passages
-from lightning_megatron.evaluation.wikitext import (
+from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_argmax
+from lightning_megatron.tasks.evaluation import (
+    ClozeAccuracy,
+    WordPerplexity,
+    token_losses,
+    token_scores,
+)
+from lightning_megatron.tasks.evaluation.lambada import ClozeRows, Passage, read_passages
+from lightning_megatron.tasks.evaluation.wikitext import (
     SlidingWindows,
     count_words,
     detokenize,
     read_wikitext,
 )
-from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_argmax
 
 NAN, INF = math.nan, math.inf
 # Five tokens of the vocabulary and three columns of padding, whose logits must not count.

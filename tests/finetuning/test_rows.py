@@ -16,19 +16,19 @@ from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy
 
 from lightning_megatron import GlueDataModule, RaceDataModule, SquadDataModule
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
-from lightning_megatron.finetuning.glue import GLUE_TASKS, read_glue
-from lightning_megatron.finetuning.race import race_files, read_race
-from lightning_megatron.finetuning.scores import ClassScores
-from lightning_megatron.finetuning.span_scores import Answer, SpanScores, best_spans
-from lightning_megatron.finetuning.squad import (
+from lightning_megatron.tasks.finetuning.glue import GLUE_TASKS, read_glue
+from lightning_megatron.tasks.finetuning.race import race_files, read_race
+from lightning_megatron.tasks.finetuning.scores import ClassScores
+from lightning_megatron.tasks.finetuning.span_scores import Answer, SpanScores, best_spans
+from lightning_megatron.tasks.finetuning.squad import (
     SquadQuestion,
     exact_score,
     f1_score,
     normalised,
     read_squad,
 )
-from lightning_megatron.finetuning.squad_datamodule import encoded_windows
-from lightning_megatron.finetuning.tokens import PairTokenizer
+from lightning_megatron.tasks.finetuning.squad_datamodule import encoded_windows
+from lightning_megatron.tasks.finetuning.tokens import PairTokenizer
 from tests.finetuning.folders import (
     TOKENIZERS,
     save_byte_tokenizer,

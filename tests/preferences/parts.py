@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.preferences.dpo import DPO
-from lightning_megatron.preferences.reference import ReferenceLogProbs
+from lightning_megatron.tasks.preferences.dpo import DPO
+from lightning_megatron.tasks.preferences.reference import ReferenceLogProbs
 from tests.chat_folder import turn
 
 

@@ -19,8 +19,8 @@ from lightning_megatron.errors import (
     UnsupportedError,
 )
 from lightning_megatron.models.lora import LoraSettings
-from lightning_megatron.preferences.pair_loss import PairLoss
-from lightning_megatron.preferences.reference import ReferenceLogProbs
+from lightning_megatron.tasks.preferences.pair_loss import PairLoss
+from lightning_megatron.tasks.preferences.reference import ReferenceLogProbs
 from tests import fits
 from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
 from tests.data.recorder import StopAfter

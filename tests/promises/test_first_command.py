@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs import kept_table, performance_picture, schedule_picture
+from tests.docs.api_page import API, api_page
 from tests.docs.blocks import (
     DOCS,
     MAP,
@@ -81,6 +82,7 @@ def test_generated_texts_are_current() -> None:
     ]
     old = [page.name for page, mark, text in texts if found(mark, page) != text]
     old += [OPTIONS.name] * (OPTIONS.read_text() != options_page())
+    old += [API.name] * (API.read_text() != api_page())
     assert not old, f"{old} are old. Write them again: python -m tests.docs.generate"
 
 

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import lightning_megatron
+from lightning_megatron import building_blocks
 from lightning_megatron.cli.main import COMMANDS
 from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.extras import import_extra
@@ -27,17 +29,25 @@ def run(*arguments: str) -> str:
     ).stdout
 
 
-def test_every_public_name_can_be_imported_and_type_checkers_see_it() -> None:
-    for name in lightning_megatron.__all__:
-        assert getattr(lightning_megatron, name).__name__ == name
-    tree = ast.parse(Path(lightning_megatron.__file__).read_text())
-    (checked,) = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+@pytest.mark.parametrize("module", [lightning_megatron, building_blocks], ids=lambda m: m.__name__)
+def test_every_public_name_can_be_imported_and_stands_in_one_list(module: ModuleType) -> None:
+    stub = Path(module.__file__ or "").with_suffix(".pyi")
+    statements = [
+        one for one in ast.parse(stub.read_text()).body if isinstance(one, ast.ImportFrom)
     ]
-    aliases = [alias for node in checked.body for alias in node.names]
-    assert sorted(alias.asname for alias in aliases) == lightning_megatron.__all__
+    aliases = [alias for one in statements for alias in one.names]
+    names = [alias.asname for alias in aliases if alias.asname != "__version__"]
+    assert sorted(names) == module.__all__
+    assert len(set(names)) == len(names)
+    assert len(aliases) == len(statements)
+    for alias in aliases:
+        # Type checkers take only such a name as public.
+        assert alias.asname == alias.name
+        value = getattr(module, alias.name)
+        assert getattr(value, "__name__", alias.name) == alias.name or not callable(value)
+
+
+def test_an_unknown_name_is_refused_with_all_names() -> None:
     with pytest.raises(AttributeError, match="MegatronStrategy"):
         lightning_megatron.MegatronStrateg  # noqa: B018
 

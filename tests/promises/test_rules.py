@@ -30,13 +30,10 @@ ROOMS = tuple(
     generation checkpoint strategy
     """.split()
 )
-LEAVES = {
-    "data": {"plan"},
-    "corpus": {"plan", "data"},
-    "evaluation": {"plan", "groups", "layers", "models", "swap", "generation", "data"},
-    "preferences": {"plan", "groups", "layers", "models", "swap", "data", "evaluation"},
-    "finetuning": {"plan", "groups", "models", "swap", "checkpoint", "data"},
-}
+LEAVES = {"data": {"plan"}}
+# What tasks import of the package besides themselves and public names of earlier tasks.
+PUBLIC_MODULES = set("building_blocks errors extras families shapes".split())
+TASKS = tuple("corpus bert chat evaluation preferences finetuning scaling".split())
 OPEN_TO_ALL = set(
     """
     disk_sync errors extras half_types nest once recipe_files shapes strict_json
@@ -90,11 +87,8 @@ STRANGERS = (
 # Lightning is imported by the strategy and by the modules that it offers to recipes.
 LIGHTNING_FILES = set(
     """
-    cli/main.py cli/model_call.py cli/scaling_job.py
+    cli/main.py cli/model_call.py
     models/token_module.py data/datamodule.py data/row_datamodule.py
-    data/conversation_datamodule.py data/bert_datamodule.py
-    evaluation/datamodules.py evaluation/evaluated_lm.py preferences/reference.py
-    finetuning/modules.py finetuning/datamodule.py
     """.split()
 )
 # Triton comes with the CUDA builds of torch. Kernels are written in its language, so their room
@@ -109,8 +103,8 @@ MAX_FUNCTION_LINES = 60
 # by the name of its module, or they alone of their folder import torch.
 SMALL_FILES = set(
     """
-    __main__.py cli/arguments.py cli/recipes.py disk_sync.py errors.py extras.py families.py
-    graphs/user_hooks.py half_types.py kernels/cuda/load.py once.py plan/columns.py shapes.py version.py
+    __main__.py building_blocks.py cli/arguments.py cli/recipes.py disk_sync.py errors.py extras.py families.py
+    graphs/user_hooks.py half_types.py kernels/cuda/load.py once.py plan/columns.py public_names.py shapes.py version.py
     """.split()
 )
 # Files that do not keep a rule of size yet; the table only shrinks.
@@ -159,6 +153,23 @@ def imports_flow_one_way_through_the_rooms(file: SourceFile) -> Iterator[Fault]:
         parts = one.name.split(".")
         if parts[0] == "lightning_megatron" and not one.is_for_types and parts[1] not in allowed:
             yield one.line, f"imports {one.name}"
+
+
+def tasks_import_public_names_alone(file: SourceFile) -> Iterator[Fault]:
+    if file.room not in {"tasks", "cli"}:
+        return  # no room imports a task, as a rule above says
+    own = file.place.split("/")[1] if file.room == "tasks" else ""
+    known = TASKS[: TASKS.index(own)] if own in TASKS else TASKS
+    for one in file.imports:
+        parts = one.name.split(".")
+        if parts[0] != "lightning_megatron":
+            continue
+        if parts[1] != "tasks":
+            is_public = len(parts) == 2 or parts[1] in PUBLIC_MODULES
+            if file.room == "tasks" and not is_public:
+                yield one.line, f"imports {one.name}, which is not public"
+        elif parts[2] != own and (parts[2] not in known or len(parts) > 4):
+            yield one.line, f"imports {one.name}, which its task does not list as public"
 
 
 def imports_flow_one_way_through_the_sub_rooms(file: SourceFile) -> Iterator[Fault]:
@@ -213,7 +224,7 @@ def only_the_strategy_and_modules_for_recipes_import_lightning(file: SourceFile)
     for one in file.imports:
         if is_of(one.name, "pytorch_lightning"):
             yield one.line, "imports pytorch_lightning, whose classes are not those of `lightning`"
-        is_allowed = file.room == "strategy" or file.place in LIGHTNING_FILES
+        is_allowed = file.room in {"strategy", "tasks"} or file.place in LIGHTNING_FILES
         if is_of(one.name, "lightning") and not (is_allowed or one.is_for_types):
             yield one.line, f"imports {one.name}"
 
@@ -347,7 +358,7 @@ def needs_docstring(method: ast.FunctionDef) -> bool:
 def rooms_only_reexport_in_their_init(file: SourceFile) -> Iterator[Fault]:
     if not (file.path.parent / "__init__.py").exists():
         yield 1, "packaging leaves its folder out: it has no __init__.py"
-    # The package's own file loads its names when they are first used.
+    # The package's own file imports its names at their first use.
     if file.path.name != "__init__.py" or file.path.parent == PACKAGE:
         return
     allowed = (ast.Import, ast.ImportFrom, ast.Expr, ast.Assign, ast.AnnAssign)
@@ -385,6 +396,7 @@ def nothing_is_left_for_later(file: SourceFile) -> Iterator[Fault]:
 
 RULES: tuple[Rule, ...] = (
     imports_flow_one_way_through_the_rooms,
+    tasks_import_public_names_alone,
     imports_flow_one_way_through_the_sub_rooms,
     some_sub_rooms_do_not_know_each_other,
     plan_needs_the_standard_library_only,

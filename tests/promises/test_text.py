@@ -22,14 +22,14 @@ from lightning_megatron import (
     TokenDataModule,
     WeightDecaySchedule,
 )
-from lightning_megatron.corpus.clusters import find_clusters
-from lightning_megatron.corpus.signatures import least_equal
-from lightning_megatron.data.masking import NGramMasking, WordPieces
 from lightning_megatron.data.sampler import TokenBatchSampler
-from lightning_megatron.evaluation import ClozeAccuracy, WordPerplexity
-from lightning_megatron.finetuning.scores import ClassScores
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale
-from lightning_megatron.preferences.pair_loss import PairLoss
+from lightning_megatron.tasks.bert.masking import NGramMasking, WordPieces
+from lightning_megatron.tasks.corpus.clusters import find_clusters
+from lightning_megatron.tasks.corpus.signatures import least_equal
+from lightning_megatron.tasks.evaluation import ClozeAccuracy, WordPerplexity
+from lightning_megatron.tasks.finetuning.scores import ClassScores
+from lightning_megatron.tasks.preferences.pair_loss import PairLoss
 from tests.data.recorder import write_documents
 
 NUM_STEPS, WARMUP = 30, 6

@@ -14,7 +14,7 @@ import torch
 from lightning_megatron.cli.main import main
 from lightning_megatron.cli.seeds import SeedRun
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
-from lightning_megatron.finetuning.saved_scores import SavedScores, best_scores
+from lightning_megatron.tasks.finetuning.saved_scores import SavedScores, best_scores
 from tests.finetuning.folders import save_encoder, write_qqp
 
 

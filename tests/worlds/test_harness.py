@@ -28,7 +28,7 @@ pytest.importorskip("lm_eval")
 pytest.importorskip("datasets")
 pytestmark = pytest.mark.extras
 
-from lightning_megatron.evaluation.harness import harness_lm  # noqa: E402
+from lightning_megatron.tasks.evaluation.harness import harness_lm  # noqa: E402
 
 #: Contexts, choices and texts. The last text is longer than the model's 64 positions.
 DOCUMENTS = [

@@ -32,9 +32,9 @@ from lightning_megatron import (
     Streaming,
 )
 from lightning_megatron.cli.main import main
-from lightning_megatron.evaluation import EvaluatedLM, LambadaData, WikiTextData
-from lightning_megatron.evaluation.wikitext import count_words, detokenize
 from lightning_megatron.swap.weights.load import full_tensors
+from lightning_megatron.tasks.evaluation import EvaluatedLM, LambadaData, WikiTextData
+from lightning_megatron.tasks.evaluation.wikitext import count_words, detokenize
 from tests.chat_folder import preferences, save_chat_llama, write_lines
 from tests.evaluation import oracle
 from tests.evaluation.test_metrics import LARGEST, argmax_of_part

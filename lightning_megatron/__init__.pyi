@@ -1,0 +1,64 @@
+"""All public names, and the modules that define them; ``docs/api.md`` is generated from here."""
+
+from lightning_megatron.data.datamodule import TokenDataModule as TokenDataModule
+from lightning_megatron.data.streaming import Streaming as Streaming
+from lightning_megatron.data.text_datamodule import TextDataModule as TextDataModule
+from lightning_megatron.errors import CaptureError as CaptureError
+from lightning_megatron.errors import CheckpointMismatchError as CheckpointMismatchError
+from lightning_megatron.errors import CheckpointSaveError as CheckpointSaveError
+from lightning_megatron.errors import CorruptDataError as CorruptDataError
+from lightning_megatron.errors import MissingExtraError as MissingExtraError
+from lightning_megatron.errors import NonFiniteError as NonFiniteError
+from lightning_megatron.errors import NonFiniteGradientError as NonFiniteGradientError
+from lightning_megatron.errors import ParallelPlanError as ParallelPlanError
+from lightning_megatron.errors import RankMismatchError as RankMismatchError
+from lightning_megatron.errors import ReplicaMismatchError as ReplicaMismatchError
+from lightning_megatron.errors import UnsupportedError as UnsupportedError
+from lightning_megatron.generation.decoding import generate as generate
+from lightning_megatron.generation.decoding import generated_tokens as generated_tokens
+from lightning_megatron.generation.sampling import GenerationSettings as GenerationSettings
+from lightning_megatron.groups.mesh import ParallelMesh as ParallelMesh
+from lightning_megatron.layers.context_parallel.position_wise import position_wise as position_wise
+from lightning_megatron.models.bert_pretraining import BERTPretraining as BERTPretraining
+from lightning_megatron.models.causal_lm import CausalLM as CausalLM
+from lightning_megatron.models.config import GPTConfig as GPTConfig
+from lightning_megatron.models.encoder import Encoder as Encoder
+from lightning_megatron.models.encoder import EncoderResult as EncoderResult
+from lightning_megatron.models.encoder_config import EncoderConfig as EncoderConfig
+from lightning_megatron.models.encoder_rows import EncoderInput as EncoderInput
+from lightning_megatron.models.gpt import GPT as GPT
+from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM as HuggingFaceCausalLM
+from lightning_megatron.models.lora import LoraSettings as LoraSettings
+from lightning_megatron.models.lr_schedules import ConstantSchedule as ConstantSchedule
+from lightning_megatron.models.lr_schedules import CosineSchedule as CosineSchedule
+from lightning_megatron.models.lr_schedules import InverseSqrtSchedule as InverseSqrtSchedule
+from lightning_megatron.models.lr_schedules import LinearSchedule as LinearSchedule
+from lightning_megatron.models.lr_schedules import WSDSchedule as WSDSchedule
+from lightning_megatron.models.weight_decay import WeightDecaySchedule as WeightDecaySchedule
+from lightning_megatron.plan.cuda_graphs import CudaGraphs as CudaGraphs
+from lightning_megatron.plan.expert_clones import ExpertClones as ExpertClones
+from lightning_megatron.plan.fp8 import FP8 as FP8
+from lightning_megatron.plan.global_batch import RampUp as RampUp
+from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
+from lightning_megatron.plan.recomputation import Recomputation as Recomputation
+from lightning_megatron.strategy.callbacks.expert_load import ExpertLoad as ExpertLoad
+from lightning_megatron.strategy.callbacks.loss_curve import LossCurve as LossCurve
+from lightning_megatron.strategy.callbacks.memory_report import MemoryReport as MemoryReport
+from lightning_megatron.strategy.callbacks.progress import TokensProgressBar as TokensProgressBar
+from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
+from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
+from lightning_megatron.tasks.bert.bert_datamodule import BERTDataModule as BERTDataModule
+from lightning_megatron.tasks.chat.chat_datamodule import ChatDataModule as ChatDataModule
+from lightning_megatron.tasks.finetuning.glue_datamodule import GlueDataModule as GlueDataModule
+from lightning_megatron.tasks.finetuning.modules import BERTClassifier as BERTClassifier
+from lightning_megatron.tasks.finetuning.modules import BERTMultipleChoice as BERTMultipleChoice
+from lightning_megatron.tasks.finetuning.modules import (
+    BERTQuestionAnswering as BERTQuestionAnswering,
+)
+from lightning_megatron.tasks.finetuning.race_datamodule import RaceDataModule as RaceDataModule
+from lightning_megatron.tasks.finetuning.squad_datamodule import SquadDataModule as SquadDataModule
+from lightning_megatron.tasks.preferences.dpo import DPO as DPO
+from lightning_megatron.tasks.preferences.preference_datamodule import (
+    PreferenceDataModule as PreferenceDataModule,
+)
+from lightning_megatron.version import __version__ as __version__

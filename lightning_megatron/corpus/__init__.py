@@ -1,1 +1,0 @@
-"""Cleaning of raw text: character repair, length filter, deduplication and decontamination."""

@@ -1,1 +1,0 @@
-"""Fine-tuning of BERT and RoBERTa on GLUE, RACE and SQuAD: data, modules, metrics and ensembles."""

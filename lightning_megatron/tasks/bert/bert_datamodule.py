@@ -1,0 +1,191 @@
+"""Data module for pre-training BERT: masked pairs of segments from token files of sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Annotated, Literal, cast
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_megatron import RampUp, TokenDataModule
+from lightning_megatron.building_blocks import (
+    Count,
+    Elements,
+    Index,
+    NotNegative,
+    Probability,
+    Range,
+    Samples,
+    TokenBatchSampler,
+    TokenFile,
+    coerced_arguments,
+)
+from lightning_megatron.tasks.bert.masking import NGramMasking, WordPieces
+from lightning_megatron.tasks.bert.pair_batches import PairBatches, PairLoader
+from lightning_megatron.tasks.bert.pair_samples import (
+    BlendedPairs,
+    PairOptions,
+    PairSamples,
+    SentenceSamples,
+    blend_pairs,
+)
+
+
+class BERTDataModule(TokenDataModule):
+    """Batches of masked pairs of segments, for pre-training a BERT with ``BERTPretraining``.
+
+    Each sentence is a sequence of the token files (``preprocess --split-sentences``). A sample
+    consists of consecutive sentences of one document up to a target length. They are divided at
+    random into two segments, which are swapped with probability 1/2. All random choices depend only
+    on the seed, the epoch and the number of the sample, so they are the same in every layout, with
+    any number of workers and after a restart. Splits, blends, epochs and the position in a
+    checkpoint are those of ``TokenDataModule``.
+
+    Shapes:
+        A batch is {"tokens": (B, S), "labels": (B, S), "token_types": (B, S), "valid": (B, S),
+        "lengths": (B,), "order": (B,)}, as ``BERTPretraining`` describes it.
+
+    Args:
+        train: Prefix of a token file (path without .bin), a list of them, or prefixes with weights.
+        val: Prefixes of the validation corpora; None disables validation. A mapping of names to
+            prefixes makes a set of each, which ``BERTPretraining`` logs under its name.
+        test: Prefixes of the test corpora, or of named sets of them.
+        split: Weights such as "980,15,5" to divide the documents of ``train`` into train, val and
+            test.
+        corpus: Name of a bundled corpus. "speeches" is the State of the Union corpus: speeches
+            before 2000 are the training part, later ones are both the validation and test part.
+        tokenizer: WordPiece tokenizer: "bert" (bert-base-uncased), "speeches-wordpiece", or a path.
+        seq_length: Tokens of a row, including [CLS], [SEP] and padding.
+        order_prediction: Whether a row has two segments, whose order the model predicts; otherwise
+            it has one segment.
+        short_probability: Probability that the target length of a sample is drawn uniformly from 2
+            to the length of a full row.
+        mask_probability: Share of a row's tokens to mask; at least one token is masked.
+        max_ngram: Largest number of neighbouring words that are masked together. The probability of
+            n words is proportional to 1/n (words).
+        whole_words: Whether all pieces of a word are masked together.
+        batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
+        global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
+            ``batch_size``.
+        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
+        num_workers: Worker processes per rank that prefetch batches.
+        seed: Seed of the order of training samples, their segments and their masks.
+        train_samples: Training samples per epoch over all ranks; None means ``max_steps`` batches
+            if the Trainer stops by steps alone, and one pass otherwise.
+        data_dir: Directory to which the bundled ``corpus`` is written.
+        cache_dir: Directory of the index cache; None uses ``index_cache`` next to the first corpus.
+        checksums: Whether to compare each token file with the checksum written by ``preprocess``.
+        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
+
+    Raises:
+        ParallelPlanError: If a value has a wrong type or is out of range.
+        UnsupportedError: If data sources conflict, none is given, or rows are too short.
+
+    Source: Shoeybi et al. 2019, section 4.2; Lan et al. 2019; Megatron-LM
+    core/datasets/bert_dataset.py.
+    """
+
+    order_settings = (
+        "corpus, split, weights, tokenizer, seq_length, order_prediction, short_probability or seed"
+    )
+
+    def __init__(
+        self,
+        train: str | list[str] | dict[str, NotNegative] | None = None,
+        val: str | list[str] | dict[str, str | list[str]] | None = None,
+        test: str | list[str] | dict[str, str | list[str]] | None = None,
+        split: str | None = None,
+        corpus: Literal["speeches"] | None = None,
+        tokenizer: str = "bert",
+        seq_length: Count = 512,
+        order_prediction: bool = True,
+        short_probability: Probability = 0.1,
+        mask_probability: Probability = 0.15,
+        max_ngram: Count = 3,
+        whole_words: bool = True,
+        batch_size: Count | None = None,
+        global_batch_size: Count | None = None,
+        ramp_up: RampUp | None = None,
+        num_workers: Index = 0,
+        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
+        train_samples: Elements | None = None,
+        data_dir: str = "data",
+        cache_dir: str | None = None,
+        pin_memory: bool | None = None,
+        checksums: bool = True,
+    ) -> None:
+        given = coerced_arguments(BERTDataModule.__init__, locals())
+        super().__init__(
+            train,
+            val,
+            test,
+            split,
+            corpus,
+            given["tokenizer"],
+            given["seq_length"],
+            batch_size,
+            global_batch_size,
+            ramp_up,
+            num_workers,
+            seed,
+            train_samples=train_samples,
+            data_dir=data_dir,
+            cache_dir=cache_dir,
+            pin_memory=pin_memory,
+            checksums=checksums,
+        )
+        self._parts.by_sentence = True
+        self.num_segments = 2 if order_prediction else 1
+        self.short_probability: float = given["short_probability"]
+        self.masking = NGramMasking(
+            given["mask_probability"], given["max_ngram"], given["whole_words"]
+        )
+        # The options raise an error at once if rows are too short.
+        PairOptions(self.seq_length, self.num_segments)
+
+    @cached_property
+    def pieces(self) -> WordPieces:
+        """Special tokens of the tokenizer, and a mask of the pieces that continue a word."""
+        return WordPieces.of(self.tokenizer)
+
+    @override
+    def setup(self, stage: str | None = None) -> None:
+        super().setup(stage)
+        assert self.pieces.vocab_size, "a tokenizer without BERT's tokens raises here"
+
+    @override
+    def training_samples(self, num_samples: int | None) -> Samples:
+        samples = blend_pairs(
+            self._corpora("train"), self.weights, self._pair_options(self.seed), num_samples
+        )
+        for line in _summaries(samples):
+            rank_zero_info(line)
+        return samples
+
+    @override
+    def evaluation_samples(self, corpora: Sequence[tuple[TokenFile, range | None]]) -> Samples:
+        # A constant seed: `limit_val_batches` then compares runs on the same text.
+        return blend_pairs(corpora, None, self._pair_options(0))
+
+    @override
+    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> PairLoader:
+        # Validation has the same masks for every seed of the training.
+        seed = self.seed if sampler.drop_last else 0
+        batches = PairBatches(
+            cast(SentenceSamples, samples), self.pieces, self.masking, self.num_segments, seed
+        )
+        return PairLoader(batches, sampler, self.num_workers, self.pin_memory)
+
+    def _pair_options(self, seed: int) -> PairOptions:
+        options = PairOptions(
+            self.seq_length, self.num_segments, self.short_probability, vocab_size=self.vocab_size
+        )
+        return replace(options, seed=seed, cache_dir=str(self._parts.cache_folder))
+
+
+def _summaries(samples: PairSamples | BlendedPairs) -> list[str]:
+    parts = samples.parts if isinstance(samples, BlendedPairs) else (samples,)
+    return [part.summary() for part in parts if isinstance(part, PairSamples)]

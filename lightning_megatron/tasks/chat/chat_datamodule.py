@@ -1,0 +1,161 @@
+"""Data module of conversations, for supervised fine-tuning on the answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, cast
+
+from typing_extensions import override
+
+from lightning_megatron import RampUp, Streaming
+from lightning_megatron.building_blocks import (
+    Count,
+    Elements,
+    Index,
+    Range,
+    Samples,
+    StreamedTexts,
+    check_context_windows,
+    coerced_arguments,
+)
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.tasks.chat.chat_samples import ChatBatches, ChatSamples, ConversationSamples
+from lightning_megatron.tasks.chat.conversation_datamodule import ConversationDataModule
+
+
+class ChatDataModule(ConversationDataModule):
+    """Batches of conversations whose labels are the answers of the assistant, for fine-tuning.
+
+    Each row of a file has ``messages`` (``role`` and ``content``), or ``prompt`` and ``completion``
+    as texts or lists of messages. In the second case, the loss covers only the completion. The chat
+    template of the tokenizer makes the tokens; the labels are the tokens that the assistant wrote,
+    as in the assistant mask of transformers. The error for a row that is not a conversation names
+    its file and line.
+
+    Shapes:
+        A batch is {"tokens": (B, S), "labels": (B, S)}. Labels are shifted by one token, and -100
+        where the next token does not belong to an answer. Packed rows add {"lengths": (B, L)}, the
+        number of tokens of each conversation, and {"position_ids": (B, S)}, which restart at each
+        conversation.
+
+    Args:
+        train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, folders written
+            by ``save_to_disk`` of datasets, or globs.
+        tokenizer: Local folder of a Hugging Face tokenizer.
+        val: Files of the validation set; None disables validation. A mapping of names to files
+            defines several validation sets, each with a loader.
+        test: Files of the test set; a mapping defines several sets, as for ``val``.
+        chat_template: Jinja file whose template replaces that of the tokenizer.
+        seq_length: Number of tokens that a row predicts. A conversation has at most one token more.
+        too_long: Treatment of longer conversations: "cut" keeps their beginning, "leave_out" drops
+            them, and "refuse" raises an error. A conversation that keeps no token of an answer is
+            dropped. The log at the start of a run reports how many were cut and dropped.
+        packing: Whether a row has several whole conversations, packed by best fit, whose tokens do
+            not attend to each other; otherwise a row has one conversation and padding.
+        batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
+        global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
+            ``batch_size``.
+        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
+        num_workers: Worker processes per rank that prefetch batches.
+        seed: Seed of the order of training samples.
+        train_samples: Training samples per epoch over all ranks; None means ``max_steps`` batches
+            if the Trainer stops by steps alone, and one pass otherwise.
+        balance_attention: Whether to balance the attention work of packed rows over data ranks, as
+            in ``TokenDataModule``.
+        context_windows: Windows of a packed row, which groups of context-parallel ranks share, as
+            in ``TokenDataModule``.
+        streaming: Settings to read and encode the training files during training, for files that
+            are too large to encode before; None encodes them before training. Validation and test
+            files are always encoded before. In a Trainer without ``max_steps``, an epoch is a pass
+            over the files, whose number of batches is unknown. The ``num_workers`` processes encode
+            conversations instead of prefetching batches.
+        cache_dir: Folder of the encoded conversations; None uses ``index_cache`` next to the first
+            file.
+        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
+
+    Raises:
+        ParallelPlanError: If a value has a wrong type or is out of range.
+        UnsupportedError: If files or the template are missing, or settings conflict.
+        CorruptDataError: If a row is not a conversation (in ``setup``); the message names its file
+            and line.
+        MissingExtraError: If transformers is not installed, or pyarrow for Parquet files, or
+            datasets for folders of ``save_to_disk``.
+    """
+
+    order_settings = (
+        "files, tokenizer, template, seq_length, too_long, packing, context_windows or seed"
+    )
+
+    def __init__(
+        self,
+        train: str | list[str],
+        tokenizer: str,
+        val: str | list[str] | dict[str, str | list[str]] | None = None,
+        test: str | list[str] | dict[str, str | list[str]] | None = None,
+        chat_template: str | None = None,
+        seq_length: Count = 1024,
+        too_long: Literal["cut", "leave_out", "refuse"] = "cut",
+        packing: bool = True,
+        batch_size: Count | None = None,
+        global_batch_size: Count | None = None,
+        ramp_up: RampUp | None = None,
+        num_workers: Index = 0,
+        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
+        train_samples: Elements | None = None,
+        balance_attention: bool = False,
+        context_windows: Count = 1,
+        streaming: Streaming | None = None,
+        cache_dir: str | None = None,
+        pin_memory: bool | None = None,
+    ) -> None:
+        given = coerced_arguments(ChatDataModule.__init__, locals())
+        super().__init__({"train": train, "val": val, "test": test}, given)
+        if balance_attention and not packing:
+            raise UnsupportedError(
+                "balance_attention cannot be used with packing=False, because all rows then have "
+                "equal attention work. Use packing=True, or leave balance_attention out."
+            )
+        if context_windows > 1 and not packing:
+            raise UnsupportedError(
+                f"context_windows ({context_windows}) cannot be used with packing=False, because "
+                "windows divide packed rows of several conversations. Use packing=True, or leave "
+                "context_windows out."
+            )
+        check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
+        self.context_windows: int = given["context_windows"]
+        if self.streaming is not None:
+            self.streaming.max_pieces(self.seq_length, self.context_windows)
+        #: Whether rows have several conversations, like ``documents`` of ``TokenDataModule``.
+        self.documents: Literal["joined", "whole"] = "whole" if packing else "joined"
+
+    @override
+    def training_samples(self, num_samples: int | None) -> ConversationSamples:
+        if self.streaming is None:
+            return self._samples("train", self.seed, num_samples)
+        packing = {
+            "num_windows": self._num_windows,
+            "max_pieces": self.streaming.max_pieces(self.seq_length, self._num_windows),
+        }
+        options = self.stream_options(num_samples, packing, is_packed=True)
+        return StreamedTexts(**packing, **options)
+
+    @override
+    def evaluation_samples(self, part: str) -> ChatSamples:
+        # With a fixed seed, `limit_val_batches` selects the same text in every run.
+        return self._samples(part, 0, None)
+
+    @override
+    def batches_of(self, samples: Samples) -> ChatBatches:
+        return ChatBatches(cast(ConversationSamples, samples), self._is_packed)
+
+    @property
+    def _is_packed(self) -> bool:
+        return self.documents == "whole"
+
+    @property
+    def _num_windows(self) -> int:
+        return self.context_windows if self._is_packed else 0
+
+    def _samples(self, part: str, seed: int, num_samples: int | None) -> ChatSamples:
+        return ChatSamples(
+            self.encoded(part), self.seq_length, seed, self._num_windows, num_samples
+        )

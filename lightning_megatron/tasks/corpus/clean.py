@@ -1,0 +1,210 @@
+"""Cleaning of JSON lines: the kept documents are written in the order of the input."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from lightning_megatron.building_blocks import (
+    find_inputs,
+    is_json_lines,
+    map_in_order,
+    read_chunks,
+    sync_file,
+    sync_folder,
+)
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.tasks.corpus.clusters import find_clusters, find_matches
+from lightning_megatron.tasks.corpus.examination import (
+    CleaningOptions,
+    check_extras,
+    examine,
+    held_out_of,
+)
+from lightning_megatron.tasks.corpus.held_out import HeldOut
+from lightning_megatron.tasks.corpus.report import CleaningReport, write_report
+from lightning_megatron.tasks.corpus.signatures import NUM_HASHES, least_equal, rows_of_bands
+from lightning_megatron.tasks.corpus.spool import Spool
+
+CHUNK_BYTES = 1 << 20
+#: Maximum number of broken lines whose errors are reported.
+MAX_BROKEN_LINES = 100
+
+
+def clean(
+    inputs: Sequence[str],
+    output: str,
+    options: CleaningOptions,
+    report_path: str | None = None,
+    workers: int = 1,
+    progress: bool = True,
+    overwrite: bool = False,
+) -> CleaningReport:
+    """Write the documents of ``inputs`` that pass all steps as JSON lines.
+
+    All bytes of a line are kept except those of repaired text. The number of processes does not
+    affect the result. Output and report appear only when they are complete.
+
+    Args:
+        inputs: Files of JSON lines, directories and globs.
+        output: File of JSON lines, compressed if it ends in .gz.
+        report_path: File of the report in JSON; None writes no report.
+        workers: Number of processes.
+        progress: Whether to show progress bars.
+        overwrite: Whether an existing output or report is replaced.
+
+    Raises:
+        CorruptDataError: If a line is broken and such lines are not skipped, or a file cannot be
+            read; the message names file and line.
+        UnsupportedError: If an input matches no file or is not JSON lines, or an output exists or
+            is an input.
+        MissingExtraError: If the extra ``clean`` is needed and not installed.
+        ParallelPlanError: If a number is out of its range.
+    """
+    paths = find_inputs(inputs)
+    targets = [Path(name) for name in (output, report_path) if name is not None]
+    _check_files(paths, targets, overwrite)
+    check_extras(options)
+    for threshold in (options.jaccard, options.test_jaccard):
+        if threshold is not None:
+            least_equal(threshold)
+    held_out = held_out_of(options.tests, options.json_key)
+    folder = targets[0].parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=f".{targets[0].name}.") as work,
+        Spool(Path(work)) as spool,
+    ):
+        broken, short, errors = _examine_all(paths, spool, options, workers, progress)
+        spool.close()
+        matches, roots = _matches_and_roots(spool, held_out, options, progress)
+        kept = (matches < 0) & (roots == np.arange(len(roots)))
+        report = _report_of(spool, held_out, matches, roots, broken, short, errors)
+        written = Path(work) / targets[0].name
+        _write_lines(written, spool.lines(kept))
+        partial_report = Path(work) / "report"
+        if report_path is not None:
+            write_report(partial_report, report, options, spool, roots, matches, held_out.places)
+            _publish(partial_report, targets[1])
+        _publish(written, targets[0])
+    return report
+
+
+def _report_of(
+    spool: Spool,
+    held_out: HeldOut,
+    matches: npt.NDArray[np.int64],
+    roots: npt.NDArray[np.int64],
+    broken: int,
+    short: int,
+    errors: Sequence[str],
+) -> CleaningReport:
+    """Count the documents that each step has removed, and the overlap with the test files."""
+    duplicate = roots != np.arange(len(roots))
+    kept = (matches < 0) & ~duplicate
+    return CleaningReport(
+        read=spool.num_documents + broken + short,
+        kept=int(kept.sum()),
+        fixed=spool.num_fixed(kept),
+        broken=broken,
+        short=short,
+        test=int((matches >= 0).sum()),
+        duplicate=int(duplicate.sum()),
+        clusters=len(np.unique(roots[duplicate])),
+        overlaps=tuple(held_out.overlaps(spool.grams_found(len(held_out.grams), kept))),
+        broken_lines=tuple(errors),
+    )
+
+
+def _matches_and_roots(
+    spool: Spool, held_out: HeldOut, options: CleaningOptions, progress: bool
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the similar test document of each document, or -1, and the first of its cluster."""
+    roots = np.arange(spool.num_documents, dtype=np.int64)
+    matches = np.full(spool.num_documents, -1, dtype=np.int64)
+    signatures = spool.signatures()
+    if held_out.texts:
+        tests = held_out.signatures(options.ngram)
+        matches = find_matches(signatures, tests, options.test_jaccard)
+    if options.jaccard is not None:
+        bands = NUM_HASHES // rows_of_bands(options.jaccard)
+        with tqdm(total=bands, unit="band", disable=not progress, desc="duplicates") as bar:
+            roots = find_clusters(signatures, matches < 0, options.jaccard, bar.update)
+    return matches, roots
+
+
+def _examine_all(
+    paths: list[Path], spool: Spool, options: CleaningOptions, workers: int, progress: bool
+) -> tuple[int, int, list[str]]:
+    """Fill the spool, and return the numbers of broken and short documents and the first errors."""
+    # The progress bar counts decompressed bytes, whose total is unknown with compressed files.
+    total = None
+    if not any(path.suffix == ".gz" for path in paths):
+        total = sum(path.stat().st_size for path in paths)
+    chunks = (chunk for path in paths for chunk in read_chunks(path, "line", CHUNK_BYTES))
+    broken = 0
+    short = 0
+    errors: list[str] = []
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc="read") as bar:
+        processes = workers if workers > 1 else 0
+        for examined in map_in_order(partial(examine, options=options), chunks, processes):
+            spool.add(examined)
+            broken += len(examined.broken)
+            short += examined.short
+            errors += examined.broken[: MAX_BROKEN_LINES - len(errors)]
+            bar.update(examined.num_bytes)
+    return broken, short, errors
+
+
+def _check_files(paths: list[Path], targets: list[Path], overwrite: bool) -> None:
+    for path in paths:
+        if not is_json_lines(path):
+            raise UnsupportedError(
+                f"the name of {path} is not that of a file of JSON lines. Inputs must end in "
+                ".jsonl, .json or .ndjson (or these with .gz), with one object on each line."
+            )
+    if not is_json_lines(targets[0]):
+        raise UnsupportedError(
+            f"the output {targets[0]} must end in .jsonl, .json or .ndjson (or these with .gz)."
+        )
+    inputs = {path.resolve() for path in paths}
+    if len({target.resolve() for target in targets}) < len(targets):
+        raise UnsupportedError(f"{targets[0]} cannot be both output and report. Name another file.")
+    for target in targets:
+        if target.resolve() in inputs:
+            raise UnsupportedError(f"{target} is also an input. Name another file.")
+        if target.exists() and not overwrite:
+            raise UnsupportedError(
+                f"{target} exists already. Name another file, or replace it with --overwrite."
+            )
+
+
+def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    with open(path, "wb") as file:
+        if path.suffix == ".gz":
+            # Without name and time in its header, equal documents give equal files.
+            with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
+                packed.writelines(lines)
+        else:
+            file.writelines(lines)
+        sync_file(file)
+
+
+def _publish(written: Path, target: Path) -> None:
+    """Move a complete file to its final name, which may be on another disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if written.stat().st_dev != target.parent.stat().st_dev:
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copyfile(written, temporary)
+        written = temporary
+    os.replace(written, target)
+    sync_folder(target.parent)

@@ -1,0 +1,103 @@
+"""Data module of RACE."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from lightning_megatron.building_blocks import Count, coerced_arguments
+from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.tasks.finetuning.datamodule import TaskDataModule
+from lightning_megatron.tasks.finetuning.race import LETTERS, RaceQuestion, race_files, read_race
+from lightning_megatron.tasks.finetuning.rows import joined
+from lightning_megatron.tasks.finetuning.scores import ClassScores
+
+#: Folders of each part.
+_FOLDERS = {"train": "train", "val": "dev", "test": "test"}
+GROUPS = ("middle", "high")
+
+
+class RaceDataModule(TaskDataModule):
+    """Batches of RACE: four sequences per question, one for each option.
+
+    A sequence is the question with an option, followed by the passage, which is cut at its end if
+    it is too long. Results are ``val_accuracy``, ``val_accuracy_middle`` and ``val_accuracy_high``,
+    and the same for the test set.
+
+    Args:
+        folder: Folder ``RACE`` with the subfolders ``train``, ``dev`` and ``test``, each with
+            ``middle`` and ``high``.
+        tokenizer: Local folder of the tokenizer of a BERT or RoBERTa.
+        question_length: Maximum length of a question with its option, which is cut at its end
+            (tokens).
+        options: Arguments of ``TaskDataModule``: ``seq_length``, ``batch_size``,
+            ``global_batch_size``, ``ramp_up``, ``num_workers``, ``seed``, ``train_samples``,
+            ``cache_dir``, ``pin_memory``.
+
+    Raises:
+        ParallelPlanError: If a value has another type or is out of its range.
+        UnsupportedError: If the folder has no such files, or settings conflict.
+        CorruptDataError: If a file is damaged (in ``setup``); the message names file and question.
+        MissingExtraError: If transformers is not installed.
+    """
+
+    num_labels = 1
+    choices = len(LETTERS)
+
+    def __init__(
+        self, folder: str, tokenizer: str, question_length: Count = 128, **options: Any
+    ) -> None:
+        arguments = coerced_arguments(RaceDataModule.__init__, locals())
+        super().__init__(arguments["tokenizer"], **options)
+        self.folder = Path(arguments["folder"])
+        self.question_length: int = arguments["question_length"]
+        if not self.files("train") and not self.files("val") and not self.files("test"):
+            raise UnsupportedError(
+                f"the folder of RACE must have files such as train/middle/1.txt: {folder!r} has "
+                "none. Nothing is downloaded. Copy the data set there, or name its folder."
+            )
+
+    @cached_property
+    def _paths(self) -> dict[str, list[Path]]:
+        paths = {}
+        for part, name in _FOLDERS.items():
+            paths[part] = race_files(self.folder / name / group for group in GROUPS)
+        return paths
+
+    @override
+    def files(self, part: str) -> list[Path]:
+        return self._paths[part]
+
+    @override
+    def settings(self) -> dict[str, object]:
+        return {"question_length": self.question_length}
+
+    @override
+    def encode(self, part: str) -> dict[str, npt.NDArray]:
+        questions: list[RaceQuestion] = [
+            question
+            for path in self.files(part)
+            for question in read_race(path, GROUPS.index(path.parent.name))
+        ]
+        texts, num_short = self.tokenizer.short(
+            [text for question in questions for text in question.texts], self.question_length
+        )
+        passages = [question.passage for question in questions for _ in LETTERS]
+        tokens, types, num_cut = self.tokenizer.pairs(
+            texts, passages, self.seq_length, "only_second"
+        )
+        labels = [question.label for question in questions]
+        groups = [question.group for question in questions]
+        return joined(tokens, types, labels, groups, (0, num_short + num_cut))
+
+    @override
+    def new_scores(self, part: str) -> ClassScores:
+        rows = self.encoded(part)
+        return ClassScores(
+            torch.from_numpy(rows.labels.copy()), torch.from_numpy(rows.groups.copy()), GROUPS
+        )

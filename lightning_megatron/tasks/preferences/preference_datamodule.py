@@ -1,0 +1,230 @@
+"""Data module of preference pairs: a chosen and a rejected answer to the same prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from lightning_megatron import RampUp, Streaming
+from lightning_megatron.building_blocks import (
+    Count,
+    Elements,
+    EncodedText,
+    FileRow,
+    Index,
+    OnePassLoader,
+    OnePassSampler,
+    Range,
+    RowTokens,
+    Samples,
+    StreamedSamples,
+    TokenLoader,
+    cache_key,
+    coerced_arguments,
+    pack_once,
+)
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.tasks.chat import ConversationDataModule, ConversationEncoder
+from lightning_megatron.tasks.preferences.preference_pairs import pair_of
+from lightning_megatron.tasks.preferences.preference_samples import (
+    PairBatches,
+    PairRows,
+    PairSamples,
+    PreferenceSamples,
+    one_row_each,
+)
+
+
+class StreamedPairs(StreamedSamples[PairRows]):
+    """Preference pairs of a stream.
+
+    Args:
+        options: Arguments of ``StreamedSamples`` except ``max_documents``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(max_documents=PairRows.max_documents, **options)
+
+    def pair(self, index: int) -> int:
+        """Return the number of the pair of a sample, which is that of its row in the files."""
+        pairs, number = self.in_section(index)
+        return pairs.pair(number)
+
+    def text(self, index: int, side: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the tokens of a conversation, and a mask of those that belong to answers."""
+        pairs, number = self.in_section(index)
+        return pairs.text(number, side)
+
+    @override
+    def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> PairRows:
+        lengths = one_row_each(len(rows.numbers))
+        return PairRows(rows, pack_once(lengths, 1, random, False, 1, None))
+
+
+@dataclass(frozen=True)
+class PairEncoder(ConversationEncoder):
+    """Encoder of the rows of files as preference pairs, the chosen conversation of each pair first.
+
+    A pair is left out if one of its conversations is left out, or if truncation makes both equal.
+
+    Args:
+        tokenizer: Tokenizer with its chat template.
+        seq_length: Tokens that a conversation predicts; it has at most one more (tokens).
+        too_long: Treatment of pairs with a longer conversation: cut its end, leave the pair out, or
+            raise an error.
+    """
+
+    plural = "pairs"
+    num_texts = 2
+
+    @override
+    def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
+        pair = pair_of(row)
+        chosen = self.encode(pair.chosen)
+        rejected = self.encode(pair.rejected)
+        if chosen is None or rejected is None:
+            return None
+        if not np.array_equal(chosen.tokens, rejected.tokens):
+            return chosen, rejected
+        if chosen.was_cut or rejected.was_cut:
+            return None
+        raise CorruptDataError(
+            f"{row.place}: chosen and rejected must have different tokens, because equal ones "
+            f"express no preference: the chat template of {self.tokenizer.folder} makes the same "
+            f"{len(chosen.tokens)} tokens of both. Let the template write the content of each "
+            "message, or remove the row."
+        )
+
+
+#: Field by which keys of streams of pairs differ from those of conversations.
+_STREAM_KEY = {"num_texts": PairEncoder.num_texts}
+
+
+class PreferenceDataModule(ConversationDataModule):
+    """Batches of pairs of a chosen and a rejected answer to the same prompt, for ``DPO``.
+
+    Each row of a file has ``prompt``, ``chosen`` and ``rejected`` as texts or lists of messages, or
+    ``chosen`` and ``rejected`` as lists of messages that begin with the same prompt. The chat
+    template of the tokenizer makes the tokens, as in ``ChatDataModule``. The error for a row that
+    is not a pair names its file and line.
+
+    Shapes:
+        A batch is {"tokens": (B, 2, S), "labels": (B, 2, S), "pairs": (B,)}. The chosen
+        conversation of each pair comes first. Labels are shifted by one token, and -100 where the
+        next token does not belong to an answer. ``pairs`` is the number of each pair: its line or
+        row in its file, counted from 0, plus 2^40 times the index of the file.
+
+    Args:
+        train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, or globs.
+        tokenizer: Local folder of a Hugging Face tokenizer.
+        val: Files of the validation set; None disables validation. A mapping of names to files
+            makes a set of each, which ``DPO`` evaluates and logs under its name.
+        test: Files of the test set, or of named sets of them.
+        chat_template: Jinja file whose template replaces that of the tokenizer.
+        seq_length: Number of tokens that a conversation predicts. It has at most one token more.
+        too_long: Treatment of pairs with a longer conversation: "cut" keeps its beginning,
+            "leave_out" drops the pair, and "refuse" raises an error. A pair is dropped, too, if one
+            of its answers keeps no token or both conversations become equal. The log at the start
+            of a run reports how many were cut and dropped.
+        length_multiple: The length of a batch is that of its longest conversation, rounded up to a
+            multiple of this number. With None it is always ``seq_length``, which CUDA graphs and
+            experts on several ranks need (tokens).
+        batch_size: Pairs per data-parallel rank and batch; 1 if no size is given.
+        global_batch_size: Pairs of each optimizer step over all data-parallel ranks; replaces
+            ``batch_size``.
+        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
+        num_workers: Worker processes per rank that prefetch batches.
+        seed: Seed of the order of training pairs.
+        train_samples: Training pairs per epoch over all ranks; None means ``max_steps`` batches if
+            the Trainer stops by steps alone, and one pass otherwise.
+        streaming: Settings to read and encode the training files during training, as in
+            ``ChatDataModule``; ``max_conversations`` must be left out. ``DPO`` first reads all
+            files once, for the reference model.
+        cache_dir: Folder of the encoded pairs; None uses ``index_cache`` next to the first file.
+        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
+
+    Raises:
+        ParallelPlanError: If a value has a wrong type or is out of range.
+        UnsupportedError: If files or the template are missing, or settings conflict.
+        CorruptDataError: If a row is not a pair (in ``setup``); the message names its file and
+            line.
+        MissingExtraError: If transformers is not installed, or pyarrow for Parquet files.
+    """
+
+    encoder_class = PairEncoder
+    order_settings = "files, tokenizer, template, seq_length, too_long, streaming or seed"
+
+    def __init__(
+        self,
+        train: str | list[str],
+        tokenizer: str,
+        val: str | list[str] | dict[str, str | list[str]] | None = None,
+        test: str | list[str] | dict[str, str | list[str]] | None = None,
+        chat_template: str | None = None,
+        seq_length: Count = 1024,
+        too_long: Literal["cut", "leave_out", "refuse"] = "cut",
+        length_multiple: Count | None = 64,
+        batch_size: Count | None = None,
+        global_batch_size: Count | None = None,
+        ramp_up: RampUp | None = None,
+        num_workers: Index = 0,
+        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
+        train_samples: Elements | None = None,
+        streaming: Streaming | None = None,
+        cache_dir: str | None = None,
+        pin_memory: bool | None = None,
+    ) -> None:
+        given = coerced_arguments(PreferenceDataModule.__init__, locals())
+        super().__init__({"train": train, "val": val, "test": test}, given)
+        self.length_multiple: int | None = given["length_multiple"]
+        if self.streaming is not None and self.streaming.max_conversations is not None:
+            raise UnsupportedError(
+                f"streaming.max_conversations ({self.streaming.max_conversations}) cannot be "
+                "used with pairs, because each pair has its own row. Leave it out."
+            )
+
+    @override
+    def training_samples(self, num_samples: int | None) -> PreferenceSamples:
+        if self.streaming is None:
+            return PairSamples(self.encoded("train"), self.seed, num_samples)
+        return StreamedPairs(**self.stream_options(num_samples, _STREAM_KEY, is_packed=False))
+
+    @override
+    def evaluation_samples(self, part: str) -> PairSamples:
+        # With a fixed seed, `limit_val_batches` selects the same pairs in every run.
+        return PairSamples(self.encoded(part), 0)
+
+    @override
+    def batches_of(self, samples: Samples) -> PairBatches:
+        return PairBatches(cast(PreferenceSamples, samples), self.length_multiple)
+
+    def each_pair_once(self, part: str) -> TokenLoader:
+        """Build a loader of all pairs of a part in the order of the files, divided among ranks.
+
+        Args:
+            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
+        """
+        if not self.is_streamed(part):
+            return self.evaluation_loader(PairSamples(self.encoded(part), None))
+        options = self.stream_options(None, _STREAM_KEY, is_packed=False)
+        # The training itself reports how many pairs were read, cut and left out.
+        options |= {"stream": replace(options["stream"], seed=None), "report": lambda *_: None}
+        samples = StreamedPairs(**options)
+        dp_rank, dp_size = self.data_parallel()
+        sampler = OnePassSampler(samples, self._rows_of_rank(dp_size), dp_rank, dp_size)
+        batches = self.batches_of(samples)
+        return OnePassLoader(batches, sampler, self.num_workers, self.pin_memory)
+
+    def pairs_key(self, part: str) -> str:
+        """Return a hash of everything that determines the pairs of a part, except their order.
+
+        Args:
+            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
+        """
+        if not self.is_streamed(part):
+            return self.encoded(part).key
+        return cache_key({**self.stream_key, **_STREAM_KEY})
