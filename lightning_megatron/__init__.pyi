@@ -49,6 +49,9 @@ from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
 from lightning_megatron.tasks.bert.bert_datamodule import BERTDataModule as BERTDataModule
 from lightning_megatron.tasks.chat.chat_datamodule import ChatDataModule as ChatDataModule
+from lightning_megatron.tasks.evaluation.harness import harness_lm as harness_lm
+from lightning_megatron.tasks.evaluation.metrics import ClozeAccuracy as ClozeAccuracy
+from lightning_megatron.tasks.evaluation.metrics import WordPerplexity as WordPerplexity
 from lightning_megatron.tasks.finetuning.glue_datamodule import GlueDataModule as GlueDataModule
 from lightning_megatron.tasks.finetuning.modules import BERTClassifier as BERTClassifier
 from lightning_megatron.tasks.finetuning.modules import BERTMultipleChoice as BERTMultipleChoice
@@ -58,6 +61,7 @@ from lightning_megatron.tasks.finetuning.modules import (
 from lightning_megatron.tasks.finetuning.race_datamodule import RaceDataModule as RaceDataModule
 from lightning_megatron.tasks.finetuning.squad_datamodule import SquadDataModule as SquadDataModule
 from lightning_megatron.tasks.preferences.dpo import DPO as DPO
+from lightning_megatron.tasks.preferences.pair_loss import PairLoss as PairLoss
 from lightning_megatron.tasks.preferences.preference_datamodule import (
     PreferenceDataModule as PreferenceDataModule,
 )

@@ -22,8 +22,8 @@ from lightning_megatron import (
     LoraSettings,
     generate,
 )
+from lightning_megatron.building_blocks import token_losses
 from lightning_megatron.data.tokenizer import load_tokenizer
-from lightning_megatron.tasks.evaluation import token_losses
 from lightning_megatron.tasks.evaluation.wikitext import count_words, detokenize
 from tests.evaluation import oracle
 from tests.fits import Job, run_job, trainer_of

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_megatron.cli import tune
 from lightning_megatron.cli.tune import (
     Machine,
     TunedRun,
@@ -30,6 +29,7 @@ from lightning_megatron.cli.tune import table_of as table_of_runs
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.model_flops import flops_per_token
+from lightning_megatron.tasks.scaling import measured_job
 from lightning_megatron.tasks.scaling.measured_job import reason_in, run_job
 from lightning_megatron.tasks.scaling.scaling_cases import SIZES, STUDIES, cases_of, found_in_paper
 from lightning_megatron.tasks.scaling.scaling_report import ScalingRow, records_of, table_of
@@ -71,7 +71,7 @@ def quick_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         log.write_text(text)
         return reason_in(text, ended.returncode) if ended.returncode else None
 
-    monkeypatch.setattr(tune, "run_job", run)
+    monkeypatch.setattr(measured_job, "run_job", run)
     monkeypatch.setattr("lightning_megatron.cli.tune.subprocess", SimpleNamespace(run=start))
 
 
@@ -176,7 +176,7 @@ def tuning(
         log.with_suffix(".json").write_text(json.dumps(content))
         return None
 
-    monkeypatch.setattr(tune, "run_job", run)
+    monkeypatch.setattr(measured_job, "run_job", run)
     return Tuning([], folder, steps=2, warmup=1, timeout=60, gain=0.01)
 
 

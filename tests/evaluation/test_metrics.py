@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from lightning_megatron import GPT, GPTConfig, ParallelLayout, ParallelMesh
+from lightning_megatron.building_blocks import token_losses, token_scores
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_argmax
-from lightning_megatron.tasks.evaluation import (
-    ClozeAccuracy,
-    WordPerplexity,
-    token_losses,
-    token_scores,
-)
+from lightning_megatron.tasks.evaluation import ClozeAccuracy, WordPerplexity
 from lightning_megatron.tasks.evaluation.lambada import ClozeRows, Passage, read_passages
 from lightning_megatron.tasks.evaluation.wikitext import (
     SlidingWindows,
