@@ -62,22 +62,15 @@ def parallelize(
     :func:`~lightning_megatron.swap.decide.stages.plan_stages`.
 
     Args:
-        module: Root module, whose children are replaced in place.
         plan: Kind of each module, by name pattern; None means ``auto`` for all.
         pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means the stages that
             a Hugging Face model defines.
-        shows_progress: Whether rank 0 may show a progress bar for the weights on a terminal.
         needs_tables: Whether an option was set that only models of this package support. If so, a
             Hugging Face model with a setting that its family does not support raises an error;
             otherwise such a model is not replaced.
 
     Returns:
         Records of the swapped blocks, in the order of definition.
-
-    Raises:
-        ParallelPlanError: If a pattern or a kind matches no module, a size is not divisible, or a
-            shared weight would be sharded in two ways.
-        UnsupportedError: If a block has settings, hooks or a layout that a swap cannot keep.
 
     Communication: a broadcast over all ranks for each parameter and buffer.
     """
@@ -110,12 +103,6 @@ def build(plan: SwapPlan) -> Swaps:
 
     The module of the plan is not changed. The replacements have no values yet, because every rank
     must first get the values of the first rank.
-
-    Raises:
-        ParallelPlanError: If a size is not divisible, or a shared weight would be sharded in two
-            ways.
-        UnsupportedError: If a block has settings, hooks or a layout that a swap cannot keep.
-        CheckpointMismatchError: If a model has other tensors than its family.
     """
     missing = tuple(
         read_missing_values(model.site.module) for model in plan.own_code if model.is_outermost
@@ -132,15 +119,8 @@ def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
 
     All replacements are filled before the first one is put in place.
 
-    Args:
-        plan: Decisions for the module.
-        swaps: Replacements, built for the plan.
-
     Returns:
         Records of the swapped blocks, in the order of definition.
-
-    Raises:
-        CheckpointMismatchError: If a tied head in a folder differs from the embedding.
 
     Communication: a broadcast over all ranks for each parameter and buffer.
     """
@@ -181,7 +161,6 @@ def broadcast_values(root: nn.Module, built_here: tuple[str, ...], mesh: Paralle
     tensors on the meta device are skipped.
 
     Args:
-        root: Module with the same tensors on all ranks.
         built_here: Names of models that were built on the mesh. They are skipped, because ranks
             have different layers of them.
 
@@ -249,13 +228,6 @@ def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
 
     A second fit of a module creates new process groups. The shards remain valid if the layout and
     the rank are the same.
-
-    Args:
-        root: Module that may contain sharded modules.
-        mesh: Process groups of this run.
-
-    Raises:
-        UnsupportedError: If a module was sharded for another layout or rank; nothing has changed.
     """
     moved: list[tuple[nn.Module, ParallelMesh]] = []
     for name, module in named_layers(root):

@@ -19,13 +19,7 @@ _COMPILED = "_orig_mod"
 
 @dataclass(frozen=True)
 class _Target:
-    """Parameter that gets the values of a source parameter.
-
-    Args:
-        block: Target block.
-        name: Dotted name of the parameter in the block.
-        kind: Kind of the block in the plan, for errors.
-    """
+    """Parameter that gets the values of a source parameter."""
 
     block: nn.Module
     name: str
@@ -44,13 +38,6 @@ def share_weights(root: nn.Module, swaps: Sequence[Swap], stage_modules: Set[str
     """Share weights among replacements as among the replaced modules; do not change ``root``.
 
     A model that is replaced in full may share weights only among its own modules.
-
-    Args:
-        root: Module before the swap.
-        swaps: All replacements.
-
-    Raises:
-        ParallelPlanError: If a shared weight is sharded differently in two places, or only in one.
     """
     targets = {
         source: _Target(swap.target, name, swap.kind)
@@ -109,13 +96,6 @@ def check_nothing_is_lost(swap: Swap) -> None:
 
     Hooks are legal on modules and parameters that become part of the replacement, and on a module
     that stays the same object and only gets other layers.
-
-    Args:
-        swap: Replacement of the module.
-
-    Raises:
-        UnsupportedError: If a removed module or parameter has hooks, or a removed module was
-            compiled or lies inside a compiled one.
     """
     site = swap.site
     target = swap.target

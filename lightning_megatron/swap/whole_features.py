@@ -25,13 +25,7 @@ _MAX_SAMPLE_ELEMENTS = 2**16
 
 @dataclass(frozen=True)
 class CutLayer:
-    """Layer that works on sharded features.
-
-    Args:
-        name: Name in the user's module.
-        kind: Kind of the layer in the plan.
-        module: Module of the layer.
-    """
+    """Layer that works on sharded features."""
 
     name: str
     kind: str
@@ -43,7 +37,6 @@ class LayerInput:
     """Sampled input of a layer.
 
     Args:
-        layer: Layer that received the input.
         sample: Some positions of the input, with this rank's features.
     """
 
@@ -75,8 +68,6 @@ def record_inputs(
     """Record the inputs of sharded layers inside the block.
 
     Args:
-        layers: Layers to watch.
-        axis: Axis over which the layers are sharded.
         is_whole: Whether every rank computes on all features between the layers. If so, ``column``
             layers gather their outputs, ``row`` layers take their part of complete inputs, and
             parameters that are sharded with the features are gathered. The matrix products are the

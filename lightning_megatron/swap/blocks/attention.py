@@ -27,15 +27,8 @@ class HeadParallelAttention(nn.Module):
     Shapes: ``(S, B, D)``, or ``(B, S, D)`` with ``batch_first``, or ``(S, D)``; output the same.
 
     Args:
-        embed_dim: Size of each vector (elements).
-        num_heads: Number of heads of the full layer (heads).
-        bias: Whether the projections add a bias.
-        batch_first: Whether the batch is the first dimension.
         layer: Number of the layer for random streams; None inside a block that selects the streams
             itself.
-
-    Raises:
-        ParallelPlanError: If the number of heads is not a multiple of tp.
 
     Communication: one all-reduce over tp forward, one backward (three for cross-attention);
     attention weights need an additional all-reduce, or an all-gather if they are not averaged.
@@ -82,18 +75,9 @@ class HeadParallelAttention(nn.Module):
         """Return the attention output and, if requested, the attention weights.
 
         Args:
-            query: Vectors that attend.
-            key: Vectors to which the queries attend.
-            value: Vectors whose weighted sum is returned.
             key_padding_mask: Keys to ignore ``(B, S)``: True, or a number added to the scores.
-            need_weights: Whether to return the attention weights as well.
             attn_mask: Pairs to ignore ``(L, S)`` or ``(B H, L, S)``: True, or a number added to the
                 scores.
-            average_attn_weights: Whether the weights are averaged over the heads.
-            is_causal: Whether ``attn_mask`` is the causal mask.
-
-        Raises:
-            UnsupportedError: For nested tensors, or ``is_causal`` without the mask.
         """
         if query.is_nested or key.is_nested or value.is_nested:
             raise UnsupportedError(

@@ -20,10 +20,6 @@ class TensorRule:
     """Source tensors of a target parameter, which are joined along the first dimension.
 
     The rows that a rank keeps are not in the rule, but in the ShardSpec of the target parameter.
-
-    Args:
-        target: Dotted name in the target block.
-        sources: Dotted names in the source block.
     """
 
     target: str
@@ -35,7 +31,6 @@ class BlockRule:
     """Rule for swapping one kind of block.
 
     Args:
-        kind: Kind of the plan that requests the rule.
         source: Exact class of the block; subclasses may compute something else.
         build: Function that builds the target, whose sharded parameters have no values yet. Parts
             that are not sharded are those of the source.
@@ -104,10 +99,6 @@ def build_target(rule: BlockRule, request: builders.BlockRequest) -> nn.Module:
     """Return the target block, whose sharded parameters have no values yet.
 
     The source is not changed, and the target shares the parts that are not sharded.
-
-    Raises:
-        ParallelPlanError: If a size is not divisible.
-        UnsupportedError: If the block has settings that cannot be kept.
     """
     device = request.device
     if device is None:

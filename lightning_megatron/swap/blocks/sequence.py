@@ -38,8 +38,6 @@ class _Entry:
         """Return this rank's positions.
 
         Raises:
-            UnsupportedError: If the input is not the same on all tensor-parallel ranks, at the
-                first call.
             ValueError: If the length of the sequence is not a multiple of tp.
         """
         if isinstance(hidden, SequenceShard):
@@ -62,11 +60,7 @@ class _Entry:
 
 
 class SequenceLayerNorm(nn.LayerNorm):
-    """LayerNorm of this rank's positions; equal to torch.nn.LayerNorm.
-
-    Args:
-        source: Norm that is replaced.
-    """
+    """LayerNorm of this rank's positions; equal to torch.nn.LayerNorm."""
 
     def __init__(self, name: str, source: nn.LayerNorm, mesh: ParallelMesh) -> None:
         affine = source.elementwise_affine
@@ -83,11 +77,7 @@ class SequenceLayerNorm(nn.LayerNorm):
 
 
 class SequenceRMSNorm(nn.RMSNorm):
-    """RMSNorm of this rank's positions; equal to torch.nn.RMSNorm.
-
-    Args:
-        source: Norm that is replaced.
-    """
+    """RMSNorm of this rank's positions; equal to torch.nn.RMSNorm."""
 
     def __init__(self, name: str, source: nn.RMSNorm, mesh: ParallelMesh) -> None:
         super().__init__(source.normalized_shape, source.eps, source.elementwise_affine)
@@ -101,11 +91,7 @@ class SequenceRMSNorm(nn.RMSNorm):
 
 
 class SequenceDropout(TensorDropout):
-    """Dropout of this rank's positions, with different masks on every rank.
-
-    Args:
-        p: Probability that an element is dropped.
-    """
+    """Dropout of this rank's positions, with different masks on every rank."""
 
     def __init__(self, name: str, p: float, mesh: ParallelMesh, layer: int) -> None:
         super().__init__(p, mesh, layer)

@@ -45,7 +45,6 @@ class LatentLinear(nn.Linear):
     Shapes: input ``(..., in)``; output ``(..., out)``.
 
     Args:
-        source: Layer whose parameters become those of this layer.
         num_shared: Number of last outputs, which the heads of every rank use (elements).
 
     Communication: one all-reduce over tp of these outputs' gradient backward.
@@ -96,7 +95,6 @@ class TensorDropout(nn.Dropout):
     draws the same masks again.
 
     Args:
-        p: Probability that an element is dropped.
         layer: Number of the layer for random streams; None inside a block that selects the streams
             itself.
     """

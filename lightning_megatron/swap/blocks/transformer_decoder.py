@@ -23,13 +23,7 @@ class ParallelDecoderLayer(nn.Module):
     ``batch_first``; output like the first input.
 
     Args:
-        multihead_attn: Cross-attention from the sequence to the memory.
-        linear1: Linear layer from D to this rank's inner features.
-        linear2: Linear layer from this rank's inner features to D.
-        norms: Norms of the three sublayers, replicated on every rank.
-        activation: Function of each inner feature.
         norm_first: Whether norms precede their sublayers; otherwise they follow the residual sums.
-        dropout: Probability that an inner feature is dropped.
         dropouts: Dropout probabilities of the outputs of the three sublayers.
 
     Communication: three all-reduces over tp forward, five backward.
@@ -78,18 +72,7 @@ class ParallelDecoderLayer(nn.Module):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """Return the layer's output.
-
-        Args:
-            tgt: Input sequence.
-            memory: Sequence that cross-attention attends to.
-            tgt_mask: Pairs of the sequence to ignore.
-            memory_mask: Pairs of sequence and memory to ignore.
-            tgt_key_padding_mask: Positions of the sequence to ignore.
-            memory_key_padding_mask: Positions of the memory to ignore.
-            tgt_is_causal: Whether ``tgt_mask`` is the causal mask.
-            memory_is_causal: Whether ``memory_mask`` is the causal mask.
-        """
+        """Return the layer's output."""
         if self.training and self.draws:
             # From here on, dropout masks depend only on the layer, so that recomputation draws the
             # same masks.

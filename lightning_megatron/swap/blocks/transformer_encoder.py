@@ -22,18 +22,6 @@ class ParallelEncoderLayer(nn.Module):
 
     Shapes: ``(S, B, D)``, or ``(B, S, D)`` with ``attention.batch_first``; output the same.
 
-    Args:
-        attention: Self-attention layer.
-        linear1: Linear layer from D to this rank's inner features.
-        linear2: Linear layer from this rank's inner features to D.
-        norm1: Norm of the attention, replicated on every rank.
-        norm2: Norm of the position-wise network, replicated on every rank.
-        activation: Function of each inner feature.
-        norm_first: Whether norms precede their sublayers; otherwise they follow the residual sums.
-        dropout: Probability that an inner feature is dropped.
-        dropout1: Dropout probability of the attention's output.
-        dropout2: Dropout probability of the network's output.
-
     Communication: two all-reduces over tp forward, two backward.
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -76,14 +64,7 @@ class ParallelEncoderLayer(nn.Module):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Return the layer's output.
-
-        Args:
-            src: Input sequence.
-            src_mask: Pairs to ignore ``(S, S)`` or ``(B H, S, S)``.
-            src_key_padding_mask: Positions to ignore ``(B, S)``.
-            is_causal: Whether ``src_mask`` is the causal mask.
-        """
+        """Return the layer's output."""
         if self.training and self.draws:
             # From here on, dropout masks depend only on the layer, so that recomputation draws the
             # same masks.
@@ -123,9 +104,6 @@ class ParallelEncoder(nn.Module):
     Equal to torch.nn.TransformerEncoder. In evaluation torch may pack padded batches into nested
     tensors, which sharded layers do not support. This class keeps one side effect of the packing:
     zeros at padded positions before the last norm.
-
-    Args:
-        source: Encoder whose layers, norm and settings this one uses.
     """
 
     def __init__(self, source: nn.TransformerEncoder) -> None:
@@ -143,14 +121,7 @@ class ParallelEncoder(nn.Module):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """Return the output of the last layer, normalized if the encoder has a norm.
-
-        Args:
-            src: Input sequence.
-            mask: Pairs to ignore ``(S, S)`` or ``(B H, S, S)``.
-            src_key_padding_mask: Positions to ignore ``(B, S)``.
-            is_causal: Whether ``mask`` is the causal mask; None means unknown.
-        """
+        """Return the output of the last layer, normalized if the encoder has a norm."""
         padding = src_key_padding_mask
         output = src
         for layer in self.layers:

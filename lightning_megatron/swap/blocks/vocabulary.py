@@ -23,11 +23,6 @@ class EmbeddingOverVocabulary(nn.Module):
 
     Shapes: ids ``(...)``; output ``(..., D)``.
 
-    Args:
-        num_embeddings: Number of rows of the full table (tokens).
-        embedding_dim: Size of each vector (elements).
-        padding_idx: Token whose row gets no gradient, or None.
-
     Raises:
         IndexError: In forward, if an id is outside the table (on CPU; a CUDA kernel asserts).
 
@@ -84,11 +79,6 @@ class LinearOverVocabulary(nn.Module):
     EmbeddingOverVocabulary, so that the two can share one weight.
 
     Shapes: input ``(..., in)``; output ``(..., out)``.
-
-    Args:
-        in_features: Size of each input vector (elements).
-        out_features: Size of each output vector (elements).
-        bias: Whether to add a bias, which is sharded like the outputs.
 
     Communication: an all-gather over tp forward, an all-reduce backward.
     """

@@ -37,14 +37,6 @@ def build_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
     """Build this rank's layers of a full model on the meta device; do not change the source.
 
     A replicated model is rebuilt as well, because dropout must use the random streams of ``mesh``.
-
-    Args:
-        source: GPT or Encoder that was built without a mesh.
-
-    Raises:
-        UnsupportedError: For a model that is already sharded, has modules that its config does not
-            describe, or has changed parameters.
-        ParallelPlanError: If the layout does not fit the sizes of the model.
     """
     if not _is_standard(source) or source.mesh.layout.world_size > 1:
         raise UnsupportedError(
@@ -67,10 +59,6 @@ def fill_model(target: nn.Module, source: Any, device: torch.device) -> None:
     """Fill layers of :func:`build_model` with this rank's shards of the model's values.
 
     Layers of a model on the meta device stay there.
-
-    Args:
-        target: Layers to fill.
-        source: Model with the values.
     """
     for path, owner in target.named_modules():
         for key, parameter in owner._parameters.items():

@@ -38,15 +38,10 @@ def check_cut(
 
     Args:
         root: Root module; it may have been swapped in an earlier run.
-        cp: Number of ranks that share a sequence (ranks).
         plan: The user's tensor_parallel_plan.
 
     Returns:
         Configurations of the models that are cut.
-
-    Raises:
-        ParallelPlanError: If the plan does not fit the module.
-        UnsupportedError: If there is no such model, or a module inside one may mix positions.
     """
     sites = sites_of(root)
     swappable = unique_sites(sites)

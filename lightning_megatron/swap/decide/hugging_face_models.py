@@ -65,7 +65,6 @@ class ModelChoice:
     """Hugging Face models of a module.
 
     Args:
-        replaced: Models that become a GPT or an Encoder, with their families.
         own_code: Models that keep their own code, nested ones included.
     """
 
@@ -140,15 +139,11 @@ def choose_models(
     own code.
 
     Args:
-        sites: Modules that can be swapped, with their positions.
         kinds: Kinds of the user's plan, by module name.
         needs_tables: Whether every model of a known family must be replaced. An unsupported setting
             then raises an error when the replacement is built.
         tp: Tensor-parallel size for the plans of models that keep their own code; None means that
             no plans are needed.
-
-    Raises:
-        ParallelPlanError: If an attention of a model with a plan cannot be sharded over ``tp``.
     """
     known = [
         (site, family) for site, family in _known_models(sites, kinds) if site.name not in whole
@@ -227,17 +222,7 @@ def find_stages(
     """Return the stages of a model that keeps its own code; None for a single stage.
 
     Args:
-        sites: All modules in it, with their positions.
-        kinds: Kinds of the tensor-parallel cuts, by module name.
-        plan: The user's pipeline_plan; None means the stages that a Hugging Face model defines.
         replaced: Names of the models that are replaced, which have stages of their own.
-
-    Raises:
-        ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
-            stages.
-        UnsupportedError: If stages share a parameter that is not a tied embedding or divide layers
-            with shared keys and values, or the configuration of a Hugging Face model requests
-            outputs of all blocks.
     """
     models = [site for site in _outermost(sites) if site.name not in whole]
     if plan is None:
@@ -368,9 +353,6 @@ def known_configs(root: nn.Module, plan: Mapping[str, str] | None) -> tuple[Mode
     Args:
         root: Root module; it may have been swapped in an earlier run.
         plan: The user's tensor_parallel_plan.
-
-    Raises:
-        ParallelPlanError: If the plan does not fit the module.
     """
     sites = sites_of(root)
     models = choose_models(

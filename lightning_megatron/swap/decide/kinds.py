@@ -82,12 +82,8 @@ class ModuleSite:
     """Position of a module in its parent.
 
     Args:
-        name: Dotted name from the root.
-        parent: Module that contains this one.
-        key: Name in the parent.
         closed_by: Name of the surrounding block whose children cannot be swapped separately; None
             if there is none.
-        rules: Rules that can swap the module, by kind.
     """
 
     name: str
@@ -134,14 +130,6 @@ def choose_kinds(sites: Sequence[ModuleSite], plan: Mapping[str, str] | None) ->
     A pattern must match the full dotted name; ``*`` also matches dots. ``auto`` and ``replicate``
     apply to everything inside the named module as well. If several patterns match, the last one in
     the plan applies. Without a plan every module is ``auto``.
-
-    Args:
-        sites: All modules with their positions.
-        plan: Kind by name pattern, or None.
-
-    Raises:
-        ParallelPlanError: For an unknown kind, a pattern that matches no module of its kind, or a
-            module with two names and two kinds.
     """
     if plan is None:
         return {site.name: "auto" for site in sites if site.closed_by is None}
@@ -174,17 +162,7 @@ def _matches(pattern: str, kind: str, name: str) -> bool:
 
 
 def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> None:
-    """Refuse a value that is not a kind of a plan.
-
-    Args:
-        pattern: Pattern to which the plan gives the kind.
-        kind: Kind to check.
-        kinds: Known kinds.
-        plan: Name of the plan, for errors.
-
-    Raises:
-        ParallelPlanError: For an unknown kind.
-    """
+    """Refuse a value that is not a kind of a plan."""
     if kind not in kinds:
         raise ParallelPlanError(
             f"{plan} gives {pattern!r} the kind {kind!r}, which does not exist. Use "
@@ -264,11 +242,7 @@ def originals_of_averages(sites: Sequence[ModuleSite]) -> dict[str, list[str]]:
 
 
 def kinds_of_averages(sites: Sequence[ModuleSite], kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return the kinds of copies that the plan does not name: those of their originals.
-
-    Args:
-        kinds: Kinds by module name.
-    """
+    """Return the kinds of copies that the plan does not name: those of their originals."""
     return {
         site.name: kinds[original + site.name.removeprefix(copy)]
         for copy, (original, *_) in originals_of_averages(sites).items()
@@ -297,14 +271,10 @@ class SwapRecord:
     ``str(record)`` is one line for the log.
 
     Args:
-        name: Dotted name of the block in the module.
         kind: Kind of the block in the plan, or ``model`` for a GPT that was built in full.
-        source: Class of the replaced block.
-        target: Class of the replacement.
         full_elements: Size of the replaced block's parameters (elements).
         local_elements: Size of the replacement's parameters on this rank, without padding
             (elements).
-        note: Text for the user; empty if there is none.
     """
 
     name: str

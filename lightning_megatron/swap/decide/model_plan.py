@@ -43,7 +43,6 @@ class DeclaredPlan:
 
     Args:
         kinds: Kind by the module's name within the model.
-        left: Parts of the plan that are not supported, each with the reason.
     """
 
     kinds: Mapping[str, str]
@@ -64,14 +63,6 @@ def supported_plan(model: Any, tp: int, called: str = "model") -> DeclaredPlan:
     not at all, because one of them consumes the sharded outputs of another. They are not sharded if
     the plan's entry for one of them is not supported, or if their parent cannot be sharded, for
     example because it has a parameter of all features that the plan does not name.
-
-    Args:
-        model: Hugging Face model.
-        tp: Tensor-parallel size (ranks).
-        called: Name of the model, for errors.
-
-    Raises:
-        ParallelPlanError: If the number of heads of a sharded attention is not a multiple of tp.
     """
     styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not styles:
@@ -250,9 +241,6 @@ def suggest_tensor_plan(root: nn.Module, tp: int) -> dict[str, str]:
     Layers that are defined together, such as the projections of an attention or an MLP, become
     ``column`` and ``row``. The plan assumes that they run in the order of their definition; if they
     do not, the first step raises an error. Without such layers, single layers gather their outputs.
-
-    Args:
-        tp: Tensor-parallel size, which must divide the sharded features (ranks).
     """
     pairs: dict[str, str] = {}
     single: dict[str, str] = {}

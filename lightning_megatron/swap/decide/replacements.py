@@ -42,9 +42,7 @@ class Swap:
     """Replacement of one module, built without values and not yet installed.
 
     Args:
-        site: Module that is replaced, with its position.
         kind: Kind of the block in the plan, or ``model``.
-        target: Replacement.
         fill: Function that fills the replacement with this rank's part of the module's values, and
             returns a text for the log.
         install: Function that puts the replacement into the module, which stays the same object;
@@ -81,10 +79,6 @@ class BlockReplacement:
     """Decision to replace a torch.nn block by a tensor-parallel one.
 
     Args:
-        site: Block with its position.
-        kind: Kind of the block in the plan.
-        rule: Rule for its replacement.
-        request: Arguments of the rule's builder.
         gathers_sequences: Whether the block must gather its inputs, because it needs complete
             sequences and other blocks of the plan may return parts of them.
     """
@@ -130,11 +124,7 @@ class WholeModelReplacement:
 
 @dataclass(frozen=True)
 class FamilyReplacement:
-    """Decision to replace the computation of a Hugging Face model of a known family.
-
-    Args:
-        shows_progress: Whether rank 0 may show a progress bar while it reads a folder.
-    """
+    """Decision to replace the computation of a Hugging Face model of a known family."""
 
     site: ModuleSite
     family: Family
@@ -163,13 +153,7 @@ def choose_blocks(
     """Decide which torch.nn blocks of this rank's stage are replaced.
 
     Args:
-        sites: Modules that can be swapped, with their positions.
-        kinds: Kinds of all plans, by module name.
-        has_stages: Whether the modules are assigned to pipeline stages.
         deferred: Names of models without values, which are read before blocks are filled.
-
-    Raises:
-        UnsupportedError: If the layout does not fit a block.
     """
     chosen = _choose(sites, kinds, mesh)
     if not has_stages:

@@ -46,7 +46,6 @@ class OuterModule:
     """Module outside the list of blocks, on the first or the last stage.
 
     Args:
-        site: Module with its position.
         is_before: Whether the module runs before the blocks.
         is_explicit: Whether the plan assigns the stage; otherwise the order of definition does.
         is_moved: Whether the module is defined on the other side of the blocks than it runs.
@@ -168,15 +167,7 @@ def plan_stages(
     frozen models beside the list are on all stages.
 
     Args:
-        sites: All modules in it, with their positions.
         plan: ``blocks``, ``first`` or ``last`` by name pattern; exactly one module is ``blocks``.
-        kinds: Kinds of the tensor-parallel cuts, by module name.
-
-    Raises:
-        ParallelPlanError: If the plan does not fit the module, or has too few blocks for the
-            stages.
-        UnsupportedError: If stages share a parameter that is not a tied embedding, or an
-            ``AveragedModel`` averages modules of several stages.
     """
     blocks = _find_blocks(sites, plan)
     layout = mesh.layout
@@ -210,9 +201,6 @@ def suggest_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | No
 
     The plan assumes that modules run in the order of their definition. If they do not, the first
     step raises an error.
-
-    Args:
-        layout: Layout that determines the required number of blocks.
     """
     sizes: dict[str, int] = {}
     for name, part in root.named_modules():
@@ -291,12 +279,7 @@ def _ends(
 def _beside_originals(
     owners: _Owners, originals: Mapping[str, Sequence[str]]
 ) -> Iterator[OuterModule]:
-    """Yield the outer modules, with copies of ``AveragedModel`` on the stages of their originals.
-
-    Raises:
-        UnsupportedError: If a copy has modules of several stages, or of another stage than the
-            first and last one or the one that the plan assigns.
-    """
+    """Yield the outer modules, with copies of an ``AveragedModel`` on the stages of originals."""
     for end in owners.ends:
         names = originals.get(end.site.name, ())
         stages = {owners.stage_of(name, end.site.module) for name in names}
@@ -367,8 +350,6 @@ class _Owners:
     """Lookup of the stage that owns a parameter.
 
     Args:
-        layers: Blocks of every chunk of every stage.
-        ends: Modules outside the list that have parameters.
         enclosing: Identities of the modules around the list, whose own parameters belong to the
             first stage.
         loss_stage: Stage that computes the loss, and has the modules after the list.

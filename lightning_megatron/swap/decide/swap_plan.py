@@ -42,7 +42,6 @@ class SwapOptions:
         plan: Kind of each module, by name pattern; None means ``auto`` for all.
         pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means the stages that
             a Hugging Face model defines.
-        shows_progress: Whether rank 0 may show a progress bar for the weights on a terminal.
         needs_tables: Whether an option was set that only models of this package support. If so, a
             Hugging Face model with a setting that its family does not support raises an error;
             otherwise such a model is not replaced.
@@ -59,10 +58,8 @@ class SwapPlan:
     """Decisions for a module, which is unchanged.
 
     Args:
-        sites: All modules inside the root, with their positions.
         replacements: Modules of this rank that are replaced, in the order of definition.
         own_code: Hugging Face models that keep their own code, nested ones included.
-        stages: Parts of the module that this rank keeps; None for a single stage.
         partial: Names of modules on this rank whose gradients are parts of sums.
         built_here: Names of models that were built on ``mesh``, whose ranks have different layers.
     """
@@ -79,16 +76,7 @@ class SwapPlan:
 
 
 def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapPlan:
-    """Decide how to replace and divide a module on this rank; do not change it.
-
-    Args:
-        module: Root module.
-        options: Plans and settings.
-
-    Raises:
-        ParallelPlanError: If a pattern or a kind matches no module, or a plan does not fit.
-        UnsupportedError: If the module has a part that the layout does not support.
-    """
+    """Decide how to replace and divide a module on this rank; do not change it."""
     _check_root(module, mesh)
     sites = sites_of(module)
     swappable = unique_sites(sites)

@@ -7,13 +7,11 @@ from typing import Any
 
 from lightning_megatron.swap.families.family import DecoderNames, Family
 from lightning_megatron.swap.families.field_kinds import Factor
-from lightning_megatron.swap.families.fields import ConfigTable, Field, Values
+from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, only
 
 #: BLOOM has no table of positions, so nothing bounds its rows (tokens).
 _MAX_LENGTH = 1 << 20
-_NO_DROPOUT = Field(
-    "hidden_dropout", 0.0, allowed=(0.0,), reason="dropout would also apply to the embedding"
-)
+_NO_DROPOUT = only("hidden_dropout", 0.0, "dropout would also apply to the embedding")
 
 BLOOM = Family(
     "bloom",
@@ -30,11 +28,10 @@ BLOOM = Family(
             Field("attention_dropout", 0.0, "attention_dropout"),
             _NO_DROPOUT,
             Field("tie_word_embeddings", True, "tie_embeddings"),
-            Field(
+            only(
                 "apply_residual_connection_post_layernorm",
                 False,
-                allowed=(False,),
-                reason="the residual stream bypasses the norms",
+                "the residual stream bypasses the norms",
             ),
         ),
         {
@@ -49,17 +46,10 @@ BLOOM = Family(
         # These fields select a slower order of the same sums, give the length of the training's
         # rows, which the class does not read, or are names of earlier code.
         frozenset(
-            {
-                "slow_but_exact",
-                "seq_length",
-                "attention_softmax_in_fp32",
-                "masked_softmax_fusion",
-                "bias_dropout_fusion",
-                "skip_bias_add",
-                "skip_bias_add_qkv",
-                "offset_alibi",
-                "unk_token_id",
-            }
+            """
+            slow_but_exact seq_length attention_softmax_in_fp32 masked_softmax_fusion
+            bias_dropout_fusion skip_bias_add skip_bias_add_qkv offset_alibi unk_token_id
+            """.split()
         ),
     ),
     DecoderNames(
@@ -81,31 +71,20 @@ BLOOM = Family(
 _ATTENTION = ConfigTable(
     "MPT",
     (
-        Field(
+        only(
             "attn_type",
             "multihead_attention",
-            allowed=("multihead_attention",),
-            reason="each head has keys and values of its own, as in Hugging Face's class",
+            "each head has keys and values of its own, as in Hugging Face's class",
         ),
-        Field(
-            "attn_pdrop",
-            0.0,
-            allowed=(0.0,),
-            reason="dropout of weights would also apply to the embedding",
-        ),
-        Field("clip_qkv", None, allowed=(None,), reason="queries, keys and values are not bounded"),
+        only("attn_pdrop", 0.0, "dropout of weights would also apply to the embedding"),
+        only("clip_qkv", None, "queries, keys and values are not bounded"),
         Field("softmax_scale", None, "attention_scale", kind=Factor | None),
-        Field("prefix_lm", False, allowed=(False,), reason="no position attends to a later one"),
-        Field("qk_ln", False, allowed=(False,), reason="queries and keys are not normed"),
-        Field(
-            "attn_uses_sequence_id",
-            False,
-            allowed=(False,),
-            reason="positions separate packed documents",
-        ),
-        Field("alibi", True, allowed=(True,), reason="the class of Hugging Face always has slopes"),
+        only("prefix_lm", False, "no position attends to a later one"),
+        only("qk_ln", False, "queries and keys are not normed"),
+        only("attn_uses_sequence_id", False, "positions separate packed documents"),
+        only("alibi", True, "the class of Hugging Face always has slopes"),
         # Hugging Face's class ignores it and uses 8.
-        Field("alibi_bias_max", 8, allowed=(8,), reason="Hugging Face's class always uses 8"),
+        only("alibi_bias_max", 8, "Hugging Face's class always uses 8"),
     ),
     {},
     frozenset({"attn_impl"}),
@@ -133,22 +112,14 @@ MPT = Family(
             Field("initializer_range", 0.02, "init_std"),
             Field("tie_word_embeddings", True, "tie_embeddings"),
             Field("attn_config", None, _attention),
-            Field(
-                "expansion_ratio",
-                4,
-                allowed=(4,),
-                reason="the MLP has 4 d_model features, as in Hugging Face's class",
+            only(
+                "expansion_ratio", 4, "the MLP has 4 d_model features, as in Hugging Face's class"
             ),
-            Field("no_bias", True, allowed=(True,), reason="Hugging Face's class has no biases"),
-            Field("logit_scale", None, allowed=(None,), reason="Hugging Face's class ignores it"),
-            Field(
-                "embedding_fraction",
-                1.0,
-                allowed=(1.0,),
-                reason="Hugging Face's class ignores it",
-            ),
-            Field("emb_pdrop", 0.0, allowed=(0.0,), reason="Hugging Face's class ignores it"),
-            Field("resid_pdrop", 0.0, allowed=(0.0,), reason="Hugging Face's class ignores it"),
+            only("no_bias", True, "Hugging Face's class has no biases"),
+            only("logit_scale", None, "Hugging Face's class ignores it"),
+            only("embedding_fraction", 1.0, "Hugging Face's class ignores it"),
+            only("emb_pdrop", 0.0, "Hugging Face's class ignores it"),
+            only("resid_pdrop", 0.0, "Hugging Face's class ignores it"),
         ),
         {"norm": "layernorm", "position": "alibi", "bias": False, "activation": "gelu"},
         # The class always has slopes and one kind of norm, and has no other device.
@@ -167,3 +138,5 @@ MPT = Family(
     base="transformer.",
     embedding="transformer.wte.weight",
 )
+
+FAMILIES = (BLOOM, MPT)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_megatron.errors import UnsupportedError
@@ -13,10 +13,11 @@ from lightning_megatron.swap.families.fields import (
     ConfigTable,
     Field,
     Values,
+    only,
     padding_id,
     translate_values,
 )
-from lightning_megatron.swap.tensors.mapping import Source, TensorMap
+from lightning_megatron.swap.tensors.mapping import TensorMap, joined, joined_layers
 
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -30,14 +31,10 @@ CLASSIFIER = "head.output.weight"
 _PROBLEM_TYPES = (None, "regression", "single_label_classification", "multi_label_classification")
 #: Fields that only the first releases of BERT read, or that no model of these classes reads.
 _IRRELEVANT = frozenset(
-    {
-        "directionality",
-        "pooler_fc_size",
-        "pooler_num_attention_heads",
-        "pooler_num_fc_layers",
-        "pooler_size_per_head",
-    }
-    | {"pooler_type", "tie_word_embeddings"}
+    """
+    directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
+    pooler_size_per_head pooler_type tie_word_embeddings
+    """.split()
 )
 _OLD_NORM_NAMES = (
     (r"LayerNorm\.gamma$", "LayerNorm.weight"),
@@ -67,15 +64,12 @@ class EncoderNames:
             "token_type": config.num_token_types,
         }
         tensors = [
-            _joined(
-                f"embedding.{name}.weight", (rows, size), (f"{start}.{name}_embeddings.weight",)
-            )
+            joined(f"embedding.{name}.weight", (rows, size), f"{start}.{name}_embeddings.weight")
             for name, rows in tables.items()
         ]
         tensors += _norm("embedding.norm", f"{start}.LayerNorm", config)
-        tensors += [
-            tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)
-        ]
+        for layer in range(config.num_layers):
+            tensors += self._layer(config, layer)
         return (*tensors, *self._head(config))
 
     def _layer(self, config: EncoderConfig, layer: int) -> list[TensorMap]:
@@ -84,12 +78,11 @@ class EncoderNames:
         prefix = f"layers.{layer}"
         source = f"{self.prefix}encoder.layer.{layer}"
         parts = tuple(f"{source}.attention.self.{part}" for part in ("query", "key", "value"))
+        output = f"{source}.attention.output"
         return [
             *_linear(f"{prefix}.attention.qkv", (3 * size, size), *parts),
-            *_linear(
-                f"{prefix}.attention.output", (size, size), f"{source}.attention.output.dense"
-            ),
-            *_norm(f"{prefix}.attention_norm", f"{source}.attention.output.LayerNorm", config),
+            *_linear(f"{prefix}.attention.output", (size, size), f"{output}.dense"),
+            *_norm(f"{prefix}.attention_norm", f"{output}.LayerNorm", config),
             *_linear(f"{prefix}.mlp.up", (inner, size), f"{source}.intermediate.dense"),
             *_linear(f"{prefix}.mlp.down", (size, inner), f"{source}.output.dense"),
             *_norm(f"{prefix}.mlp_norm", f"{source}.output.LayerNorm", config),
@@ -106,30 +99,16 @@ class EncoderNames:
             tensors += _linear("head.output", (config.num_labels, size), self.head["output"])
         if config.head == "masked_lm":
             tensors += _norm("head.norm", self.head["norm"], config)
-            tensors.append(_joined("head.bias", (config.vocab_size,), (self.head["bias"],)))
+            tensors.append(joined("head.bias", (config.vocab_size,), self.head["bias"]))
         return tensors
 
 
-def _joined(target: str, shape: tuple[int, ...], sources: tuple[str, ...]) -> TensorMap:
-    return TensorMap(
-        target, shape, tuple(Source(name, shape[0] // len(sources)) for name in sources)
-    )
-
-
 def _linear(target: str, shape: tuple[int, int], *sources: str) -> list[TensorMap]:
-    weights = tuple(f"{name}.weight" for name in sources)
-    biases = tuple(f"{name}.bias" for name in sources)
-    return [
-        _joined(f"{target}.weight", shape, weights),
-        _joined(f"{target}.bias", shape[:1], biases),
-    ]
+    return joined_layers(target, shape, *sources, has_bias=True)
 
 
 def _norm(target: str, source: str, config: EncoderConfig) -> list[TensorMap]:
-    return [
-        _joined(f"{target}.{kind}", (config.hidden_size,), (f"{source}.{kind}",))
-        for kind in ("weight", "bias")
-    ]
+    return joined_layers(target, (config.hidden_size,), source, has_bias=True)
 
 
 def _labels(values: Values) -> Mapping[str, Any]:
@@ -164,186 +143,144 @@ def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:
         Field("initializer_range", 0.02, "init_std"),
         Field("layer_norm_eps", 1e-12, "norm_eps"),
         Field("pad_token_id", padding, padding_id),
-        Field("position_embedding_type", "absolute", allowed=("absolute", None), reason=reason),
-        Field(
-            "is_decoder",
-            False,
-            allowed=(False, None),
-            reason="every position attends to all others",
-        ),
+        only("position_embedding_type", "absolute", reason, None),
+        only("is_decoder", False, "every position attends to all others", None),
     )
 
 
-_MASKED = (
-    Field(
-        "tie_word_embeddings",
-        True,
-        allowed=(True,),
-        reason="the output layer uses the weight of the embedding",
-    ),
-)
+_MASKED = only("tie_word_embeddings", True, "the output layer uses the weight of the embedding")
+_CHOICES = Field("classifier_dropout", None, _head_dropout)
 _CLASSES = (
     Field("id2label", None, _labels),
     Field("num_labels", None),
-    Field("classifier_dropout", None, _head_dropout),
+    _CHOICES,
     Field("problem_type", None, allowed=_PROBLEM_TYPES, reason="only these losses are implemented"),
 )
-_CHOICE_DROPOUT = Field("classifier_dropout", None, _head_dropout)
 _BERT = _fields(30522, 0)
-_BERT_HEADS = (r"(bert\.)?pooler\..*", r"cls\..*", r"classifier\..*", r"qa_outputs\..*")
-_BERT_BUFFERS = (r"(bert\.)?embeddings\.(position_ids|token_type_ids)",)
 _ROBERTA = _fields(50265, 1)
-_ROBERTA_HEADS = (r"(roberta\.)?pooler\..*", r"lm_head\..*", r"classifier\..*", r"qa_outputs\..*")
-_ROBERTA_BUFFERS = (r"(roberta\.)?embeddings\.(position_ids|token_type_ids)",)
-_COUNTED = {"positions": "tokens"}
 
 
-def _table(name: str, fields: tuple[Field, ...], **fixed: Any) -> ConfigTable:
-    known = {rule.name for rule in fields}
-    return ConfigTable(name, fields, fixed, _IRRELEVANT - known, EncoderConfig)
+def _bert(
+    architecture: str, fields: tuple[Field, ...], names: Mapping[str, str], **fixed: Any
+) -> Family:
+    return _family("bert", "BERT", architecture, fields, names, fixed)
 
 
-BERT_MASKED = Family(
-    "bert",
-    "BertForMaskedLM",
-    _table(
-        "BERT",
-        (
-            *_BERT,
-            *_MASKED,
-            Field(
-                "hidden_act",
-                "gelu",
-                translate_values("hidden_act", "head_activation", _ACTIVATIONS),
-            ),
+def _roberta(
+    architecture: str, fields: tuple[Field, ...], names: Mapping[str, str], **fixed: Any
+) -> Family:
+    return _family(
+        "roberta", "RoBERTa", architecture, fields, names, fixed | {"positions": "tokens"}
+    )
+
+
+def _family(
+    model_type: str,
+    called: str,
+    architecture: str,
+    fields: tuple[Field, ...],
+    names: Mapping[str, str],
+    fixed: Mapping[str, Any],
+) -> Family:
+    """Return the family of a class with a head, or of one without, which has no prefix in names."""
+    base = f"{model_type}."
+    optional = rf"({model_type}\.)?"
+    masked_head = "cls" if model_type == "bert" else "lm_head"
+    family = Family(
+        model_type,
+        architecture,
+        ConfigTable(
+            called, fields, fixed, _IRRELEVANT - {rule.name for rule in fields}, EncoderConfig
         ),
-        head="masked_lm",
-    ),
-    EncoderNames(
-        "bert.",
+        EncoderNames(base, names),
+        base=base,
+        ignored=(rf"{optional}embeddings\.(position_ids|token_type_ids)",),
+        renamed=_OLD_NORM_NAMES,
+        heads=(
+            rf"{optional}pooler\..*",
+            rf"{masked_head}\..*",
+            r"classifier\..*",
+            r"qa_outputs\..*",
+        ),
+    )
+    if not architecture.endswith("Model"):
+        return family
+    renamed = ((rf"^{model_type}\.", ""), *_OLD_NORM_NAMES)
+    return replace(family, tensors=EncoderNames(head=names), base="", renamed=renamed)
+
+
+def _with_tie(family: Family, decoder: str, bias: str) -> Family:
+    """Return a family whose head ends with a layer that has the embedding's weight."""
+    return replace(
+        family,
+        copies=((f"{decoder}.bias", bias),),
+        head=f"{decoder}.weight",
+        embedding=f"{family.base}embeddings.word_embeddings.weight",
+    )
+
+
+_HEAD_ACTIVATION = translate_values("hidden_act", "head_activation", _ACTIVATIONS)
+BERT_MASKED = _with_tie(
+    _bert(
+        "BertForMaskedLM",
+        (*_BERT, _MASKED, Field("hidden_act", "gelu", _HEAD_ACTIVATION)),
         {
             "dense": "cls.predictions.transform.dense",
             "norm": "cls.predictions.transform.LayerNorm",
             "bias": "cls.predictions.bias",
         },
+        head="masked_lm",
     ),
-    base="bert.",
-    ignored=_BERT_BUFFERS,
-    copies=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
-    renamed=_OLD_NORM_NAMES,
-    head="cls.predictions.decoder.weight",
-    embedding="bert.embeddings.word_embeddings.weight",
-    heads=_BERT_HEADS,
+    "cls.predictions.decoder",
+    "cls.predictions.bias",
 )
-
-BERT_CLASSES = Family(
-    "bert",
+BERT_CLASSES = _bert(
     "BertForSequenceClassification",
-    _table("BERT", (*_BERT, *_CLASSES), head="classifier"),
-    EncoderNames("bert.", {"dense": "bert.pooler.dense", "output": "classifier"}),
-    base="bert.",
-    ignored=_BERT_BUFFERS,
-    renamed=_OLD_NORM_NAMES,
-    heads=_BERT_HEADS,
+    (*_BERT, *_CLASSES),
+    {"dense": "bert.pooler.dense", "output": "classifier"},
+    head="classifier",
 )
-
-BERT_CHOICES = Family(
-    "bert",
+BERT_CHOICES = _bert(
     "BertForMultipleChoice",
-    _table("BERT", (*_BERT, _CHOICE_DROPOUT), head="classifier", num_labels=1),
-    EncoderNames("bert.", {"dense": "bert.pooler.dense", "output": "classifier"}),
-    base="bert.",
-    ignored=_BERT_BUFFERS,
-    renamed=_OLD_NORM_NAMES,
-    heads=_BERT_HEADS,
+    (*_BERT, _CHOICES),
+    {"dense": "bert.pooler.dense", "output": "classifier"},
+    head="classifier",
+    num_labels=1,
 )
+BERT_SPANS = _bert("BertForQuestionAnswering", _BERT, {"output": "qa_outputs"}, head="span")
+BERT = _bert("BertModel", _BERT, {"dense": "pooler.dense"}, head="pooler")
 
-BERT_SPANS = Family(
-    "bert",
-    "BertForQuestionAnswering",
-    _table("BERT", _BERT, head="span"),
-    EncoderNames("bert.", {"output": "qa_outputs"}),
-    base="bert.",
-    ignored=_BERT_BUFFERS,
-    renamed=_OLD_NORM_NAMES,
-    heads=_BERT_HEADS,
-)
-
-BERT = Family(
-    "bert",
-    "BertModel",
-    _table("BERT", _BERT, head="pooler"),
-    EncoderNames(head={"dense": "pooler.dense"}),
-    base="",
-    ignored=_BERT_BUFFERS,
-    renamed=((r"^bert\.", ""), *_OLD_NORM_NAMES),
-    heads=_BERT_HEADS,
-)
-
-ROBERTA_MASKED = Family(
-    "roberta",
-    "RobertaForMaskedLM",
-    # Its head has the exact GELU regardless of hidden_act.
-    _table("RoBERTa", (*_ROBERTA, *_MASKED), head="masked_lm", head_activation="gelu", **_COUNTED),
-    EncoderNames(
-        "roberta.", {"dense": "lm_head.dense", "norm": "lm_head.layer_norm", "bias": "lm_head.bias"}
+ROBERTA_MASKED = _with_tie(
+    _roberta(
+        "RobertaForMaskedLM",
+        (*_ROBERTA, _MASKED),
+        {"dense": "lm_head.dense", "norm": "lm_head.layer_norm", "bias": "lm_head.bias"},
+        head="masked_lm",
+        # Its head has the exact GELU regardless of hidden_act.
+        head_activation="gelu",
     ),
-    base="roberta.",
-    ignored=_ROBERTA_BUFFERS,
-    copies=(("lm_head.decoder.bias", "lm_head.bias"),),
-    renamed=_OLD_NORM_NAMES,
-    head="lm_head.decoder.weight",
-    embedding="roberta.embeddings.word_embeddings.weight",
-    heads=_ROBERTA_HEADS,
+    "lm_head.decoder",
+    "lm_head.bias",
 )
-
-ROBERTA_CLASSES = Family(
-    "roberta",
+ROBERTA_CLASSES = _roberta(
     "RobertaForSequenceClassification",
-    _table("RoBERTa", (*_ROBERTA, *_CLASSES), head="classifier", drops_first=True, **_COUNTED),
-    EncoderNames("roberta.", {"dense": "classifier.dense", "output": "classifier.out_proj"}),
-    base="roberta.",
-    ignored=_ROBERTA_BUFFERS,
-    renamed=_OLD_NORM_NAMES,
-    heads=_ROBERTA_HEADS,
+    (*_ROBERTA, *_CLASSES),
+    {"dense": "classifier.dense", "output": "classifier.out_proj"},
+    head="classifier",
+    drops_first=True,
 )
-
-ROBERTA_CHOICES = Family(
-    "roberta",
+ROBERTA_CHOICES = _roberta(
     "RobertaForMultipleChoice",
-    _table(
-        "RoBERTa",
-        # Its classifier has the dropout of the hidden states, regardless of classifier_dropout.
-        (*_ROBERTA, Field("hidden_dropout_prob", 0.1, "head_dropout")),
-        head="classifier",
-        num_labels=1,
-        **_COUNTED,
-    ),
-    EncoderNames("roberta.", {"dense": "roberta.pooler.dense", "output": "classifier"}),
-    base="roberta.",
-    ignored=_ROBERTA_BUFFERS,
-    renamed=_OLD_NORM_NAMES,
-    heads=_ROBERTA_HEADS,
+    # Its classifier has the dropout of the hidden states, regardless of classifier_dropout.
+    (*_ROBERTA, Field("hidden_dropout_prob", 0.1, "head_dropout")),
+    {"dense": "roberta.pooler.dense", "output": "classifier"},
+    head="classifier",
+    num_labels=1,
 )
+ROBERTA_SPANS = _roberta(
+    "RobertaForQuestionAnswering", _ROBERTA, {"output": "qa_outputs"}, head="span"
+)
+ROBERTA = _roberta("RobertaModel", _ROBERTA, {"dense": "pooler.dense"}, head="pooler")
 
-ROBERTA_SPANS = Family(
-    "roberta",
-    "RobertaForQuestionAnswering",
-    _table("RoBERTa", _ROBERTA, head="span", **_COUNTED),
-    EncoderNames("roberta.", {"output": "qa_outputs"}),
-    base="roberta.",
-    ignored=_ROBERTA_BUFFERS,
-    renamed=_OLD_NORM_NAMES,
-    heads=_ROBERTA_HEADS,
-)
-
-ROBERTA = Family(
-    "roberta",
-    "RobertaModel",
-    _table("RoBERTa", _ROBERTA, head="pooler", **_COUNTED),
-    EncoderNames(head={"dense": "pooler.dense"}),
-    base="",
-    ignored=_ROBERTA_BUFFERS,
-    renamed=((r"^roberta\.", ""), *_OLD_NORM_NAMES),
-    heads=_ROBERTA_HEADS,
-)
+BERTS = (BERT_MASKED, BERT_CLASSES, BERT_CHOICES, BERT_SPANS, BERT)
+ROBERTAS = (ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA_CHOICES, ROBERTA_SPANS, ROBERTA)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.swap.families.experts import (
     EXPERT_NAMES,
@@ -15,17 +14,24 @@ from lightning_megatron.swap.families.experts import (
     OWN_SETTINGS,
     PACKED_EXPERTS,
     PARTS,
+    mixture,
 )
-from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.field_kinds import Size
-from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, refusal
+from lightning_megatron.swap.families.fields import (
+    NO_OUTPUTS,
+    ConfigTable,
+    Field,
+    Values,
+    only,
+    refusal,
+)
 from lightning_megatron.swap.families.layer_names import LatentNames
-from lightning_megatron.swap.families.llama import LLAMA_NAMES
-from lightning_megatron.swap.families.llama_fields import (
+from lightning_megatron.swap.families.llama import (
     ACTIVATION,
     ATTENTION_BIAS,
-    FIXED,
+    LLAMA_NAMES,
     OUTDATED,
+    like_llama,
     sizes,
 )
 from lightning_megatron.swap.families.rotary import rotary_fields
@@ -52,7 +58,7 @@ _NAMES = replace(
 _NO_CODE = "only these routers are implemented"
 #: Settings of losses that only the code of the first releases has. Hugging Face's class and this
 #: package do not compute these losses.
-_IGNORED = frozenset({"aux_loss_alpha", "seq_aux", "ep_size"})
+_SKIPPED = "aux_loss_alpha seq_aux ep_size"
 
 
 def _rotary_fields(family: str) -> tuple[Field, ...]:
@@ -113,12 +119,7 @@ def _attention_fields(family: str) -> tuple[Field, ...]:
         Field("qk_rope_head_dim", 64),
         ACTIVATION,
         ATTENTION_BIAS,
-        Field(
-            "output_router_logits",
-            False,
-            allowed=(False, None),
-            reason="the model returns only loss and logits",
-        ),
+        only("output_router_logits", False, NO_OUTPUTS, None),
     )
 
 
@@ -133,37 +134,29 @@ def _shared(values: Values) -> Mapping[str, Any]:
     return {"shared_ffn_hidden_size": count * values["moe_intermediate_size"] if count else None}
 
 
+_NUM_EXPERTS = Field(
+    "n_routed_experts", None, "num_experts", aliases=("num_local_experts", "num_experts")
+)
+
+
 def _expert_fields(
     num_layers: int, num_experts: int, top_k: int | None, inner: int, num_shared: int, dense: int
 ) -> tuple[Field, ...]:
     """Return the rules for experts that both families share, with a family's defaults.
 
     Args:
-        num_layers: Transformer blocks (layers).
-        num_experts: Routed experts of a layer (experts).
         top_k: Experts of a token; None has no default (experts).
         inner: Inner features of an expert (elements).
-        num_shared: Shared experts (experts).
-        dense: First layers without experts (layers).
+        dense: Number of first layers without experts.
     """
     return (
         Field("num_hidden_layers", num_layers),
-        Field(
-            "n_routed_experts",
-            num_experts,
-            "num_experts",
-            aliases=("num_local_experts", "num_experts"),
-        ),
+        replace(_NUM_EXPERTS, default=num_experts),
         Field("num_experts_per_tok", top_k, "top_k"),
         Field("moe_intermediate_size", inner, "ffn_hidden_size"),
         Field("n_shared_experts", num_shared, _shared),
         Field("first_k_dense_replace", dense, _later_layers),
-        Field(
-            "moe_layer_freq",
-            1,
-            allowed=(1, None),
-            reason="all layers after the dense ones have experts",
-        ),
+        only("moe_layer_freq", 1, "all layers after the dense ones have experts", None),
         OWN_SETTINGS,
     )
 
@@ -183,78 +176,71 @@ def _greedy_groups(values: Values) -> Mapping[str, Any]:
     return {target: values[name] for name, target in names.items()}
 
 
-DEEPSEEK_V2 = Family(
+DEEPSEEK_V2 = like_llama(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
-    ConfigTable(
-        "DeepSeek-V2",
-        (
-            *sizes(102400, 4096, 11008, 32, 32, 2048),
-            *_attention_fields("DeepSeek-V2"),
-            Field("mlp_bias", False, allowed=(False, None), reason="experts have no biases"),
-        ),
-        {**FIXED, "rotary_interleaved": True},
-        _IGNORED,
-        parts={
-            "latent_attention": _latents("DeepSeek-V2"),
-            "experts": ConfigTable(
-                "DeepSeek-V2",
-                (
-                    *_expert_fields(32, 64, None, 1407, 2, 0),
-                    Field("routed_scaling_factor", 1.0, "score_scale"),
-                    Field("topk_method", "greedy", _greedy_groups),
-                    Field("n_group", None, kind=Size | None),
-                    Field("topk_group", None, kind=Size | None),
-                    Field("scoring_func", "softmax", allowed=("softmax",), reason=_NO_CODE),
-                    Field(
-                        "norm_topk_prob",
-                        False,
-                        allowed=(False, None),
-                        reason="versions of transformers disagree about whether it counts",
-                    ),
-                ),
-                {"scoring": "softmax", "normalize_top_k": False, "best_of_group": 1},
-                build=ExpertsConfig,
-            ),
-        },
+    "DeepSeek-V2",
+    (
+        *sizes(102400, 4096, 11008, 32, 32, 2048),
+        *_attention_fields("DeepSeek-V2"),
+        only("mlp_bias", False, "experts have no biases", None),
     ),
     _NAMES,
-    ignored=OUTDATED,
+    parts={
+        "latent_attention": _latents("DeepSeek-V2"),
+        "experts": mixture(
+            "DeepSeek-V2",
+            *_expert_fields(32, 64, None, 1407, 2, 0),
+            Field("routed_scaling_factor", 1.0, "score_scale"),
+            Field("topk_method", "greedy", _greedy_groups),
+            Field("n_group", None, kind=Size | None),
+            Field("topk_group", None, kind=Size | None),
+            only("scoring_func", "softmax", _NO_CODE),
+            only(
+                "norm_topk_prob",
+                False,
+                "versions of transformers disagree about whether it counts",
+                None,
+            ),
+            scoring="softmax",
+            normalize_top_k=False,
+            best_of_group=1,
+        ),
+    },
     packed=PACKED_EXPERTS,
+    skipped=_SKIPPED,
+    rotary_interleaved=True,
 )
 
-DEEPSEEK_V3 = Family(
+_V3 = like_llama(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    ConfigTable(
-        "DeepSeek-V3",
-        (
-            *sizes(129280, 7168, 18432, 61, 128, 4096, 128),
-            *_attention_fields("DeepSeek-V3"),
-            Field("rope_interleave", True, _pairs),
-        ),
-        FIXED,
-        # Layers for multi-token prediction are not trained.
-        _IGNORED | {"num_nextn_predict_layers", "num_mtp_layers"},
-        parts={
-            "latent_attention": _latents("DeepSeek-V3"),
-            "experts": ConfigTable(
-                "DeepSeek-V3",
-                (
-                    *_expert_fields(61, 256, 8, 2048, 1, 3),
-                    Field("norm_topk_prob", True, "normalize_top_k"),
-                    Field("routed_scaling_factor", 2.5, "score_scale"),
-                    Field("n_group", 8, "num_groups"),
-                    Field("topk_group", 4, "top_k_groups"),
-                    Field("scoring_func", "sigmoid", allowed=("sigmoid",), reason=_NO_CODE),
-                    Field("topk_method", "noaux_tc", allowed=("noaux_tc",), reason=_NO_CODE),
-                ),
-                {"scoring": "sigmoid", "expert_bias": True},
-                build=ExpertsConfig,
-            ),
-        },
+    "DeepSeek-V3",
+    (
+        *sizes(129280, 7168, 18432, 61, 128, 4096, 128),
+        *_attention_fields("DeepSeek-V3"),
+        Field("rope_interleave", True, _pairs),
     ),
     _NAMES,
-    ignored=(*OUTDATED, r"model\.layers\.61\..*"),
+    parts={
+        "latent_attention": _latents("DeepSeek-V3"),
+        "experts": mixture(
+            "DeepSeek-V3",
+            *_expert_fields(61, 256, 8, 2048, 1, 3),
+            Field("norm_topk_prob", True, "normalize_top_k"),
+            Field("routed_scaling_factor", 2.5, "score_scale"),
+            Field("n_group", 8, "num_groups"),
+            Field("topk_group", 4, "top_k_groups"),
+            only("scoring_func", "sigmoid", _NO_CODE),
+            only("topk_method", "noaux_tc", _NO_CODE),
+            scoring="sigmoid",
+            expert_bias=True,
+        ),
+    },
     packed=PACKED_EXPERTS,
+    skipped=f"{_SKIPPED} num_nextn_predict_layers num_mtp_layers",
 )
+# Layers for multi-token prediction are not trained.
+DEEPSEEK_V3 = replace(_V3, ignored=(*OUTDATED, r"model\.layers\.61\..*"))
+
+FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3)

@@ -12,7 +12,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.swap.families.layer_names import ExpertNames, LatentNames
-from lightning_megatron.swap.tensors.mapping import Source, TensorMap
+from lightning_megatron.swap.tensors.mapping import Source, TensorMap, joined, joined_layers
 from lightning_megatron.swap.tensors.packed import Packed, class_table
 
 ModelConfig: TypeAlias = GPTConfig | EncoderConfig
@@ -57,11 +57,7 @@ class Family:
     packed: tuple[Packed, ...] = ()
 
     def unsupported_reason(self, settings: Mapping[str, Any]) -> str:
-        """Return the setting of a configuration that the table does not support; empty if none.
-
-        Args:
-            settings: Configuration to check.
-        """
+        """Return the setting of a configuration that the table does not support; empty if none."""
         if settings.get("expert_settings"):
             # Only models of this package have these settings.
             return ""
@@ -157,10 +153,10 @@ class DecoderNames:
         """List the sources of a model's full tensors."""
         size = config.hidden_size
         vocabulary = config.vocab_size
-        tensors = [_mapped(WORD_EMBEDDING, (vocabulary, size), f"{self.embedding}.weight")]
+        tensors = [joined(WORD_EMBEDDING, (vocabulary, size), f"{self.embedding}.weight")]
         if self.position is not None:
             shape = (config.max_seq_length, size)
-            tensors.append(_mapped("embedding.position.weight", shape, f"{self.position}.weight"))
+            tensors.append(joined("embedding.position.weight", shape, f"{self.position}.weight"))
         if config.embedding_norm:
             tensors += self._norm("embedding.norm", self.embedding_norm, config)
         tensors += [
@@ -168,7 +164,7 @@ class DecoderNames:
         ]
         tensors += self._norm("final_norm", self.final_norm, config)
         if not config.tie_embeddings:
-            tensors.append(_mapped("head.weight", (vocabulary, size), f"{self.head}.weight"))
+            tensors.append(joined("head.weight", (vocabulary, size), f"{self.head}.weight"))
         return tuple(tensors)
 
     def _layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
@@ -178,7 +174,7 @@ class DecoderNames:
         tensors = self._norms(config, layer)
         if config.attention_sinks:
             sinks = self.sinks.format(layer)
-            tensors.append(_mapped(f"{prefix}.attention.sinks", (config.num_heads,), sinks))
+            tensors.append(joined(f"{prefix}.attention.sinks", (config.num_heads,), sinks))
         output = (Source(self.output, size),)
         if self.latent is None:
             qkv = self._qkv(config)
@@ -201,24 +197,19 @@ class DecoderNames:
             "attention_output_norm": self.attention_output_norm,
             "mlp_output_norm": self.mlp_output_norm,
         }
-        tensors = [
-            tensor
-            for target, name in names.items()
-            if name
-            for tensor in self._norm(f"{prefix}.{target}", name.format(layer), config)
-        ]
+        tensors = []
+        for target, name in names.items():
+            if name:
+                tensors += self._norm(f"{prefix}.{target}", name.format(layer), config)
         if config.qk_norm:
+            is_whole = config.qk_norm_over == "layer"
             for target, name, number in (
                 ("query_norm", self.query_norm, config.num_heads),
                 ("key_norm", self.key_norm, config.kv_heads),
             ):
-                heads = number if config.qk_norm_over == "layer" else 1
-                shape = (heads * config.head_size,)
-                tensors.append(
-                    _mapped(
-                        f"{prefix}.attention.{target}.weight", shape, f"{name.format(layer)}.weight"
-                    )
-                )
+                shape = ((number if is_whole else 1) * config.head_size,)
+                full = f"{prefix}.attention.{target}"
+                tensors += joined_layers(full, shape, name.format(layer), has_bias=False)
         return tensors
 
     def _linear(
@@ -226,18 +217,14 @@ class DecoderNames:
     ) -> list[TensorMap]:
         tensors = []
         num_rows = sum(source.num_rows for source in sources)
+        shapes = {"weight": (num_rows, num_columns), "bias": (num_rows,)}
         for kind in ("weight", "bias") if has_bias else ("weight",):
-            is_weight = kind == "weight"
+            is_transposed = self.is_transposed and kind == "weight"
             parts = tuple(
-                replace(
-                    s,
-                    name=f"{s.name.format(layer)}.{kind}",
-                    is_transposed=self.is_transposed and is_weight,
-                )
+                replace(s, name=f"{s.name.format(layer)}.{kind}", is_transposed=is_transposed)
                 for s in sources
             )
-            shape = (num_rows, num_columns) if is_weight else (num_rows,)
-            tensors.append(TensorMap(f"layers.{layer}.{target}.{kind}", shape, parts))
+            tensors.append(TensorMap(f"layers.{layer}.{target}.{kind}", shapes[kind], parts))
         return tensors
 
     def _qkv(self, config: GPTConfig) -> tuple[Source, ...]:
@@ -261,11 +248,5 @@ class DecoderNames:
 
     @staticmethod
     def _norm(target: str, source: str, config: GPTConfig) -> list[TensorMap]:
-        kinds = ("weight", "bias") if config.norm == "layernorm" and config.bias else ("weight",)
-        return [
-            _mapped(f"{target}.{kind}", (config.hidden_size,), f"{source}.{kind}") for kind in kinds
-        ]
-
-
-def _mapped(target: str, shape: tuple[int, ...], source: str) -> TensorMap:
-    return TensorMap(target, shape, (Source(source, shape[0]),))
+        has_bias = config.norm == "layernorm" and config.bias
+        return joined_layers(target, (config.hidden_size,), source, has_bias=has_bias)

@@ -19,111 +19,70 @@ Factor: TypeAlias = Annotated[float, Range(above=0, maximum=1e18)]
 Small: TypeAlias = Annotated[float, Range(minimum=0, maximum=1)]
 Token: TypeAlias = Annotated[int, Range(minimum=-(1 << 28), maximum=1 << 28)]
 
-_ROTARY: Mapping[str, Any] = {
-    **dict.fromkeys(("rope_type", "type"), str | None),
-    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor"), Factor | None),
-    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow"), Factor | None),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), NotNegative | None),
-    **dict.fromkeys(("short_factor", "long_factor"), list[Factor] | None),
+
+def _by_name(*kinds: tuple[Any, str]) -> Mapping[str, Any]:
+    return {name: kind for kind, names in kinds for name in names.split()}
+
+
+_ROTARY = _by_name(
+    (str | None, "rope_type type"),
+    (bool | None, "truncate"),
+    (Factor | None, "rope_theta factor low_freq_factor high_freq_factor"),
+    (Factor | None, "attention_factor beta_fast beta_slow"),
+    (NotNegative | None, "mscale mscale_all_dim"),
+    (list[Factor] | None, "short_factor long_factor"),
+    (Share | None, "partial_rotary_factor"),
     # Some kinds divide by its logarithm.
-    "original_max_position_embeddings": Annotated[int, Range(minimum=2, maximum=2**31 - 1)] | None,
-    "partial_rotary_factor": Share | None,
-    "truncate": bool | None,
-}
+    (
+        Annotated[int, Range(minimum=2, maximum=2**31 - 1)] | None,
+        "original_max_position_embeddings",
+    ),
+)
 
 #: Legal values of each field, by name; for a mapping by the names of its entries.
-KINDS: Mapping[str, Any] = {
-    **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "d_model", "intermediate_size"), Size),
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "type_vocab_size",
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-        ),
-        Size,
-    ),
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "n_group", "topk_group"), Size
-    ),
-    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), Size),
-    **dict.fromkeys(("num_key_value_heads", "head_dim", "n_inner", "num_labels"), Size | None),
-    **dict.fromkeys(("q_lora_rank", "qk_head_dim"), Size | None),
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "n_layer",
-            "n_layers",
-            "decoder_sparse_step",
-            "no_rope_layer_interval",
-        ),
-        Layers,
-    ),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), Count),
-    **dict.fromkeys(("sliding_window", "original_max_position_embeddings"), Count | None),
-    **dict.fromkeys(
-        ("n_shared_experts", "first_k_dense_replace", "max_window_layers"), Number | None
-    ),
-    **dict.fromkeys(
-        ("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"), Probability
-    ),
-    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), Probability),
-    **dict.fromkeys(("attention_dropout", "classifier_dropout"), Probability | None),
-    **dict.fromkeys(
-        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"), Small
-    ),
-    **dict.fromkeys(
-        ("tie_word_embeddings", "mlp_bias", "norm_topk_prob", "use_parallel_residual", "qkv_bias"),
-        bool,
-    ),
-    "scale_attn_weights": bool,
-    "rope_interleave": bool | None,
-    "query_pre_attn_scalar": Size,
-    **dict.fromkeys(("embedding_multiplier", "logits_scaling"), Factor),
-    **dict.fromkeys(("attention_multiplier", "residual_multiplier"), Factor),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Factor | None),
-    "rope_local_base_freq": Factor | None,
-    "sliding_window_pattern": Layers | None,
-    **dict.fromkeys(
-        (
-            "attention_bias",
-            "use_sliding_window",
-            "output_router_logits",
-            "use_bidirectional_attention",
-        ),
-        bool | None,
-    ),
-    **dict.fromkeys(("hidden_act", "activation_function", "topk_method"), str),
-    **dict.fromkeys(("rope_theta", "rotary_emb_base"), Factor | None),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), Share | None),
-    **dict.fromkeys(("rope_parameters", "rope_scaling"), _ROTARY),
-    "initializer_range": Annotated[float, Range(minimum=0, maximum=1000)],
-    "hidden_activation": str | None,
-    "pad_token_id": Token | None,
-    "routed_scaling_factor": Factor,
-    "router_aux_loss_coef": NotNegative | None,
-    "layer_types": list[str] | None,
-    **dict.fromkeys(("mlp_only_layers", "no_rope_layers"), list[Number] | None),
-    "attn_config": dict[Any, Any] | None,
-    "id2label": dict[Any, Any] | None,
-}
+KINDS = _by_name(
+    (Size, "vocab_size hidden_size n_embd d_model intermediate_size num_attention_heads n_head"),
+    (Size, "n_heads type_vocab_size num_experts_per_tok moe_intermediate_size num_experts"),
+    (Size, "shared_expert_intermediate_size num_local_experts n_routed_experts n_group topk_group"),
+    (Size, "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim query_pre_attn_scalar"),
+    (Size | None, "num_key_value_heads head_dim n_inner num_labels q_lora_rank qk_head_dim"),
+    (Layers, "num_hidden_layers n_layer n_layers decoder_sparse_step no_rope_layer_interval"),
+    (Layers | None, "sliding_window_pattern"),
+    (Count, "max_position_embeddings n_positions max_seq_len"),
+    (Count | None, "sliding_window original_max_position_embeddings"),
+    (Number | None, "n_shared_experts first_k_dense_replace max_window_layers"),
+    (list[Number] | None, "mlp_only_layers no_rope_layers"),
+    (Token | None, "pad_token_id"),
+    (Probability, "hidden_dropout hidden_dropout_prob attention_probs_dropout_prob"),
+    (Probability, "attn_pdrop embd_pdrop resid_pdrop"),
+    (Probability | None, "attention_dropout classifier_dropout"),
+    (Small, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_epsilon"),
+    (Annotated[float, Range(minimum=0, maximum=1000)], "initializer_range"),
+    (Factor, "embedding_multiplier logits_scaling attention_multiplier residual_multiplier"),
+    (Factor, "routed_scaling_factor"),
+    (Factor | None, "attn_logit_softcapping final_logit_softcapping rope_local_base_freq"),
+    (Factor | None, "rope_theta rotary_emb_base"),
+    (NotNegative | None, "router_aux_loss_coef"),
+    (Share | None, "partial_rotary_factor rotary_pct"),
+    (_ROTARY, "rope_parameters rope_scaling"),
+    (bool, "tie_word_embeddings mlp_bias norm_topk_prob use_parallel_residual qkv_bias"),
+    (bool, "scale_attn_weights"),
+    (bool | None, "attention_bias use_sliding_window output_router_logits rope_interleave"),
+    (bool | None, "use_bidirectional_attention"),
+    (str, "hidden_act activation_function topk_method"),
+    (str | None, "hidden_activation"),
+    (list[str] | None, "layer_types"),
+    (dict[Any, Any] | None, "attn_config id2label"),
+)
 
 
 def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
     """Refuse a value whose type or range is wrong for its field.
 
     Args:
-        name: Name of the field.
-        value: Value of the field.
         kind: Kind as in :func:`~lightning_megatron.plan.settings.coerced`, or a mapping of the
             kinds of nested fields; other nested fields may have any value.
         family: Name of the family, for errors.
-
-    Raises:
-        CheckpointMismatchError: With the field, its value and the legal values.
     """
     if not isinstance(kind, Mapping):
         try:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeAlias
 
+from lightning_utilities.core.rank_zero import rank_zero_only
+
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.extras import import_extra
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.settings import join_or, shown
 from lightning_megatron.swap.families.family import ModelConfig
 from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
 from lightning_megatron.swap.families.layer_names import SETTINGS
-from lightning_megatron.swap.families.unknown_fields import (
-    HARMLESS,
-    unknown_fields,
-    warn_about_fields,
-)
+
+logger = logging.getLogger(__name__)
 
 Values: TypeAlias = Mapping[str, Any]
 """Fields of a Hugging Face configuration by name, with the family's defaults for missing ones."""
@@ -24,81 +29,37 @@ Values: TypeAlias = Mapping[str, Any]
 #: Fields of every Hugging Face configuration that do not affect training: names, files, tokens, and
 #: how text is generated.
 IRRELEVANT = frozenset(
-    {
-        "model_type",
-        "architectures",
-        "auto_map",
-        "transformers_version",
-        "transformers.js_config",
-        "name_or_path",
-        "dtype",
-        "torch_dtype",
-        "torchscript",
-        "attn_implementation",
-        "gradient_checkpointing",
-        "use_cache",
-        "return_dict",
-        "use_return_dict",
-        "chunk_size_feed_forward",
-        "is_decoder",
-        "tokenizer_class",
-        "prefix",
-        "num_labels",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "finetuning_task",
-        "task_specific_params",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "decoder_start_token_id",
-        "unk_token_id",
-        "classifier_dropout",
-        "summary_type",
-        "summary_use_proj",
-        "summary_activation",
-        "summary_proj_to_labels",
-        "summary_first_dropout",
-        "pretraining_tp",
-        "use_bfloat16",
-        "tf_legacy_loss",
-        "n_ctx",
-        "is_llama_config",
-        # How text is generated.
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "exponential_decay_length_penalty",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "length_penalty",
-        "max_length",
-        "min_length",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_return_sequences",
-        "output_scores",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict_in_generate",
-        "suppress_tokens",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "encoder_repetition_penalty",
-        "max_new_tokens",
-        "min_new_tokens",
-    }
+    """
+    model_type architectures auto_map transformers_version transformers.js_config name_or_path
+    dtype torch_dtype torchscript attn_implementation gradient_checkpointing use_cache return_dict
+    use_return_dict chunk_size_feed_forward is_decoder tokenizer_class prefix num_labels id2label
+    label2id problem_type finetuning_task task_specific_params bos_token_id eos_token_id
+    pad_token_id sep_token_id decoder_start_token_id unk_token_id classifier_dropout summary_type
+    summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout pretraining_tp
+    use_bfloat16 tf_legacy_loss n_ctx is_llama_config
+
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size encoder_repetition_penalty exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length
+    min_new_tokens no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_scores remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens
+    temperature top_k top_p typical_p
+    """.split()
 )
 
-_NO_OUTPUTS = "the model returns only loss and logits"
+#: Fields that many folders have, and that do not affect the computation.
+#: Unsloth adds the first two to uploaded models; the last is noise that training arguments control.
+HARMLESS = frozenset("unsloth_fixed unsloth_version neftune_noise_alpha".split())
+#: Code of all models, which reads fields of their configurations.
+_SHARED = tuple(
+    """
+    masking_utils modeling_utils modeling_rope_utils modeling_layers
+    modeling_attn_mask_utils modeling_flash_attention_utils cache_utils
+    configuration_utils core_model_loading activations
+    """.split()
+)
+
+NO_OUTPUTS = "the model returns only loss and logits"
 _NO_CROSS_ATTENTION = "cross attention is not implemented"
 
 
@@ -127,12 +88,7 @@ class Field:
     kind: Any = None
 
     def value_in(self, config: Values, family: str) -> Any:
-        """Return the value of the field in a configuration, or the default.
-
-        Raises:
-            UnsupportedError: If the configuration has different values under two names of the
-                field.
-        """
+        """Return the value of the field in a configuration, or the default."""
         present = {
             name: config[name]
             for name in (self.name, *self.aliases)
@@ -146,19 +102,22 @@ class Field:
         return next(iter(present.values())) if present else config.get(self.name, self.default)
 
 
+def only(name: str, default: Any, reason: str, *others: Any) -> Field:
+    """Return the rule for a field that may only have its default or one of some other values."""
+    return Field(name, default, allowed=(default, *others), reason=reason)
+
+
 #: Fields that every Hugging Face configuration may have, and that request unsupported features
 #: unless they have these values.
 GENERAL = (
-    Field("is_encoder_decoder", False, allowed=(False, None), reason=_NO_CROSS_ATTENTION),
-    Field("add_cross_attention", False, allowed=(False, None), reason=_NO_CROSS_ATTENTION),
-    Field("cross_attention_hidden_size", None, allowed=(None,), reason=_NO_CROSS_ATTENTION),
-    Field("output_hidden_states", False, allowed=(False, None), reason=_NO_OUTPUTS),
-    Field("output_attentions", False, allowed=(False, None), reason=_NO_OUTPUTS),
-    Field("pruned_heads", None, allowed=(None, {}), reason="all layers have equally many heads"),
-    Field(
-        "quantization_config", None, allowed=(None,), reason="weights are floating-point numbers"
-    ),
-    Field("per_layer_config", None, allowed=(None, {}), reason="all layers have the same shape"),
+    only("is_encoder_decoder", False, _NO_CROSS_ATTENTION, None),
+    only("add_cross_attention", False, _NO_CROSS_ATTENTION, None),
+    only("cross_attention_hidden_size", None, _NO_CROSS_ATTENTION),
+    only("output_hidden_states", False, NO_OUTPUTS, None),
+    only("output_attentions", False, NO_OUTPUTS, None),
+    only("pruned_heads", None, "all layers have equally many heads", {}),
+    only("quantization_config", None, "weights are floating-point numbers"),
+    only("per_layer_config", None, "all layers have the same shape", {}),
 )
 
 
@@ -197,12 +156,6 @@ class ConfigTable:
 
         Args:
             config: Configuration, as from ``config.to_dict()`` or ``config.json``.
-
-        Raises:
-            UnsupportedError: With the field and its value, if the field requests a feature that
-                this package does not have.
-            CheckpointMismatchError: If a value has another type than in the family.
-            ParallelPlanError: If sizes contradict each other.
         """
         if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):
             raise CheckpointMismatchError(
@@ -216,17 +169,7 @@ class ConfigTable:
         return result
 
     def record(self, config: Values) -> Any:
-        """Return a configuration of the fields with rules, regardless of other fields.
-
-        Args:
-            config: Configuration, as from ``config.to_dict()`` or ``config.json``.
-
-        Raises:
-            UnsupportedError: Naming the field and its value, if it requests something that this
-                package does not compute.
-            CheckpointMismatchError: If a value is of another type than the family's.
-            ParallelPlanError: If sizes contradict each other.
-        """
+        """Return a configuration of the fields with rules, regardless of other fields."""
         values = self._values(config, self.fields)
         settings = dict(self.fixed)
         for rule in self.fields:
@@ -311,3 +254,61 @@ def padding_id(values: Values) -> Mapping[str, Any]:
     """Return the padding token. A negative id counts from the end, as in torch.nn.Embedding."""
     token = values["pad_token_id"]
     return {"padding_id": token if token is None or token >= 0 else values["vocab_size"] + token}
+
+
+def unknown_fields(names: Iterable[str], model_type: object) -> frozenset[str]:
+    """Return the fields that do not affect a Hugging Face model.
+
+    transformers keeps unknown fields as attributes of the configuration. A field that the type's
+    configuration does not declare, and that neither the type's code nor the shared code mentions,
+    cannot change the computation.
+
+    Without a model type, or without transformers, only fields of ``HARMLESS`` are returned.
+    """
+    others = frozenset(names) - HARMLESS
+    declared, code = _known_of(model_type) if others and isinstance(model_type, str) else (None, "")
+    if declared is None:
+        return frozenset(names) - others
+    read = {
+        name
+        for name in others
+        if re.search(rf"\bconfig\.{re.escape(name)}\b|[\"']{re.escape(name)}[\"']", code)
+    }
+    return frozenset(names) - read - declared
+
+
+@cache
+def warn_about_fields(family: str, names: tuple[str, ...]) -> None:
+    """Log once, on the first rank, the fields of a configuration that are ignored."""
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        logger.warning(
+            "%s of a %s configuration: Hugging Face's class does not read them, and this "
+            "package ignores them, too.",
+            ", ".join(repr(name) for name in names),
+            family,
+        )
+
+
+@cache
+def _known_of(model_type: str) -> tuple[frozenset[str] | None, str]:
+    """Return the fields that a configuration class declares, and code that may read others."""
+    if find_spec("transformers") is None:
+        return None, ""
+    library: Any = import_extra("transformers", "hf")
+    if model_type not in library.CONFIG_MAPPING:
+        return None, ""
+    config_class = library.CONFIG_MAPPING[model_type]
+    declared = frozenset(
+        {*dir(config_class()), *config_class.attribute_map, *config_class.attribute_map.values()}
+    )
+    root = Path(library.__file__).parent
+    spec = find_spec(config_class.__module__)
+    paths = (
+        [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.py"))
+    )
+    files = [
+        *paths,
+        *(root / f"{name}.py" for name in _SHARED),
+        *sorted((root / "integrations").glob("*attention*.py")),
+    ]
+    return declared, "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())

@@ -6,21 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.fields import (
-    ConfigTable,
     Field,
     Values,
+    only,
     refusal,
     translate_values,
 )
-from lightning_megatron.swap.families.llama import LLAMA_NAMES
-from lightning_megatron.swap.families.llama_fields import (
+from lightning_megatron.swap.families.llama import (
     ATTENTION_BIAS,
-    FIXED,
     GATED,
-    OUTDATED,
+    LLAMA_NAMES,
     head_dim,
+    like_llama,
     sizes,
     windows_of,
 )
@@ -55,20 +53,11 @@ def _pattern(values: Values) -> Mapping[str, Any]:
 
 def _windows(values: Values, every: int) -> Mapping[str, Any]:
     """Return the windows of all layers; without layer types, every ``every``-th layer has none."""
-    types = values["layer_types"]
-    if types is None:
-        types = [
-            "sliding_attention" if (layer + 1) % every else "full_attention"
-            for layer in range(values["num_hidden_layers"])
-        ]
-    return windows_of(types, values["sliding_window"], values, "Gemma", keeps_all=True)
+    return windows_of(values, "Gemma", lambda layer: (layer + 1) % every > 0, keeps_all=True)
 
 
-_BIDIRECTIONAL = Field(
-    "use_bidirectional_attention",
-    None,
-    allowed=(None, False),
-    reason="no position attends to a later one",
+_BIDIRECTIONAL = only(
+    "use_bidirectional_attention", None, "no position attends to a later one", False
 )
 _SCALED = Field(
     "hidden_size", 3072, lambda values: {"embedding_scale": values["hidden_size"] ** 0.5}
@@ -97,77 +86,71 @@ _NAMES = replace(
     mlp_output_norm="model.layers.{}.post_feedforward_layernorm",
 )
 #: The classes read hidden_activation instead of hidden_act; the cache only affects generation.
-_IGNORED = frozenset({"hidden_act", "cache_implementation"})
+_SKIPPED = "hidden_act cache_implementation"
 
-GEMMA = Family(
+GEMMA = like_llama(
     "gemma",
     "GemmaForCausalLM",
-    ConfigTable(
-        "Gemma",
-        (
-            *sizes(256000, 3072, 24576, 28, 16, 8192, 16, tied=True, padding=0),
-            *rotary_fields(),
-            Field("hidden_act", "gelu_pytorch_tanh", _gemma_activation),
-            Field("hidden_activation", None),
-            Field("head_dim", 256, head_dim),
-            ATTENTION_BIAS,
-            _BIDIRECTIONAL,
-            _SCALED,
-        ),
-        {**FIXED, "norm_offset": 1.0},
+    "Gemma",
+    (
+        *sizes(256000, 3072, 24576, 28, 16, 8192, 16, tied=True, padding=0),
+        *rotary_fields(),
+        Field("hidden_act", "gelu_pytorch_tanh", _gemma_activation),
+        Field("hidden_activation", None),
+        Field("head_dim", 256, head_dim),
+        ATTENTION_BIAS,
+        _BIDIRECTIONAL,
+        _SCALED,
     ),
-    LLAMA_NAMES,
-    ignored=OUTDATED,
+    norm_offset=1.0,
 )
 
-GEMMA2 = Family(
+GEMMA2 = like_llama(
     "gemma2",
     "Gemma2ForCausalLM",
-    ConfigTable(
-        "Gemma 2",
-        (
-            *sizes(256000, 2304, 9216, 26, 8, 8192, 4, tied=True, padding=0),
-            *rotary_fields(),
-            *_LATER_FIELDS,
-            _BIDIRECTIONAL,
-            Field("layer_types", None, _every_other),
-            Field("attn_logit_softcapping", 50.0, "attention_soft_cap"),
-            Field("final_logit_softcapping", 30.0, "logit_soft_cap"),
-        ),
-        {**FIXED, "norm_offset": 1.0, "norm_position": "sandwich"},
-        _IGNORED,
+    "Gemma 2",
+    (
+        *sizes(256000, 2304, 9216, 26, 8, 8192, 4, tied=True, padding=0),
+        *rotary_fields(),
+        *_LATER_FIELDS,
+        _BIDIRECTIONAL,
+        Field("layer_types", None, _every_other),
+        Field("attn_logit_softcapping", 50.0, "attention_soft_cap"),
+        Field("final_logit_softcapping", 30.0, "logit_soft_cap"),
     ),
     _NAMES,
-    ignored=OUTDATED,
+    skipped=_SKIPPED,
+    norm_offset=1.0,
+    norm_position="sandwich",
 )
 
-GEMMA3 = Family(
+GEMMA3 = like_llama(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    ConfigTable(
-        "Gemma 3",
-        (
-            *sizes(262208, 2304, 9216, 26, 8, 131072, 4, tied=True, padding=0),
-            *typed_rotary_fields(1e6, _pattern, local="rope_local_base_freq"),
-            *_LATER_FIELDS,
-            Field(
-                "use_bidirectional_attention",
-                False,
-                lambda values: {"causal": not values["use_bidirectional_attention"]},
-            ),
-            Field("layer_types", None, _pattern),
-            Field("sliding_window_pattern", None),
-            Field(
-                "attn_logit_softcapping",
-                None,
-                allowed=(None,),
-                reason="scores have no bound, as in Hugging Face's class, which ignores the field",
-            ),
-            Field("final_logit_softcapping", None, "logit_soft_cap"),
+    "Gemma 3",
+    (
+        *sizes(262208, 2304, 9216, 26, 8, 131072, 4, tied=True, padding=0),
+        *typed_rotary_fields(1e6, _pattern, local="rope_local_base_freq"),
+        *_LATER_FIELDS,
+        Field(
+            "use_bidirectional_attention",
+            False,
+            lambda values: {"causal": not values["use_bidirectional_attention"]},
         ),
-        {**FIXED, "norm_offset": 1.0, "norm_position": "sandwich", "qk_norm": True},
-        _IGNORED,
+        Field("layer_types", None, _pattern),
+        Field("sliding_window_pattern", None),
+        only(
+            "attn_logit_softcapping",
+            None,
+            "scores have no bound, as in Hugging Face's class, which ignores the field",
+        ),
+        Field("final_logit_softcapping", None, "logit_soft_cap"),
     ),
     _NAMES,
-    ignored=OUTDATED,
+    skipped=_SKIPPED,
+    norm_offset=1.0,
+    norm_position="sandwich",
+    qk_norm=True,
 )
+
+FAMILIES = (GEMMA, GEMMA2, GEMMA3)

@@ -7,7 +7,13 @@ from typing import Any
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families.family import DecoderNames, Family
-from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, translate_values
+from lightning_megatron.swap.families.fields import (
+    ConfigTable,
+    Field,
+    Values,
+    only,
+    translate_values,
+)
 from lightning_megatron.swap.families.rotary import rotary_fields
 
 _ACTIVATIONS = {
@@ -62,17 +68,15 @@ GPT2 = Family(
                 True,
                 lambda v: {} if v["scale_attn_weights"] else {"attention_scale": 1.0},
             ),
-            Field(
+            only(
                 "scale_attn_by_inverse_layer_idx",
                 False,
-                allowed=(False,),
-                reason="all layers scale their attention scores alike",
+                "all layers scale their attention scores alike",
             ),
-            Field(
+            only(
                 "reorder_and_upcast_attn",
                 False,
-                allowed=(False,),
-                reason="the attention kernel chooses the precision of the scores",
+                "the attention kernel chooses the precision of the scores",
             ),
         ),
         {"norm": "layernorm", "position": "learned", "bias": True},
@@ -136,3 +140,5 @@ GPT_NEOX = Family(
     renamed=((r"^embed_out\.", "lm_head."),),
     embedding="gpt_neox.embed_in.weight",
 )
+
+FAMILIES = (GPT2, GPT_NEOX)

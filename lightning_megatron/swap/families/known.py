@@ -7,80 +7,31 @@ from functools import cache
 from importlib import metadata
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.swap.families.alibi import BLOOM, MPT
-from lightning_megatron.swap.families.bert import (
-    BERT,
-    BERT_CHOICES,
-    BERT_CLASSES,
-    BERT_MASKED,
-    BERT_SPANS,
-    ROBERTA,
-    ROBERTA_CHOICES,
-    ROBERTA_CLASSES,
-    ROBERTA_MASKED,
-    ROBERTA_SPANS,
+from lightning_megatron.swap.families import (
+    alibi,
+    bert,
+    deepseek,
+    experts,
+    gemma,
+    gpt2,
+    llama,
+    llama_variants,
 )
-from lightning_megatron.swap.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from lightning_megatron.swap.families.experts import MIXTRAL, QWEN3_MOE
 from lightning_megatron.swap.families.family import Family
-from lightning_megatron.swap.families.gemma import GEMMA, GEMMA2, GEMMA3
-from lightning_megatron.swap.families.gpt2 import GPT2, GPT_NEOX
-from lightning_megatron.swap.families.gpt_oss import GPT_OSS
-from lightning_megatron.swap.families.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
-from lightning_megatron.swap.families.llama_variants import (
-    ERNIE45,
-    GLM,
-    GLM4,
-    GRANITE,
-    HELIUM,
-    SMOLLM3,
-    STARCODER2,
-)
-from lightning_megatron.swap.families.olmo import OLMO2, OLMO3, OLMOE
-from lightning_megatron.swap.families.qwen_moe import QWEN2_MOE
 
 #: Entry points by which packages register their own families.
 ENTRY_POINTS = "lightning_megatron.families"
 
 FAMILIES: tuple[Family, ...] = (
-    GPT2,
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    GEMMA,
-    PHI3,
-    GPT_NEOX,
-    GEMMA2,
-    GEMMA3,
-    OLMO2,
-    OLMO3,
-    GRANITE,
-    GLM,
-    GLM4,
-    SMOLLM3,
-    STARCODER2,
-    ERNIE45,
-    HELIUM,
-    BLOOM,
-    MPT,
-    MIXTRAL,
-    QWEN3_MOE,
-    QWEN2_MOE,
-    OLMOE,
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GPT_OSS,
-    BERT_MASKED,
-    BERT_CLASSES,
-    BERT_CHOICES,
-    BERT_SPANS,
-    BERT,
-    ROBERTA_MASKED,
-    ROBERTA_CLASSES,
-    ROBERTA_CHOICES,
-    ROBERTA_SPANS,
-    ROBERTA,
+    *gpt2.FAMILIES,
+    *llama.FAMILIES,
+    *gemma.FAMILIES,
+    *llama_variants.FAMILIES,
+    *alibi.FAMILIES,
+    *experts.FAMILIES,
+    *deepseek.FAMILIES,
+    *bert.BERTS,
+    *bert.ROBERTAS,
 )
 
 
@@ -121,14 +72,10 @@ def find_family(name: str, further: Iterable[Family] = ()) -> Family | None:
         name: Name such as ``llama`` or ``LlamaForCausalLM``.
         further: Families in addition to the others.
     """
-    return next(
-        (
-            family
-            for family in families(further)
-            if name in (family.model_type, family.architecture)
-        ),
-        None,
-    )
+    for family in families(further):
+        if name in (family.model_type, family.architecture):
+            return family
+    return None
 
 
 def family_of(name: str, further: Iterable[Family] = ()) -> Family:

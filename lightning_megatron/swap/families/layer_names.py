@@ -8,7 +8,7 @@ import torch
 
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.swap.tensors.mapping import Source, TensorMap
+from lightning_megatron.swap.tensors.mapping import Source, TensorMap, joined, joined_layers
 
 #: Field of a configuration for training settings for which Hugging Face has no fields.
 SETTINGS = "expert_settings"
@@ -51,26 +51,27 @@ class ExpertNames:
     def layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
         """List the sources of the full tensors of one layer's mixture."""
         experts = config.experts
-        size = config.hidden_size
-        prefix = f"layers.{layer}.mlp"
         assert experts is not None, "only layers with experts are asked for"
-        tensors = self._router(experts, size, prefix, layer)
+        prefix = f"layers.{layer}.mlp"
+        tensors = self._router(experts, config.hidden_size, prefix, layer)
         for number in range(experts.num_experts):
-            up = tuple(name.format(layer, number) for name in self.up)
-            down = self.down.format(layer, number)
-            target = f"{prefix}.experts.{number}"
-            inner = experts.ffn_hidden_size
-            tensors += _mlp(target, up, down, config, inner, experts.linear_bias)
-        shared = experts.shared_ffn_hidden_size
-        if shared is not None:
+            tensors += _mlp(
+                f"{prefix}.experts.{number}",
+                tuple(name.format(layer, number) for name in self.up),
+                self.down.format(layer, number),
+                config,
+                experts.ffn_hidden_size,
+                experts.linear_bias,
+            )
+        if experts.shared_ffn_hidden_size is not None:
             up = tuple(name.format(layer) for name in self.shared_up)
-            tensors += _mlp(f"{prefix}.shared", up, self.shared_down.format(layer), config, shared)
+            down = self.shared_down.format(layer)
+            size = experts.shared_ffn_hidden_size
+            tensors += _mlp(f"{prefix}.shared", up, down, config, size, has_bias=False)
             if experts.shared_gate:
-                tensors.append(
-                    _joined(
-                        f"{prefix}.shared.gate.weight", (1, size), self.shared_gate.format(layer)
-                    )
-                )
+                gate = f"{self.shared_gate.format(layer)}.weight"
+                shape = (1, config.hidden_size)
+                tensors.append(joined(f"{prefix}.shared.gate.weight", shape, gate))
         return tensors
 
     def _router(
@@ -78,16 +79,15 @@ class ExpertNames:
     ) -> list[TensorMap]:
         count = experts.num_experts
         router = self.router.format(layer)
-        tensors = [_joined(f"{prefix}.router.weight", (count, size), router)]
-        if experts.router_bias:
-            tensors.append(_joined(f"{prefix}.router.bias", (count,), router))
+        tensors = joined_layers(
+            f"{prefix}.router", (count, size), router, has_bias=experts.router_bias
+        )
         if experts.expert_bias:
-            name = self.bias.format(layer)
+            source = Source(self.bias.format(layer), count)
             # Its steps would be rounded away in a half type.
-            bias = TensorMap(
-                f"{prefix}.router.expert_bias", (count,), (Source(name, count),), torch.float32
+            tensors.append(
+                TensorMap(f"{prefix}.router.expert_bias", (count,), (source,), torch.float32)
             )
-            tensors.append(bias)
         return tensors
 
 
@@ -97,30 +97,14 @@ def is_training_only(name: str) -> bool:
 
 
 def _mlp(
-    target: str,
-    up: tuple[str, ...],
-    down: str,
-    config: GPTConfig,
-    inner: int,
-    has_biases: bool = False,
+    target: str, up: tuple[str, ...], down: str, config: GPTConfig, inner: int, has_bias: bool
 ) -> list[TensorMap]:
     kind, num_rows = ("gate_up", 2 * inner) if config.is_gated else ("up", inner)
-    tensors = [
-        _joined(f"{target}.{kind}.weight", (num_rows, config.hidden_size), *up),
-        _joined(f"{target}.down.weight", (config.hidden_size, inner), down),
+    size = config.hidden_size
+    return [
+        *joined_layers(f"{target}.{kind}", (num_rows, size), *up, has_bias=has_bias),
+        *joined_layers(f"{target}.down", (size, inner), down, has_bias=has_bias),
     ]
-    if has_biases:
-        tensors += [
-            _joined(f"{target}.{kind}.bias", (num_rows,), *up),
-            _joined(f"{target}.down.bias", (config.hidden_size,), down),
-        ]
-    return tensors
-
-
-def _joined(target: str, shape: tuple[int, ...], *sources: str) -> TensorMap:
-    num_rows = shape[0] // len(sources)
-    kind = target.rpartition(".")[2]
-    return TensorMap(target, shape, tuple(Source(f"{name}.{kind}", num_rows) for name in sources))
 
 
 @dataclass(frozen=True)
@@ -157,12 +141,7 @@ class LatentNames:
         rank = sizes.query_rank
 
         def linear(target: str, name: str, shape: tuple[int, ...], bias: bool) -> list[TensorMap]:
-            kinds = {"weight": shape} | ({"bias": shape[:1]} if bias else {})
-            source = name.format(layer)
-            return [
-                TensorMap(f"{prefix}.{target}.{kind}", size, (Source(f"{source}.{kind}", size[0]),))
-                for kind, size in kinds.items()
-            ]
+            return joined_layers(f"{prefix}.{target}", shape, name.format(layer), has_bias=bias)
 
         has_bias = config.has_qkv_bias
         tensors = []

@@ -15,32 +15,19 @@ from lightning_megatron.swap.families.fields import Field, Values
 #: Names of kinds in earlier configurations.
 _KIND_ALIASES = {"su": "longrope"}
 #: Keys of ``rope_parameters`` by kind, besides the base, the kind and the rotated share.
-_KEYS_OF_KIND: Mapping[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    ),
-    "yarn": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-        }
-        | {"mscale_all_dim", "truncate"}
-    ),
-    "longrope": frozenset(
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "short_factor",
-            "long_factor",
-        }
-    ),
+_KEYS_OF_KIND: Mapping[str, str] = {
+    "default": "",
+    "linear": "factor",
+    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+    "yarn": "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale "
+    "mscale_all_dim truncate",
+    "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
+}
+#: Keys without which positions of a kind cannot be computed.
+_NEEDED: Mapping[str, str] = {
+    "linear": "factor",
+    "llama3": "factor low_freq_factor high_freq_factor",
+    "longrope": "short_factor long_factor",
 }
 _COMMON_KEYS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
 
@@ -167,10 +154,11 @@ def _rule(
             raise _refusal(
                 "partial_rotary_factor", share, "a share with an even number of elements", reason
             )
-        rotary_base = float(base)
-        rotary_dim = size if size < head_dim else None
-        scaling = None if kind == "default" else _scaling(kind, parameters, values)
-        return {"rotary_base": rotary_base, "rotary_dim": rotary_dim, "rotary_scaling": scaling}
+        return {
+            "rotary_base": float(base),
+            "rotary_dim": size if size < head_dim else None,
+            "rotary_scaling": None if kind == "default" else _scaling(kind, parameters, values),
+        }
 
     return rule
 
@@ -183,7 +171,7 @@ def _kind_of(parameters: Mapping[str, Any], aliases: Mapping[str, str]) -> str:
         raise _refusal(
             "rope_type", kind, join_or(list(_KEYS_OF_KIND)), "only these kinds are implemented"
         )
-    for name in sorted(parameters.keys() - _KEYS_OF_KIND[kind] - _COMMON_KEYS):
+    for name in sorted(parameters.keys() - set(_KEYS_OF_KIND[kind].split()) - _COMMON_KEYS):
         if parameters[name] is not None and parameters[name] is not False:
             raise _refusal(
                 f"rope_parameters.{name}",
@@ -211,12 +199,7 @@ def _scaling(kind: Any, parameters: Mapping[str, Any], values: Values) -> Rotary
         or parameters.get("original_max_position_embeddings")
         or longest
     )
-    needed = {
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-        "linear": ("factor",),
-    }.get(kind, ())
-    needed = ("short_factor", "long_factor") if kind == "longrope" else needed
-    for name in needed:
+    for name in _NEEDED.get(kind, "").split():
         if parameters.get(name) is None:
             raise _refusal(
                 f"rope_parameters.{name}",
@@ -229,14 +212,12 @@ def _scaling(kind: Any, parameters: Mapping[str, Any], values: Values) -> Rotary
     if kind == "linear":
         return RotaryScaling(kind=kind, factor=factor)
     if kind == "llama3":
-        low = float(parameters["low_freq_factor"])
-        high = float(parameters["high_freq_factor"])
         return RotaryScaling(
             kind=kind,
             factor=factor,
             original_length=length,
-            low_frequency_factor=low,
-            high_frequency_factor=high,
+            low_frequency_factor=float(parameters["low_freq_factor"]),
+            high_frequency_factor=float(parameters["high_freq_factor"]),
         )
     attention = parameters.get("attention_factor")
     if kind == "longrope":

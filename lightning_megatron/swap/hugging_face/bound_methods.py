@@ -38,7 +38,6 @@ def bind_methods(root: nn.Module, own_code: Iterable[Any]) -> None:
     rank; methods that change or merge adapters raise an UnsupportedError.
 
     Args:
-        root: Root module, after its models were replaced.
         own_code: Models inside the root that run their own code.
     """
     wrappers: list[Any] = list(root.modules())

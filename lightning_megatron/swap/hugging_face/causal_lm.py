@@ -128,26 +128,16 @@ class HuggingFaceLM(ReplacedModel):
             ``(B, S, D)``; logits ``(B, S, V)``.
 
         Args:
-            input_ids: Token ids; alternatively ``inputs_embeds``.
-            attention_mask: 1 for tokens, 0 for padding, on either side.
             position_ids: Position of every token, which may separate packed sequences; see
                 :func:`cut_by_positions`.
             past_key_values: The name of ``cache`` before transformers 5.24.
-            inputs_embeds: Vectors instead of token ids.
-            labels: Token ids, or -100 where no loss is computed.
             use_cache: Whether Hugging Face's model fills a cache; only ``generate`` fills one here.
-            logits_to_keep: Number of last positions with logits (0: all), or a tensor that selects.
             num_items_in_batch: Divisor of the summed loss; None counts labels (tokens).
-            shift_labels: Labels that are already shifted.
-            cu_seq_lens_q: Boundaries of sequences packed into one row, as in flash attention.
-            max_length_q: Upper bound of the lengths of these sequences (tokens).
             output_hidden_states: Whether to return the states of all layers; requires pp=1.
             cache: Cache of ``generate`` with earlier keys and values; None without one.
             return_dict: False returns a tuple; None means the setting of the configuration.
-            others: Further arguments, none of which may change the result.
 
         Raises:
-            UnsupportedError: For unsupported arguments, or with pp > 1 for gradients outside steps.
             StageDone: On pipeline stages that do not compute the result, inside a step.
 
         Communication: that of the layers. Outside of a step and without gradients, the pipeline

@@ -28,8 +28,6 @@ class ClassTensors:
     include the prefix of the model.
 
     Args:
-        prefix: Prefix of the names of the model's tensors.
-        adapter: Adapter of the model, if it has one.
         order: Names of the class's parameters in its order, without the prefix; empty if unknown.
     """
 
@@ -90,9 +88,6 @@ class ClassTensors:
         Args:
             parts: All parts of one tensor of the class (those with the same :meth:`class_name`), by
                 name. A vocabulary may have padding rows.
-
-        Raises:
-            CheckpointMismatchError: If a part is missing.
         """
         tensors: dict[str, Tensor] = {}
         for name, full in parts.items():
@@ -163,11 +158,7 @@ class ClassTensors:
 
 
 def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
-    """Return the name that a parameter had before the models of the module were replaced.
-
-    Args:
-        name: Name of the parameter; names outside the models do not change.
-    """
+    """Return the name that a parameter had before the models of the module were replaced."""
     model = owner_of(models, name)
     return name if model is None else model.class_name(name)
 
@@ -176,9 +167,6 @@ def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list
     """Sort the names of every replaced model in the order of its class.
 
     Names outside the replaced models keep their positions.
-
-    Args:
-        names: Names of the module's tensors.
     """
     ordered = list(names)
     for model in models:
@@ -196,13 +184,6 @@ def class_states(
 
     Args:
         key: Key of the optimizer state, such as ``exp_avg``.
-        states: Full tensors, or plain values, by parameter.
-
-    Raises:
-        UnsupportedError: If parameters that form one parameter of the class have different scalar
-            states, or if the class stores a parameter differently and its state is neither a scalar
-            nor shaped like the parameter.
-        CheckpointMismatchError: If a part of a parameter has no state.
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, state in states.items():
@@ -216,14 +197,9 @@ def state_from_class(
     """Return the optimizer state of a replaced model's parameter from that of its class.
 
     Args:
-        model: Conversion of the model; None for parameters outside all models.
         key: Key of the optimizer state, such as ``exp_avg``.
         value: State of the class's parameter: a full tensor or a plain value.
         shape: Shape of the class's parameter (elements).
-
-    Raises:
-        UnsupportedError: If the class stores the parameter differently and the state is neither a
-            scalar nor shaped like the parameter.
     """
     if (
         model is None

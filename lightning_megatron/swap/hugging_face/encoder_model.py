@@ -61,12 +61,7 @@ class HuggingFaceEncoder(ReplacedModel):
         ``(B, choices, S, D)``.
 
         Args:
-            input_ids: Token ids; alternatively ``inputs_embeds``.
-            attention_mask: 1 for tokens, 0 for padding, on either side.
-            token_type_ids: Type of every token; 0 by default.
             position_ids: Position of every token; by default the positions that Hugging Face uses.
-            inputs_embeds: Vectors instead of token ids.
-            labels: Targets of a head, or -100 where no loss is computed.
             start_positions: First token of each answer ``(B)``; a position outside of the row has
                 no loss.
             end_positions: Last token of each answer ``(B)``, with the same rule.
@@ -74,7 +69,6 @@ class HuggingFaceEncoder(ReplacedModel):
                 returns a tuple.
 
         Raises:
-            UnsupportedError: For unsupported arguments.
             StageDone: On pipeline stages that do not compute the result.
         """
         head = self.layers.config.head

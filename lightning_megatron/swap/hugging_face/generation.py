@@ -39,13 +39,7 @@ class GeneratingLM(HuggingFaceLM):
     _cache: GenerationCache | None = None
 
     def generate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Continue prompts; see transformers.GenerationMixin.generate.
-
-        Raises:
-            UnsupportedError: For a cache that the caller passes, a quantized cache and assisted
-                generation; inside a step with pipeline stages, if the arguments depend on values of
-                the step's results.
-        """
+        """Continue prompts; see transformers.GenerationMixin.generate."""
         return run_side_call(self.gpt, "generate", lambda: self._generated(*args, **kwargs))
 
     def _generated(self, *args: Any, **kwargs: Any) -> Tensor:

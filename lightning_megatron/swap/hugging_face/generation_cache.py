@@ -15,11 +15,7 @@ from lightning_megatron.swap.hugging_face.replaced_model import pad_batch
 
 
 class GenerationCache(KeyValueCache):
-    """Keys and values of rows that ``generate`` continues, with the methods that it calls.
-
-    Args:
-        max_length: Longest row (tokens).
-    """
+    """Keys and values of rows that ``generate`` continues, with the methods that it calls."""
 
     #: Hugging Face's generation does not compile a model if its cache has this value.
     is_compileable = False
@@ -38,11 +34,7 @@ class GenerationCache(KeyValueCache):
         return self.length
 
     def reorder_cache(self, beam_idx: Int[Tensor, " batch"]) -> None:
-        """Replace each row by another one.
-
-        Args:
-            beam_idx: For each row, the index of the row that replaces it.
-        """
+        """Replace each row by another one."""
         self.reorder(beam_idx)
 
     @override
@@ -51,11 +43,7 @@ class GenerationCache(KeyValueCache):
             super().advance(count)
 
     def length_after(self, count: int) -> int:
-        """Return the number of tokens of each row after new tokens (tokens).
-
-        Args:
-            count: Number of new tokens of each row (tokens).
-        """
+        """Return the number of tokens of each row after new tokens (tokens)."""
         return self.length + (0 if self.has_ended else count)
 
     def span_of(
@@ -73,12 +61,7 @@ class GenerationCache(KeyValueCache):
         Args:
             rows: Span of the padded rows without a cache, which is used for the first tokens; None
                 means rows without padding.
-            inputs: Tokens or vectors before they were padded.
-            attention_mask: 1 for tokens, 0 for padding, including the cached tokens; None means no
-                padding.
             position_ids: Position of each new token; None counts along the row.
-            extra: Number of padding positions that were appended to each row.
-            num_rows: Number of padding rows that were appended.
         """
         shape = inputs.shape[:2]
         past = CachedTokens(self, shape[1])

@@ -35,10 +35,6 @@ class ModuleStub(nn.Module):
         """Look up tokens in a token embedding, and refuse every other call.
 
         Shapes: tokens ``(B, S)``; output ``(B, S, D)``, complete on every rank.
-
-        Raises:
-            UnsupportedError: If this is not a token embedding, or the model has several pipeline
-                stages.
         """
         is_elsewhere = isinstance(self, nn.Embedding) and not self._parameters
         for part in vars(self).get(_COUNTERPARTS, ()):
@@ -90,11 +86,7 @@ class ModuleStub(nn.Module):
 
     @override
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the layer that computes this part, on the pipeline stage that has it.
-
-        Raises:
-            UnsupportedError: If no single layer computes it.
-        """
+        """Compile the layer that computes this part, on the pipeline stage that has it."""
         # The list of the layers is a counterpart, too, if this stage has one layer; it never runs.
         parts = [
             part
@@ -124,11 +116,7 @@ class ModuleStub(nn.Module):
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse to replace a parameter by another one.
-
-        Raises:
-            UnsupportedError: If the module has another parameter of this name.
-        """
+        """Refuse to replace a parameter by another one."""
         if name in self._parameters and self._parameters[name] is not param:
             self._refuse(f"cannot have its {name!r} replaced", "Do that in configure_model")
         super().register_parameter(name, param)
@@ -172,11 +160,7 @@ class ModuleStub(nn.Module):
         )
 
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to write a part of the model.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Refuse to write a part of the model."""
         reason = "The files would contain only this rank's parts"
         self._refuse(
             "cannot be written by itself",
@@ -198,10 +182,6 @@ def convert_to_stub(module: nn.Module, path: str) -> None:
 
     The parameters and buffers of the module are dropped. The caller must have checked before that
     the module has no hooks.
-
-    Args:
-        module: Module to convert.
-        path: Name of the module in the model, for errors.
     """
     absent = {
         name: parameter for name, parameter in module._parameters.items() if parameter is None

@@ -89,11 +89,7 @@ class _LateOutput(OrderedDict[str, Any]):
 
 
 def output_class(model: nn.Module) -> type[Any]:
-    """Return the class of the outputs of the Hugging Face model that a model replaces.
-
-    Args:
-        model: Replaced model.
-    """
+    """Return the class of the outputs of the Hugging Face model that a model replaces."""
     model_class: Any = type(model)
     kind: type[Any] = _returned_class(model_class)
     return kind
@@ -103,11 +99,8 @@ def late_output(kind: Any, loss: Tensor | None, gather: Callable[[], Tensor], **
     """Return an output of a class of Hugging Face, with logits gathered at the first read.
 
     Args:
-        kind: Class of the output.
-        loss: Mean over the labels; None without labels.
         gather: Function that returns the logits ``(B, S, V)``, which all tensor-parallel ranks call
             or none.
-        others: Further entries.
     """
     logits = _LateLogits(gather)
     output = _late_class(kind)(loss=loss, logits=logits, **others)

@@ -17,11 +17,7 @@ OWN_CODE = "own_code"
 
 
 def own_code_models(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """List the outermost Hugging Face models that run their own code, by name.
-
-    Args:
-        root: Root module, after its blocks have been swapped.
-    """
+    """List the outermost Hugging Face models that run their own code, by name."""
     taken: list[str] = []
     for name, part in root.named_modules():
         if any(name.startswith(prefix) for prefix in taken):
@@ -63,7 +59,6 @@ def checkpoint_record(
     """Return a checkpoint's record of a model that runs its own code.
 
     Args:
-        name: Name of the model in the module.
         order: Names of all tensors of the module in one process.
         aliases: Further names of tensors, with the first name of the same tensor.
     """

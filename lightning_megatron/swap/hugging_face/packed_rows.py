@@ -49,17 +49,10 @@ def span_of(
     device only if it lacks the values on which this choice depends.
 
     Args:
-        attention_mask: 1 for tokens, 0 for padding.
         position_ids: Position of every token. None counts along the row, as Hugging Face's models
             do.
-        packed: Sequences packed into the row, for which the host does not read values.
-        shape: Number of sequences and their length.
         labels: Label of every position, or -100; None if results of padding are not used.
-        host: Host copies of device tensors; None if there are none.
         shifts: Whether labels must still be shifted, because each is that of its own position.
-
-    Raises:
-        UnsupportedError: If the mask has another shape, or is given together with packed sequences.
     """
     host = host or HostValues()
     positions = None if position_ids is None else position_ids.expand(shape)
@@ -89,22 +82,12 @@ def span_of(
 
 
 def shifted(labels: Tensor | None) -> Tensor | None:
-    """Return the label of each position's next token.
-
-    Args:
-        labels: Label of each position's own token, or -100; None stays None.
-    """
+    """Return the label of each position's next token."""
     return None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
 def pad_span(span: AttentionSpan | None, extra: int, num_rows: int) -> AttentionSpan | None:
-    """Return a span with additional padding positions and rows.
-
-    Args:
-        span: Span of the rows; None means plain rows.
-        extra: Number of positions to append to each row.
-        num_rows: Number of rows to append.
-    """
+    """Return a span with additional padding positions and rows."""
     if span is None:
         return None
     mask = span.mask
@@ -127,7 +110,6 @@ def cut_by_positions(
     them only in a call that fills no cache.
 
     Args:
-        use_cache: Argument of the call; None means the setting of the configuration.
         recomputes: Whether this call checkpoints blocks, which excludes a cache.
     """
     if "flash" in (getattr(config, "_attn_implementation", None) or ""):

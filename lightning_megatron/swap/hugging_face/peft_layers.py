@@ -44,14 +44,7 @@ def is_peft_module(module: Any) -> bool:
 
 
 def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
-    """Return the adapter of a Hugging Face model; None if it has none.
-
-    Args:
-        source: Model.
-
-    Raises:
-        UnsupportedError: If the adapter has other updates than low-rank ones of linear layers.
-    """
+    """Return the adapter of a Hugging Face model; None if it has none."""
     layers, saved = _wrapped(source, family)
     if not layers and not saved:
         return None
@@ -97,10 +90,7 @@ class LayerUpdate:
     """Low-rank updates of one layer of the replacement, which are not yet added.
 
     Args:
-        base: Layer that gets the updates.
         maps: Position of each update in the layer, and the sources of its factors.
-        wrappers: Wrapper of peft for each update.
-        adapter: Adapter of the model.
     """
 
     base: Any
@@ -121,16 +111,7 @@ class LayerUpdate:
 def updates_of(
     name: str, model: GPT | Encoder, source: Any, family: Family, adapter: Adapter
 ) -> list[LayerUpdate]:
-    """List the updates of this rank's layers by a model's adapter; do not change the model.
-
-    Args:
-        model: This rank's part of the replacement.
-        source: Model.
-        adapter: Adapter of the model.
-
-    Raises:
-        UnsupportedError: If an adapted module is not supported.
-    """
+    """List the updates of this rank's layers by a model's adapter; do not change the model."""
     layers, _ = _wrapped(source, family)
     maps = adapter.maps(family.tensors(model.config))
     ends = {family.head, family.embedding}

@@ -92,16 +92,7 @@ class ReplacedModel(nn.Module):
         )
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Count the elements of the full model's parameters; a shared one counts once (elements).
-
-        Args:
-            only_trainable: Whether to count only trainable parameters; requires a single pipeline
-                stage.
-            exclude_embeddings: Whether to skip the parameters of embeddings.
-
-        Raises:
-            UnsupportedError: If only trainable parameters are counted and there are several stages.
-        """
+        """Count the full model's parameters; a shared one counts once (elements)."""
         if only_trainable and self.mesh.pp.size > 1:
             raise UnsupportedError(
                 "num_parameters(only_trainable=True) needs pp=1, because each stage knows only its "
@@ -134,15 +125,6 @@ class ReplacedModel(nn.Module):
 
         The files equal those of Hugging Face's method for the same weights. See
         :func:`save_folder`.
-
-        Args:
-            save_directory: Folder to write, which must not have weights yet.
-            max_shard_size: Size limit of a file (bytes, or text such as "5GB").
-            others: Further arguments, none of which may change the result.
-
-        Raises:
-            UnsupportedError: For arguments that would change the result, a model with an adapter,
-                and a folder with weights.
 
         Communication: that of :func:`save_folder`.
         """

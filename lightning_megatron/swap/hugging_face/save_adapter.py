@@ -35,17 +35,6 @@ def save_adapter(wrapper: Any, save_directory: str | os.PathLike[str], **others:
     The files equal those of peft's method for the same weights. If every rank has the full model,
     peft's method runs.
 
-    Args:
-        wrapper: Wrapper of peft around a model; if ranks have parts of the model, all of them must
-            make this call together.
-        save_directory: Folder on a file system of rank 0.
-        others: Further arguments of peft's method. If ranks have parts of the model, no argument
-            may change the result.
-
-    Raises:
-        UnsupportedError: For arguments that would change the result, and for adapters whose tensors
-            are not in the state dict.
-
     Communication: one gather of names, then one message for each part of a tensor, over all ranks
     on the CPU.
     """

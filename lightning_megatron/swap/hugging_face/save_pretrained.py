@@ -48,14 +48,6 @@ def save_folder(
     more than one full tensor in addition to its part of the model. Weights have the dtype of the
     model's parameters.
 
-    Args:
-        model: Model, a ``ReplacedModel``; all ranks must make this call together.
-        folder: Folder without weights, on a file system of rank 0.
-        max_shard_size: Size limit of a file (bytes, or text such as "5GB").
-
-    Raises:
-        UnsupportedError: If the folder has weights, or the model has an adapter.
-
     Communication: one gather of names, then one message for each part of a tensor, over all ranks
     on the CPU.
     """
@@ -94,17 +86,6 @@ def save_as_it_is(
 
     The files equal those of Hugging Face's method for the same weights. If every rank has the full
     model, Hugging Face's method runs.
-
-    Args:
-        model: Model; if ranks have parts of it, all of them must make this call together.
-        save_directory: Folder without weights, on a file system of rank 0.
-        max_shard_size: Size limit of a file (bytes, or text such as "5GB").
-        others: Further arguments of Hugging Face's method. If ranks have parts of the model, no
-            argument may change the result.
-
-    Raises:
-        UnsupportedError: If ranks have parts, for arguments that would change the result and for
-            models with replaced layers or layers wrapped by peft; also if the folder has weights.
 
     Communication: that of :func:`save_folder` if ranks have parts, none otherwise.
     """
@@ -305,12 +286,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse unsupported arguments of ``save_pretrained``.
 
     ``is_main_process`` may have any value, because rank 0 always writes.
-
-    Args:
-        arguments: Arguments other than the folder and the size of files.
-
-    Raises:
-        UnsupportedError: If an argument is not supported; the message names it.
     """
     allowed: dict[str, Any] = {
         "safe_serialization": True,

@@ -22,12 +22,8 @@ def to_package_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, An
     Most tensors keep their names. Some are stored differently or are joined from several tensors.
 
     Args:
-        module: Module whose Hugging Face models have been replaced.
         full: Full tensors, by the names before the replacement. Tensors outside of replaced models
             are returned unchanged.
-
-    Raises:
-        CheckpointMismatchError: If tensors of a model are missing, unexpected or of another shape.
     """
     renamed = dict(full)
     for name, part in replaced_models(module):
@@ -62,12 +58,7 @@ def to_class_names(
     """Convert replaced models' tensors in a state dict to the names and order of their classes.
 
     Args:
-        models: Conversions of the replaced models.
         state: Full tensors, by this package's names. Vocabularies may have padding rows.
-
-    Raises:
-        UnsupportedError: If peft trained all weights of a module, because peft's state dict also
-            has the original weights, which a replaced model does not keep.
     """
     parts: dict[str, list[str]] = {}
     for name in state:

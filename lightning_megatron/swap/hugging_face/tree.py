@@ -31,12 +31,7 @@ from lightning_megatron.swap.tensors.packed import ClassParameter, class_paramet
 
 @dataclass(frozen=True)
 class _Named:
-    """Parameter of a layer, with its name in the module tree.
-
-    Args:
-        owner: Name of the layer in this package's model.
-        path: Name of the parameter in the tree.
-    """
+    """Parameter of a layer, with its name in the module tree."""
 
     owner: str
     path: str
@@ -56,13 +51,6 @@ def install_layers(
     The model and all its modules stay the same objects, whose parameters become those of the
     layers. If a layer joins several layers of the class, their parameters share one block of
     memory. Parameters of other stages are removed.
-
-    Args:
-        name: Name of the model in the trained module.
-        source: Hugging Face model, changed in place.
-        model: Layers that compute, with their values.
-        adapter: Adapter of peft in the model; None if it has none.
-        kind: Mixin whose forward pass the model gets.
     """
     paths = _paths(source, family)
     trained = {

@@ -110,9 +110,7 @@ class Origin:
     """Source of the weights of a model that was built without them.
 
     Args:
-        config: Configuration with which the model was built.
         folder: Folder of the weights; None means random initial values.
-        parts: Description of each module that the class built, by name.
         layers: Function that builds the corresponding model of this package, with all tensors on
             the meta device.
     """
@@ -199,10 +197,6 @@ def defer(model: nn.Module, origin: Origin) -> None:
 
     Parameters that are in the files get Hugging Face's mark for initialized weights, so that
     ``init_weights`` does not change them.
-
-    Args:
-        model: Model, as its class has built it.
-        origin: Source of the weights.
     """
     for name, parameter in model.named_parameters():
         setattr(parameter, _ATTRIBUTE, (origin, name))
@@ -344,12 +338,7 @@ def _give_value(parameter: Tensor, value: Tensor) -> None:
 
 @dataclass(frozen=True)
 class OverlayReader:
-    """Reader that takes some tensors from one reader and the rest from another.
-
-    Args:
-        overlay: Reader that is used first.
-        base: Reader of all other tensors.
-    """
+    """Reader that takes some tensors from one reader and the rest from another."""
 
     overlay: TensorReader
     base: TensorReader

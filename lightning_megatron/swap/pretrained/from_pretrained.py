@@ -35,12 +35,7 @@ from lightning_megatron.swap.weights.scaled_blocks import is_read_as_numbers
 
 @contextmanager
 def call_on_import(name: str, act: Callable[[ModuleType], None]) -> Iterator[None]:
-    """Call a function with a module, now or as soon as the module is imported inside the block.
-
-    Args:
-        name: Full name of the module.
-        act: Function that is called with the module.
-    """
+    """Call a function with a module, now or as soon as the module is imported inside the block."""
     if name in sys.modules:
         act(sys.modules[name])
         yield
@@ -250,10 +245,6 @@ def read_missing_values(model: Any) -> Callable[[], None]:
 
     Returns:
         Function that gives the model the weights.
-
-    Raises:
-        UnsupportedError: If the model has a tensor without values that its class does not have,
-            or its files have weights in few bits.
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return lambda: None

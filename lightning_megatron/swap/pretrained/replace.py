@@ -65,7 +65,6 @@ class SwappedModel:
     """Layers that compute a Hugging Face model, and the steps that fill and install them.
 
     Args:
-        layers: Layers that compute, without values.
         fill: Function that fills the layers with values, and returns a text for the log.
         install: Function that puts the layers into the model, in place.
     """
@@ -83,16 +82,6 @@ def build_swapped_model(
     The names and shapes of the model's tensors are checked. The values of a model on the meta
     device come from its folder. Without a folder, or for a head that the folder lacks, they are
     initial values, which do not depend on the layout.
-
-    Args:
-        source: Hugging Face model.
-        shows_progress: Whether rank 0 may show a progress bar while it reads a folder.
-
-    Raises:
-        UnsupportedError: If no model of this package supports the settings, or if only some of the
-            parameters that form one parameter are frozen.
-        ParallelPlanError: If the layout does not fit the sizes of the model.
-        CheckpointMismatchError: If the model has other tensors than its family.
     """
     adapter = adapter_of(name, source, family)
     tensors = without_adapters(source.state_dict())

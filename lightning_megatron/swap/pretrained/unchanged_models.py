@@ -54,11 +54,7 @@ class ModuleDescription:
 
 
 def describe_modules(model: nn.Module) -> dict[str, ModuleDescription]:
-    """Describe every module of a model, by name.
-
-    Args:
-        model: Model, as built by its class.
-    """
+    """Describe every module of a model, by name."""
     described = {}
     for name, module in model.named_modules():
         tables = {key: table.clone() for key, table in _tables(module)}
@@ -67,11 +63,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleDescription]:
 
 
 def describe_built(model: Any) -> dict[str, ModuleDescription]:
-    """Describe every module that a model's class builds from its configuration.
-
-    Args:
-        model: Model, which may have been changed since it was built.
-    """
+    """Describe every module that a model's class builds from its configuration."""
     config = deepcopy(model.config)
     config.pad_token_id = built_settings(model)["pad_token_id"]
     return describe_modules(without_weights(lambda: type(model)(config)))
@@ -92,17 +84,7 @@ def built_settings(model: Any) -> dict[str, Any]:
 def check_settings(
     name: str, family: Family, built: Mapping[str, Any], current: Mapping[str, Any]
 ) -> None:
-    """Refuse a configuration that was changed after the model was built.
-
-    Args:
-        built: Configuration with which the class built the model.
-        current: Current configuration.
-
-    Raises:
-        UnsupportedError: If this package's layers would compute different results with the two
-            configurations. The numbers of tokens and labels may differ, because they follow from
-            the weights.
-    """
+    """Refuse a configuration that was changed after the model was built."""
     # Both get the padding token of the embedding, so that a new padding token is not a change.
     before, after = (
         family.config({**values, "pad_token_id": current["pad_token_id"]})
@@ -120,15 +102,7 @@ def check_settings(
 
 
 def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
-    """Refuse an output head whose tie to the embedding contradicts the configuration.
-
-    Args:
-        is_tied: Whether head and embedding share one weight in the replacement.
-
-    Raises:
-        UnsupportedError: If head and embedding of the model are tied and those of the replacement
-            are not, or the reverse.
-    """
+    """Refuse an output head whose tie to the embedding contradicts the configuration."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     if head is None or is_peft_module(head) or is_peft_module(embedding):
@@ -142,15 +116,7 @@ def check_tie(name: str, model: Any, *, is_tied: bool) -> None:
 
 
 def check_untouched(name: str, model: nn.Module, parts: Mapping[str, ModuleDescription]) -> None:
-    """Refuse a model with changed modules or settings, which the replacement would ignore.
-
-    Args:
-        parts: Description of the modules that the class builds.
-
-    Raises:
-        UnsupportedError: If a module has another class, forward method, setting or table than the
-            class builds, or occurs in two places.
-    """
+    """Refuse a model with changed modules or settings, which the replacement would ignore."""
     _check_shared(name, model, parts)
     for path, module in model.named_modules():
         part = parts.get(plain_name(f"{path}.weight").removesuffix(".weight"))

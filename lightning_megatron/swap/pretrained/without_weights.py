@@ -36,15 +36,8 @@ def build_layers(
     """Build this rank's part of a model on the meta device.
 
     Args:
-        config: Configuration of the Hugging Face model.
-        dtype: Dtype of the weights.
-        mesh: Process groups of this rank; None means a single process.
         has_pooler: Whether the encoder has a pooler, if its class makes one optional. The
             configuration does not contain this choice.
-
-    Raises:
-        UnsupportedError: If no model of this package supports the settings.
-        ParallelPlanError: If the layout does not fit the sizes of the model.
     """
     settings = family.config(config)
     before = torch.get_default_dtype()
@@ -63,9 +56,6 @@ def without_weights(build: Callable[[], M]) -> M:
     """Build a model with parameters on the meta device, and with the values of computed tables.
 
     Tables are non-persistent buffers. Other buffers are on the meta device, like parameters.
-
-    Args:
-        build: Function that builds the model.
     """
     with torch.device("meta"), _ComputingTables():
         model = build()

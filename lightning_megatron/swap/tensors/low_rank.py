@@ -53,11 +53,7 @@ class Adapter:
         return tuple(factor for update in self.maps(table) for factor in (update.a, update.b))
 
     def class_maps(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
-        """List the sources of the factors in the module tree of the class, under peft's names.
-
-        Args:
-            table: Sources of the model's parameters.
-        """
+        """List the sources of the factors in the module tree of the class, under peft's names."""
         return tuple(
             replace(
                 update,
@@ -70,11 +66,7 @@ class Adapter:
     def class_tensors(
         self, table: Iterable[TensorMap]
     ) -> dict[str, tuple[TensorMap, tuple[str, ...]]]:
-        """List all trained tensors of the adapter's folder by their names in the tree.
-
-        Args:
-            table: Sources of the model's parameters.
-        """
+        """List all trained tensors of the adapter's folder by their names in the tree."""
         table = tuple(table)
         factors = (factor for update in self.class_maps(table) for factor in (update.a, update.b))
         tensors = {factor.target: (factor, tuple(factor.source_shapes)) for factor in factors}
@@ -111,10 +103,6 @@ class LowRankMap:
     """Rows of a layer that come from an adapted Hugging Face layer, and the names of its factors.
 
     Args:
-        module: Name of the Hugging Face layer.
-        layer: Name of this package's layer.
-        rows: Rows of the layer's full weight.
-        a: Map of the first factor.
         b: Map of the second factor, whose rows are in this package's order.
     """
 
@@ -137,9 +125,6 @@ def key_of(module: str) -> str:
 
 def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Iterator[LowRankMap]:
     """List the factors of adapted layers, according to the table of their family.
-
-    Args:
-        ranks: Rank of the update of each adapted layer, by its name.
 
     Raises:
         ValueError: If two layers that are joined into one have names with the same ending.
@@ -192,15 +177,7 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
 def full_factors(
     tensors: Mapping[str, Tensor], adapter: Adapter | None, table: Iterable[TensorMap]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the full factors, by their names in the model's tree, from a wrapped model's tensors.
-
-    Args:
-        tensors: State dict of the wrapped model.
-        adapter: Expected adapter.
-
-    Raises:
-        CheckpointMismatchError: If the factors do not match the adapter.
-    """
+    """Yield the full factors in a wrapped model's tensors, by their names in the model's tree."""
     maps = () if adapter is None else adapter.class_maps(table)
     factors = tuple(factor for update in maps for factor in (update.a, update.b))
     shapes = (
@@ -238,9 +215,6 @@ def merge_updates(
     Args:
         full_tensors: Names and full values of this package's parameters; factors among them are
             skipped.
-        factors: Full factors by name.
-        maps: Maps of the factors.
-        adapter: Adapter to which the factors belong.
     """
     of_layer: dict[str, list[LowRankMap]] = {}
     for part in maps:

@@ -45,11 +45,7 @@ class TensorsInMemory:
         return tuple(self.tensors[name].shape)
 
     def read(self, name: str, slices: Slices) -> Tensor:
-        """Return a view of a part of a tensor.
-
-        Raises:
-            CheckpointMismatchError: If the tensor is on the meta device.
-        """
+        """Return a view of a part of a tensor."""
         tensor = self.tensors[name].detach()
         if tensor.is_meta:
             raise CheckpointMismatchError(
@@ -67,7 +63,6 @@ class Source:
     tensor: equal strips at equal distances. The default is all rows of the tensor.
 
     Args:
-        num_rows: Number of rows (elements).
         is_transposed: Whether rows of the source are columns of the Hugging Face tensor.
         first: Index of the first row in the Hugging Face tensor.
         strip: Number of adjacent rows in the Hugging Face tensor; None means all.
@@ -101,8 +96,6 @@ class Read:
     """Part of a Hugging Face tensor and its destination.
 
     Args:
-        slices: Slices of the part.
-        is_transposed: Whether the part must be transposed.
         start: First row of the part in the filled box (elements).
         num_rows: Number of rows in the box (elements).
     """
@@ -119,9 +112,7 @@ class TensorMap:
     """Hugging Face tensors that make up a full tensor, one below the other.
 
     Args:
-        target: Name of this package's parameter.
         shape: Full shape of the parameter, without padding (elements).
-        sources: Sources of the parameter's rows, in order.
         dtype: Fixed dtype of the parameter; None means the dtype of the weights.
 
     Raises:
@@ -191,11 +182,7 @@ class TensorMap:
                 )
 
     def full(self, reader: TensorReader, dtype: torch.dtype) -> Tensor:
-        """Return the full tensor.
-
-        Args:
-            reader: Hugging Face tensors.
-        """
+        """Return the full tensor."""
         full = torch.empty(self.shape, dtype=dtype)
         self.fill(full, [0] * len(self.shape), self.shape, reader)
         return full
@@ -225,6 +212,27 @@ class TensorMap:
             for here, there, size in source.pieces(0, source.num_rows):
                 by_rows.narrow(0, there, size).copy_(rows.narrow(0, here, size))
         return tensors
+
+
+def joined(target: str, shape: tuple[int, ...], *names: str) -> TensorMap:
+    """Map a full tensor whose rows are those of equally large tensors, one after the other."""
+    num_rows = shape[0] // len(names)
+    return TensorMap(target, shape, tuple(Source(name, num_rows) for name in names))
+
+
+def joined_layers(
+    target: str, shape: tuple[int, ...], *layers: str, has_bias: bool
+) -> list[TensorMap]:
+    """Map the weight, and perhaps the bias, of a layer that joins equally large layers.
+
+    Args:
+        shape: Shape of the weight (elements).
+    """
+    shapes = {"weight": shape, "bias": shape[:1]} if has_bias else {"weight": shape}
+    return [
+        joined(f"{target}.{kind}", size, *(f"{layer}.{kind}" for layer in layers))
+        for kind, size in shapes.items()
+    ]
 
 
 def named(names: Iterable[str]) -> str:

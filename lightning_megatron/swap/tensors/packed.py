@@ -22,7 +22,6 @@ class PackedRows:
     """Position of a tensor: another tensor, rows of it, or rows of an element of a stack.
 
     Args:
-        name: Name of the containing tensor.
         index: Index in the first dimension of a stack; None if the tensor is not a stack.
         first: First row in the containing tensor (elements).
         num_rows: Number of rows; None means all (elements).
@@ -105,16 +104,7 @@ class Packed:
     def unpack(
         self, name: str, key: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[str, PackedRows]]:
-        """List the parts of a tensor with their positions.
-
-        Args:
-            name: Name in the class, which must be this rule's name in some layer.
-            key: Name of the tensor in the reader.
-            shape: Shape of the tensor (elements).
-
-        Raises:
-            CheckpointMismatchError: If the tensor cannot be cut into its parts.
-        """
+        """List the parts of a tensor with their positions."""
         match = self._patterns[0].fullmatch(name)
         assert match is not None, "only tensors of this name are unpacked"
         counts = shape[: int(self.is_stack)]
@@ -161,9 +151,6 @@ def packed_rows(
     Args:
         name: Name of the tensor in the class or in its files.
         key: Name of the tensor in the reader.
-
-    Raises:
-        CheckpointMismatchError: If the tensor cannot be cut into its parts.
     """
     rule = next((candidate for candidate in rules if candidate.is_name(name)), None)
     if rule is None:
@@ -195,12 +182,7 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
 def pack_for_files(
     tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], rules: Iterable[Packed]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pack the tensors that files store packed, each as soon as all parts are known.
-
-    Args:
-        tensors: Names and values by the names of a table, one after the other.
-        names: All names of the table.
-    """
+    """Pack the tensors that files store packed, each as soon as all parts are known."""
     rules = tuple(rule for rule in rules if rule.is_in_files)
     hits = (_find_packed(name, rules) for name in names)
     missing = Counter(match[0] for match in hits if match is not None)
@@ -233,7 +215,6 @@ class ClassParameter:
     Args:
         name: Name of the parameter; for one tensor of a stack, the name of the stack and the index
             of the tensor.
-        sources: Sources of the rows in the files.
     """
 
     name: str
@@ -252,10 +233,6 @@ def class_parameters_of(
 
     A joined layer has one parameter for each of its layers. A tensor that the class has packed or
     reordered has a single parameter.
-
-    Args:
-        tensor: Full tensor with its sources.
-        packed: Rules of the packed tensors of the class.
     """
     rules = tuple(packed)
     groups = groupby(tensor.sources, key=lambda source: _class_name(source.name, rules))
@@ -263,12 +240,7 @@ def class_parameters_of(
 
 
 def class_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tuple[TensorMap, ...]:
-    """Convert a table to one with the parameters of the Hugging Face class as targets.
-
-    Args:
-        table: Sources of this package's full tensors.
-        packed: Rules of the packed tensors of the class.
-    """
+    """Convert a table to one with the parameters of the Hugging Face class as targets."""
     rules = tuple(packed)
     return tuple(
         replace(

@@ -29,7 +29,6 @@ class Copy:
     """Part of a Hugging Face tensor and its destination.
 
     Args:
-        slices: Slices of the part.
         target: Destination, in the orientation of the Hugging Face tensor.
     """
 
@@ -54,13 +53,6 @@ def copies_of(
     """List the copies that fill a box of a full tensor.
 
     Shapes: view ``sizes``.
-
-    Args:
-        tensor: Full tensor.
-        view: View of the box in the local tensor.
-        offsets: First index of the box in every dimension (elements).
-        sizes: Extents of the box (elements).
-        reader: Hugging Face tensors.
     """
     for read in tensor.reads(offsets, sizes):
         rows = view.narrow(0, read.start, read.num_rows)
@@ -79,7 +71,6 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
     """Run copies, a few at a time in threads.
 
     Args:
-        copies: Copies, in the order of the model.
         reader: Reader of the Hugging Face tensors, called from several threads.
         shows_progress: Whether to show a progress bar if the copies take long and standard error is
             a terminal.

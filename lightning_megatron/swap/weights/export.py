@@ -45,9 +45,6 @@ def foreign_tensors(
         full_tensors: Names and full values of this package's parameters, without padding, in any
             order. Tied heads and tensors that only training needs are skipped.
         table: Table of the full tensors; None means the table of this package's model.
-
-    Raises:
-        CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
     """
     table = family.tensors(config) if table is None else table
     names = [source.name for tensor in table for source in tensor.sources]
@@ -121,17 +118,9 @@ def export_folder(
     Args:
         full_tensors: Names and full values of this package's parameters, without padding, in any
             order.
-        hf_config: Configuration, as from ``config.to_dict()`` or ``config.json``.
-        folder: Folder to write, created if it does not exist.
-        max_file_bytes: Maximum size of a file (bytes).
         dtype: Dtype of the floating-point weights, except those with a fixed dtype; None keeps the
             dtypes of ``full_tensors``.
         has_class_names: Whether the tensors have the names of the class's module tree.
-
-    Raises:
-        CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
-        UnsupportedError: If the folder already has weights, or the configuration has settings that
-            this package does not support.
     """
     config = family.config(hf_config)
     target = _new_folder(folder)
@@ -174,15 +163,7 @@ def export_as_it_is(
     Args:
         full_tensors: Names and full values, without padding, one block after the other. A shared
             tensor has one name.
-        shapes: Shapes of the tensors, by name (elements).
         form: Format of the files; None writes the tensors as they are.
-        hf_config: Configuration, as from ``config.to_dict()`` or ``config.json``.
-        folder: Folder to write, created if it does not exist.
-        max_file_bytes: Size limit of a file (bytes).
-        dtype: Dtype of the floating-point weights; None keeps the given dtypes.
-
-    Raises:
-        UnsupportedError: If the folder already has weights.
     """
     target = _new_folder(folder)
     writer = TensorWriter(target, max_file_bytes, shapes if form is None else form.shapes(shapes))
@@ -223,13 +204,6 @@ def export_adapter(
     Args:
         full_tensors: Names and full values of all trained tensors, by the names of the class's
             module tree.
-        hf_config: Configuration of the model.
-        adapter: Description of the adapter.
-        folder: Folder to write, created if it does not exist.
-        dtype: Dtype of the factors; None keeps the given dtypes.
-
-    Raises:
-        CheckpointMismatchError: If a tensor is missing or unknown.
     """
     class_tensors = adapter.class_tensors(family.class_tensors(family.config(hf_config)))
     by_name = dict(full_tensors)

@@ -46,14 +46,7 @@ class FileFormat:
 
     @classmethod
     def of_class(cls, architecture: str, config: Mapping[str, Any]) -> FileFormat:
-        """Return the format of the files of a Hugging Face class.
-
-        Args:
-            config: Content of ``config.json``.
-
-        Raises:
-            UnsupportedError: If the library does not have the class.
-        """
+        """Return the format of the files of a Hugging Face class."""
         library = import_extra("transformers", "hf")
         kind: Any = getattr(library, architecture, None)
         is_class = isinstance(kind, type)

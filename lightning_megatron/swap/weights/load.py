@@ -42,16 +42,11 @@ def load_from(
     tensor is changed. Padding is set to zero.
 
     Args:
-        model: This rank's part of a model, whose configuration comes from the family.
         seed: Seed of the initial values of a missing head, the same on all ranks; None makes a
             missing head an error.
 
     Returns:
         Names of the tensors of heads that were missing, the same on every rank.
-
-    Raises:
-        CheckpointMismatchError: If the tensors and the model differ in names or shapes, or a tied
-            head differs from the embedding.
     """
     loading = plan_loading(model, tensors, family, may_lack=seed is not None)
     loading.run(seed, shows_progress)
@@ -63,9 +58,6 @@ class WeightLoading:
     """Loading of Hugging Face tensors into this rank's part of a model, after all checks.
 
     Args:
-        model: This rank's part of the model.
-        reader: Hugging Face tensors, by the names of the table.
-        table: Full tensors with their sources, by this package's names.
         missing: Names of the tensors of heads that are missing, the same on every rank.
     """
 
@@ -76,14 +68,7 @@ class WeightLoading:
     missing: tuple[str, ...]
 
     def run(self, seed: int | None = None, shows_progress: bool = False) -> None:
-        """Fill the model's parameters and buffers, converted to their dtype.
-
-        Args:
-            seed: Seed of the initial values of a missing head, the same on all ranks.
-
-        Raises:
-            CheckpointMismatchError: If a tied head differs from the embedding.
-        """
+        """Fill the model's parameters and buffers, converted to their dtype."""
         drawn = {
             target
             for target, tensor in self.table.items()
@@ -105,11 +90,7 @@ def plan_loading(
     """Check the names and shapes of Hugging Face tensors; do not change the model.
 
     Args:
-        model: This rank's part of a model, whose configuration comes from the family.
         may_lack: Whether tensors of heads may be missing.
-
-    Raises:
-        CheckpointMismatchError: If the tensors and the model differ in names or shapes.
     """
     reader = reader_of(tensors, family)
     table = {tensor.target: tensor for tensor in family.tensors(model.config)}
@@ -127,16 +108,7 @@ def fill(
     family: Family,
     shows_progress: bool = False,
 ) -> None:
-    """Fill those of this rank's parameters and buffers that a table lists.
-
-    Args:
-        model: This rank's part of a model.
-        table: Full tensors with their sources, by this package's names.
-        reader: Hugging Face tensors, by the names of the table.
-
-    Raises:
-        CheckpointMismatchError: If a tied head differs from the embedding.
-    """
+    """Fill those of this rank's parameters and buffers that a table lists."""
     copies: list[Copy] = []
     for name, parameter in _values_of(model, table).items():
         spec = shard_spec_of(parameter, model.mesh.tp.rank)
@@ -171,9 +143,6 @@ def full_tensors(
     Args:
         dtype: Dtype of the result, except for tensors with a fixed dtype.
         table: Table of the full tensors; None means the table of this package's model.
-
-    Raises:
-        CheckpointMismatchError: If a tensor is missing, unexpected or of another shape.
     """
     reader = reader_of(tensors, family)
     table = family.tensors(config) if table is None else table
@@ -187,7 +156,6 @@ class RenamedTensors:
     """Reader of tensors by the names of a family's table.
 
     Args:
-        reader: Reader of the tensors by their original names.
         rows_by_name: Original name and rows of each tensor, by the name in the table.
     """
 
@@ -221,9 +189,6 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
 
     Earlier names are replaced by the current ones, names of a model without a head get the prefix
     of a model with one, and packed tensors are split.
-
-    Raises:
-        CheckpointMismatchError: If two tensors have the same name in the table.
     """
     reader = TensorsInMemory(tensors) if isinstance(tensors, Mapping) else tensors
     names = {name: family.present_name(name) for name in reader.names()}
@@ -255,17 +220,10 @@ def check_tensors(
     """Refuse tensors that differ from a table in names or shapes; ignore heads of other classes.
 
     Args:
-        reader: Reader of the tensors by the table's names.
-        table: Table of the expected tensors.
         is_tied: Whether the output head is tied to the embedding; the files may still contain it.
-        may_lack: Whether tensors of heads may be missing.
 
     Returns:
         Names of the missing tensors of heads.
-
-    Raises:
-        CheckpointMismatchError: If a tensor is missing, unexpected or of another shape.
-        CorruptDataError: If the files mix dtypes that one model cannot have.
     """
     if isinstance(reader.reader, SafetensorsFolder):
         reader.reader.check_types(rows.name for rows in reader.rows_by_name.values())
