@@ -26,7 +26,7 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.apply import rejoin
-from lightning_megatron.swap.decide.context import check_cut
+from lightning_megatron.swap.decide.hugging_face_models import check_cut
 from lightning_megatron.swap.decide.model_plan import describe_unsharded
 
 

@@ -24,7 +24,7 @@ from lightning_megatron.swap.decide.hugging_face_models import OwnCodeModel
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS, SwapRecord
 from lightning_megatron.swap.decide.model_plan import describe_unsharded
 from lightning_megatron.swap.decide.replacements import Swap
-from lightning_megatron.swap.decide.swap_plan import SwapOptions, SwapPlan, decide
+from lightning_megatron.swap.decide.swap_plan import SwapPlan, decide
 from lightning_megatron.swap.hugging_face.bound_methods import bind_methods
 from lightning_megatron.swap.preservation import check_nothing_is_lost, share_weights
 from lightning_megatron.swap.pretrained.from_pretrained import read_missing_values
@@ -78,8 +78,14 @@ def parallelize(
         # An earlier fit has swapped all modules. The plan is not checked again, because its
         # patterns may name modules of other stages, which this rank no longer has.
         return []
-    options = SwapOptions(plan, pipeline_plan, shows_progress, needs_tables)
-    swap_plan = decide(module, mesh, options)
+    swap_plan = decide(
+        module,
+        mesh,
+        plan,
+        pipeline_plan,
+        shows_progress=shows_progress,
+        needs_tables=needs_tables,
+    )
     swaps = build(swap_plan)
     return install(swap_plan, swaps)
 

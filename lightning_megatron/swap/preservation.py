@@ -40,9 +40,9 @@ def share_weights(root: nn.Module, swaps: Sequence[Swap], stage_modules: Set[str
     A model that is replaced in full may share weights only among its own modules.
     """
     targets = {
-        source: _Target(swap.target, name, swap.kind)
+        f"{swap.site.name}.{name}": _Target(swap.target, name, swap.kind)
         for swap in swaps
-        for source, name in swap.sources.items()
+        for name in swap.shared
     }
     models = [swap.site.name for swap in swaps if swap.kind == WHOLE_MODEL]
     names: dict[int, list[str]] = {}

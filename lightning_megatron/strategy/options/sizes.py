@@ -21,8 +21,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.expert_option import check_limited_step
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.loops import is_overridden, may_accumulate
-from lightning_megatron.swap.decide.context import check_cut
-from lightning_megatron.swap.decide.hugging_face_models import known_configs
+from lightning_megatron.swap.decide.hugging_face_models import check_cut, known_configs
 from lightning_megatron.swap.families import find_family
 
 

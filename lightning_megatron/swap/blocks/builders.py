@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,8 +21,11 @@ from lightning_megatron.swap.blocks.sequence import (
     SequenceRowLinear,
 )
 from lightning_megatron.swap.blocks.sharded_features import LatentLinear, TensorDropout, shard_rows
-from lightning_megatron.swap.blocks.transformer_decoder import ParallelDecoderLayer
-from lightning_megatron.swap.blocks.transformer_encoder import ParallelEncoder, ParallelEncoderLayer
+from lightning_megatron.swap.blocks.transformer_layers import (
+    ParallelDecoderLayer,
+    ParallelEncoder,
+    ParallelEncoderLayer,
+)
 from lightning_megatron.swap.blocks.vocabulary import EmbeddingOverVocabulary, LinearOverVocabulary
 
 
@@ -42,55 +45,42 @@ class BlockRequest:
     """
 
     name: str
-    module: nn.Module
+    module: Any
     mesh: ParallelMesh
     layer: int
     cuts_sequence: bool = False
-    parent: nn.Module | None = None
+    parent: Any = None
     device: torch.device | None = None
 
 
-def column(request: BlockRequest) -> nn.Module:
-    """Cut the outputs of a torch.nn.Linear and keep them cut."""
-    return _column(request, request.module, gather_output=False)
+def column(request: BlockRequest, *, gather_output: bool) -> nn.Module:
+    """Cut the outputs of a torch.nn.Linear, and keep them cut or gather them."""
+    return _column(request, request.module, gather_output=gather_output)
 
 
-def column_gather(request: BlockRequest) -> nn.Module:
-    """Cut the outputs of a torch.nn.Linear and gather them."""
-    return _column(request, request.module, gather_output=True)
-
-
-def row(request: BlockRequest) -> nn.Module:
-    """Cut the inputs of a torch.nn.Linear."""
-    return _row(request, request.module)
-
-
-def row_split(request: BlockRequest) -> nn.Module:
-    """Cut the inputs of a torch.nn.Linear and split complete inputs."""
-    return _row(request, request.module, split_input=True)
+def row(request: BlockRequest, *, split_input: bool) -> nn.Module:
+    """Cut the inputs of a torch.nn.Linear, which are complete if it splits them."""
+    return _row(request, request.module, split_input=split_input)
 
 
 def _column(
-    request: BlockRequest, source: nn.Module, *, gather_output: bool, what: str = "out_features"
+    request: BlockRequest, source: Any, *, gather_output: bool, what: str = "out_features"
 ) -> ColumnParallelLinear:
-    assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     pads = ", or the kind 'vocab', which pads and gathers" if what == "out_features" else ""
     _check_divides(request, what, source.out_features, pads)
-    has_bias = source.bias is not None
     kind = SequenceColumnLinear if request.cuts_sequence else ColumnParallelLinear
     return kind(
         source.in_features,
         source.out_features,
         request.mesh,
-        bias=has_bias,
+        bias=source.bias is not None,
         gather_output=gather_output,
     )
 
 
 def _row(
-    request: BlockRequest, source: nn.Module, what: str = "in_features", split_input: bool = False
+    request: BlockRequest, source: Any, what: str = "in_features", split_input: bool = False
 ) -> RowParallelLinear:
-    assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     _check_divides(request, what, source.in_features)
     kind = SequenceRowLinear if request.cuts_sequence else RowParallelLinear
     has_bias = source.bias is not None
@@ -113,7 +103,6 @@ def _check_divides(request: BlockRequest, what: str, size: int, otherwise: str =
 def linear_over_vocabulary(request: BlockRequest) -> nn.Module:
     """Cut the outputs of a torch.nn.Linear of any size, and gather them."""
     source = request.module
-    assert isinstance(source, nn.Linear), "the registry gives linear layers only"
     return LinearOverVocabulary(
         source.in_features, source.out_features, request.mesh, bias=source.bias is not None
     )
@@ -122,7 +111,6 @@ def linear_over_vocabulary(request: BlockRequest) -> nn.Module:
 def embedding_over_vocabulary(request: BlockRequest) -> nn.Module:
     """Cut the rows of a torch.nn.Embedding."""
     source = request.module
-    assert isinstance(source, nn.Embedding), "the registry gives embeddings only"
     settings = {
         "max_norm": source.max_norm is not None,
         "scale_grad_by_freq": source.scale_grad_by_freq,
@@ -142,9 +130,7 @@ def embedding_over_vocabulary(request: BlockRequest) -> nn.Module:
 
 def dropout(request: BlockRequest) -> nn.Module:
     """Make a torch.nn.Dropout draw different masks on every tensor-parallel rank."""
-    source = request.module
-    assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
-    return TensorDropout(source.p, request.mesh, request.layer)
+    return TensorDropout(request.module.p, request.mesh, request.layer)
 
 
 def features(request: BlockRequest) -> nn.Module:
@@ -156,42 +142,28 @@ def features(request: BlockRequest) -> nn.Module:
 
 def latent(request: BlockRequest) -> nn.Module:
     """Keep a torch.nn.Linear replicated, whose last outputs enter the tensor-parallel region."""
-    assert isinstance(request.module, nn.Linear), "the registry gives linear layers only"
-    assert request.parent is not None, "the plan of the model requires it"
-    return LatentLinear(request.module, int(request.parent.qk_rope_head_dim), request.mesh)  # type: ignore[arg-type]
+    return LatentLinear(request.module, int(request.parent.qk_rope_head_dim), request.mesh)
 
 
 def sequence_layer_norm(request: BlockRequest) -> nn.Module:
     """Apply a torch.nn.LayerNorm to this rank's positions."""
-    source = request.module
-    assert isinstance(source, nn.LayerNorm), "the registry gives such norms only"
-    return SequenceLayerNorm(request.name, _check_norm(request, source), request.mesh)
+    return SequenceLayerNorm(request.name, _features_norm(request), request.mesh)
 
 
 def sequence_rms_norm(request: BlockRequest) -> nn.Module:
     """Apply a torch.nn.RMSNorm to this rank's positions."""
-    source = request.module
-    assert isinstance(source, nn.RMSNorm), "the registry gives such norms only"
-    return SequenceRMSNorm(request.name, _check_norm(request, source), request.mesh)
+    return SequenceRMSNorm(request.name, _features_norm(request), request.mesh)
 
 
-_Norm = TypeVar("_Norm", nn.LayerNorm, nn.RMSNorm)
-
-
-def _check_norm(request: BlockRequest, source: _Norm) -> _Norm:
-    _refuse(
-        request,
-        "norm",
-        {"normalized_shape of more than the features": len(source.normalized_shape) > 1},
-    )
-    return source
+def _features_norm(request: BlockRequest) -> Any:
+    is_wide = len(request.module.normalized_shape) > 1
+    _refuse(request, "norm", {"normalized_shape of more than the features": is_wide})
+    return request.module
 
 
 def sequence_dropout(request: BlockRequest) -> nn.Module:
     """Apply a torch.nn.Dropout to this rank's positions, with a different mask on every rank."""
-    source = request.module
-    assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
-    return SequenceDropout(request.name, source.p, request.mesh, request.layer)
+    return SequenceDropout(request.name, request.module.p, request.mesh, request.layer)
 
 
 def attention(request: BlockRequest) -> nn.Module:
@@ -199,10 +171,7 @@ def attention(request: BlockRequest) -> nn.Module:
     return _attention(request, request.module, request.layer)
 
 
-def _attention(
-    request: BlockRequest, source: nn.Module, layer: int | None
-) -> HeadParallelAttention:
-    assert isinstance(source, nn.MultiheadAttention), "the registry gives attention only"
+def _attention(request: BlockRequest, source: Any, layer: int | None) -> HeadParallelAttention:
     settings = {
         "kdim and vdim other than embed_dim": not source._qkv_same_embed_dim,
         "add_bias_kv": source.bias_k is not None,
@@ -221,27 +190,18 @@ def _attention(
     )
 
 
+_MIXES = "an activation that mixes features or has weights"
+
+
 def encoder_layer(request: BlockRequest) -> nn.Module:
     """Cut a torch.nn.TransformerEncoderLayer by heads and inner features."""
     source = request.module
-    assert isinstance(source, nn.TransformerEncoderLayer), "the registry gives encoder layers only"
     parts = {"self_attn": nn.MultiheadAttention, "linear1": nn.Linear, "linear2": nn.Linear}
-    _refuse(
-        request,
-        "encoder layer",
-        {
-            **{
-                f"{name} of type {type(getattr(source, name)).__name__}": type(
-                    getattr(source, name)
-                )
-                is not expected
-                for name, expected in parts.items()
-            },
-            "an activation that mixes features or has weights": not _is_elementwise(
-                source.activation
-            ),
-        },
-    )
+    settings = {_MIXES: not _is_elementwise(source.activation)}
+    for name, expected in parts.items():
+        kind = type(getattr(source, name))
+        settings[f"{name} of type {kind.__name__}"] = kind is not expected
+    _refuse(request, "encoder layer", settings)
     return ParallelEncoderLayer(
         _attention(request, source.self_attn, None),
         _column(request, source.linear1, gather_output=False, what="dim_feedforward"),
@@ -261,16 +221,7 @@ def encoder_layer(request: BlockRequest) -> nn.Module:
 def decoder_layer(request: BlockRequest) -> nn.Module:
     """Cut a torch.nn.TransformerDecoderLayer by heads and inner features."""
     source = request.module
-    assert isinstance(source, nn.TransformerDecoderLayer), "the registry gives decoder layers only"
-    _refuse(
-        request,
-        "decoder layer",
-        {
-            "an activation that mixes features or has weights": not _is_elementwise(
-                source.activation
-            )
-        },
-    )
+    _refuse(request, "decoder layer", {_MIXES: not _is_elementwise(source.activation)})
     return ParallelDecoderLayer(
         _attention(request, source.self_attn, None),
         _attention(request, source.multihead_attn, None),
@@ -288,7 +239,6 @@ def decoder_layer(request: BlockRequest) -> nn.Module:
 
 def encoder(request: BlockRequest) -> nn.Module:
     """Run the layers of a torch.nn.TransformerEncoder without nested tensors."""
-    assert isinstance(request.module, nn.TransformerEncoder), "the registry gives encoders only"
     return ParallelEncoder(request.module)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -16,17 +16,6 @@ from lightning_megatron.swap.blocks import builders
 
 
 @dataclass(frozen=True)
-class TensorRule:
-    """Source tensors of a target parameter, which are joined along the first dimension.
-
-    The rows that a rank keeps are not in the rule, but in the ShardSpec of the target parameter.
-    """
-
-    target: str
-    sources: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class BlockRule:
     """Rule for swapping one kind of block.
 
@@ -34,43 +23,37 @@ class BlockRule:
         source: Exact class of the block; subclasses may compute something else.
         build: Function that builds the target, whose sharded parameters have no values yet. Parts
             that are not sharded are those of the source.
-        tensors: Sources of the values of the target's sharded parameters.
+        sharded: Dotted names of the target's sharded parameters, which get rows of the source's
+            tensors of the same names. The rows that a rank keeps are in the target's ShardSpec.
         shared: Names of the parameters that the target shares with the source.
     """
 
     kind: str
     source: type[nn.Module]
     build: Callable[[builders.BlockRequest], nn.Module]
-    tensors: tuple[TensorRule, ...] = ()
+    sharded: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
 
 
-def _same(*names: str) -> tuple[TensorRule, ...]:
-    return tuple(TensorRule(name, (name,)) for name in names)
-
-
-_LINEAR = _same("weight", "bias")
-_ATTENTION = _same("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+_LINEAR = ("weight", "bias")
+_ATTENTION = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
 _ENCODER_LAYER = (
-    *_same(*(f"self_attn.{rule.target}" for rule in _ATTENTION)),
-    *_same("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"),
+    *(f"self_attn.{name}" for name in _ATTENTION),
+    *("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"),
 )
-_DECODER_LAYER = (
-    *_ENCODER_LAYER,
-    *_same(*(f"multihead_attn.{rule.target}" for rule in _ATTENTION)),
-)
+_DECODER_LAYER = (*_ENCODER_LAYER, *(f"multihead_attn.{name}" for name in _ATTENTION))
 
 RULES: tuple[BlockRule, ...] = (
-    BlockRule("column", nn.Linear, builders.column, _LINEAR),
-    BlockRule("column_gather", nn.Linear, builders.column_gather, _LINEAR),
-    BlockRule("row", nn.Linear, builders.row, _LINEAR),
-    BlockRule("row_split", nn.Linear, builders.row_split, _LINEAR),
+    BlockRule("column", nn.Linear, partial(builders.column, gather_output=False), _LINEAR),
+    BlockRule("column_gather", nn.Linear, partial(builders.column, gather_output=True), _LINEAR),
+    BlockRule("row", nn.Linear, partial(builders.row, split_input=False), _LINEAR),
+    BlockRule("row_split", nn.Linear, partial(builders.row, split_input=True), _LINEAR),
     BlockRule("vocab", nn.Linear, builders.linear_over_vocabulary, _LINEAR),
-    BlockRule("vocab", nn.Embedding, builders.embedding_over_vocabulary, _same("weight")),
-    BlockRule("latent", nn.Linear, builders.latent, shared=("weight", "bias")),
+    BlockRule("vocab", nn.Embedding, builders.embedding_over_vocabulary, ("weight",)),
+    BlockRule("latent", nn.Linear, builders.latent, shared=_LINEAR),
     BlockRule("dropout", nn.Dropout, builders.dropout),
     BlockRule("sequence", nn.LayerNorm, builders.sequence_layer_norm, _LINEAR),
-    BlockRule("sequence", nn.RMSNorm, builders.sequence_rms_norm, _same("weight")),
+    BlockRule("sequence", nn.RMSNorm, builders.sequence_rms_norm, ("weight",)),
     BlockRule("sequence", nn.Dropout, builders.sequence_dropout),
     BlockRule("auto", nn.MultiheadAttention, builders.attention, _ATTENTION),
     BlockRule("auto", nn.TransformerEncoderLayer, builders.encoder_layer, _ENCODER_LAYER),
@@ -92,7 +75,7 @@ def _rule_for_features(module: nn.Module) -> BlockRule | None:
     rows = {parameter.shape[:1] for parameter in parameters.values()}
     if len(rows) != 1 or not rows.pop() or len(parameters) != sum(1 for _ in module.parameters()):
         return None
-    return BlockRule("features", type(module), builders.features, _same(*parameters))
+    return BlockRule("features", type(module), builders.features, tuple(parameters))
 
 
 def build_target(rule: BlockRule, request: builders.BlockRequest) -> nn.Module:
@@ -105,8 +88,13 @@ def build_target(rule: BlockRule, request: builders.BlockRequest) -> nn.Module:
         device = next((p.device for p in request.module.parameters()), torch.device("cpu"))
     with device:
         target = rule.build(request)
-    for tensor_rule in rule.tensors:
-        _sources_of(target, request, tensor_rule)
+    for name in rule.sharded:
+        if (_tensor(target, name) is None) != (_tensor(request.module, name) is None):
+            raise UnsupportedError(
+                f"{name!r} of {request.name!r} must be as its class built it: its replacement has "
+                "a parameter of this name where it has none, or the reverse. Leave the biases of "
+                "the block as they were built, or give the block the kind 'replicate'."
+            )
     # Parts of the source keep their training mode.
     for module in set(target.modules()) - set(request.module.modules()):
         module.training = request.module.training
@@ -118,51 +106,18 @@ def fill_target(rule: BlockRule, request: builders.BlockRequest, target: nn.Modu
     for key in rule.shared:
         # The source may have been given its values after the target was built.
         target._parameters[key] = request.module._parameters[key]
-    for tensor_rule in rule.tensors:
-        sources = _sources_of(target, request, tensor_rule)
-        if not sources:
+    for name in rule.sharded:
+        source = _tensor(request.module, name)
+        if source is None:
             continue
-        parameter = target.get_parameter(tensor_rule.target)
-        full = torch.cat([p.detach() for p in sources]) if len(sources) > 1 else sources[0].detach()
+        parameter = target.get_parameter(name)
         spec = shard_spec_of(parameter)
         # Only the storage changes, and with it the dtype. The parameter object keeps its
         # attributes.
-        parameter.data = spec.shard(full, local_size=parameter.shape[spec.dim])
-        parameter.requires_grad_(sources[0].requires_grad)
-
-
-def _sources_of(
-    target: nn.Module, request: builders.BlockRequest, rule: TensorRule
-) -> list[Tensor]:
-    """Return the source tensors of a target parameter; empty if source and target lack it."""
-    parameter = _tensor(target, rule.target)
-    sources = [_tensor(request.module, name) for name in rule.sources]
-    present = [source for source in sources if source is not None]
-    if parameter is None and not present:
-        return []
-    if (
-        parameter is None
-        or len(present) != len(sources)
-        or len({p.requires_grad for p in present}) != 1
-    ):
-        raise UnsupportedError(
-            f"the tensors {', '.join(rule.sources)} of {request.name!r} must all be present or all "
-            "be absent, and all trained or all frozen, because they become one parameter, "
-            f"{rule.target}. Leave the biases of the block as they were built, or give the block "
-            "the kind 'replicate'."
-        )
-    return present
+        parameter.data = spec.shard(source.detach(), local_size=parameter.shape[spec.dim])
+        parameter.requires_grad_(source.requires_grad)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
     tensor: Any = reduce(getattr, name.split("."), module)
     return tensor
-
-
-def source_names(rule: BlockRule, request: builders.BlockRequest) -> Mapping[str, str]:
-    """Map full names of source tensors to the target parameters that consist of one of them."""
-    return {
-        f"{request.name}.{tensor_rule.sources[0]}": tensor_rule.target
-        for tensor_rule in rule.tensors
-        if len(tensor_rule.sources) == 1
-    }

@@ -132,22 +132,18 @@ def _reason_against_sharding(
                     f"{field} ({heads}) of {called!r} must be a multiple of tp ({tp}), because "
                     f"each rank holds whole heads. Use tp of {join_or(divisors(heads))}."
                 )
+    layers = [
+        part
+        for path, part in module.named_modules(prefix=name)
+        if path in block and isinstance(part, nn.Linear)
+    ]
+    widths = {layer.out_features for layer in layers} - {layer.in_features for layer in layers}
     for key, owner, parameter in _unplanned_parameters(module, name, block):
         if owner is module or isinstance(owner, (nn.ParameterList, nn.ParameterDict)):
             return f"has a parameter {key!r} that its plan does not name"
         if re.search(r"(^|\.)\d+(\.|$)", key):
             return f"has a list of modules ({key!r}) that its plan does not name"
-        widths = {
-            m.out_features
-            for n, m in module.named_modules(prefix=name)
-            if n in block and isinstance(m, nn.Linear)
-        }
-        inputs = {
-            m.in_features
-            for n, m in module.named_modules(prefix=name)
-            if n in block and isinstance(m, nn.Linear)
-        }
-        if parameter.dim() == 1 and parameter.shape[0] in widths - inputs:
+        if parameter.dim() == 1 and parameter.shape[0] in widths:
             return f"has a parameter of all features ({key!r}) that its plan does not name"
     return None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,12 +12,7 @@ from torch import nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap.blocks.builders import BlockRequest
-from lightning_megatron.swap.blocks.rules import (
-    BlockRule,
-    build_target,
-    fill_target,
-    source_names,
-)
+from lightning_megatron.swap.blocks.rules import BlockRule, build_target, fill_target
 from lightning_megatron.swap.blocks.sequence import gather_sequence_inputs
 from lightning_megatron.swap.blocks.whole_model import NOTE, build_model, fill_model, is_cut
 from lightning_megatron.swap.decide.kinds import ModuleSite
@@ -47,8 +42,8 @@ class Swap:
             returns a text for the log.
         install: Function that puts the replacement into the module, which stays the same object;
             None if the replacement takes the module's place in its parent.
-        sources: Names of the target's parameters, by full names of the parameters from which they
-            get their values.
+        shared: Names of the target's parameters that may share a weight with another replacement.
+            They get the values of the module's parameters of the same names.
     """
 
     site: ModuleSite
@@ -56,88 +51,58 @@ class Swap:
     target: nn.Module
     fill: Callable[[], str]
     install: Callable[[], None] | None = None
-    sources: Mapping[str, str] = field(default_factory=dict)
-
-
-class Replacement(Protocol):
-    """Decision to replace one module."""
-
-    @property
-    def site(self) -> ModuleSite:
-        """Return the module with its position."""
-
-    @property
-    def kind(self) -> str:
-        """Return the kind of the block in the plan, or ``model``."""
-
-    def build(self) -> Swap:
-        """Build the replacement without values; do not change the module."""
+    shared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class BlockReplacement:
-    """Decision to replace a torch.nn block by a tensor-parallel one.
+class Replacement:
+    """Decision to replace one module.
+
+    Args:
+        build: Function that builds the replacement without values; it does not change the module.
+    """
+
+    site: ModuleSite
+    build: Callable[[], Swap]
+
+
+def build_block(
+    site: ModuleSite, kind: str, rule: BlockRule, request: BlockRequest, gathers_sequences: bool
+) -> Swap:
+    """Build the tensor-parallel block that replaces one of torch.nn.
 
     Args:
         gathers_sequences: Whether the block must gather its inputs, because it needs complete
             sequences and other blocks of the plan may return parts of them.
     """
+    target = build_target(rule, request)
+    if gathers_sequences:
+        gather_sequence_inputs(target)
 
-    site: ModuleSite
-    kind: str
-    rule: BlockRule
-    request: BlockRequest
-    gathers_sequences: bool
+    def fill() -> str:
+        fill_target(rule, request, target)
+        return ""
 
-    def build(self) -> Swap:
-        """Build the replacement without values."""
-        target = build_target(self.rule, self.request)
-        if self.gathers_sequences:
-            gather_sequence_inputs(target)
-
-        def fill() -> str:
-            fill_target(self.rule, self.request, target)
-            return ""
-
-        sources = source_names(self.rule, self.request)
-        return Swap(self.site, self.kind, target, fill, sources=sources)
+    return Swap(site, kind, target, fill, shared=rule.sharded)
 
 
-@dataclass(frozen=True)
-class WholeModelReplacement:
-    """Decision to replace a GPT or an Encoder that was built in full, by this rank's part."""
+def build_whole_model(site: ModuleSite, mesh: ParallelMesh) -> Swap:
+    """Build this rank's part of a GPT or an Encoder that was built in full."""
+    target = build_model(site.name, site.module, mesh)
 
-    site: ModuleSite
-    mesh: ParallelMesh
-    kind: str = WHOLE_MODEL
+    def fill() -> str:
+        fill_model(target, site.module, mesh.device)
+        return NOTE if is_cut(mesh) else ""
 
-    def build(self) -> Swap:
-        """Build the replacement without values."""
-        target = build_model(self.site.name, self.site.module, self.mesh)
-
-        def fill() -> str:
-            fill_model(target, self.site.module, self.mesh.device)
-            return NOTE if is_cut(self.mesh) else ""
-
-        return Swap(self.site, self.kind, target, fill)
+    return Swap(site, WHOLE_MODEL, target, fill)
 
 
-@dataclass(frozen=True)
-class FamilyReplacement:
-    """Decision to replace the computation of a Hugging Face model of a known family."""
-
-    site: ModuleSite
-    family: Family
-    mesh: ParallelMesh
-    shows_progress: bool
-    kind: str = WHOLE_MODEL
-
-    def build(self) -> Swap:
-        """Build the replacement without values."""
-        model = build_swapped_model(
-            self.site.name, self.site.module, self.family, self.mesh, self.shows_progress
-        )
-        return Swap(self.site, self.kind, model.layers, model.fill, model.install)
+def build_family_model(
+    site: ModuleSite, family: Family, mesh: ParallelMesh, shows_progress: bool
+) -> Swap:
+    """Build the layers that compute a Hugging Face model of a known family."""
+    model = build_swapped_model(site.name, site.module, family, mesh, shows_progress)
+    return Swap(site, WHOLE_MODEL, model.layers, model.fill, model.install)
 
 
 def choose_blocks(
@@ -149,7 +114,7 @@ def choose_blocks(
     has_stages: bool,
     deferred: Sequence[str],
     whole: Sequence[str],
-) -> list[BlockReplacement]:
+) -> list[Replacement]:
     """Decide which torch.nn blocks of this rank's stage are replaced.
 
     Args:
@@ -160,27 +125,25 @@ def choose_blocks(
         _check_layout([site for site, _, _ in chosen if not site.is_inside(whole)], mesh)
     cuts_sequence = any(kind == "sequence" for _, kind, _ in chosen)
     # Blocks of all stages are numbered, so that the number of a block does not depend on its stage.
-    return [
-        BlockReplacement(
-            site,
-            kind,
-            rule,
-            BlockRequest(
-                site.name,
-                site.module,
-                # Inputs and outputs of a plain module are complete sequences, and the batch may be
-                # the first or the second dimension.
-                replace(mesh, sequence_parallel=False),
-                _FIRST_LAYER + number,
-                cuts_sequence and kind in _SEQUENCE_KINDS,
-                site.parent,
-                _device_of_values(site, deferred),
-            ),
-            gathers_sequences=cuts_sequence and kind not in _SEQUENCE_KINDS,
+    replacements = []
+    for number, (site, kind, rule) in enumerate(chosen):
+        if site.name not in stage_modules:
+            continue
+        request = BlockRequest(
+            site.name,
+            site.module,
+            # Inputs and outputs of a plain module are complete sequences, and the batch may be
+            # the first or the second dimension.
+            replace(mesh, sequence_parallel=False),
+            _FIRST_LAYER + number,
+            cuts_sequence and kind in _SEQUENCE_KINDS,
+            site.parent,
+            _device_of_values(site, deferred),
         )
-        for number, (site, kind, rule) in enumerate(chosen)
-        if site.name in stage_modules
-    ]
+        gathers = cuts_sequence and kind not in _SEQUENCE_KINDS
+        build = partial(build_block, site, kind, rule, request, gathers)
+        replacements.append(Replacement(site, build))
+    return replacements
 
 
 def _device_of_values(site: ModuleSite, deferred: Sequence[str]) -> torch.device:

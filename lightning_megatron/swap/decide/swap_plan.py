@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -26,31 +27,12 @@ from lightning_megatron.swap.decide.kinds import (
     unique_sites,
 )
 from lightning_megatron.swap.decide.replacements import (
-    FamilyReplacement,
     Replacement,
-    WholeModelReplacement,
+    build_family_model,
+    build_whole_model,
     choose_blocks,
 )
 from lightning_megatron.swap.decide.stages import Stages
-
-
-@dataclass(frozen=True)
-class SwapOptions:
-    """Settings of a swap.
-
-    Args:
-        plan: Kind of each module, by name pattern; None means ``auto`` for all.
-        pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means the stages that
-            a Hugging Face model defines.
-        needs_tables: Whether an option was set that only models of this package support. If so, a
-            Hugging Face model with a setting that its family does not support raises an error;
-            otherwise such a model is not replaced.
-    """
-
-    plan: Mapping[str, str] | None = None
-    pipeline_plan: Mapping[str, str] | None = None
-    shows_progress: bool = False
-    needs_tables: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,33 +57,41 @@ class SwapPlan:
     built_here: tuple[str, ...]
 
 
-def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapPlan:
+def decide(
+    module: nn.Module,
+    mesh: ParallelMesh,
+    plan: Mapping[str, str] | None,
+    pipeline_plan: Mapping[str, str] | None,
+    *,
+    shows_progress: bool,
+    needs_tables: bool,
+) -> SwapPlan:
     """Decide how to replace and divide a module on this rank; do not change it."""
     _check_root(module, mesh)
     sites = sites_of(module)
     swappable = unique_sites(sites)
-    kinds = choose_kinds(sites, options.plan)
+    kinds = choose_kinds(sites, plan)
     kinds |= kinds_of_averages(sites, kinds)
-    whole = whole_models(sites, options.pipeline_plan, mesh.layout)
+    whole = whole_models(sites, pipeline_plan, mesh.layout)
     models = choose_models(
         swappable,
         kinds,
         whole,
-        needs_tables=options.needs_tables or mesh.ep.size > 1 or mesh.cp.size > 1,
-        tp=mesh.tp.size if options.plan is None and mesh.tp.size > 1 else None,
+        needs_tables=needs_tables or mesh.ep.size > 1 or mesh.cp.size > 1,
+        tp=mesh.tp.size if plan is None and mesh.tp.size > 1 else None,
     )
     kinds |= models.kinds
-    stages = find_stages(
-        module, sites, kinds, options.pipeline_plan, mesh, models.replaced_names, whole
-    )
+    stages = find_stages(module, sites, kinds, pipeline_plan, mesh, models.replaced_names, whole)
     stage_modules = frozenset(
         site.name for site in sites if stages is None or stages.is_on_stage(site.name)
     )
-    replacements: list[Replacement] = [
-        WholeModelReplacement(site, mesh) for site in swappable if is_foreign(site.module, mesh)
+    replacements = [
+        Replacement(site, partial(build_whole_model, site, mesh))
+        for site in swappable
+        if is_foreign(site.module, mesh)
     ]
     replacements += [
-        FamilyReplacement(site, family, mesh, options.shows_progress)
+        Replacement(site, partial(build_family_model, site, family, mesh, shows_progress))
         for site, family in models.replaced
     ]
     replacements += choose_blocks(
@@ -113,25 +103,21 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
         deferred=[model.site.name for model in models.own_code],
         whole=whole,
     )
-    partial = [name for name, kind in kinds.items() if kind == "partial" and name in stage_modules]
+    partial_sums = [
+        name for name, kind in kinds.items() if kind == "partial" and name in stage_modules
+    ]
+    order = {site.name: number for number, site in enumerate(sites)}
     return SwapPlan(
         module,
         mesh,
         tuple(sites),
-        _in_order(replacements, sites),
+        tuple(sorted(replacements, key=lambda one: order[one.site.name])),
         models.own_code,
         stages,
         stage_modules,
-        tuple(partial) if mesh.tp.size > 1 else (),
+        tuple(partial_sums) if mesh.tp.size > 1 else (),
         tuple(site.name for site in swappable if _is_built_here(site.module, mesh)),
     )
-
-
-def _in_order(
-    replacements: Sequence[Replacement], sites: Sequence[ModuleSite]
-) -> tuple[Replacement, ...]:
-    numbers = {site.name: number for number, site in enumerate(sites)}
-    return tuple(sorted(replacements, key=lambda replacement: numbers[replacement.site.name]))
 
 
 def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:

@@ -17,7 +17,7 @@ from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.pretrained.unchanged_models import ModuleDescription
-from lightning_megatron.swap.tensors.mapping import Slices, TensorReader
+from lightning_megatron.swap.tensors.mapping import Slices, TensorMap, TensorReader
 from lightning_megatron.swap.tensors.packed import pack
 from lightning_megatron.swap.weights.load import reader_of
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
@@ -29,77 +29,20 @@ _INITIALIZED = "_is_hf_initialized"
 
 #: Attributes of a tensor that do not depend on its values.
 _PLAIN_GETTERS = frozenset(
-    {
-        "shape",
-        "dtype",
-        "requires_grad",
-        "grad",
-        "grad_fn",
-        "is_leaf",
-        "ndim",
-        "layout",
-        "names",
-        "is_sparse",
-        "_base",
-    }
-    | {
-        "is_cuda",
-        "is_quantized",
-        "is_nested",
-        "is_mkldnn",
-        "_version",
-        "_backward_hooks",
-        "nbytes",
-        "itemsize",
-    }
-    | {
-        "is_cpu",
-        "is_xpu",
-        "is_mps",
-        "is_ipu",
-        "is_vulkan",
-        "is_maia",
-        "retains_grad",
-        "output_nr",
-        "name",
-    }
+    """
+    shape dtype requires_grad grad grad_fn is_leaf ndim layout names is_sparse _base is_cuda
+    is_quantized is_nested is_mkldnn _version _backward_hooks nbytes itemsize is_cpu is_xpu is_mps
+    is_ipu is_vulkan is_maia retains_grad output_nr name
+    """.split()
 )
 #: Functions that do not read the values of a tensor.
 _PLAIN_FUNCTIONS = frozenset(
-    {
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "__len__",
-    }
-    | {
-        "is_contiguous",
-        "stride",
-        "storage_offset",
-        "requires_grad_",
-        "__hash__",
-        "is_inference",
-        "has_names",
-    }
-    | {
-        "_has_compatible_shallow_copy_type",
-        "is_same_size",
-        "__repr__",
-        "__format__",
-        "register_hook",
-    }
-    | {
-        "register_post_accumulate_grad_hook",
-        "is_signed",
-        "get_device",
-        "untyped_storage",
-        "data_ptr",
-    }
+    """
+    size dim ndimension numel nelement element_size is_floating_point is_complex __len__
+    is_contiguous stride storage_offset requires_grad_ __hash__ is_inference has_names
+    _has_compatible_shallow_copy_type is_same_size __repr__ __format__ register_hook
+    register_post_accumulate_grad_hook is_signed get_device untyped_storage data_ptr
+    """.split()
 )
 #: Methods that cast a tensor.
 _CASTS = frozenset({"half", "float", "double", "bfloat16"})
@@ -143,28 +86,19 @@ class Origin:
     def _drawn(self, name: str) -> Tensor:
         """Draw a tensor's initial values, which equal those of the replaced model."""
         layers = self.layers()
-        for tensor in self.family.tensors(layers.config):
-            parts = pack(
-                {source.name: torch.empty(0) for source in tensor.sources}, self.family.packed
-            )
-            if name not in parts:
-                continue
-            tensors = [
-                tensor
-                for tensor in self.family.tensors(layers.config)
-                if _is_of_family(tensor, name, self.family)
-            ]
-            initialize_(layers, "cpu", torch.initial_seed(), {tensor.target for tensor in tensors})
-            drawn: dict[str, Tensor] = {}
-            for part in tensors:
-                drawn |= part.split(layers.get_parameter(part.target).detach()[: part.shape[0]])
-            return pack(drawn, self.family.packed)[name]
-        raise KeyError(name)
+        table = [tensor for tensor in self.family.tensors(layers.config) if self._has(tensor, name)]
+        if not table:
+            raise KeyError(name)
+        initialize_(layers, "cpu", torch.initial_seed(), {tensor.target for tensor in table})
+        drawn: dict[str, Tensor] = {}
+        for tensor in table:
+            drawn |= tensor.split(layers.get_parameter(tensor.target).detach()[: tensor.shape[0]])
+        return pack(drawn, self.family.packed)[name]
 
-
-def _is_of_family(tensor: Any, name: str, family: Family) -> bool:
-    parts = pack({source.name: torch.empty(0) for source in tensor.sources}, family.packed)
-    return name in parts
+    def _has(self, tensor: TensorMap, name: str) -> bool:
+        """Return whether a full tensor has a part of the tensor of the class."""
+        parts = {source.name: torch.empty(0) for source in tensor.sources}
+        return name in pack(parts, self.family.packed)
 
 
 def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:

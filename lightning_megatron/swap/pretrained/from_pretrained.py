@@ -96,23 +96,10 @@ _FOLDER = "weights_folder"
 
 #: Arguments of ``from_pretrained`` that affect only where a model is found and how it is read.
 _IRRELEVANT = frozenset(
-    {
-        "adapter_kwargs",
-        "attn_implementation",
-        "cache_dir",
-        "code_revision",
-        "force_download",
-        "local_files_only",
-    }
-    | {
-        "low_cpu_mem_usage",
-        "proxies",
-        "revision",
-        "token",
-        "trust_remote_code",
-        "use_safetensors",
-        "_from_auto",
-    }
+    """
+    adapter_kwargs attn_implementation cache_dir code_revision force_download local_files_only
+    low_cpu_mem_usage proxies revision token trust_remote_code use_safetensors _from_auto
+    """.split()
 )
 #: Keys of the mapping that ``from_pretrained`` also returns with ``output_loading_info=True``.
 _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")

@@ -19,21 +19,10 @@ from lightning_megatron.swap.tensors.low_rank import plain_name
 #: Attributes that may differ, because they configure training or calls, or follow from the shapes
 #: of weights.
 _IGNORED_ATTRIBUTES = frozenset(
-    {
-        "training",
-        "gradient_checkpointing",
-        "name_or_path",
-        "num_embeddings",
-        "out_features",
-        "vocab_size",
-    }
-    | {
-        "is_hf_initialized",
-        "is_gradient_checkpointing",
-        "weights_folder",
-        "is_loaded_in_4bit",
-        "is_loaded_in_8bit",
-    }
+    """
+    training gradient_checkpointing name_or_path num_embeddings out_features vocab_size
+    is_hf_initialized is_gradient_checkpointing weights_folder is_loaded_in_4bit is_loaded_in_8bit
+    """.split()
 )
 #: Fields of this package's configurations that follow from the shapes of weights.
 _SHAPE_FIELDS = frozenset({"vocab_size", "num_labels"})
