@@ -31,8 +31,8 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
     ClassTensors,
     class_name_in,
     class_states,
+    to_class_names,
 )
-from lightning_megatron.swap.hugging_face.state_dict import to_class_names
 
 _STATE = re.compile(r"optimizer\.\d+\.state\.")
 _TRAINING = re.compile(rf"{_STATE.pattern}|{re.escape(CURRENT)}")

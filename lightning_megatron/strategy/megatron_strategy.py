@@ -63,7 +63,7 @@ from lightning_megatron.strategy.private.loops import forward_zero_grad, publish
 from lightning_megatron.strategy.private.processes import reset_seed
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.strategy.sharding import shard_module, start_mixtures
-from lightning_megatron.swap.hugging_face.state_dict import to_package_names
+from lightning_megatron.swap.hugging_face.class_tensors import to_package_names
 
 
 @documents_options

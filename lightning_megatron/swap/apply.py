@@ -23,8 +23,7 @@ from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.swap.decide.hugging_face_models import OwnCodeModel
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS, SwapRecord
 from lightning_megatron.swap.decide.model_plan import describe_unsharded
-from lightning_megatron.swap.decide.replacements import Swap
-from lightning_megatron.swap.decide.swap_plan import SwapPlan, decide
+from lightning_megatron.swap.decide.swap_plan import Swap, SwapPlan, decide
 from lightning_megatron.swap.hugging_face.bound_methods import bind_methods
 from lightning_megatron.swap.preservation import check_nothing_is_lost, share_weights
 from lightning_megatron.swap.pretrained.from_pretrained import read_missing_values

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule
-from lightning_megatron.swap.decide.replacements import WHOLE_MODEL, Swap
+from lightning_megatron.swap.decide.swap_plan import WHOLE_MODEL, Swap
 from lightning_megatron.swap.hugging_face.peft_layers import is_input_hook
 
 #: Attribute in which torch.compile stores the wrapped module.

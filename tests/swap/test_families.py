@@ -31,8 +31,9 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
     class_states,
     in_class_order,
     state_from_class,
+    to_class_names,
+    to_package_names,
 )
-from lightning_megatron.swap.hugging_face.state_dict import to_class_names, to_package_names
 from lightning_megatron.swap.pretrained.replace import build_swapped_model
 from lightning_megatron.swap.tensors.packed import pack
 from lightning_megatron.swap.weights.export import export_folder, foreign_tensors

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron.families import family_of
-from lightning_megatron.swap.weights.copying import _NUM_CONCURRENT, PIECE_BYTES
+from lightning_megatron.swap.weights.load import _NUM_CONCURRENT, PIECE_BYTES
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096}
 LLAMA |= {"intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32}

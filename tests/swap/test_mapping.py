@@ -14,7 +14,7 @@ from lightning_megatron.groups.shard_spec import FlatSlice, ShardSpec
 from lightning_megatron.plan.shards import ShardRange, attention_ranges, gated_ranges
 from lightning_megatron.swap.tensors.mapping import Slices, Source, TensorMap, TensorsInMemory
 from lightning_megatron.swap.weights import copying
-from lightning_megatron.swap.weights.copying import Copy, copies_of, copy_all
+from lightning_megatron.swap.weights.load import Copy, copies_of, copy_all
 
 BY_HEADS = tuple(Source("a", 8, first=n * 2, strip=2, step=6) for n in range(3))
 MAPS = {

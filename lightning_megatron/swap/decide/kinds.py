@@ -1,29 +1,10 @@
 """Tensor-parallel plans: kinds of cuts for blocks, by patterns over module names.
 
-Kinds of the plan:
-
-* ``auto``: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer and nn.MultiheadAttention, alone
-  or anywhere inside the named module. Without a plan all of them are swapped.
-* ``column``: nn.Linear whose outputs stay cut. Only code that treats every feature or head
-  separately, and then a ``row`` layer, may follow; the first batch checks this.
-* ``column_gather``: nn.Linear whose outputs are gathered.
-* ``row``: nn.Linear that takes cut inputs and sums over the ranks.
-* ``row_split``: nn.Linear that takes complete inputs. Each rank multiplies its part of them, and
-  the results are summed.
-* ``vocab``: nn.Embedding cut over its vocabulary, or nn.Linear with any number of outputs, which
-  are gathered. The two may share their weight.
-* ``dropout``: nn.Dropout between ``column`` and ``row``, where masks must differ by rank.
-* ``sequence``: nn.LayerNorm, nn.RMSNorm or nn.Dropout outside of ``column`` and ``row``, on
-  activations ``(..., S, D)``. Under sequence parallelism, such a module computes only this rank's
-  part of the positions. ``row`` layers of the plan return these parts. ``column`` layers gather
-  them, and so does every module that does not treat each position separately.
-* ``features``: module between ``column`` and ``row`` whose parameters have one row per feature or
-  head, such as nn.PReLU(num_parameters). The rows are cut with the features.
-* ``partial``: module between ``column`` and ``row`` that uses all of its weights on every part of
-  the features, such as a norm of heads. Each rank computes a part of the gradient, and the parts
-  are summed. If the strategy runs the backward pass, the first training step finds such modules
-  automatically.
-* ``replicate``: any module. Neither this module nor any module inside it is changed.
+``docs/modules.md`` explains the kinds to users. Under sequence parallelism, ``row`` layers and
+modules of the kind ``sequence`` return this rank's part of the positions; ``column`` layers gather
+the parts, and so does every module that does not treat each position separately. The first batch
+checks that only code that treats every feature separately stands between ``column`` and ``row``.
+If the strategy runs the backward pass, the first training step finds ``partial`` modules.
 """
 
 from __future__ import annotations

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.swap.blocks.rules import rules_of
-from lightning_megatron.swap.blocks.whole_model import is_foreign
+from lightning_megatron.swap.blocks.builders import BlockRequest
+from lightning_megatron.swap.blocks.rules import BlockRule, build_target, fill_target, rules_of
+from lightning_megatron.swap.blocks.sequence import gather_sequence_inputs
+from lightning_megatron.swap.blocks.whole_model import (
+    NOTE,
+    build_model,
+    fill_model,
+    is_cut,
+    is_foreign,
+)
 from lightning_megatron.swap.decide.hugging_face_models import (
     OwnCodeModel,
     choose_models,
@@ -26,13 +35,193 @@ from lightning_megatron.swap.decide.kinds import (
     sites_of,
     unique_sites,
 )
-from lightning_megatron.swap.decide.replacements import (
-    Replacement,
-    build_family_model,
-    build_whole_model,
-    choose_blocks,
-)
 from lightning_megatron.swap.decide.stages import Stages
+from lightning_megatron.swap.families import Family
+from lightning_megatron.swap.pretrained.replace import build_swapped_model
+
+#: Kind of a module that is replaced as a whole model.
+WHOLE_MODEL = "model"
+
+#: Number of the first block. Smaller numbers belong to models, which number their layers
+#: themselves.
+_FIRST_LAYER = 1_000_000
+
+#: Kinds of blocks whose inputs or outputs may be parts of sequences.
+_SEQUENCE_KINDS = ("column", "column_gather", "row", "row_split", "sequence")
+
+_RuledSite = tuple[ModuleSite, str, BlockRule]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Replacement of one module, built without values and not yet installed.
+
+    Args:
+        kind: Kind of the block in the plan, or ``model``.
+        fill: Function that fills the replacement with this rank's part of the module's values, and
+            returns a text for the log.
+        install: Function that puts the replacement into the module, which stays the same object;
+            None if the replacement takes the module's place in its parent.
+        shared: Names of the target's parameters that may share a weight with another replacement.
+            They get the values of the module's parameters of the same names.
+    """
+
+    site: ModuleSite
+    kind: str
+    target: nn.Module
+    fill: Callable[[], str]
+    install: Callable[[], None] | None = None
+    shared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Decision to replace one module.
+
+    Args:
+        build: Function that builds the replacement without values; it does not change the module.
+    """
+
+    site: ModuleSite
+    build: Callable[[], Swap]
+
+
+def build_block(
+    site: ModuleSite, kind: str, rule: BlockRule, request: BlockRequest, gathers_sequences: bool
+) -> Swap:
+    """Build the tensor-parallel block that replaces one of torch.nn.
+
+    Args:
+        gathers_sequences: Whether the block must gather its inputs, because it needs complete
+            sequences and other blocks of the plan may return parts of them.
+    """
+    target = build_target(rule, request)
+    if gathers_sequences:
+        gather_sequence_inputs(target)
+
+    def fill() -> str:
+        fill_target(rule, request, target)
+        return ""
+
+    return Swap(site, kind, target, fill, shared=rule.sharded)
+
+
+def build_whole_model(site: ModuleSite, mesh: ParallelMesh) -> Swap:
+    """Build this rank's part of a GPT or an Encoder that was built in full."""
+    target = build_model(site.name, site.module, mesh)
+
+    def fill() -> str:
+        fill_model(target, site.module, mesh.device)
+        return NOTE if is_cut(mesh) else ""
+
+    return Swap(site, WHOLE_MODEL, target, fill)
+
+
+def build_family_model(
+    site: ModuleSite, family: Family, mesh: ParallelMesh, shows_progress: bool
+) -> Swap:
+    """Build the layers that compute a Hugging Face model of a known family."""
+    model = build_swapped_model(site.name, site.module, family, mesh, shows_progress)
+    return Swap(site, WHOLE_MODEL, model.layers, model.fill, model.install)
+
+
+def choose_blocks(
+    sites: Sequence[ModuleSite],
+    kinds: Mapping[str, str],
+    stage_modules: Set[str],
+    mesh: ParallelMesh,
+    *,
+    has_stages: bool,
+    deferred: Sequence[str],
+    whole: Sequence[str],
+) -> list[Replacement]:
+    """Decide which torch.nn blocks of this rank's stage are replaced.
+
+    Args:
+        deferred: Names of models without values, which are read before blocks are filled.
+    """
+    chosen = _choose(sites, kinds, mesh)
+    if not has_stages:
+        _check_layout([site for site, _, _ in chosen if not site.is_inside(whole)], mesh)
+    cuts_sequence = any(kind == "sequence" for _, kind, _ in chosen)
+    # Blocks of all stages are numbered, so that the number of a block does not depend on its stage.
+    replacements = []
+    for number, (site, kind, rule) in enumerate(chosen):
+        if site.name not in stage_modules:
+            continue
+        request = BlockRequest(
+            site.name,
+            site.module,
+            # Inputs and outputs of a plain module are complete sequences, and the batch may be
+            # the first or the second dimension.
+            replace(mesh, sequence_parallel=False),
+            _FIRST_LAYER + number,
+            cuts_sequence and kind in _SEQUENCE_KINDS,
+            site.parent,
+            _device_of_values(site, deferred),
+        )
+        gathers = cuts_sequence and kind not in _SEQUENCE_KINDS
+        build = partial(build_block, site, kind, rule, request, gathers)
+        replacements.append(Replacement(site, build))
+    return replacements
+
+
+def _device_of_values(site: ModuleSite, deferred: Sequence[str]) -> torch.device:
+    device = next((p.device for p in site.module.parameters()), torch.device("cpu"))
+    has_no_values = device.type == "meta" and site.is_inside(deferred)
+    return torch.device("cpu") if has_no_values else device
+
+
+def _choose(
+    sites: Sequence[ModuleSite], kinds: Mapping[str, str], mesh: ParallelMesh
+) -> list[_RuledSite]:
+    chosen: list[_RuledSite] = []
+    encoders: list[tuple[ModuleSite, nn.TransformerEncoder]] = []
+    whole = ""
+    for site in sites:
+        kind = kinds.get(site.name, "replicate")
+        rule = site.rules.get(kind)
+        if kind == "sequence" and not mesh.sequence_parallel:
+            continue
+        if whole and site.name.startswith(whole):
+            continue
+        if isinstance(site.module, nn.TransformerDecoderLayer) and rule is not None:
+            if not all(
+                kind == "auto" for name, kind in kinds.items() if name.startswith(f"{site.name}.")
+            ):
+                # The plan shards the parts of this layer one by one.
+                continue
+            whole = f"{site.name}."
+        if isinstance(site.module, nn.TransformerEncoder):
+            encoders.append((site, site.module))
+        elif rule is not None:
+            chosen.append((site, kind, rule))
+    if mesh.tp.size == 1:
+        return []
+    layers = {id(site.module) for site, _, _ in chosen}
+    for site, encoder in encoders:
+        # An encoder with a swapped layer is always replaced, because torch's encoder may pack
+        # padded batches into nested tensors, which sharded layers do not support.
+        if not any(id(layer) in layers for layer in encoder.layers):
+            continue
+        if "auto" not in site.rules:
+            raise UnsupportedError(
+                f"the layers of {site.name!r} cannot be cut over tp, because "
+                f"{type(encoder).__name__} may read their weights directly, as "
+                "torch.nn.TransformerEncoder does. Use torch.nn.TransformerEncoder, or give "
+                f"{site.name!r} the kind 'replicate'."
+            )
+        chosen.append((site, "auto", site.rules["auto"]))
+    return chosen
+
+
+def _check_layout(sites: Sequence[ModuleSite], mesh: ParallelMesh) -> None:
+    if sites and mesh.pp.size > 1 and mesh.tp.size > 1:
+        raise UnsupportedError(
+            f"pp ({mesh.pp.size}) above 1 needs a pipeline_plan, because {sites[0].name!r} is a "
+            "block of a model without known pipeline stages. Use pp=1, or name the list of "
+            "blocks in pipeline_plan."
+        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from importlib import metadata
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families import (
-    alibi,
     bert,
     deepseek,
     experts,
@@ -27,7 +26,6 @@ FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES,
     *gemma.FAMILIES,
     *llama_variants.FAMILIES,
-    *alibi.FAMILIES,
     *experts.FAMILIES,
     *deepseek.FAMILIES,
     *bert.BERTS,

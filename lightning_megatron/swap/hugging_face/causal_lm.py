@@ -23,9 +23,9 @@ from lightning_megatron.models.gpt_inputs import laid_out
 from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
-from lightning_megatron.swap.hugging_face.generation_cache import GenerationCache
 from lightning_megatron.swap.hugging_face.outputs import late_output, output_class
 from lightning_megatron.swap.hugging_face.packed_rows import (
+    GenerationCache,
     PackedRow,
     cut_by_positions,
     pad_span,

@@ -13,7 +13,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.models.side_calls import run_side_call
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
-from lightning_megatron.swap.hugging_face.generation_cache import GenerationCache
+from lightning_megatron.swap.hugging_face.packed_rows import GenerationCache
 
 
 class GeneratingLM(HuggingFaceLM):

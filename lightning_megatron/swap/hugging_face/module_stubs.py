@@ -121,21 +121,16 @@ class ModuleStub(nn.Module):
             self._refuse(f"cannot have its {name!r} replaced", "Do that in configure_model")
         super().register_parameter(name, param)
 
-    def register_forward_hook(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse a hook, which would never run."""
-        self._refuse_hook()
+        self._refuse(
+            "cannot have hooks", "Register them on the whole model, or on the LightningModule"
+        )
 
-    def register_forward_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a hook, which would never run."""
-        self._refuse_hook()
-
-    def register_full_backward_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a hook, which would never run."""
-        self._refuse_hook()
-
-    def register_full_backward_pre_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse a hook, which would never run."""
-        self._refuse_hook()
+    register_forward_hook = _refuse_hook
+    register_forward_pre_hook = _refuse_hook
+    register_full_backward_hook = _refuse_hook
+    register_full_backward_pre_hook = _refuse_hook
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
@@ -154,18 +149,12 @@ class ModuleStub(nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
-    def _refuse_hook(self) -> NoReturn:
-        self._refuse(
-            "cannot have hooks", "Register them on the whole model, or on the LightningModule"
-        )
-
     def save_pretrained(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse to write a part of the model."""
-        reason = "The files would contain only this rank's parts"
         self._refuse(
             "cannot be written by itself",
             "Call save_pretrained of the whole model on all ranks",
-            reason,
+            "The files would contain only this rank's parts",
         )
 
     def _refuse(self, what: str, remedy: str, reason: str = "It would have no effect") -> NoReturn:

@@ -165,7 +165,7 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
     rules = tuple(rules)
     parts: dict[tuple[str, Packed], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():
-        match = _find_packed(name, rules)
+        match = find_packed(name, rules)
         if match is None:
             packed[name] = tensor
         else:
@@ -184,11 +184,11 @@ def pack_for_files(
 ) -> Iterator[tuple[str, Tensor]]:
     """Pack the tensors that files store packed, each as soon as all parts are known."""
     rules = tuple(rule for rule in rules if rule.is_in_files)
-    hits = (_find_packed(name, rules) for name in names)
+    hits = (find_packed(name, rules) for name in names)
     missing = Counter(match[0] for match in hits if match is not None)
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        match = _find_packed(name, rules)
+        match = find_packed(name, rules)
         if match is None:
             yield name, tensor
             continue
@@ -198,7 +198,7 @@ def pack_for_files(
             yield from pack(parts.pop(whole), rules).items()
 
 
-def _find_packed(name: str, rules: Iterable[Packed]) -> tuple[str, Packed, int, int] | None:
+def find_packed(name: str, rules: Iterable[Packed]) -> tuple[str, Packed, int, int] | None:
     """Return the tensor that contains a part, its rule, and the index and number of the part."""
     for rule in rules:
         position = rule.position_of(name)
@@ -255,9 +255,8 @@ def class_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tu
 
 
 def _class_name(source: str, rules: tuple[Packed, ...]) -> str:
-    for rule in rules:
-        position = rule.position_of(source)
-        if position is not None:
-            whole, index, _ = position
-            return f"{whole}.{index}" if rule.is_stack else whole
-    return source
+    match = find_packed(source, rules)
+    if match is None:
+        return source
+    whole, rule, index, _ = match
+    return f"{whole}.{index}" if rule.is_stack else whole

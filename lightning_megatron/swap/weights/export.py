@@ -140,12 +140,8 @@ def export_folder(
     }
     writer = TensorWriter(target, max_file_bytes, shapes)
     writer.write(foreign_tensors(full_tensors, family, config, table), dtype, kept)
-    most_common = writer.floating.most_common(1)
     names = {"model_type": family.model_type, "architectures": [family.architecture]}
-    _write_config(
-        target, {**hf_config, **names}, most_common[0][0] if most_common else torch.float32
-    )
-    writer.publish()
+    _publish(writer, target, {**hf_config, **names})
 
 
 def export_as_it_is(
@@ -168,13 +164,7 @@ def export_as_it_is(
     target = _new_folder(folder)
     writer = TensorWriter(target, max_file_bytes, shapes if form is None else form.shapes(shapes))
     writer.write(full_tensors if form is None else form.tensors(full_tensors), dtype)
-    most_common = writer.floating.most_common(1)
-    _write_config(
-        target,
-        {**hf_config, "architectures": [architecture]},
-        most_common[0][0] if most_common else torch.float32,
-    )
-    writer.publish()
+    _publish(writer, target, {**hf_config, "architectures": [architecture]})
 
 
 def _new_folder(folder: str | os.PathLike[str]) -> Path:
@@ -230,7 +220,8 @@ def export_adapter(
     )
 
 
-def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+def _publish(writer: TensorWriter, folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the configuration with the most common dtype, and give the files their names."""
     # ``auto_map`` names code that is not in the folder, and this package's settings of training do
     # not belong to the model.
     left = ("torch_dtype", "auto_map", SETTINGS)
@@ -239,8 +230,11 @@ def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -
         for name, value in config.items()
         if not name.startswith("_") and name not in left
     }
-    content = json.dumps({**kept, "dtype": _plain(dtype)}, indent=2, sort_keys=True, default=_plain)
+    most_common = writer.floating.most_common(1)
+    kept["dtype"] = most_common[0][0] if most_common else torch.float32
+    content = json.dumps(kept, indent=2, sort_keys=True, default=_plain)
     write_synced(folder / CONFIG, f"{content}\n".encode())
+    writer.publish()
 
 
 def _plain(value: Any) -> str:
