@@ -81,7 +81,7 @@ def supported_plan(model: Any, tp: int, called: str = "model") -> DeclaredPlan:
             left[f"{pattern!r} is {style!r}"] = ""
         for name in named:
             parent = name.rpartition(".")[0]
-            if kind is None or not _fits(kind, rules[modules[name]]):
+            if kind not in ("replicate", "partial", *rules[modules[name]]):
                 left[f"{pattern!r} is {style!r}"] = ""
                 unknown |= {parent, name}
             else:
@@ -99,10 +99,6 @@ def supported_plan(model: Any, tp: int, called: str = "model") -> DeclaredPlan:
             left[re.sub(r"\d+", "*", f"{parent!r} {reason}")] = ""
     _share_vocabularies(model, modules, rules, kinds, left)
     return DeclaredPlan(kinds, tuple(left))
-
-
-def _fits(kind: str, rules: Mapping[str, BlockRule]) -> bool:
-    return kind in ("replicate", "partial") or kind in rules
 
 
 def _leaves_parts(block: Mapping[str, str]) -> bool:
@@ -194,23 +190,20 @@ def _share_vocabularies(
         if head is not None and module is head and name in kinds:
             kinds[name] = "vocab"
     for name in [name for name, kind in kinds.items() if kind == "vocab"]:
-        shared = [key for key, module in modules.items() if _holds(module, modules[name].weight)]
+        weight = modules[name].weight
+        shared = [
+            key
+            for key, module in modules.items()
+            if any(parameter is weight for parameter in module._parameters.values())
+        ]
         if all("vocab" in rules[modules[key]] for key in shared):
             kinds |= dict.fromkeys(shared, "vocab")
             continue
         odd = next(key for key in shared if "vocab" not in rules[modules[key]])
-        left[
-            (
-                f"{name!r} shares its weight with {odd!r}, a {type(modules[odd]).__name__}, which "
-                "is not cut"
-            )
-        ] = ""
+        kind = type(modules[odd]).__name__
+        left[f"{name!r} shares its weight with {odd!r}, a {kind}, which is not cut"] = ""
         for key in shared:
             kinds.pop(key, None)
-
-
-def _holds(module: nn.Module, weight: Any) -> bool:
-    return any(parameter is weight for parameter in module._parameters.values())
 
 
 def describe_unsharded(model: nn.Module) -> str:

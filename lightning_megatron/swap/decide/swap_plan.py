@@ -305,7 +305,11 @@ def decide(
         stages,
         stage_modules,
         tuple(partial_sums) if mesh.tp.size > 1 else (),
-        tuple(site.name for site in swappable if _is_built_here(site.module, mesh)),
+        tuple(
+            site.name
+            for site in swappable
+            if getattr(site.module, "mesh", None) is mesh and not is_foreign(site.module, mesh)
+        ),
     )
 
 
@@ -322,7 +326,3 @@ def _check_root(module: nn.Module, mesh: ParallelMesh) -> None:
                 "ranks. Run one batch through the module in configure_model, or give the layer its "
                 "sizes."
             )
-
-
-def _is_built_here(module: nn.Module, mesh: ParallelMesh) -> bool:
-    return getattr(module, "mesh", None) is mesh and not is_foreign(module, mesh)

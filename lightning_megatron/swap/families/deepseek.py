@@ -108,10 +108,6 @@ def _latents(family: str) -> ConfigTable:
     return ConfigTable(family, fields, {}, build=LatentAttentionConfig)
 
 
-def _pairs(values: Values) -> Mapping[str, Any]:
-    return {"rotary_interleaved": bool(values["rope_interleave"])}
-
-
 def _attention_fields(family: str) -> tuple[Field, ...]:
     return (
         *_rotary_fields(family),
@@ -219,7 +215,11 @@ _V3 = like_llama(
     (
         *sizes(129280, 7168, 18432, 61, 128, 4096, 128),
         *_attention_fields("DeepSeek-V3"),
-        Field("rope_interleave", True, _pairs),
+        Field(
+            "rope_interleave",
+            True,
+            lambda values: {"rotary_interleaved": bool(values["rope_interleave"])},
+        ),
     ),
     _NAMES,
     parts={

@@ -227,7 +227,8 @@ class HuggingFaceLM(ReplacedModel):
             span = cache.span_of(
                 span, inputs, attention_mask, position_ids, extra=extra, num_rows=rows
             )
-        span = self._padded_span(span, _one_input(input_ids, inputs_embeds))
+        padded = _one_input(input_ids, inputs_embeds)
+        span = laid_out(span, padded, self.gpt.mesh, self.gpt.context)
         return _Rows(input_ids, inputs_embeds, labels, span)
 
     def _span_and_labels(
@@ -292,9 +293,6 @@ class HuggingFaceLM(ReplacedModel):
         if has_labels:
             broadcast_(loss, pp, loss_stage)
         return loss if has_labels else None, lambda: logits
-
-    def _padded_span(self, span: AttentionSpan | None, inputs: Tensor) -> AttentionSpan | None:
-        return laid_out(span, inputs, self.gpt.mesh, self.gpt.context)
 
     def _padding(self, num_sequences: int, length: int, multiple: int) -> tuple[int, int]:
         """Return the numbers of rows and positions to append."""

@@ -19,8 +19,6 @@ from lightning_megatron.models.stage import computed_by
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face.save_pretrained import check_arguments, save_folder
 from lightning_megatron.swap.tensors.low_rank import Adapter, plain_name
-from lightning_megatron.swap.tensors.mapping import TensorMap
-from lightning_megatron.swap.tensors.packed import class_table
 
 #: Label that Hugging Face's models ignore.
 IGNORED = -100
@@ -101,7 +99,7 @@ class ReplacedModel(nn.Module):
             )
         table = {
             tensor.target: prod(tensor.shape)
-            for tensor in class_table(self._table(), self.family.packed)
+            for tensor in self.family.class_tensors(self.body.config)
         }
         left = set(table)
         if exclude_embeddings:
@@ -130,9 +128,6 @@ class ReplacedModel(nn.Module):
         """
         check_arguments(others)
         save_folder(self, save_directory, max_shard_size)
-
-    def _table(self) -> tuple[TensorMap, ...]:
-        return self.family.tensors(self.body.config)
 
     # Hooks of the whole model run. Hooks of its parts would not run and are refused.
     register_forward_hook = nn.Module.register_forward_hook

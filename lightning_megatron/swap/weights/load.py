@@ -407,19 +407,15 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
             bar.update(num_bytes)
 
 
-def _on_stream_of(copies: Sequence[Copy]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+def _on_stream_of(copies: Sequence[Copy]) -> tuple[Callable[..., None] | None, tuple[Any, ...]]:
     """Return the initializer of new threads, which sets the CUDA stream, and its arguments.
 
     A thread starts with the default stream, which is not synchronized with other streams.
     """
     device = next((copy.target.device for copy in copies if copy.target.is_cuda), None)
     if device is None:
-        return _nothing, ()
+        return None, ()
     return torch.cuda.set_stream, (torch.cuda.current_stream(device),)
-
-
-def _nothing() -> None:
-    """Do nothing, because the targets are on the CPU."""
 
 
 def interleave(items: Sequence[T], num_runs: int) -> list[T]:
