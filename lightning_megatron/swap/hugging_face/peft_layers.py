@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -85,37 +85,14 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
     return Adapter(adapter, _as_plain(config, type(source)), ranks, scales, tuple(saved))
 
 
-@dataclass(frozen=True)
-class LayerUpdate:
-    """Low-rank updates of one layer of the replacement, which are not yet added.
-
-    Args:
-        maps: Position of each update in the layer, and the sources of its factors.
-    """
-
-    base: Any
-    maps: tuple[LowRankMap, ...]
-    wrappers: tuple[Any, ...]
-    adapter: Adapter
-
-    def add(self, mesh: ParallelMesh) -> None:
-        """Add the updates, with values, to the layer."""
-        self.base.low_rank = LowRankUpdates(
-            {
-                part.key: _update(self.base, part, wrapper, self.adapter, mesh)
-                for part, wrapper in zip(self.maps, self.wrappers, strict=True)
-            }
-        )
-
-
 def updates_of(
     name: str, model: GPT | Encoder, source: Any, family: Family, adapter: Adapter
-) -> list[LayerUpdate]:
-    """List the updates of this rank's layers by a model's adapter; do not change the model."""
-    layers, _ = _wrapped(source, family)
+) -> list[Callable[[], None]]:
+    """Return functions that add an adapter's updates to this rank's layers, with their values."""
+    wrappers, _ = _wrapped(source, family)
     maps = adapter.maps(family.tensors(model.config))
     ends = {family.head, family.embedding}
-    left = layers.keys() - {
+    left = wrappers.keys() - {
         update.module for update in maps if f"{update.module}.weight" not in ends
     }
     if left:
@@ -123,15 +100,26 @@ def updates_of(
     here: dict[str, Any] = dict(model.named_modules())
     updates = []
     for layer, group in groupby(maps, key=lambda update: update.layer):
-        if layer in here:
-            parts = tuple(group)
-            if not isinstance(
-                here[layer], (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
-            ):
-                _refuse(name, f"{parts[0].module!r} cannot be adapted", _REMEDY_FOR_TARGETS)
-            wrappers = tuple(layers[part.module] for part in parts)
-            updates.append(LayerUpdate(here[layer], parts, wrappers, adapter))
+        parts = tuple(group)
+        base = here.get(layer)
+        if base is None:
+            continue
+        if not isinstance(base, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
+            _refuse(name, f"{parts[0].module!r} cannot be adapted", _REMEDY_FOR_TARGETS)
+        updates.append(partial(_add_updates, base, parts, wrappers, adapter, model.mesh))
     return updates
+
+
+def _add_updates(
+    base: Any,
+    parts: Sequence[LowRankMap],
+    wrappers: Mapping[str, Any],
+    adapter: Adapter,
+    mesh: ParallelMesh,
+) -> None:
+    base.low_rank = LowRankUpdates(
+        {part.key: _update(base, part, wrappers[part.module], adapter, mesh) for part in parts}
+    )
 
 
 def is_input_hook(hook: Any) -> bool:

@@ -105,8 +105,8 @@ def build_swapped_model(
 
     def fill() -> str:
         note = load()
-        for update in updates:
-            update.add(model.mesh)
+        for add in updates:
+            add()
         return note
 
     def install() -> None:

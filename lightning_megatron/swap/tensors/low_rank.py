@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointMismatchError
-from lightning_megatron.swap.tensors.mapping import TensorMap, TensorsInMemory, named
+from lightning_megatron.swap.tensors.mapping import Source, TensorMap, TensorsInMemory, named
 
 #: Infixes of tensor names in a layer that peft has wrapped: of the layer itself and of the update.
 _BASE_PART = ".base_layer."
@@ -46,7 +46,7 @@ class Adapter:
 
     def maps(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
         """List the sources of the factors."""
-        return tuple(low_rank_maps(table, self.ranks))
+        return tuple(part for tensor in table for part in _low_rank_maps(tensor, self.ranks))
 
     def factors(self, table: Iterable[TensorMap]) -> tuple[TensorMap, ...]:
         """List the sources of the factors, without their layers."""
@@ -115,63 +115,41 @@ class LowRankMap:
     @property
     def key(self) -> str:
         """Return the name of the update in this package's layer."""
-        return key_of(self.module)
+        return self.module.rpartition(".")[2]
 
 
-def key_of(module: str) -> str:
-    """Return the name of a Hugging Face layer's update in this package's layer."""
-    return module.rpartition(".")[2]
-
-
-def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Iterator[LowRankMap]:
-    """List the factors of adapted layers, according to the table of their family.
-
-    Raises:
-        ValueError: If two layers that are joined into one have names with the same ending.
-    """
-    for tensor in table:
-        layer, _, kind = tensor.target.rpartition(".")
-        if kind != "weight" or len(tensor.shape) != 2:
+def _low_rank_maps(tensor: TensorMap, ranks: Mapping[str, int]) -> Iterator[LowRankMap]:
+    """List the factors of a weight's adapted layers, from the first row to the last."""
+    layer, _, kind = tensor.target.rpartition(".")
+    if kind != "weight" or len(tensor.shape) != 2:
+        return
+    start = 0
+    keys = set[str]()
+    for name, group in groupby(tensor.sources, key=lambda source: source.name):
+        sources = tuple(group)
+        rows = range(start, start + sum(source.num_rows for source in sources))
+        start = rows.stop
+        module = name.removesuffix(".weight")
+        if module not in ranks:
             continue
-        start = 0
-        keys = set[str]()
-        for name, group in groupby(tensor.sources, key=lambda source: source.name):
-            sources = tuple(group)
-            num_rows = sum(source.num_rows for source in sources)
-            module = name.removesuffix(".weight")
-            if module in ranks:
-                if key_of(module) in keys:
-                    raise ValueError(
-                        f"the names of layers that become {layer} must end differently: {module} "
-                        "ends like another."
-                    )
-                keys.add(key_of(module))
-                rank = ranks[module]
-                names = {key: f"{module}.{factor}.weight" for key, factor in FACTORS.items()}
-                whole = replace(
-                    sources[0],
-                    name=names["a"],
-                    num_rows=rank,
-                    is_transposed=False,
-                    first=0,
-                    strip=None,
-                )
-                target = f"{layer}.{UPDATES}.{key_of(module)}"
-                yield LowRankMap(
-                    module,
-                    layer,
-                    range(start, start + num_rows),
-                    TensorMap(f"{target}.a.weight", (rank, tensor.shape[1]), (whole,)),
-                    TensorMap(
-                        f"{target}.b.weight",
-                        (num_rows, rank),
-                        tuple(
-                            replace(source, name=names["b"], is_transposed=False)
-                            for source in sources
-                        ),
-                    ),
-                )
-            start += num_rows
+        key = module.rpartition(".")[2]
+        if key in keys:
+            raise ValueError(
+                f"the names of layers that become {layer} must end differently: {module} ends like "
+                "another."
+            )
+        keys.add(key)
+        rank = ranks[module]
+        first, second = (f"{module}.{factor}.weight" for factor in FACTORS.values())
+        target = f"{layer}.{UPDATES}.{key}"
+        b_sources = (replace(source, name=second, is_transposed=False) for source in sources)
+        yield LowRankMap(
+            module,
+            layer,
+            rows,
+            TensorMap(f"{target}.a.weight", (rank, tensor.shape[1]), (Source(first, rank),)),
+            TensorMap(f"{target}.b.weight", (len(rows), rank), tuple(b_sources)),
+        )
 
 
 def full_factors(
