@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_megatron.groups.shard_spec import FlatSlice, ShardSpec
 from lightning_megatron.plan.shards import ShardRange, attention_ranges, gated_ranges
 from lightning_megatron.swap.tensors.mapping import Slices, Source, TensorMap, TensorsInMemory
-from lightning_megatron.swap.weights import copying
+from lightning_megatron.swap.weights import load
 from lightning_megatron.swap.weights.load import Copy, copies_of, copy_all
 
 BY_HEADS = tuple(Source("a", 8, first=n * 2, strip=2, step=6) for n in range(3))
@@ -110,11 +110,11 @@ def test_flat_slices_and_gated_rows_are_filled_like_shards():
 def test_copied_pieces_make_the_full_tensor(kind, monkeypatch):
     tensor = MAPS[kind]
     reader = TensorsInMemory(values_of(tensor))
-    monkeypatch.setattr(copying, "PIECE_BYTES", 3 * 10 * 4)
+    monkeypatch.setattr(load, "PIECE_BYTES", 3 * 10 * 4)
     full = torch.full(tensor.shape, torch.nan)
     copies = list(copies_of(tensor, full, [0] * full.dim(), tensor.shape, reader))
     piece_sizes = [reader.tensors[copy.name][copy.slices[0]].nbytes for copy in copies]
-    assert max(piece_sizes) <= copying.PIECE_BYTES
+    assert max(piece_sizes) <= load.PIECE_BYTES
     copy_all(copies, reader)
     copy_all([], reader)
     assert torch.equal(full, full_of(tensor, reader))
