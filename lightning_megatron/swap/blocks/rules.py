@@ -39,7 +39,10 @@ _LINEAR = ("weight", "bias")
 _ATTENTION = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
 _ENCODER_LAYER = (
     *(f"self_attn.{name}" for name in _ATTENTION),
-    *("linear1.weight", "linear1.bias", "linear2.weight", "linear2.bias"),
+    "linear1.weight",
+    "linear1.bias",
+    "linear2.weight",
+    "linear2.bias",
 )
 _DECODER_LAYER = (*_ENCODER_LAYER, *(f"multihead_attn.{name}" for name in _ATTENTION))
 

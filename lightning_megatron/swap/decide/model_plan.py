@@ -133,7 +133,8 @@ def _reason_against_sharding(
         for path, part in module.named_modules(prefix=name)
         if path in block and isinstance(part, nn.Linear)
     ]
-    widths = {layer.out_features for layer in layers} - {layer.in_features for layer in layers}
+    widths = {layer.out_features for layer in layers}
+    widths -= {layer.in_features for layer in layers}
     for key, owner, parameter in _unplanned_parameters(module, name, block):
         if owner is module or isinstance(owner, (nn.ParameterList, nn.ParameterDict)):
             return f"has a parameter {key!r} that its plan does not name"
@@ -191,11 +192,7 @@ def _share_vocabularies(
             kinds[name] = "vocab"
     for name in [name for name, kind in kinds.items() if kind == "vocab"]:
         weight = modules[name].weight
-        shared = [
-            key
-            for key, module in modules.items()
-            if any(parameter is weight for parameter in module._parameters.values())
-        ]
+        shared = [key for key, part in modules.items() if _has(part, weight)]
         if all("vocab" in rules[modules[key]] for key in shared):
             kinds |= dict.fromkeys(shared, "vocab")
             continue
@@ -204,6 +201,10 @@ def _share_vocabularies(
         left[f"{name!r} shares its weight with {odd!r}, a {kind}, which is not cut"] = ""
         for key in shared:
             kinds.pop(key, None)
+
+
+def _has(module: nn.Module, weight: Any) -> bool:
+    return any(parameter is weight for parameter in module._parameters.values())
 
 
 def describe_unsharded(model: nn.Module) -> str:

@@ -274,16 +274,7 @@ def decide(
     stage_modules = frozenset(
         site.name for site in sites if stages is None or stages.is_on_stage(site.name)
     )
-    replacements = [
-        Replacement(site, partial(build_whole_model, site, mesh))
-        for site in swappable
-        if is_foreign(site.module, mesh)
-    ]
-    replacements += [
-        Replacement(site, partial(build_family_model, site, family, mesh, shows_progress))
-        for site, family in models.replaced
-    ]
-    replacements += choose_blocks(
+    replacements = choose_blocks(
         swappable,
         kinds,
         stage_modules,
@@ -292,10 +283,19 @@ def decide(
         deferred=[model.site.name for model in models.own_code],
         whole=whole,
     )
-    partial_sums = [
-        name for name, kind in kinds.items() if kind == "partial" and name in stage_modules
-    ]
+    for site, family in models.replaced:
+        build = partial(build_family_model, site, family, mesh, shows_progress)
+        replacements.append(Replacement(site, build))
+    built_here = []
+    for site in swappable:
+        if is_foreign(site.module, mesh):
+            replacements.append(Replacement(site, partial(build_whole_model, site, mesh)))
+        elif getattr(site.module, "mesh", None) is mesh:
+            built_here.append(site.name)
     order = {site.name: number for number, site in enumerate(sites)}
+    partial_sums = [
+        name for name in order if name in stage_modules and kinds.get(name) == "partial"
+    ]
     return SwapPlan(
         module,
         mesh,
@@ -305,11 +305,7 @@ def decide(
         stages,
         stage_modules,
         tuple(partial_sums) if mesh.tp.size > 1 else (),
-        tuple(
-            site.name
-            for site in swappable
-            if getattr(site.module, "mesh", None) is mesh and not is_foreign(site.module, mesh)
-        ),
+        tuple(built_here),
     )
 
 

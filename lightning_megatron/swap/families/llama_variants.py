@@ -70,11 +70,11 @@ def _rotary_layers(values: Values) -> Mapping[str, Any]:
 
 def _smollm_windows(values: Values) -> Mapping[str, Any]:
     has_windows = values["use_sliding_window"] and values["sliding_window"] is not None
-    rotating = _rotating_layers(values)
+    rotating = {layer for layer, rotates in enumerate(_rotating_layers(values)) if rotates}
     return windows_of(
         values,
         "SmolLM3",
-        lambda layer: has_windows and not rotating[layer],
+        lambda layer: has_windows and layer not in rotating,
         has_windows=has_windows,
     )
 

@@ -154,11 +154,9 @@ def _rule(
             raise _refusal(
                 "partial_rotary_factor", share, "a share with an even number of elements", reason
             )
-        return {
-            "rotary_base": float(base),
-            "rotary_dim": size if size < head_dim else None,
-            "rotary_scaling": None if kind == "default" else _scaling(kind, parameters, values),
-        }
+        scaling = None if kind == "default" else _scaling(kind, parameters, values)
+        dim = size if size < head_dim else None
+        return {"rotary_base": float(base), "rotary_dim": dim, "rotary_scaling": scaling}
 
     return rule
 

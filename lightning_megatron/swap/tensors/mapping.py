@@ -229,10 +229,11 @@ def joined_layers(
         shape: Shape of the weight (elements).
     """
     shapes = {"weight": shape, "bias": shape[:1]} if has_bias else {"weight": shape}
-    return [
-        joined(f"{target}.{kind}", size, *(f"{layer}.{kind}" for layer in layers))
-        for kind, size in shapes.items()
-    ]
+    tensors = []
+    for kind, size in shapes.items():
+        sources = (f"{layer}.{kind}" for layer in layers)
+        tensors.append(joined(f"{target}.{kind}", size, *sources))
+    return tensors
 
 
 def named(names: Iterable[str]) -> str:
