@@ -376,7 +376,9 @@ def _configs_of(models: ModelChoice) -> list[GPTConfig | EncoderConfig]:
     return [family.config(_settings(site.module)) for site, family in models.replaced]
 
 
-def check_cut(root: nn.Module, cp: int, plan: Mapping[str, str] | None) -> tuple[ModelConfig, ...]:
+def check_cut(
+    root: nn.Module, cp: int, plan: Mapping[str, str] | None
+) -> tuple[GPTConfig | EncoderConfig, ...]:
     """Refuse a module that context parallelism does not support.
 
     The module must contain a model that can be cut along the sequence: a GPT, an Encoder, or a
