@@ -98,7 +98,7 @@ def updates_of(
     if left:
         _refuse(name, f"{named(left)} cannot be adapted", _REMEDY_FOR_TARGETS)
     here: dict[str, Any] = dict(model.named_modules())
-    updates = []
+    updates: list[Callable[[], None]] = []
     for layer, group in groupby(maps, key=lambda update: update.layer):
         parts = tuple(group)
         base = here.get(layer)
