@@ -32,13 +32,19 @@ from lightning_megatron.swap.hugging_face.packed_rows import (
     shifted,
     span_of,
 )
-from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
+from lightning_megatron.swap.hugging_face.replaced_model import (
+    IGNORED,
+    ReplacedModel,
+    pad_batch,
+    refuse_arguments,
+)
 
 T = TypeVar("T")
 
 #: Arguments of Hugging Face's call that do not change the result, only how it is computed. A
 #: replaced model ignores them.
 _IRRELEVANT = frozenset({"cache_position", "max_length_k", "cu_seq_lens_k"})
+_ABILITIES = "It returns only loss and logits, and fills no cache but that of generate."
 
 
 class LabelledGPT(GPT):
@@ -143,8 +149,10 @@ class HuggingFaceLM(ReplacedModel):
         Communication: that of the layers. Outside of a step and without gradients, the pipeline
         stages run in turn and the last one broadcasts the result, so all ranks must make the call.
         """
-        _refuse(others)
-        past = _own_caches(past_key_values=past_key_values, cache=cache)
+        caches = {"past_key_values": past_key_values, "cache": cache}
+        past = {name: one for name, one in caches.items() if isinstance(one, GenerationCache)}
+        arguments = {**others, **caches, **dict.fromkeys(past)}
+        refuse_arguments(arguments, _IRRELEVANT, "language model", _ABILITIES)
         inputs = _one_input(input_ids, inputs_embeds)
         pack = PackedRow(cu_seq_lens_q, max_length_q, self._cut_by_positions(use_cache))
         rows = self._rows(
@@ -351,15 +359,6 @@ def _mean(total: Tensor, labels: Tensor | None, num_items: Tensor | int | None) 
     return total / count
 
 
-def _own_caches(**caches: Any) -> dict[str, GenerationCache]:
-    """Return the cache of ``generate``, if a call has it, by the name of its argument."""
-    generation_caches = {
-        name: cache for name, cache in caches.items() if isinstance(cache, GenerationCache)
-    }
-    _refuse({**caches, **dict.fromkeys(generation_caches)})
-    return generation_caches
-
-
 def _with_caches(output: Any, caches: Mapping[str, GenerationCache], count: int) -> Any:
     """Return the output with caches that have advanced by new tokens, under the caller's names."""
     for name, cache in caches.items():
@@ -381,16 +380,6 @@ def _selected(logits: Tensor, kept: int | Tensor) -> Tensor:
     if kept.dtype == torch.bool:
         return logits[kept]
     return torch.take_along_dim(logits, kept[..., None], 1)
-
-
-def _refuse(arguments: Mapping[str, Any]) -> None:
-    for name, value in arguments.items():
-        if value is not None and value is not False and name not in _IRRELEVANT:
-            raise UnsupportedError(
-                f"a replaced language model takes no {name}: {type(value).__name__} was given. It "
-                "returns only loss and logits, and fills no cache but that of generate. Leave "
-                f"{name} out."
-            )
 
 
 def _one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +15,19 @@ from lightning_megatron.models.encoder import Encoder, EncoderResult
 from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import late_output, output_class
-from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
+from lightning_megatron.swap.hugging_face.packed_rows import check_mask
+from lightning_megatron.swap.hugging_face.replaced_model import (
+    IGNORED,
+    ReplacedModel,
+    pad_batch,
+    refuse_arguments,
+)
 
 #: Arguments of Hugging Face's call that do not change the result.
 _IRRELEVANT = frozenset({"use_cache", "return_dict"})
+_ABILITIES = (
+    "It has no cache and no cross attention, and returns only the results of its last layer."
+)
 
 
 class HuggingFaceEncoder(ReplacedModel):
@@ -72,7 +80,8 @@ class HuggingFaceEncoder(ReplacedModel):
             StageDone: On pipeline stages that do not compute the result.
         """
         head = self.layers.config.head
-        _refuse({**others, **_without_loss(head, labels, start_positions, end_positions)})
+        unused = _without_loss(head, labels, start_positions, end_positions)
+        refuse_arguments({**others, **unused}, _IRRELEVANT, "encoder of this class", _ABILITIES)
         inputs = input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids
         choices = None
         if self.family.architecture.endswith("ForMultipleChoice"):
@@ -249,12 +258,7 @@ def _padding(
     """
     if attention_mask is None:
         return None, None
-    if attention_mask.shape != shape:
-        raise UnsupportedError(
-            f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
-            f"{tuple(attention_mask.shape)}. Masks with an entry for each pair of tokens are not "
-            "supported. Mark padding with 0 in a mask of that shape."
-        )
+    check_mask(attention_mask, shape)
     known = host.read(attention_mask) != 0
     if bool(known.all()):
         return None, None
@@ -270,13 +274,3 @@ def _without_loss(head: str, labels: Any, starts: Any, ends: Any) -> dict[str, A
         return {"labels": labels}
     positions = {"start_positions": starts, "end_positions": ends}
     return positions if head in ("masked_lm", "classifier") else {**positions, "labels": labels}
-
-
-def _refuse(arguments: Mapping[str, Any]) -> None:
-    for name, value in arguments.items():
-        if value is not None and value is not False and name not in _IRRELEVANT:
-            raise UnsupportedError(
-                f"a replaced encoder of this class takes no {name}: {type(value).__name__} was "
-                "given. It has no cache and no cross attention, and returns only the results of "
-                f"its last layer. Leave {name} out."
-            )

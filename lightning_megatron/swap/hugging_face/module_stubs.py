@@ -189,7 +189,6 @@ def stub_class(kind: type[nn.Module], *before: type[nn.Module]) -> type[nn.Modul
     """Return a subclass of a class, with the same name, whose instances are stubs.
 
     Args:
-        kind: Class of the model.
         before: Base classes that precede ``ModuleStub`` in the order of method resolution.
     """
     return _class_of((*before, ModuleStub, kind))
@@ -201,11 +200,6 @@ def _class_of(bases: tuple[type[Any], ...]) -> type[nn.Module]:
     # ``__module__`` names this package, so that no check for classes of the foreign package matches
     # a stub, which does not compute.
     return type(kind.__name__, bases, {"__module__": __name__, "__doc__": kind.__doc__})
-
-
-def new_container() -> ModuleStub:
-    """Return an empty stub for parameter names that belong to no module of the class."""
-    return ModuleStub()
 
 
 def set_counterparts(stub: nn.Module, parts: tuple[nn.Module, ...]) -> None:

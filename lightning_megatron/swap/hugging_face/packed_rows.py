@@ -64,7 +64,7 @@ def span_of(
         lengths = packed.borders.diff().to(torch.int64).expand(shape[0], -1)
         return AttentionSpan(lengths, packed.longest, positions, restarts=False)
     if attention_mask is not None:
-        _check_mask(attention_mask, shape)
+        check_mask(attention_mask, shape)
         labels_on_host = None if labels is None else host.read(labels)
         known = host.read(attention_mask).to(torch.bool)
         kind = _kind_of(known, shifted(labels_on_host) if shifts else labels_on_host)
@@ -163,13 +163,14 @@ def _check_no_mask(attention_mask: Tensor | None) -> None:
         )
 
 
-def _check_mask(attention_mask: Tensor, shape: torch.Size) -> None:
+def check_mask(attention_mask: Tensor, shape: torch.Size) -> None:
+    """Refuse a mask that does not have one number for each token."""
     if attention_mask.shape != shape:
         raise UnsupportedError(
             f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
-            f"{tuple(attention_mask.shape)}. Masks with an entry for each pair of tokens are "
-            "not supported. Mark padding with 0 in a mask of that shape, or pack sequences "
-            "with position_ids."
+            f"{tuple(attention_mask.shape)}. Masks with an entry for each pair of tokens are not "
+            "supported. Mark padding with 0 in a mask of that shape; in a language model, "
+            "position_ids can separate packed sequences."
         )
 
 

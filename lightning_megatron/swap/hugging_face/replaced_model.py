@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from math import prod
 from typing import Any, NoReturn
 
@@ -182,3 +182,15 @@ def pad_batch(ids: Tensor | None, extra: int, value: int, num_rows: int = 0) -> 
     Shapes: ids ``(B, S)``; result ``(B + num_rows, S + extra)``.
     """
     return None if ids is None else F.pad(ids, (0, extra, 0, num_rows), value=value)
+
+
+def refuse_arguments(
+    arguments: Mapping[str, Any], irrelevant: Set[str], what: str, abilities: str
+) -> None:
+    """Refuse arguments of a call that would change the result of Hugging Face's model."""
+    for name, value in arguments.items():
+        if value is not None and value is not False and name not in irrelevant:
+            raise UnsupportedError(
+                f"a replaced {what} takes no {name}: {type(value).__name__} was given. {abilities} "
+                f"Leave {name} out."
+            )

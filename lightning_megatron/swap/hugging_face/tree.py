@@ -18,8 +18,8 @@ from lightning_megatron.models.stage import set_computed_by
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.families.layer_names import is_training_only
 from lightning_megatron.swap.hugging_face.module_stubs import (
+    ModuleStub,
     convert_to_stub,
-    new_container,
     set_counterparts,
     share_buffer,
     stub_class,
@@ -167,7 +167,8 @@ def _place(root: nn.Module, path: str, parameter: nn.Parameter) -> None:
     module = root
     for part in owner.split(".") if owner else ():
         if part not in module._modules:
-            module._modules[part] = new_container()
+            # The names of parameters that belong to no module of the class.
+            module._modules[part] = ModuleStub()
         child = module._modules[part]
         assert child is not None, "modules with parameters are there"
         module = child
