@@ -13,20 +13,23 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.plan.settings import divisors, join_or
 from lightning_megatron.swap.blocks.attention import HeadParallelAttention
-from lightning_megatron.swap.blocks.sequence import (
+from lightning_megatron.swap.blocks.cut_modules import (
+    EmbeddingOverVocabulary,
+    LatentLinear,
+    LinearOverVocabulary,
     SequenceColumnLinear,
     SequenceDropout,
     SequenceLayerNorm,
     SequenceRMSNorm,
     SequenceRowLinear,
+    TensorDropout,
+    shard_rows,
 )
-from lightning_megatron.swap.blocks.sharded_features import LatentLinear, TensorDropout, shard_rows
 from lightning_megatron.swap.blocks.transformer_layers import (
     ParallelDecoderLayer,
     ParallelEncoder,
     ParallelEncoderLayer,
 )
-from lightning_megatron.swap.blocks.vocabulary import EmbeddingOverVocabulary, LinearOverVocabulary
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fused.dropout import hidden_dropout
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.swap.blocks.attention import HeadParallelAttention
-from lightning_megatron.swap.blocks.sharded_features import TensorDropout
+from lightning_megatron.swap.blocks.cut_modules import TensorDropout
 
 
 class ParallelEncoderLayer(nn.Module):

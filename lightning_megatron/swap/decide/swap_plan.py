@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap.blocks.builders import BlockRequest
+from lightning_megatron.swap.blocks.cut_modules import gather_sequence_inputs
 from lightning_megatron.swap.blocks.rules import BlockRule, build_target, fill_target, rules_of
-from lightning_megatron.swap.blocks.sequence import gather_sequence_inputs
 from lightning_megatron.swap.blocks.whole_model import (
     NOTE,
     build_model,
