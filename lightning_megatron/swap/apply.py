@@ -77,14 +77,7 @@ def parallelize(
         # An earlier fit has swapped all modules. The plan is not checked again, because its
         # patterns may name modules of other stages, which this rank no longer has.
         return []
-    swap_plan = decide(
-        module,
-        mesh,
-        plan,
-        pipeline_plan,
-        shows_progress=shows_progress,
-        needs_tables=needs_tables,
-    )
+    swap_plan = decide(module, mesh, plan, pipeline_plan, shows_progress, needs_tables)
     swaps = build(swap_plan)
     return install(swap_plan, swaps)
 

@@ -251,7 +251,6 @@ def decide(
     mesh: ParallelMesh,
     plan: Mapping[str, str] | None,
     pipeline_plan: Mapping[str, str] | None,
-    *,
     shows_progress: bool,
     needs_tables: bool,
 ) -> SwapPlan:
