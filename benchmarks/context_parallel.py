@@ -34,12 +34,7 @@ from lightning_megatron.plan.context_transport import ContextTransport
 
 @dataclass(frozen=True)
 class ContextCase:
-    """Number of ranks that share a row, and their transport.
-
-    Args:
-        cp: Context-parallel size (GPUs).
-        transport: Transport of keys and values over these ranks.
-    """
+    """Number of ranks that share a row, and their transport."""
 
     cp: int
     transport: str = "auto"

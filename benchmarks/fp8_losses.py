@@ -42,13 +42,7 @@ NUM_PARTS = 8
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of one training.
-
-    Args:
-        recipe: Recipe of the products in 8 bits, or ``"bf16"``.
-        train: Loss of every step (nats per token).
-        held_out: Number of steps and held-out loss (nats per token).
-    """
+    """Losses of one training."""
 
     recipe: str
     train: list[float]
@@ -56,12 +50,7 @@ class Losses:
 
 
 class Recorder(L.Callback):
-    """Record the losses of a training.
-
-    Args:
-        recipe: Recipe of the products in 8 bits, or ``"bf16"``.
-        path: File that gets the losses so far after each validation; None writes no file.
-    """
+    """Record the losses of a training."""
 
     def __init__(self, recipe: str, path: Path | None = None) -> None:
         self.recipe = recipe

@@ -52,13 +52,7 @@ def copy_speed() -> float:
 
 
 def bytes_of_token(gpt: GPT, batch: int, length: float) -> float:
-    """Return the data that this rank must read to generate one token of each row (bytes).
-
-    Args:
-        gpt: The model.
-        batch: Number of rows.
-        length: Average length of the rows (tokens).
-    """
+    """Return the data that this rank must read to generate one token of each row (bytes)."""
     config = gpt.config
     weights = sum(parameter.nbytes for parameter in gpt.parameters())
     if gpt.head is not None and gpt.embedding is not None:

@@ -238,16 +238,7 @@ def _engine_calls(problem: Problem) -> dict[str, Callable[[], Tensor]]:
 
 @dataclass(frozen=True)
 class Row:
-    """Measurements of one pass of a shape.
-
-    Args:
-        shape: Name of the shape.
-        skewed: Whether the groups have different sizes.
-        which: Pass of the product.
-        rates: TFLOP/s of each variant.
-        variant: Selected kernel variant.
-        errors: Relative errors of our product and torch's.
-    """
+    """Measurements of one pass of a shape."""
 
     shape: str
     skewed: bool

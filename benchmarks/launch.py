@@ -80,15 +80,7 @@ def launch(args: list[str], num_processes: int, variables: dict[str, str], timeo
 def run_ours(
     line: Sequence[str], out: Path, devices: int, timeout: float, connections: int = 0
 ) -> dict[str, Any]:
-    """Run ``benchmarks.train_shapes`` and return its figures; empty if it failed.
-
-    Args:
-        line: Arguments of the program.
-        out: File of the measurements.
-        devices: Number of ranks.
-        timeout: Time limit (s).
-        connections: CUDA_DEVICE_MAX_CONNECTIONS; 0 leaves it as it is.
-    """
+    """Run ``benchmarks.train_shapes`` and return its figures; empty if it failed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)} if connections else {}
@@ -99,13 +91,7 @@ def run_ours(
 
 
 def run_peer(args: argparse.Namespace, layout: Layout, line: Sequence[str]) -> dict[str, Any]:
-    """Run the other program and return its figures under this package's names; empty if it failed.
-
-    Args:
-        args: Options of the benchmark.
-        layout: Number of ranks and sizes of the axes.
-        line: Arguments that only this case needs.
-    """
+    """Run the other program; return its figures by this package's names, empty if it failed."""
     arguments = [args.peer, "--model", args.model, "--tp", str(layout.tp)]
     arguments += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
     arguments += ["--ep", str(layout.ep)] if layout.ep > 1 else []

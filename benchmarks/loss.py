@@ -41,12 +41,7 @@ MeanLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of a variant.
-
-    Args:
-        seconds: Median time of a call, forward and backward (s).
-        peak: Memory beyond operands and gradients (bytes); None on a CPU.
-    """
+    """Figures of a variant."""
 
     seconds: float
     peak: int | None
@@ -129,9 +124,6 @@ def liger_loss() -> MeanLoss:
 def cut_loss(*, exact: bool = False) -> MeanLoss:
     """Return the loss of cut-cross-entropy.
 
-    Args:
-        exact: Whether to keep small gradients.
-
     Raises:
         ImportError: If cut-cross-entropy cannot be imported.
     """
@@ -180,14 +172,7 @@ def operands(tokens: int, features: int, vocabulary: int, device: str) -> tuple[
 
 
 def measure(loss: MeanLoss, inputs: tuple[Tensor, ...], smoothing: float, rounds: int) -> Measured:
-    """Time a loss and its gradients.
-
-    Args:
-        loss: Loss to time.
-        inputs: Hidden states, head and labels.
-        smoothing: Label smoothing.
-        rounds: Calls after the first one, which compiles kernels.
-    """
+    """Time a loss and its gradients."""
     hidden, head, labels = inputs
     on_gpu = hidden.is_cuda
 
@@ -216,14 +201,7 @@ def measure(loss: MeanLoss, inputs: tuple[Tensor, ...], smoothing: float, rounds
 
 
 def row(tokens: int, name: str, flops: float, figures: Measured | None) -> str:
-    """Return a row of the table.
-
-    Args:
-        tokens: Number of tokens per call (tokens).
-        name: Name of the variant.
-        flops: Floating-point operations of the three products.
-        figures: Figures; None if the variant ran out of memory.
-    """
+    """Return a row of the table."""
     if figures is None:
         return f"| {tokens} | {name} | out of memory | | |"
     peak = "n/a" if figures.peak is None else f"{figures.peak / 2**30:.2f}"

@@ -29,12 +29,7 @@ from lightning_megatron.plan.simulate import simulate
 
 @dataclass(frozen=True)
 class ScheduleCase:
-    """A schedule and its chunks per stage.
-
-    Args:
-        name: Name of the schedule.
-        chunks: Chunks per stage (vpp).
-    """
+    """A schedule and its chunks per stage."""
 
     name: str
     chunks: int = 1

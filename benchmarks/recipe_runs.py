@@ -16,14 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a layout.
-
-    Args:
-        name: Name of the layout.
-        tp: Tensor-parallel size.
-        pp: Pipeline-parallel size.
-        dp: Data-parallel size.
-    """
+    """Sizes of a layout."""
 
     name: str
     tp: int = 1
@@ -52,12 +45,7 @@ def layout_of(name: str) -> Layout:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the options that all benchmarks of recipes share.
-
-    Args:
-        parser: Parser of a benchmark.
-        defaults: Default values of ``steps``, ``batch``, ``tolerance``, ``timeout`` and ``out``.
-    """
+    """Add the options that all benchmarks of recipes share."""
     add = parser.add_argument
     add("--steps", type=int, help="steps that the host waits for")
     add("--warmup", type=int, default=4, help="steps left out of the median")
@@ -83,13 +71,7 @@ def options_of_layout(args: argparse.Namespace, layout: Layout) -> dict[str, Any
 
 
 def options_to_measure(args: argparse.Namespace, layout: Layout, **more: Any) -> dict[str, Any]:
-    """Return the options that make a recipe measure its steps, without logs or checkpoints.
-
-    Args:
-        args: Options of the benchmark.
-        layout: The layout.
-        more: Additional arguments of :class:`benchmarks.measure.Measure`.
-    """
+    """Return the options that make a recipe measure its steps, without logs or checkpoints."""
     path = f"{args.out}/{layout.name}.json"
     init = {"path": path, "label": layout.name, "warmup": args.warmup, **more}
     measure = {"class_path": "benchmarks.measure.Measure", "init_args": init}

@@ -132,12 +132,7 @@ def kill_one(folder: Path, ranks: int, steps: int) -> dict[str, float]:
 
 
 def parts(logs: list[list[tuple[str, float, int]]], killed: float) -> dict[str, float]:
-    """Return the time of each phase of a restart; a phase ends when the last rank completes it (s).
-
-    Args:
-        logs: Logs of all ranks.
-        killed: Time at which a rank was killed (s).
-    """
+    """Return the time of each phase of a restart, which ends when the last rank completes it (s)."""
     result = {}
     before = killed
     for moment, phase in MOMENTS.items():

@@ -79,12 +79,6 @@ def set_routing(model: GPT, name: str, num_tokens: int, rank: int) -> None:
 
     With a routing by popularity, drawn experts replace the experts that routers select; the
     probabilities of the routers stay the same.
-
-    Args:
-        model: The model.
-        name: Name of the routing.
-        num_tokens: Number of tokens of a rank in a microbatch (tokens).
-        rank: Index of this rank among the ranks with different tokens.
     """
     popularity = popularity_of(name)
     for number, layer in model.mixtures().items():

@@ -55,11 +55,7 @@ def math_attention() -> AbstractContextManager[Any]:
 
 
 class Trained(LightningModule):
-    """GPT that trains on its mean loss.
-
-    Args:
-        config: Configuration of the model.
-    """
+    """GPT that trains on its mean loss."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -83,12 +79,7 @@ class Trained(LightningModule):
 
 
 class Observed(Callback):
-    """Callback that records the losses of all steps, and times the last ones.
-
-    Args:
-        steps: Number of steps.
-        timed: Number of the last steps whose time is measured.
-    """
+    """Callback that records the losses of all steps, and times the last ones."""
 
     reads_gradients = False
 

@@ -115,10 +115,6 @@ class OptimizerTime(Callback):
 
     The time starts with the reduced gradients and ends with the updated slices of this rank.
     Gathers of the updated parameters overlap with later work on other streams and are not included.
-
-    Args:
-        first: Number of the first measured step.
-        steps: Number of measured steps.
     """
 
     #: This callback does not read gradients, so the strategy need not reduce them for its hooks.
@@ -214,11 +210,7 @@ class SaveStall(Callback):
 
 
 def measured_costs(figures: dict[str, Any]) -> PipelineCosts:
-    """Return the times (microseconds) and sizes (bytes) that an ``auto`` case has measured.
-
-    Args:
-        figures: Measurements of the case.
-    """
+    """Return the times (microseconds) and sizes (bytes) that an ``auto`` case has measured."""
     costs = figures["StageTimes"]["costs"]
     forward = tuple(costs["forward"])
     times = StageCosts(
@@ -232,11 +224,7 @@ def measured_costs(figures: dict[str, Any]) -> PipelineCosts:
 
 
 class StageTimes(Callback):
-    """Callback that records the actions of one step on all stages.
-
-    Args:
-        first: Number of the step before the recorded one.
-    """
+    """Callback that records the actions of one step on all stages."""
 
     def __init__(self, first: int) -> None:
         self.first = first

@@ -65,14 +65,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Kernel:
-    """Kernel, copy or fill on the device.
-
-    Args:
-        name: Name in the trace.
-        start: Start time (µs).
-        stop: End time (µs).
-        stream: CUDA stream.
-    """
+    """Kernel, copy or fill on the device."""
 
     name: str
     start: float
