@@ -68,9 +68,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layouts", nargs="+", type=layout_of, required=True)
-    parser.add_argument("--row-steps", type=int, default=8, help="later steps in a row")
-    parser.add_argument("--microbatch", type=int, default=16, help="pairs of a microbatch")
+    add = parser.add_argument
+    add("--layouts", nargs="+", type=layout_of, required=True)
+    add("--row-steps", type=int, default=8, help="later steps in a row")
+    add("--microbatch", type=int, default=16, help="pairs of a microbatch")
     add_run_arguments(parser, steps=16, batch=256, tolerance=0.02, timeout=300.0, out="runs/bert")
     args = parser.parse_args()
     figures_by_layout = {layout.name: train(args, layout) for layout in args.layouts}

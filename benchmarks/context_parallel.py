@@ -108,30 +108,23 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
-    result.add_argument("--cases", nargs="+", type=case_of, default=[ContextCase(1)])
-    result.add_argument("--lengths", nargs="+", type=int, default=[4096])
-    result.add_argument("--rows", nargs="+", choices=ROWS, default=["whole", "packed"])
-    result.add_argument(
-        "--layers", type=int, default=0, help="number of layers (0: as in the shape)"
-    )
-    result.add_argument(
-        "--vocabulary", type=int, default=0, help="size of the vocabulary (0: as in the shape)"
-    )
-    result.add_argument("--steps", type=int, default=6, help="measured steps")
-    result.add_argument("--warmup", type=int, default=3, help="steps before the measured steps")
-    result.add_argument("--row-steps", type=int, default=0, help="later steps in a row")
-    result.add_argument(
-        "--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)"
-    )
-    result.add_argument("--no-profile", action="store_true", help="do not profile steps")
+    add = result.add_argument
+    add("--model", default="llama8b_half", choices=list(SHAPES))
+    add("--cases", nargs="+", type=case_of, default=[ContextCase(1)])
+    add("--lengths", nargs="+", type=int, default=[4096])
+    add("--rows", nargs="+", choices=ROWS, default=["whole", "packed"])
+    add("--layers", type=int, default=0, help="number of layers (0: as in the shape)")
+    add("--vocabulary", type=int, default=0, help="size of the vocabulary (0: as in the shape)")
+    add("--steps", type=int, default=6, help="measured steps")
+    add("--warmup", type=int, default=3, help="steps before the measured steps")
+    add("--row-steps", type=int, default=0, help="later steps in a row")
+    add("--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)")
+    add("--no-profile", action="store_true", help="do not profile steps")
     add_peer(result)
-    result.add_argument("--peer-options", default="", help="further arguments of the peer")
-    result.add_argument(
-        "--options", default="{}", help="further arguments of the strategy, as JSON"
-    )
-    result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    result.add_argument("--out", default="runs/context_parallel", help="folder of the measurements")
+    add("--peer-options", default="", help="further arguments of the peer")
+    add("--options", default="{}", help="further arguments of the strategy, as JSON")
+    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    add("--out", default="runs/context_parallel", help="folder of the measurements")
     return result
 
 

@@ -167,19 +167,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--experts", type=int, nargs="+", default=[128, 32], help="number of experts of the layer"
-    )
-    parser.add_argument("--tokens", type=int, default=4096, help="number of tokens of the layer")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--experts", type=int, nargs="+", default=[128, 32], help="number of experts of the layer")
+    add("--tokens", type=int, default=4096, help="number of tokens of the layer")
+    add(
         "--inputs",
         nargs="+",
         default=["kept"],
         choices=["kept", "again"],
         help="inputs of experts: kept, or sorted again by the backward pass",
     )
-    parser.add_argument("--rounds", type=int, default=9, help="timed passes")
-    parser.add_argument("--out", type=Path, help="also write the report to this file")
+    add("--rounds", type=int, default=9, help="timed passes")
+    add("--out", type=Path, help="also write the report to this file")
     options = parser.parse_args()
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}"]
     print(lines[0], flush=True)

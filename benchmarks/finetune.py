@@ -155,29 +155,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--create", metavar="FOLDER", help="write a folder of random weights")
-    parser.add_argument(
-        "--shape", default="llama3_8b", choices=list(SHAPES), help="shape of the random weights"
-    )
-    parser.add_argument(
-        "--tokenizer", help="tokenizer.json, or its folder, to copy into the created folder"
-    )
-    parser.add_argument("--folder", help="Hugging Face folder to fine-tune")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--create", metavar="FOLDER", help="write a folder of random weights")
+    add("--shape", default="llama3_8b", choices=list(SHAPES), help="shape of the random weights")
+    add("--tokenizer", help="tokenizer.json, or its folder, to copy into the created folder")
+    add("--folder", help="Hugging Face folder to fine-tune")
+    add(
         "--layouts",
         nargs="+",
         type=layout_of,
         default=list(map(layout_of, ("tp4", "tp2_pp2", "dp4"))),
     )
-    parser.add_argument(
-        "--chat", metavar="FILE", help="conversations (.jsonl) that sft_hf packs into samples"
-    )
-    parser.add_argument("--recipe", help="file of a recipe to run instead of finetune_hf or sft_hf")
-    parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a sample")
-    parser.add_argument(
-        "--export", metavar="FOLDER", help="save a checkpoint, and export it to this folder"
-    )
-    parser.add_argument("--table", help="append the rows to this file")
+    add("--chat", metavar="FILE", help="conversations (.jsonl) that sft_hf packs into samples")
+    add("--recipe", help="file of a recipe to run instead of finetune_hf or sft_hf")
+    add("--seq-length", type=int, default=4096, help="tokens of a sample")
+    add("--export", metavar="FOLDER", help="save a checkpoint, and export it to this folder")
+    add("--table", help="append the rows to this file")
     add_run_arguments(parser, steps=12, batch=4, tolerance=0.05, timeout=500.0, out="runs/finetune")
     args = parser.parse_args()
     if args.create:

@@ -169,14 +169,13 @@ def draw(results: Sequence[Losses], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train with each recipe, and print and draw the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--train", help="prefix of a token file (default: the bundled corpus)")
-    parser.add_argument("--val", help="prefix of a token file of held-out text")
-    parser.add_argument(
-        "--strategy", type=json.loads, default={}, help="arguments of the strategy, as JSON"
-    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of the results")
+    add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    add("--steps", type=int, default=2000)
+    add("--train", help="prefix of a token file (default: the bundled corpus)")
+    add("--val", help="prefix of a token file of held-out text")
+    add("--strategy", type=json.loads, default={}, help="arguments of the strategy, as JSON")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     results = []

@@ -192,15 +192,14 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama3_8b", choices=sorted(SHAPES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--compiled", action="store_true", help="also measure transformers' compiled passes"
-    )
-    parser.add_argument("--table", type=Path)
+    add = parser.add_argument
+    add("--shape", default="llama3_8b", choices=sorted(SHAPES))
+    add("--batch", type=int, nargs="+", default=[1, 8, 32])
+    add("--prompt", type=int, default=512)
+    add("--new", type=int, default=256)
+    add("--rounds", type=int, default=2)
+    add("--compiled", action="store_true", help="also measure transformers' compiled passes")
+    add("--table", type=Path)
     return parser.parse_args()
 
 

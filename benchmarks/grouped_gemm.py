@@ -306,9 +306,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="also write the table to this file")
-    parser.add_argument("--rounds", type=int, default=10, help="calls of each variant")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    add = parser.add_argument
+    add("--out", type=Path, help="also write the table to this file")
+    add("--rounds", type=int, default=10, help="calls of each variant")
+    add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     options = parser.parse_args()
     choice = choose_backend(torch.device("cuda", 0), torch.bfloat16, 8, 64, 64)
     if choice.backend != "bundled":

@@ -95,33 +95,28 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     devices = [layout.devices for layout in LAYOUTS.values() if layout.ep == layout.devices > 1]
-    command_line.add_argument("--devices", type=int, default=4, choices=devices)
-    command_line.add_argument("--routing", nargs="*", default=["balanced", "natural"])
-    command_line.add_argument("--microbatch-size", type=int, default=1, choices=[1, 2, 4, 8])
-    command_line.add_argument("--recompute", default="expert_inputs", choices=get_args(Recompute))
-    command_line.add_argument(
-        "--expert-rows", type=float, default=1.25, help="0 sizes buffers for the worst routing"
-    )
-    command_line.add_argument(
-        "--clones", type=int, default=1, help="places for clones of experts on each rank"
-    )
-    command_line.add_argument(
+    add = command_line.add_argument
+    add("--devices", type=int, default=4, choices=devices)
+    add("--routing", nargs="*", default=["balanced", "natural"])
+    add("--microbatch-size", type=int, default=1, choices=[1, 2, 4, 8])
+    add("--recompute", default="expert_inputs", choices=get_args(Recompute))
+    add("--expert-rows", type=float, default=1.25, help="0 sizes buffers for the worst routing")
+    add("--clones", type=int, default=1, help="places for clones of experts on each rank")
+    add(
         "--most",
         type=float,
         default=135.0,
         help="run nothing if the estimate is above this number of GiB per GPU",
     )
-    command_line.add_argument(
+    add(
         "--layers", type=int, default=0, help="train only this number of layers, to try the program"
     )
-    command_line.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    command_line.add_argument("--estimate-only", action="store_true", help="train nothing")
-    command_line.add_argument("--steps", type=int, default=8, help="measured steps")
-    command_line.add_argument(
-        "--options", default="{}", help="further arguments of the strategy, as JSON"
-    )
+    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    add("--estimate-only", action="store_true", help="train nothing")
+    add("--steps", type=int, default=8, help="measured steps")
+    add("--options", default="{}", help="further arguments of the strategy, as JSON")
     add_peer(command_line)
-    command_line.add_argument("--out", default="runs/headline", help="folder of the figures")
+    add("--out", default="runs/headline", help="folder of the figures")
     command_line.set_defaults(timeout=500.0, model=SHAPE, warmup=4, forced_balance=True)
     args = command_line.parse_args(arguments)
     memory = estimate(args)

@@ -117,8 +117,7 @@ def run_peer(args: argparse.Namespace, layout: Layout, line: Sequence[str]) -> d
 
 def add_peer(parser: argparse.ArgumentParser) -> None:
     """Add the options of the other program, and of time limits."""
-    parser.add_argument("--peer", default="", help="program to compare with")
-    parser.add_argument("--peer-path", default="", help="folders that only the peer imports from")
-    parser.add_argument(
-        "--timeout", type=float, default=240.0, help="time limit of each program (seconds)"
-    )
+    add = parser.add_argument
+    add("--peer", default="", help="program to compare with")
+    add("--peer-path", default="", help="folders that only the peer imports from")
+    add("--timeout", type=float, default=240.0, help="time limit of each program (seconds)")

@@ -214,14 +214,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
-    parser.add_argument("--features", type=int, default=4096)
-    parser.add_argument("--vocabulary", type=int, default=128_256)
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a chunk")
-    parser.add_argument("--smoothing", type=float, default=0.0)
-    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each variant")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
+    add("--features", type=int, default=4096)
+    add("--vocabulary", type=int, default=128_256)
+    add("--chunk", type=int, default=2048, help="tokens of a chunk")
+    add("--smoothing", type=float, default=0.0)
+    add("--rounds", type=int, default=5, help="timed calls of each variant")
+    add("--device", default="cuda", choices=["cuda", "cpu"])
+    add("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     losses, omitted = variants(options.chunk, options.smoothing)
     device = torch.cuda.get_device_name(0) if options.device == "cuda" else "CPU"

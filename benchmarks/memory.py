@@ -154,15 +154,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--devices", type=int, default=1, help="run only cases with at most this number of ranks"
-    )
-    parser.add_argument("--cases", nargs="*", choices=list(CASES), help="run only these cases")
-    parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
-    parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--tolerance", type=float, default=0.1)
-    parser.add_argument("--out", default="runs/memory")
+    add = parser.add_argument
+    add("--devices", type=int, default=1, help="run only cases with at most this number of ranks")
+    add("--cases", nargs="*", choices=list(CASES), help="run only these cases")
+    add("--case", choices=list(CASES), help=argparse.SUPPRESS)
+    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    add("--steps", type=int, default=3)
+    add("--tolerance", type=float, default=0.1)
+    add("--out", default="runs/memory")
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)

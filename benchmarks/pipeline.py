@@ -98,22 +98,21 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     layouts = [name for name, layout in LAYOUTS.items() if layout.pp > 1]
-    result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
-    result.add_argument("--layout", default="pp2", choices=layouts)
-    result.add_argument("--schedules", nargs="*", type=schedule_of, default=[ScheduleCase("1f1b")])
-    result.add_argument("--microbatches", type=int, default=8, help="microbatches of a step")
-    result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
-    result.add_argument("--steps", type=int, default=8, help="measured steps")
-    result.add_argument("--warmup", type=int, default=4, help="steps before the measured steps")
+    add = result.add_argument
+    add("--model", default="llama8b_half", choices=list(SHAPES))
+    add("--layout", default="pp2", choices=layouts)
+    add("--schedules", nargs="*", type=schedule_of, default=[ScheduleCase("1f1b")])
+    add("--microbatches", type=int, default=8, help="microbatches of a step")
+    add("--layers", type=int, default=0, help="number of layers (0: of the shape)")
+    add("--steps", type=int, default=8, help="measured steps")
+    add("--warmup", type=int, default=4, help="steps before the measured steps")
     add_peer(result)
-    result.add_argument(
-        "--peer-chunks", nargs="*", type=int, default=[1], help="chunks per stage of the peer"
-    )
-    result.add_argument("--row-steps", type=int, default=0, help="later steps in a row")
-    result.add_argument("--forced-balance", action="store_true", help="route tokens in turn")
-    result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
-    result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    result.add_argument("--out", default="runs/pipeline", help="folder of the measurements")
+    add("--peer-chunks", nargs="*", type=int, default=[1], help="chunks per stage of the peer")
+    add("--row-steps", type=int, default=0, help="later steps in a row")
+    add("--forced-balance", action="store_true", help="route tokens in turn")
+    add("--options", default="{}", help="more arguments of the strategy, as JSON")
+    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    add("--out", default="runs/pipeline", help="folder of the measurements")
     return result
 
 

@@ -132,7 +132,7 @@ def kill_one(folder: Path, ranks: int, steps: int) -> dict[str, float]:
 
 
 def parts(logs: list[list[tuple[str, float, int]]], killed: float) -> dict[str, float]:
-    """Return the time of each phase of a restart, which ends when the last rank completes it (s)."""
+    """Return the time of each phase of a restart, which its last rank ends (s)."""
     result = {}
     before = killed
     for moment, phase in MOMENTS.items():
@@ -151,10 +151,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--runs", type=int, default=3)
+    add("--ranks", type=int, default=2)
+    add("--steps", type=int, default=12)
+    add("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
         train(options.train, options.steps)

@@ -90,15 +90,12 @@ def main() -> None:
     """Run all cases, those of the peer first, and print the table."""
     option_parser = parser()
     option_parser.description = __doc__
-    option_parser.add_argument(
-        "--cases", nargs="+", type=case_of, default=[case_of("eager")], help="a row for each"
-    )
-    option_parser.add_argument(
+    add = option_parser.add_argument
+    add("--cases", nargs="+", type=case_of, default=[case_of("eager")], help="a row for each")
+    add(
         "--peer-runs", nargs="+", default=[""], help="further arguments of the peer, a row for each"
     )
-    option_parser.add_argument(
-        "--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS of our trainings"
-    )
+    add("--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS of our trainings")
     add_peer(option_parser)
     option_parser.set_defaults(out="runs/step")
     args = option_parser.parse_args()

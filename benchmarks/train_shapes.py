@@ -141,78 +141,53 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
-    result.add_argument("--layout", default="dp4", choices=list(LAYOUTS))
+    add = result.add_argument
+    add("--model", default="llama8b_half", choices=list(SHAPES))
+    add("--layout", default="dp4", choices=list(LAYOUTS))
     add_sizes(result)
-    result.add_argument(
-        "--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)"
-    )
-    result.add_argument("--steps", type=int, default=8, help="measured steps")
-    result.add_argument("--warmup", type=int, default=4, help="steps before the measured steps")
-    result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    result.add_argument("--zero", type=int, default=1, choices=[0, 1])
-    result.add_argument(
-        "--options", default="{}", help="further arguments of the strategy, as JSON"
-    )
-    result.add_argument(
+    add("--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)")
+    add("--steps", type=int, default=8, help="measured steps")
+    add("--warmup", type=int, default=4, help="steps before the measured steps")
+    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    add("--zero", type=int, default=1, choices=[0, 1])
+    add("--options", default="{}", help="further arguments of the strategy, as JSON")
+    add(
         "--fp8-parameters",
         action="store_true",
         help="products in 8 bits, tensorwise, with weights that are kept and gathered in 8 bits",
     )
-    result.add_argument(
-        "--in-a-row", action="store_true", help="do not wait for the device between the steps"
-    )
-    result.add_argument(
+    add("--in-a-row", action="store_true", help="do not wait for the device between the steps")
+    add(
         "--row-steps",
         type=int,
         default=0,
         help="steps to measure in a row after the measured ones, without waits of the host",
     )
-    result.add_argument(
-        "--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)"
-    )
-    result.add_argument(
-        "--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)"
-    )
-    result.add_argument(
-        "--device-only", action="store_true", help="profile no operators of the host"
-    )
-    result.add_argument(
-        "--time-optimizer", action="store_true", help="time the optimizer's step alone"
-    )
-    result.add_argument(
-        "--time-actions", action="store_true", help="record the actions of a step on all stages"
-    )
+    add("--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)")
+    add("--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)")
+    add("--device-only", action="store_true", help="profile no operators of the host")
+    add("--time-optimizer", action="store_true", help="time the optimizer's step alone")
+    add("--time-actions", action="store_true", help="record the actions of a step on all stages")
     _add_saves_and_routing(result)
-    result.add_argument(
-        "--out", default="runs/train_shapes.json", help="file for the measurements of rank 0"
-    )
+    add("--out", default="runs/train_shapes.json", help="file for the measurements of rank 0")
     return result
 
 
 def add_sizes(result: argparse.ArgumentParser) -> None:
     """Add the options that change the sizes of a shape."""
-    result.add_argument(
-        "--layers", type=int, default=0, help="number of layers (0: as in the shape)"
-    )
-    result.add_argument(
-        "--vocabulary", type=int, default=0, help="size of the vocabulary (0: as in the shape)"
-    )
-    result.add_argument(
-        "--length", type=int, default=0, help="tokens of a row (0: as in the shape)"
-    )
-    result.add_argument("--rows", default="whole", choices=ROWS, help="documents in a row")
+    add = result.add_argument
+    add("--layers", type=int, default=0, help="number of layers (0: as in the shape)")
+    add("--vocabulary", type=int, default=0, help="size of the vocabulary (0: as in the shape)")
+    add("--length", type=int, default=0, help="tokens of a row (0: as in the shape)")
+    add("--rows", default="whole", choices=ROWS, help="documents in a row")
 
 
 def _add_saves_and_routing(result: argparse.ArgumentParser) -> None:
-    result.add_argument("--async-save", default="", help="save in the background to this folder")
-    result.add_argument(
-        "--save-steps", type=int, default=20, help="steps to measure after each save"
-    )
-    result.add_argument(
-        "--forced-balance", action="store_true", help="route tokens to experts in turn"
-    )
-    result.add_argument(
+    add = result.add_argument
+    add("--async-save", default="", help="save in the background to this folder")
+    add("--save-steps", type=int, default=20, help="steps to measure after each save")
+    add("--forced-balance", action="store_true", help="route tokens to experts in turn")
+    add(
         "--routing",
         default="natural",
         help="balanced, natural, zipf:EXPONENT:random or zipf:EXPONENT:ordered",
