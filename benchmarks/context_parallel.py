@@ -27,7 +27,7 @@ from typing import get_args
 from benchmarks.launch import ROW_RULE, add_peer, cells, heading
 from benchmarks.launch import run_ours as run_training
 from benchmarks.launch import run_peer as run_other
-from benchmarks.measure import FLOP_RULE, flops_per_token
+from benchmarks.measure import FLOP_RULE, flops_per_token, merged
 from benchmarks.shapes import LAYOUTS, ROWS, SHAPES, changed, document_lengths, seen_length
 from lightning_megatron.plan.context_transport import ContextTransport
 
@@ -62,7 +62,8 @@ def case_of(text: str) -> ContextCase:
 def run_ours(args: argparse.Namespace, case: ContextCase, length: int, rows: str) -> str:
     """Train a case and return a row of the table; ``length`` is that of a row (tokens)."""
     out = Path(args.out) / f"{args.model}_{case.cp}_{case.transport}_{length}_{rows}.json"
-    options = {"cp_transport": case.transport, "microbatch_size": 1, **json.loads(args.options)}
+    defaults = {"context": {"transport": case.transport}, "microbatch_size": 1}
+    options = merged(defaults, json.loads(args.options))
     line = ["--model", args.model, "--layout", f"cp{case.cp}", "--length", str(length)]
     line += ["--rows", rows, "--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
     line += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--batch", "1"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.launch import ROW_RULE, add_peer, cells, heading, run_ours, run_peer
-from benchmarks.measure import FLOP_RULE
+from benchmarks.measure import FLOP_RULE, merged
 from benchmarks.shapes import LAYOUTS, changed
 from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.kept_activations import fused_activations
@@ -36,12 +36,10 @@ def strategy_options(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {
         "microbatch_size": args.microbatch_size,
         "recompute": args.recompute,
-        "gradient_dtype": "bfloat16",
-        "moments_dtype": "bfloat16",
+        "optimizer": {"gradient_dtype": "bfloat16", "moments_dtype": "bfloat16"},
+        "experts": {"rows": args.expert_rows or None, "clones": args.clones},
     }
-    options |= {"expert_rows": args.expert_rows} if args.expert_rows else {}
-    options |= {"expert_clones": args.clones} if args.clones else {}
-    return options | json.loads(args.options)
+    return merged(options, json.loads(args.options))
 
 
 def estimate(args: argparse.Namespace) -> StageMemory:
@@ -55,8 +53,8 @@ def estimate(args: argparse.Namespace) -> StageMemory:
         num_microbatches=BATCH // options["microbatch_size"],
         recompute=options["recompute"],
         expert_transport="one_sided",
-        expert_rows=options.get("expert_rows"),
-        clone_places=options.get("expert_clones", 0),
+        expert_rows=options["experts"]["rows"],
+        clone_places=options["experts"]["clones"],
         gradient_bytes=2,
         state_bytes=4,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,17 @@ def strategy_of(trainer: Trainer) -> MegatronStrategy:
     """Return the strategy of a trainer, which has the mesh."""
     assert isinstance(trainer.strategy, MegatronStrategy), "benchmarks train by this package"
     return trainer.strategy
+
+
+def merged(*settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of the strategy; the last values win, field by field in records."""
+    result: dict[str, Any] = {}
+    for options in settings:
+        for name, value in options.items():
+            earlier = result.get(name)
+            is_record = isinstance(value, dict) and isinstance(earlier, dict)
+            result[name] = {**earlier, **value} if is_record else value
+    return result
 
 
 def mark_on_device() -> torch.cuda.Event:

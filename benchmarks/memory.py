@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
     "gpt2_float32": Case("gpt2_1_2b", 1, 4, 4, layers=20, precision="32-true"),
     "llama2": Case("llama8b_half", 1, 2, 2, layers=2),
     "llama4": Case("llama8b_half", 1, 2, 2, layers=4),
-    "llama8_zero0": Case("llama8b_half", 2, 1, 1, layers=8, options={"zero": 0}),
+    "llama8_zero0": Case("llama8b_half", 2, 1, 1, layers=8, options={"optimizer": {"zero": 0}}),
     "llama8_dp2": Case("llama8b_half", 2, 1, 1, layers=8),
     "llama8_tp2": Case("llama8b_half", 2, 4, 2, layers=8, options={"tp": 2}),
     "llama8_tp2_no_sp": Case(
@@ -75,7 +75,7 @@ CASES: dict[str, Case] = {
     "moe_full": Case("tiny_moe", 1, 8, 8, options={"recompute": "full"}),
     "moe_ep2": Case("tiny_moe", 2, 8, 8, options={"ep": 2}),
     "moe_ep2_all_to_all": Case(
-        "tiny_moe", 2, 8, 8, options={"ep": 2, "expert_transport": "all_to_all"}
+        "tiny_moe", 2, 8, 8, options={"ep": 2, "experts": {"transport": "all_to_all"}}
     ),
     "moe_tp2_ep2": Case("tiny_moe", 2, 8, 8, options={"tp": 2, "ep": 2, "etp": 1}),
     "moe_pp2": Case("tiny_moe", 2, 8, 4, options={"pp": 2}),
@@ -94,7 +94,7 @@ def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
         devices=case.devices,
         # The check of microbatches runs the first batch and would raise the measured peak.
         strategy=MegatronStrategy(
-            microbatch_size=case.microbatch, check_microbatches=False, **case.options
+            microbatch_size=case.microbatch, job={"check_microbatches": False}, **case.options
         ),
         precision=case.precision,  # type: ignore[arg-type]
         max_steps=steps,

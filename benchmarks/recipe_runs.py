@@ -77,7 +77,7 @@ def options_to_measure(args: argparse.Namespace, layout: Layout, **more: Any) ->
     measure = {"class_path": "benchmarks.measure.Measure", "init_args": init}
     return {
         # No callback reads parameters, so gathering them can overlap with the next step.
-        "trainer.strategy.overlap_parameters": "true",
+        "trainer.strategy.optimizer.overlap_parameters": "true",
         "trainer.limit_val_batches": 0,
         "trainer.callbacks": json.dumps([measure]),
         "trainer.enable_checkpointing": "false",

@@ -3,7 +3,7 @@
     python -m benchmarks.step --model llama8b_half --layout dp4 --peer PROGRAM
     python -m benchmarks.step --model tiny --layout single --cases eager segments full
     python -m benchmarks.step --model llama8b_half --layout tp2 --cases segments \\
-        '{"fp8": "tensorwise", "cuda_graphs": "segments", "overlap_tensor_parallel": true}'
+        '{"fp8": "tensorwise", "cuda_graphs": "segments", "linear": {"overlap": true}}'
     python -m benchmarks.step --model qwen3_12 --layout ep2 --forced-balance --peer PROGRAM \\
         --peer-runs "" "--graph transformer_engine --scope attn,moe_router,moe_preprocess"
 

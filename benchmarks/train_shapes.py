@@ -26,7 +26,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import FLOP_RULE, Measure
+from benchmarks.measure import FLOP_RULE, Measure, merged
 from benchmarks.shapes import (
     LAYOUTS,
     ROWS,
@@ -100,11 +100,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     out.parent.mkdir(parents=True, exist_ok=True)
     callbacks, steps = build_callbacks(args, out, lengths)
     # No callback reads parameters, so gathering them can overlap with the next step.
-    options: dict[str, Any] = {"overlap_parameters": True, "async_save": bool(args.async_save)}
-    options |= {"zero": args.zero, "microbatch_size": 1 if layout.pp > 1 else batch}
+    options: dict[str, Any] = {
+        "optimizer": {"overlap_parameters": True, "zero": args.zero},
+        "async_save": bool(args.async_save),
+        "microbatch_size": 1 if layout.pp > 1 else batch,
+    }
     if args.fp8_parameters:
         options["fp8"] = {"recipe": "tensorwise", "parameters": "fp8"}
-    options |= json.loads(args.options)
+    options = merged(options, json.loads(args.options))
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=layout.devices,

@@ -47,6 +47,12 @@ from lightning_megatron.strategy.callbacks.memory_report import MemoryReport as 
 from lightning_megatron.strategy.callbacks.progress import TokensProgressBar as TokensProgressBar
 from lightning_megatron.strategy.cli import MegatronCLI as MegatronCLI
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy as MegatronStrategy
+from lightning_megatron.strategy.options.records import ContextOptions as ContextOptions
+from lightning_megatron.strategy.options.records import ExpertOptions as ExpertOptions
+from lightning_megatron.strategy.options.records import JobOptions as JobOptions
+from lightning_megatron.strategy.options.records import LinearOptions as LinearOptions
+from lightning_megatron.strategy.options.records import OptimizerOptions as OptimizerOptions
+from lightning_megatron.strategy.options.records import PipelineOptions as PipelineOptions
 from lightning_megatron.tasks.bert.bert_datamodule import BERTDataModule as BERTDataModule
 from lightning_megatron.tasks.chat.chat_datamodule import ChatDataModule as ChatDataModule
 from lightning_megatron.tasks.evaluation.harness import harness_lm as harness_lm

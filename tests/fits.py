@@ -171,8 +171,9 @@ class Job:
 
     Args:
         model: Sizes of a GPT, or a function that makes a LightningModule.
-        strategy: Options of MegatronStrategy (microbatches have 2 samples and are not compared with
-            the batch unless they say otherwise), the name of one of Lightning's strategies, or None
+        strategy: Options of MegatronStrategy (those of records by names such as ``job.timeout``;
+            microbatches have 2 samples and are not compared with the batch unless they say
+            otherwise), the name of one of Lightning's strategies, or None
             for one process.
         precision: Precision of the Trainer.
         steps: Number of optimizer steps.
@@ -276,6 +277,22 @@ class RecordWithoutNorms(Record):
     on_before_optimizer_step = pl.Callback.on_before_optimizer_step
 
 
+def nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with a mapping for each record: ``{"job.timeout": 5}`` becomes
+    ``{"job": {"timeout": 5}}``. Flat options can be merged.
+    """
+    result: dict[str, Any] = {}
+    for name, value in options.items():
+        record, _, field_name = name.rpartition(".")
+        (result.setdefault(record, {}) if record else result)[field_name] = value
+    return result
+
+
+def strategy_with(**options: Any) -> MegatronStrategy:
+    """Return the strategy with these options, as :func:`nested` takes them."""
+    return MegatronStrategy(**nested(options))
+
+
 def trainer_of(job: Job, size: int = 1, *callbacks: pl.Callback) -> pl.Trainer:
     """Return the quiet Trainer of a job on ``size`` CPU processes."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -284,8 +301,8 @@ def trainer_of(job: Job, size: int = 1, *callbacks: pl.Callback) -> pl.Trainer:
     pl.seed_everything(1234, verbose=False)
     strategy: Any = job.strategy or "auto"
     if job.strategy is not None and not isinstance(job.strategy, str):
-        options = {"microbatch_size": 2, "check_microbatches": False, **job.strategy}
-        strategy = MegatronStrategy(**options)
+        options = {"microbatch_size": 2, "job.check_microbatches": False, **job.strategy}
+        strategy = strategy_with(**options)
         if options.get("cuda_graphs") and job.trainer.get("accelerator", "cpu") == "cpu":
             strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
     options = {

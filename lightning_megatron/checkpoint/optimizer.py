@@ -218,7 +218,7 @@ def _placement(
             "optimizer state must be shaped like its parameter or be a scalar to be saved: "
             f"{key!r} of {name!r} has shape {shape}, this rank's part of the parameter has "
             f"{part_shape} of {spec.full_shape}. There is no rule that shards such a state. Use an "
-            "element-wise optimizer such as AdamW, or tp=1 with optimizer_slices='parameters'."
+            "element-wise optimizer such as AdamW, or tp=1 with optimizer.zero=0."
         )
     # Data ranks with slices of the same parameter have equal scalars. The rank with the first
     # element saves them, and the others count as copies.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class CandidateValues:
     """Values of one option of the strategy, which are tried one after the other.
 
     Args:
-        option: Name of the option of ``MegatronStrategy``.
+        option: Name of the option of ``MegatronStrategy``, such as ``optimizer.bucket_size``.
         values: Values to try, without the current one.
     """
 
@@ -65,17 +66,16 @@ def candidates_of(strategy: Mapping[str, Any], machine: Machine) -> list[Candida
     data_ranks = machine.num_ranks // (strategy["tp"] * strategy["pp"])
     candidates: list[CandidateValues] = []
     if strategy["tp"] > 1 and strategy["sequence_parallel"] is not False:
-        candidates.append(CandidateValues("overlap_tensor_parallel", (True, False)))
+        candidates.append(CandidateValues("linear.overlap", (True, False)))
     if machine.on_gpu:
         candidates.append(CandidateValues("cuda_graphs", (None, "segments")))
-    if data_ranks > 1 and strategy["zero"] == 1:
-        candidates.append(CandidateValues("bucket_size", _BUCKET_SIZES))
-        candidates.append(CandidateValues("overlap_parameters", (True, False)))
-    if data_ranks > 1 and machine.on_gpu and not isinstance(strategy["nccl_options"], str):
-        candidates.append(
-            CandidateValues("nccl_options", _channels(strategy["nccl_options"] or {}))
-        )
-    return [_without(values, strategy[values.option]) for values in candidates]
+    if data_ranks > 1 and strategy["optimizer"]["zero"] == 1:
+        candidates.append(CandidateValues("optimizer.bucket_size", _BUCKET_SIZES))
+        candidates.append(CandidateValues("optimizer.overlap_parameters", (True, False)))
+    nccl = strategy["job"].get("nccl")
+    if data_ranks > 1 and machine.on_gpu and not isinstance(nccl, str):
+        candidates.append(CandidateValues("job.nccl", _channels(nccl or {})))
+    return [_without_current(values, strategy) for values in candidates]
 
 
 def _channels(options: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -84,7 +84,8 @@ def _channels(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**options, "data": {**data, "max_ctas": max_ctas}} for max_ctas in _MAX_CTAS]
 
 
-def _without(candidates: CandidateValues, current: Any) -> CandidateValues:
+def _without_current(candidates: CandidateValues, strategy: Mapping[str, Any]) -> CandidateValues:
+    current = reduce(lambda record, name: record.get(name), candidates.option.split("."), strategy)
     values = [value for value in candidates.values if value != current]
     return CandidateValues(candidates.option, values)
 
@@ -254,7 +255,11 @@ def advice_of(best: TunedRun) -> str:
     """Return the fastest settings as YAML, or a sentence if the recipe is the fastest."""
     if not best.settings:
         return "No setting is faster than the recipe's own."
-    content = {"trainer": {"strategy": {"init_args": dict(best.settings)}}}
+    options: dict[str, Any] = {}
+    for name, value in best.settings.items():
+        record, _, field_name = name.rpartition(".")
+        (options.setdefault(record, {}) if record else options)[field_name] = value
+    content = {"trainer": {"strategy": {"init_args": options}}}
     return f"Set in the recipe:\n\n{yaml.safe_dump(content, sort_keys=False)}".rstrip()
 
 

@@ -128,6 +128,6 @@ def _wait(deadline: float, missing: str) -> None:
         raise RankMismatchError(
             f"all ranks must join the job: {missing} did not join in time. These processes failed, "
             "or other machines were not started. Look for the first failure, or allow more time "
-            "with MegatronStrategy(timeout=...)."
+            "with job.timeout of MegatronStrategy."
         )
     time.sleep(_POLL_SECONDS)

@@ -167,7 +167,7 @@ class _Waiting:
                     f"all ranks must join the job: rank {others[0]} did not join within "
                     f"{self._patience.total_seconds():g} s. It failed, or another machine was not "
                     "started. Look for the first failure, or allow more time with "
-                    "MegatronStrategy(timeout=...)."
+                    "job.timeout of MegatronStrategy."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)

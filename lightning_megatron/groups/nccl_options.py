@@ -82,7 +82,7 @@ def read_nccl_options(options: Mapping[str, Any] | str | None) -> dict[str, dict
         axis = _axis(name)
         if axis in settings:
             raise ParallelPlanError(
-                f"nccl_options must name every axis once: {name!r} and {names[axis]!r} are the "
+                f"job.nccl must name every axis once: {name!r} and {names[axis]!r} are the "
                 "same axis. Combine the settings of both."
             )
         settings[axis] = _settings(name, values)
@@ -120,7 +120,7 @@ def torch_options(settings: Mapping[str, Any]) -> Any:
                 if setting == "high_priority" or hasattr(result.config, setting)
             )
             raise ParallelPlanError(
-                f"nccl_options must be settings of the installed NCCL: {name!r} needs a newer "
+                f"job.nccl must be settings of the installed NCCL: {name!r} needs a newer "
                 f"version. Use {', '.join(known)}."
             )
         setattr(result.config, name, value)
@@ -131,7 +131,7 @@ def _axis(name: Any) -> str:
     axis = _MEGATRON_NAMES.get(name, name) if isinstance(name, str) else name
     if axis not in GROUP_NAMES:
         raise ParallelPlanError(
-            f"nccl_options must be given for axes with a group: {shown(name)} is not such an axis. "
+            f"job.nccl must be given for axes with a group: {shown(name)} is not such an axis. "
             f"Use {', '.join(GROUP_NAMES)}."
         )
     return str(axis)
@@ -139,21 +139,21 @@ def _axis(name: Any) -> str:
 
 def _settings(axis: str, values: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    for name, value in coerced(f"nccl_options[{axis!r}]", values, dict[str, Any]).items():
+    for name, value in coerced(f"job.nccl[{axis!r}]", values, dict[str, Any]).items():
         setting = _MEGATRON_SETTINGS.get(name, name)
         if setting not in _SETTINGS:
             raise ParallelPlanError(
-                f"nccl_options must be settings of NCCL: {shown(name)} of {axis!r} is not. Use "
+                f"job.nccl must be settings of NCCL: {shown(name)} of {axis!r} is not. Use "
                 f"{', '.join(_SETTINGS)}."
             )
         if setting in settings:
             raise ParallelPlanError(
-                f"nccl_options[{axis!r}] must give {setting} once: {name} is the same setting."
+                f"job.nccl[{axis!r}] must give {setting} once: {name} is the same setting."
             )
-        settings[setting] = coerced(f"nccl_options[{axis!r}].{name}", value, _SETTINGS[setting])
+        settings[setting] = coerced(f"job.nccl[{axis!r}].{name}", value, _SETTINGS[setting])
     if settings.get("min_ctas", 0) > settings.get("max_ctas", settings.get("min_ctas", 0)):
         raise ParallelPlanError(
-            f"min_ctas ({settings['min_ctas']}) of nccl_options[{axis!r}] must be at most max_ctas "
+            f"min_ctas ({settings['min_ctas']}) of job.nccl[{axis!r}] must be at most max_ctas "
             f"({settings['max_ctas']})."
         )
     return settings
@@ -165,8 +165,7 @@ def _read(path: str) -> Mapping[Any, Any]:
         content = read_first_bytes(Path(path), _MAX_FILE_BYTES + 1)
         if len(content) > _MAX_FILE_BYTES:
             raise ParallelPlanError(
-                f"nccl_options must be a file of at most {_MAX_FILE_BYTES:,} bytes: {path!r} has "
-                "more."
+                f"job.nccl must be a file of at most {_MAX_FILE_BYTES:,} bytes: {path!r} has more."
             )
         _check_keys(yaml.compose(content, yaml.SafeLoader), path)
         document = yaml.safe_load(content)
@@ -174,7 +173,7 @@ def _read(path: str) -> Mapping[Any, Any]:
         raise
     except (CorruptDataError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise ParallelPlanError(
-            "nccl_options must be a mapping, or the path of a YAML file that holds one: "
+            "job.nccl must be a mapping, or the path of a YAML file that holds one: "
             f"{shown(path)} cannot be read ({str(error)[:300]})."
         ) from error
     # YAML returns None for an empty file and for one with only comments.

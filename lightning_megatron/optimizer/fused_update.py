@@ -304,10 +304,10 @@ class FusedUpdate:
             if reason is not None:
                 dtype = str(self.moments_dtype).removeprefix("torch.")
                 raise UnsupportedError(
-                    f"moments_dtype ({dtype}) needs the fused kernel, because torch keeps moments "
-                    f"in the type of the parameters: {reason}. Use torch.optim.AdamW(..., "
-                    "fused=True) on a GPU in precision 32-true, bf16-mixed or 16-mixed, or "
-                    "moments_dtype='float32'."
+                    f"optimizer.moments_dtype ({dtype}) needs the fused kernel, because torch "
+                    f"keeps moments in the type of the parameters: {reason}. Use "
+                    "torch.optim.AdamW(..., fused=True) on a GPU in precision 32-true, bf16-mixed "
+                    "or 16-mixed, or optimizer.moments_dtype='float32'."
                 )
 
     def reason_against(self, main: MainParameters, optimizer: Optimizer) -> str | None:

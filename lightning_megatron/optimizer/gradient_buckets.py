@@ -174,7 +174,7 @@ class BucketStarts:
             raise RuntimeError(
                 "a parameter's gradient must be complete when its sum over the ranks starts: "
                 f"{name!r} received a second gradient afterwards, because the model uses it more "
-                "often than in earlier steps. Use MegatronStrategy(overlap_gradients=False)."
+                "often than in earlier steps. Use optimizer.overlap_gradients=False."
             )
         for name in names:
             num_arrived[name] = num_arrived.get(name, 0) + 1

@@ -203,13 +203,6 @@ class BufferPlanner:
         check_granularity(optimizer, granularity, sizes)
         if self._config.zero == 0 or granularity == "model":
             return "model"
-        if self._config.slices == "elements" and granularity != "elements":
-            raise UnsupportedError(
-                "optimizer_slices 'elements' needs an optimizer that treats every element alike: "
-                f"{type(optimizer).__name__} uses whole parameters. The update of a part would "
-                "differ from that of the whole parameter. Use optimizer_slices='auto' or "
-                "'parameters', or zero=0."
-            )
         return granularity if self._config.slices == "auto" else self._config.slices
 
     @property
@@ -315,7 +308,7 @@ def _granularity_with(
             reason = reason or error
     logger.warning(
         "%s could not be tried on small matrices (%s: %s), so every rank keeps the whole of its "
-        "state, as with zero=0.",
+        "state, as with optimizer.zero=0.",
         type(optimizer).__name__,
         type(reason).__name__,
         reason,

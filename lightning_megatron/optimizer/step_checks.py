@@ -304,8 +304,8 @@ def describe_values(findings: Sequence[NonFiniteValue]) -> str:
         f"{_listed(earliest)} {'was' if len(earliest) == 1 else 'were'} not, before any other "
         f"value.{spread} Further training would have no meaning. Look at the batch that "
         f"{_ranks(ranks)} had read, use a lower learning rate, a longer warm-up or "
-        "gradient_clip_val, or a precision with a wider range. check_gradients=True looks at every "
-        "step, check_gradients=False at none."
+        "gradient_clip_val, or a precision with a wider range. job.check_gradients=True looks at "
+        "every step, job.check_gradients=False at none."
     )
 
 

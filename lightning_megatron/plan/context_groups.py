@@ -108,7 +108,7 @@ class ContextGroups:
 def check_groups_option(
     groups: ContextGroupsChoice, cp: int, transport: str, has_graphs: bool
 ) -> None:
-    """Refuse ``cp_groups="documents"`` without cp, or with fixed groups.
+    """Refuse ``context.groups="documents"`` without cp, or with fixed groups.
 
     Args:
         groups: Ranks that share a document.
@@ -125,19 +125,20 @@ def check_groups_option(
         context_group_sizes(cp)
     except ParallelPlanError as error:
         raise ParallelPlanError(
-            f"cp_groups ({groups!r}) cannot be used with this cp: {error} Or leave cp_groups out."
+            f"context.groups ({groups!r}) cannot be used with this cp: {error} Or leave "
+            "context.groups out."
         ) from None
     if transport == "hierarchical":
         raise UnsupportedError(
-            f"cp_groups ({groups!r}) cannot be used with cp_transport 'hierarchical', whose two "
-            "levels are fixed when training starts. Use 'auto', 'ring', 'all_to_all' or "
-            "'all_gather', or leave cp_groups out."
+            f"context.groups ({groups!r}) cannot be used with context.transport 'hierarchical', "
+            "whose two levels are fixed when training starts. Use 'auto', 'ring', 'all_to_all' or "
+            "'all_gather', or leave context.groups out."
         )
     if has_graphs:
         raise UnsupportedError(
-            f"cp_groups ({groups!r}) cannot be used with cuda_graphs, because a captured step "
+            f"context.groups ({groups!r}) cannot be used with cuda_graphs, because a captured step "
             "repeats the communication of its capture, but every batch of documents needs its own "
-            "groups. Use cp_groups='all', or leave cuda_graphs out."
+            "groups. Use context.groups='all', or leave cuda_graphs out."
         )
 
 

@@ -58,10 +58,10 @@ class ContextLinks:
             inner = divisors(cp)[-2] if neighbours == cp and cp > 1 else 1
             if inner == 1:
                 raise ParallelPlanError(
-                    "cp_transport 'hierarchical' needs a cp that can be divided into two levels: "
-                    f"cp is {cp}, and {neighbours} of its ranks are neighbours on a host. Ranks of "
-                    "the inner level exchange heads, and those of the outer level form a ring. Use "
-                    "a cp that is not prime, 'ring' or 'all_to_all'."
+                    "context.transport 'hierarchical' needs a cp that can be divided into two "
+                    f"levels: cp is {cp}, and {neighbours} of its ranks are neighbours on a host. "
+                    "Ranks of the inner level exchange heads, and those of the outer level form a "
+                    "ring. Use a cp that is not prime, 'ring' or 'all_to_all'."
                 )
         return cls(transport, inner, neighbours == cp, groups)
 
@@ -89,8 +89,9 @@ def check_transport_option(transport: str, cp: int) -> None:
     """
     if cp == 1 and transport != "auto":
         raise ParallelPlanError(
-            f"cp_transport ({transport!r}) needs cp above 1, because only ranks that share a "
-            "sequence exchange keys and values. Use cp of 2 or more, or leave cp_transport out."
+            f"context.transport ({transport!r}) needs cp above 1, because only ranks that share a "
+            "sequence exchange keys and values. Use cp of 2 or more, or leave context.transport "
+            "out."
         )
 
 
@@ -112,7 +113,7 @@ def choose_context_transport(
     transport = links.transport
     if transport not in ("auto", "all_to_all") and dropout > 0.0:
         raise UnsupportedError(
-            f"cp_transport {transport!r} cannot be used with attention dropout ({dropout}), "
+            f"context.transport {transport!r} cannot be used with attention dropout ({dropout}), "
             "because its ranks add up partial results before the softmax weights, which dropout "
             "acts on, are known. Use 'all_to_all' or 'auto', or an attention dropout of 0."
         )

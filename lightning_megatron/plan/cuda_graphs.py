@@ -248,9 +248,9 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
     ):
         what = "mode full" if graphs.mode == "full" else "scope experts"
         yield (
-            f"cuda_graphs with {what} needs messages of static size: expert_transport is "
+            f"cuda_graphs with {what} needs messages of static size: experts.transport is "
             "all_to_all, for which the host reads in every layer how many tokens each rank gets. "
-            "Use expert_transport of one_sided or all_gather, or mode segments without scope "
+            "Use experts.transport of one_sided or all_gather, or mode segments without scope "
             "experts."
         )
     if conditions.offloads:
@@ -292,9 +292,10 @@ def _reasons_of_update(conditions: GraphConditions) -> Iterator[str]:
         )
     if conditions.gradient_dtype == "bfloat16":
         yield (
-            "cuda_graphs.optimizer (True) needs sums of gradients in float32: gradient_dtype is "
-            "'bfloat16', with which every step converts them into new tensors, and a graph reads "
-            "the old ones. Use gradient_dtype='float32', or optimizer=False."
+            "cuda_graphs.optimizer (True) needs sums of gradients in float32: "
+            "optimizer.gradient_dtype is 'bfloat16', with which every step converts them into new "
+            "tensors, and a graph reads the old ones. Use optimizer.gradient_dtype='float32', or "
+            "optimizer=False."
         )
     if conditions.gradient_reader is not None:
         yield reason_against_reader(conditions.gradient_reader)

@@ -134,7 +134,7 @@ class ExpertClones:
     min_rows: Index | None = None
 
     def __post_init__(self) -> None:
-        coerce_fields(self, "expert_clones.")
+        coerce_fields(self, "experts.clones.")
 
     def on(self, device_type: str) -> CloneSettings:
         """Return the settings of layers on a type of devices.
@@ -176,7 +176,7 @@ class ExpertClones:
         remote = num_experts - num_experts // ep
         if self.places > remote:
             raise ParallelPlanError(
-                f"expert_clones ({self.places}) must be at most {remote}: with ep ({ep}) the other "
-                f"ranks have {remote} of the {num_experts} experts, and a place holds a clone of "
-                f"one of them. Use at most {remote}."
+                f"experts.clones ({self.places}) must be at most {remote}: with ep ({ep}) the "
+                f"other ranks have {remote} of the {num_experts} experts, and a place holds a "
+                f"clone of one of them. Use at most {remote}."
             )

@@ -162,9 +162,9 @@ class ExpertsConfig:
         """
         if self.linear_bias:
             raise UnsupportedError(
-                "expert_clones needs experts without biases, because only weight matrices are "
-                "copied to clones: linear_bias of experts is True. Leave expert_clones out, or use "
-                "linear_bias=False."
+                "experts.clones needs experts without biases, because only weight matrices are "
+                "copied to clones: linear_bias of experts is True. Leave experts.clones out, or "
+                "use linear_bias=False."
             )
 
     def check_num_layers(self, num_layers: int) -> None:
@@ -256,7 +256,7 @@ def limited_rows(factor: float, share: int) -> int:
     """Return the rows of a buffer: the factor times an even share, to the next multiple of 128.
 
     Args:
-        factor: Factor of ``expert_rows``, at least 1.
+        factor: Factor of ``experts.rows``, at least 1.
         share: Rows of a rank if all ranks get equally many (rows).
     """
     return -(-math.ceil(factor * share) // ROW_MULTIPLE) * ROW_MULTIPLE

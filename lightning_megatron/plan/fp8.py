@@ -60,7 +60,7 @@ class FP8:
         emulate: Whether devices without products in 8 bits, such as CPUs, round to 8 bits and
             multiply in their own precision, which is slow. Without it they are refused.
         te_recipe: Recipe object of Transformer Engine, which sets the recipe, the format, the
-            history and the margin; it needs ``backend="te"``.
+            history and the margin; it needs ``linear.backend="te"``.
         cast_weights: How often weights are cast: once for all microbatches of a ``batch``, which
             keep the casts until its end (2 bytes for each weight in 8 bits), or for each product of
             a ``microbatch``. Results are the same. None means batch if a batch has several
@@ -230,7 +230,7 @@ def check_fp8_products(
     """
     if settings is not None and overlap_tensor_parallel and not settings.has_one_scale:
         raise ParallelPlanError(
-            f"fp8 ({settings.recipe}) cannot be used with overlap_tensor_parallel: scales of rows, "
+            f"fp8 ({settings.recipe}) cannot be used with linear.overlap: scales of rows, "
             "columns and blocks depend on the gathered tensor, so its pieces cannot be cast before "
             "they are sent. Use the recipe tensorwise or delayed, or leave one of them out."
         )
@@ -247,15 +247,16 @@ def check_fp8_products(
     ):
         if is_used:
             raise ParallelPlanError(
-                f"fp8 with {name} needs backend='te': only Transformer Engine implements it. Set "
-                "backend='te', or use the recipe tensorwise, delayed, rowwise or blockwise."
+                f"fp8 with {name} needs linear.backend='te': only Transformer Engine implements "
+                "it. Set linear.backend='te', or use the recipe tensorwise, delayed, rowwise or "
+                "blockwise."
             )
 
 
 def _check_shared_casts(backend: Backend, graphs: GraphMode | None) -> None:
     reason = None
     if backend == "te":
-        reason = "backend 'te', which casts weights for each product"
+        reason = "linear.backend 'te', which casts weights for each product"
     elif graphs == "segments":
         reason = (
             "cuda_graphs in mode 'segments', whose graphs belong to single microbatches: a replay "
@@ -271,9 +272,11 @@ def _check_shared_casts(backend: Backend, graphs: GraphMode | None) -> None:
 def _check_stored_weights(backend: Backend, zero: int) -> None:
     reason = None
     if backend == "te":
-        reason = "backend 'te', which reads weights of 16 or 32 bits. Use backend='native'"
+        reason = (
+            "linear.backend 'te', which reads weights of 16 or 32 bits. Use linear.backend='native'"
+        )
     elif zero == 0:
-        reason = "zero=0, which gathers no parameters: every rank has all of them. Use zero=1"
+        reason = "optimizer.zero=0, which gathers no parameters: every rank has all of them. Use 1"
     if reason is not None:
         raise ParallelPlanError(
             f"fp8.parameters ('fp8') cannot be used with {reason}, or leave fp8.parameters out."
@@ -283,25 +286,25 @@ def _check_stored_weights(backend: Backend, zero: int) -> None:
 def _check_engine(settings: FP8 | None, overlap_tensor_parallel: bool, has_graphs: bool) -> None:
     if has_graphs:
         raise ParallelPlanError(
-            "backend ('te') cannot be used with cuda_graphs: replays of captured steps with "
+            "linear.backend ('te') cannot be used with cuda_graphs: replays of captured steps with "
             "Transformer Engine gave wrong values or invalid memory accesses on GPUs. Leave one of "
             "them out."
         )
     if overlap_tensor_parallel:
         raise ParallelPlanError(
-            "backend ('te') cannot be used with overlap_tensor_parallel, because the overlapped "
+            "linear.backend ('te') cannot be used with linear.overlap, because the overlapped "
             "products of pieces are those of this package. Leave one of them out."
         )
     if settings is None:
         return
     if settings.recipe == "rowwise":
         raise ParallelPlanError(
-            "fp8.recipe with backend='te' must be tensorwise, delayed, blockwise or mxfp8: it is "
-            "'rowwise', which Transformer Engine does not have. Change the recipe, or use "
-            "backend='native'."
+            "fp8.recipe with linear.backend='te' must be tensorwise, delayed, blockwise or mxfp8: "
+            "it is 'rowwise', which Transformer Engine does not have. Change the recipe, or use "
+            "linear.backend='native'."
         )
     if settings.emulate:
         raise ParallelPlanError(
-            "fp8.emulate cannot be used with backend='te': Transformer Engine computes only on "
-            "GPUs. Leave emulate out, or use backend='native'."
+            "fp8.emulate cannot be used with linear.backend='te': Transformer Engine computes only "
+            "on GPUs. Leave emulate out, or use linear.backend='native'."
         )

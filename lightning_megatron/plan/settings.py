@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -322,8 +323,10 @@ def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
     ]
     for key in value:
         if key not in known:
+            nearest = get_close_matches(str(key), known, n=1)
+            hint = f" Did you mean {nearest[0]}?" if nearest else ""
             raise ParallelPlanError(
-                f"{name} has no setting {shown(key)}. Its settings are {', '.join(known)}."
+                f"{name} has no setting {shown(key)}.{hint} Its settings are {', '.join(known)}."
             )
     missing = [field for field in required if field not in value]
     if missing:

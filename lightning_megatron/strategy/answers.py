@@ -69,7 +69,7 @@ class TrainerAnswers(RankStrategy):
         """
         device_type = self.root_device.type if self._make_backend is None else "cuda"
         precision = str(self.precision_plugin.precision)
-        if self.options.backend == "te":
+        if self.options.linear.backend == "te":
             check_engine(self.options, self.root_device, precision)
         else:
             check_fp8(self.options.products, self.root_device, precision)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
@@ -16,9 +15,7 @@ from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.optimizer.ties import name_copies_as_originals
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.custom_schedule import RowFunction
-from lightning_megatron.plan.expert_clones import ExpertClones
-from lightning_megatron.plan.experts import Transport
-from lightning_megatron.plan.fp8 import FP8, Backend, FP8Recipe
+from lightning_megatron.plan.fp8 import FP8, FP8Recipe
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.plan.schedule import ScheduleOption
 from lightning_megatron.strategy.answers import TrainerAnswers
@@ -47,6 +44,14 @@ from lightning_megatron.strategy.optimization.empty_optimizers import (
     check_trained_somewhere,
 )
 from lightning_megatron.strategy.optimization.layer_states import MixtureRuntime
+from lightning_megatron.strategy.options.records import (
+    ContextOptions,
+    ExpertOptions,
+    JobOptions,
+    LinearOptions,
+    OptimizerOptions,
+    PipelineOptions,
+)
 from lightning_megatron.strategy.options.sizes import check_hosts, check_sizes
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions, documents_options
 from lightning_megatron.strategy.private.callback_patches import (
@@ -84,43 +89,25 @@ class MegatronStrategy(TrainerAnswers):
         tp: int = 1,
         pp: int = 1,
         vpp: int = 1,
-        stage_layers: list[int] | str | None = None,
         cp: int = 1,
-        cp_transport: Literal["auto", "ring", "all_to_all", "all_gather", "hierarchical"] = "auto",
-        cp_groups: Literal["all", "documents"] = "all",
         ep: int = 1,
         etp: int | None = None,
         sequence_parallel: bool | None = None,
         schedule: ScheduleOption | str | RowFunction | None = None,
         microbatch_size: int | Literal["batch"] | None = None,
-        microbatch_group_size: int | None = None,
-        check_microbatches: bool = True,
-        order: str = "tp-cp-ep-dp-pp",
         recompute: Recompute | Recomputation | None = None,
         loss_chunk: int | Literal["auto", "forward"] | None = None,
-        expert_transport: Transport = "auto",
-        expert_rows: float | None = None,
-        expert_clones: int | ExpertClones = 0,
+        fp8: FP8Recipe | FP8 | None = None,
+        cuda_graphs: GraphMode | CudaGraphs | None = None,
+        async_save: bool = False,
         tensor_parallel_plan: dict[str, str] | None = None,
         pipeline_plan: dict[str, str] | None = None,
-        timeout: float | timedelta | None = None,
-        process_group_backend: Literal["nccl", "gloo"] | None = None,
-        nccl_options: dict[str, dict[str, Any]] | str | None = None,
-        signal_check_interval: int = 10,
-        zero: Literal[0, 1] = 1,
-        optimizer_slices: Literal["auto", "elements", "parameters"] = "auto",
-        bucket_size: int = 40_000_000,
-        gradient_dtype: Literal["float32", "bfloat16"] = "float32",
-        overlap_gradients: bool = True,
-        overlap_parameters: bool | None = None,
-        overlap_tensor_parallel: bool = False,
-        check_gradients: bool | None = None,
-        replica_check_interval: int = 200,
-        async_save: bool = False,
-        moments_dtype: Literal["float32", "bfloat16"] = "float32",
-        fp8: FP8Recipe | FP8 | None = None,
-        backend: Backend = "native",
-        cuda_graphs: GraphMode | CudaGraphs | None = None,
+        pipeline: PipelineOptions | dict[str, Any] = PipelineOptions(),
+        context: ContextOptions | dict[str, Any] = ContextOptions(),
+        experts: ExpertOptions | dict[str, Any] = ExpertOptions(),
+        linear: LinearOptions | dict[str, Any] = LinearOptions(),
+        optimizer: OptimizerOptions | dict[str, Any] = OptimizerOptions(),
+        job: JobOptions | dict[str, Any] = JobOptions(),
     ) -> None:
         super().__init__(StrategyOptions.from_locals(locals()))
         self._checkpoints = RunCheckpoints()

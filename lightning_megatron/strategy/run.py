@@ -140,7 +140,7 @@ class Run:
             #: Steps whose experts have a limit on their rows; None without a limit.
             self.limited_rows = self._limit_rows()
             #: Comparison of batches between the ranks of a model replica.
-            self.comparison = BatchComparison(mesh, options.replica_check_interval)
+            self.comparison = BatchComparison(mesh, options.job.replica_check_interval)
             around = [one for one in (self.limited_rows, whole_steps) if one is not None]
             self.step = self._make_step(precision, attributes, around)
             self._patch_trainer(attributes, undo)
@@ -158,7 +158,7 @@ class Run:
             self.mesh,
             pipelined_module(self.module, self.mesh),
             self._options.schedule_name if order is None else order.build,
-            self._options.microbatch_group_size,
+            self._options.pipeline.microbatch_group_size,
             self._casts.around,
             read_missing_rows,
         )
@@ -190,9 +190,9 @@ class Run:
             self.mesh,
             division_of(options, main_dtype),
             precision.loss_scale,
-            checks_of(options.check_gradients, dtypes.scales_loss, self.module.trainer),
+            checks_of(options.job.check_gradients, dtypes.scales_loss, self.module.trainer),
             previous.main if previous is not None else None,
-            options.replica_check_interval,
+            options.job.replica_check_interval,
         )
 
     def _build_graphs(
@@ -241,15 +241,15 @@ class Run:
             around,
             self._choice,
             self.executor,
-            overlaps_gradients=self._options.overlap_gradients,
+            overlaps_gradients=self._options.optimizer.overlap_gradients,
         )
 
     def _make_trials(self) -> StepTrials | None:
         options = self._options
-        if not options.check_microbatches:
+        if not options.job.check_microbatches:
             return None
         wait = self.state.main.wait
-        interval = options.replica_check_interval
+        interval = options.job.replica_check_interval
         return StepTrials(
             MicrobatchTrials(self.module, self.mesh, wait, interval, self._suspend_graphs),
             FeatureTrials(self.module, self.mesh),
@@ -284,7 +284,7 @@ class Run:
             self.state.overlap_gathers()
         self._expose_gradients(gradient_reader(trainer))
         install_scheduled_loop(trainer, self.step.prepare)
-        interval = self._options.signal_check_interval
+        interval = self._options.job.signal_check_interval
         signals = SignalAgreement(trainer, self.mesh, interval, self._checkpoints.wait)
         signals.install()
         undo.callback(signals.remove)
@@ -304,7 +304,7 @@ class Run:
 
     def _gathers_late(self, trainer: Trainer) -> bool:
         """Return whether parameters are gathered during the next forward pass."""
-        chosen = self._options.overlap_parameters
+        chosen = self._options.optimizer.overlap_parameters
         if chosen is not None or self.mesh.data.size == 1:
             return bool(chosen)
         reader = parameter_reader(trainer)
@@ -312,7 +312,7 @@ class Run:
             rank_zero_info(
                 f"Updated parameters are gathered before {reader} runs, which may read them, and "
                 "not during the next forward pass; if it does not read them, set "
-                "overlap_parameters=True."
+                "optimizer.overlap_parameters=True."
             )
         return reader is None
 

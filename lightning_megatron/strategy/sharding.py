@@ -127,9 +127,9 @@ def _set_products(
 ) -> None:
     """Set whether layers compute in 8 bits, and whether Transformer Engine computes them."""
     settings = options.products
-    backend = options.backend
+    backend = options.linear.backend
     if not models and (settings is not None or backend == "te"):
-        named = "backend ('te')" if settings is None else f"fp8 ({settings.recipe})"
+        named = "linear.backend ('te')" if settings is None else f"fp8 ({settings.recipe})"
         raise UnsupportedError(
             f"{named} needs a model of this package: {type(module).__name__} has "
             "none. Other modules would ignore the setting. Use a lightning_megatron.GPT or a "
@@ -171,5 +171,5 @@ def start_mixtures(
     for model in models:
         check_places(model.config, options)
     return MixtureRuntime(
-        models, mesh, options.expert_transport, options.expert_rows, options.clones
+        models, mesh, options.experts.transport, options.experts.rows, options.clones
     )

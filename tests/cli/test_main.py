@@ -138,7 +138,12 @@ def test_schedule_option_takes_a_file_and_refuses_the_name_of_a_function(base):
 #: Options, their values, the settings that they give, and why these do not fit here.
 SETTINGS: list[tuple[str, str, dict[str, Any], str]] = [
     ("cuda_graphs.mode", "full", {"mode": "full"}, "cuda_graphs .full. needs GPUs"),
-    ("expert_clones", "{places: 2, min_rows: 9}", {"places": 2, "min_rows": 9}, r"\(2\) needs ep"),
+    (
+        "experts.clones",
+        "{places: 2, min_rows: 9}",
+        {"clones": {"places": 2, "min_rows": 9}},
+        r"\(2\) needs ep",
+    ),
 ]
 
 

@@ -33,6 +33,7 @@ from lightning_megatron.tasks.scaling import measured_job
 from lightning_megatron.tasks.scaling.measured_job import reason_in, run_job
 from lightning_megatron.tasks.scaling.scaling_cases import SIZES, STUDIES, cases_of, found_in_paper
 from lightning_megatron.tasks.scaling.scaling_report import ScalingRow, records_of, table_of
+from tests.fits import nested
 from tests.forked_script import run_python
 
 TINY = "scaling-study --size tiny --steps 2 --warmup 1"
@@ -113,7 +114,7 @@ def test_efficiency_and_speedup_compare_with_the_first_row():
 
 @pytest.mark.usefixtures("quick_jobs")
 def test_a_study_runs_its_jobs_and_writes_their_rows(tmp_path, printed):
-    settings = '{"zero":0,"sequence_parallel":true}'
+    settings = '{"optimizer":{"zero":0},"sequence_parallel":true}'
     command = f"{TINY} --devices 2 --studies strong --output {tmp_path}"
     text = printed(command, "--strategy", settings)
     study = json.loads((tmp_path / "study.json").read_text())
@@ -137,13 +138,23 @@ def test_invalid_options_of_a_study_and_of_its_strategy_are_refused(tmp_path, re
         assert message in refused(TINY, *options, "--output", tmp_path)
 
 
-STRATEGY: dict[str, Any] = {"tp": 1, "pp": 1, "zero": 1, "bucket_size": 40_000_000}
-STRATEGY |= {"overlap_parameters": None, "overlap_tensor_parallel": False, "cuda_graphs": None}
-STRATEGY |= {"sequence_parallel": None, "nccl_options": None}
+STRATEGY: dict[str, Any] = {
+    "tp": 1,
+    "pp": 1,
+    "cuda_graphs": None,
+    "sequence_parallel": None,
+    "linear.overlap": False,
+    "job.nccl": None,
+}
+STRATEGY |= {
+    "optimizer.zero": 1,
+    "optimizer.bucket_size": 40_000_000,
+    "optimizer.overlap_parameters": None,
+}
 
 
 def tried_values(machine: Machine, **changes: Any) -> dict[str, Sequence[Any]]:
-    candidates = candidates_of({**STRATEGY, **changes}, machine)
+    candidates = candidates_of(nested({**STRATEGY, **changes}), machine)
     return {candidate.option: candidate.values for candidate in candidates}
 
 
@@ -151,13 +162,16 @@ def test_options_are_tried_only_where_they_have_an_effect():
     buckets = [10_000_000, 20_000_000, 80_000_000, 160_000_000]
     assert tried_values(Machine(False, 1)) == {}
     assert tried_values(Machine(True, 1)) == {"cuda_graphs": ["segments"]}
-    data_parallel = {"bucket_size": buckets, "overlap_parameters": [True, False]}
+    data_parallel = {
+        "optimizer.bucket_size": buckets,
+        "optimizer.overlap_parameters": [True, False],
+    }
     assert tried_values(Machine(False, 4)) == data_parallel
-    assert tried_values(Machine(False, 4), tp=2, pp=2) == {"overlap_tensor_parallel": [True]}
+    assert tried_values(Machine(False, 4), tp=2, pp=2) == {"linear.overlap": [True]}
     assert tried_values(Machine(False, 4), tp=4, sequence_parallel=False) == {}
     settings = {"tp": {"max_ctas": 2}, "data": {"high_priority": True, "max_ctas": 8}}
     tried = [{"high_priority": True, "max_ctas": number} for number in (4, 16)]
-    actual = tried_values(Machine(True, 2), nccl_options=settings)["nccl_options"]
+    actual = tried_values(Machine(True, 2), **{"job.nccl": settings})["job.nccl"]
     assert actual == [{**settings, "data": options} for options in tried], "other settings stay"
 
 
@@ -187,15 +201,15 @@ def test_the_search_keeps_the_best_values_so_far(tmp_path, monkeypatch):
             return "out of memory"
         duration = 1.0 if bucket == 40_000_000 else 0.9 if bucket == 80_000_000 else 1.1
         # This gain is below the threshold.
-        return duration * (0.995 if settings.get("overlap_parameters") else 1.0)
+        return duration * (0.995 if settings.get("optimizer.overlap_parameters") else 1.0)
 
     search = tuning(tmp_path, monkeypatch, seconds)
     best = search.search(STRATEGY)
-    assert best.settings == {"bucket_size": 80_000_000}
-    assert search.trials[-1].settings == {**best.settings, "overlap_parameters": False}
+    assert best.settings == {"optimizer.bucket_size": 80_000_000}
+    assert search.trials[-1].settings == {**best.settings, "optimizer.overlap_parameters": False}
     table = table_of_runs(search.trials)
     assert "| the recipe's | 1000.0 | 1.000 |  |" in table
-    assert "| `bucket_size=80000000` | 900.0 | 0.900 |  |" in table
+    assert "| `optimizer.bucket_size=80000000` | 900.0 | 0.900 |  |" in table
     advice = yaml.safe_load(advice_of(best).removeprefix("Set in the recipe:\n\n"))
     assert advice == {"trainer": {"strategy": {"init_args": best.settings}}}
     assert advice_of(TunedRun({}, 1.0, 2.0, "", 1)).startswith("No setting is faster")

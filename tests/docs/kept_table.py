@@ -35,7 +35,7 @@ def kept_activations(expert_rows: float | None, sends_again: bool = False) -> Mi
 def table() -> str:
     """Return the table of the page, in bytes per token."""
     lines = [
-        "| kept by a layer | worst routing | `expert_rows=1.25` | even routing | needed for |",
+        "| kept by a layer | worst routing | `experts.rows=1.25` | even routing | needed for |",
         "|---|---|---|---|---|",
     ]
     limits = (None, 1.25, 1.0)

@@ -34,7 +34,9 @@ _INTRODUCTION = """\
 Every argument of `MegatronStrategy`. This page is generated from the code:
 `python -m tests.docs.generate` regenerates it, and a test fails if it is outdated. In a recipe, an
 option is a key under `trainer.strategy.init_args`; on the command line it is
-`--trainer.strategy.NAME VALUE`.
+`--trainer.strategy.NAME VALUE`. What few people change are fields of six records, which Python
+takes as `job=JobOptions(timeout=60)` or `job={"timeout": 60}`, a recipe as a mapping `job: {timeout:
+60}`, and the command line as `--trainer.strategy.job.timeout 60`.
 
 """
 
@@ -65,32 +67,45 @@ def _bounds(limits: Any) -> str:
     return " " + " and ".join(words) if words else ""
 
 
-def _explanations() -> dict[str, str]:
-    """Return the text of every argument in the class docstring's section Args."""
-    text = inspect.getdoc(MegatronStrategy) or ""
+def _explanations(kind: type) -> dict[str, str]:
+    """Return the text of every argument in a class docstring's section Args."""
+    text = inspect.getdoc(kind) or ""
     section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", text, re.MULTILINE)
-    assert section is not None, "the docstring of MegatronStrategy has no section Args"
+    assert section is not None, f"the docstring of {kind.__name__} has no section Args"
     entry = r"^    (\w+): ((?:.*\n?)(?:        .*\n?)*)"
     entries = re.findall(entry, section.group(1), re.MULTILINE)
     return {name: re.sub(r"\s+", " ", words).replace("``", "`").strip() for name, words in entries}
 
 
-def options_page() -> str:
-    """Return the text of the page."""
-    explanations = _explanations()
-    kinds = get_type_hints(StrategyOptions, include_extras=True)
-    declared = get_type_hints(MegatronStrategy.__init__, include_extras=True)
-    parameters = inspect.signature(MegatronStrategy.__init__).parameters
-    rows = ["| option | default | legal values |\n|---|---|---|\n"]
-    sections = []
-    for name, parameter in parameters.items():
-        if name == "self":
-            continue
-        words = _legal(kinds[name])
+def _rows_and_sections(kind: type, declared_by: Any, prefix: str = "") -> tuple[str, str]:
+    """Return the rows of the table and the sections of a class's arguments."""
+    explanations = _explanations(kind)
+    kinds = get_type_hints(
+        StrategyOptions if kind is MegatronStrategy else kind, include_extras=True
+    )
+    declared = get_type_hints(declared_by, include_extras=True)
+    rows, sections = "", ""
+    for name, parameter in inspect.signature(kind).parameters.items():
+        default, record = parameter.default, kinds[name]
+        words = _legal(record)
         if "a string" in words:  # the signature may list the strings
             words = _legal(declared[name])
-        legal, default = ", ".join(words), f"`{parameter.default!r}`"
-        rows.append(f"| [`{name}`](#{name}) | {default} | {legal} |\n")
+        legal = ", ".join(words)
         text = textwrap.fill(explanations[name], 98, break_long_words=False, break_on_hyphens=False)
-        sections.append(f"\n## `{name}`\n\nDefault: {default}. Legal: {legal}.\n\n{text}\n")
-    return _INTRODUCTION + "".join(rows) + "".join(sections)
+        shown, anchor = prefix + name, (prefix + name).replace(".", "")
+        if is_dataclass(record) and isinstance(default, record):
+            sections += f"\n## `{shown}`\n\n{text}\n"
+            more_rows, more = _rows_and_sections(record, record, f"{name}.")
+            rows, sections = rows + more_rows, sections + more
+            continue
+        rows += f"| [`{shown}`](#{anchor}) | `{default!r}` | {legal} |\n"
+        level = "###" if prefix else "##"
+        sections += f"\n{level} `{shown}`\n\nDefault: `{default!r}`. Legal: {legal}.\n\n{text}\n"
+    return rows, sections
+
+
+def options_page() -> str:
+    """Return the text of the page."""
+    rows, sections = _rows_and_sections(MegatronStrategy, MegatronStrategy.__init__)
+    head = "| option | default | legal values |\n|---|---|---|\n"
+    return _INTRODUCTION + head + rows + sections

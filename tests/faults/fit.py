@@ -58,7 +58,7 @@ def fit(job: Job, rank: int) -> None:
     torch.set_num_threads(1)
     seed_everything(5, verbose=False)
     strategy = SaveLoggingStrategy(
-        microbatch_size=1, async_save=job.async_save, signal_check_interval=1, timeout=job.timeout,
+        microbatch_size=1, async_save=job.async_save, job={"signal_check_interval": 1, "timeout": job.timeout},
     )  # fmt: skip
     strategy.job, strategy.rank = job, rank
     devices, num_nodes = job.devices, job.num_nodes

@@ -43,7 +43,7 @@ class Hangs(Language):
 def hang() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    trainer = trainer_of(Job(strategy={"timeout": TIMEOUT}, precision="32-true", steps=8), 3)
+    trainer = trainer_of(Job(strategy={"job.timeout": TIMEOUT}, precision="32-true", steps=8), 3)
     trainer.fit(Hangs(sys.argv[1], int(sys.argv[2])), DataLoader(Tokens(32), batch_size=4))
 
 

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import ExpertClones, ExpertOptions, MegatronStrategy
 from lightning_megatron.experts.transport import peer_transfer
 from tests.fits import Language, Tokens
 from tests.gpu.shared_gpu import is_shared, share
@@ -70,9 +70,11 @@ def main() -> None:
     torch.set_num_threads(1)
     if is_shared():
         share(2)
-    clones: dict[str, Any] = {"expert_clones": {"places": 1, "min_rows": 1}}
+    clones = ExpertClones(1, min_rows=1) if payload == "weights" else 0
     strategy = MegatronStrategy(
-        ep=2, expert_transport="one_sided", timeout=60.0, **(clones if payload == "weights" else {})
+        ep=2,
+        job={"timeout": 60.0},
+        experts=ExpertOptions(transport="one_sided", clones=clones),
     )
     trainer = Trainer(
         accelerator=accelerator,

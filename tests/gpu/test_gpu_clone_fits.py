@@ -15,8 +15,8 @@ from tests.gpu.shared_gpu import require_gpus
 from tests.world import run_world
 
 #: Clones of every size, so that as many rows as possible move.
-CLONES = {"expert_clones": {"places": 2, "min_rows": 1}}
-ONE_SIDED: dict[str, Any] = {"ep": 2, "expert_transport": "one_sided"}
+CLONES = {"experts.clones": {"places": 2, "min_rows": 1}}
+ONE_SIDED: dict[str, Any] = {"ep": 2, "experts.transport": "one_sided"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "without": ONE_SIDED,
     # The gradients of a step are summed in another order.

@@ -26,15 +26,15 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}, "recomputed": {"recompute": "full"}},
     2: {
         "dp2": {},
-        "dp2, late gathers": {"overlap_parameters": True, "bucket_size": 5000},
+        "dp2, late gathers": {"optimizer.overlap_parameters": True, "optimizer.bucket_size": 5000},
         "tp2+sp": {"tp": 2},
-        "tp2+sp overlapped": {"tp": 2, "overlap_tensor_parallel": True},
+        "tp2+sp overlapped": {"tp": 2, "linear.overlap": True},
         "pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
         "cp2": {"cp": 2},
     },
     4: {
-        "dp4": {"overlap_parameters": True},
-        "tp2+sp dp2": {"tp": 2, "overlap_parameters": True},
+        "dp4": {"optimizer.overlap_parameters": True},
+        "tp2+sp dp2": {"tp": 2, "optimizer.overlap_parameters": True},
         "tp2 pp2": {"tp": 2, "pp": 2},
         "cp2 dp2": {"cp": 2},
     },
@@ -42,9 +42,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 #: Layouts of two ranks whose steps are captured.
 CAPTURED: dict[str, dict[str, Any]] = {
     "dp2": {},
-    "dp2, late gathers": {"overlap_parameters": True, "bucket_size": 5000},
+    "dp2, late gathers": {"optimizer.overlap_parameters": True, "optimizer.bucket_size": 5000},
     "tp2+sp": {"tp": 2},
-    "tp2+sp overlapped": {"tp": 2, "overlap_tensor_parallel": True},
+    "tp2+sp overlapped": {"tp": 2, "linear.overlap": True},
     "pp2 zb-h1": {"pp": 2, "schedule": "zb-h1"},
 }
 STEPS = 4

@@ -66,11 +66,15 @@ def test_graphs_of_scopes_with_recomputed_experts_have_the_bits_of_eager_steps()
 
 
 def compare_on_two_ranks(rank: int, size: int) -> dict[str, dict[str, str]]:
-    results = {"one_sided": compare(SCOPES, size, ep=2, expert_transport="one_sided")}
-    results["all_to_all"] = compare(BESIDE_TRANSPORT, size, ep=2, expert_transport="all_to_all")
+    results = {"one_sided": compare(SCOPES, size, **{"ep": 2, "experts.transport": "one_sided"})}
+    results["all_to_all"] = compare(
+        BESIDE_TRANSPORT, size, **{"ep": 2, "experts.transport": "all_to_all"}
+    )
     # A captured all-gather needs a GPU for each rank.
     if not is_shared():
-        results["all_gather"] = compare(SCOPES, size, ep=2, expert_transport="all_gather")
+        results["all_gather"] = compare(
+            SCOPES, size, **{"ep": 2, "experts.transport": "all_gather"}
+        )
     return results
 
 

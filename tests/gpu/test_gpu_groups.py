@@ -33,7 +33,7 @@ def _options_of(axis: MeshAxis) -> Any:
 
 
 def _read_back(rank: int, size: int, path: str) -> None:
-    options: Any = MegatronStrategy(nccl_options=path).options.nccl_options
+    options: Any = MegatronStrategy(job={"nccl": path}).options.job.nccl
     device = gpu_of(rank)
     for layout, names in (
         (ParallelLayout(size, tp=2), ("tp", "model")),

@@ -63,7 +63,7 @@ def test_no_microbatch_makes_the_host_wait_for_the_gpu(tmp_path, kind):
         rows.append(row)
     module = StrictLM(tmp_path)
     Trainer(
-        accelerator="gpu", devices=1, strategy=MegatronStrategy(microbatch_size=1, check_microbatches=False),
+        accelerator="gpu", devices=1, strategy=MegatronStrategy(microbatch_size=1, job={"check_microbatches": False}),
         max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(module, DataLoader(rows, batch_size=BATCH))  # fmt: skip

@@ -43,23 +43,23 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "cp2": {"cp": 2},
-        "cp2 ring": {"cp": 2, "cp_transport": "ring"},
-        "cp2 all_gather": {"cp": 2, "cp_transport": "all_gather"},
+        "cp2 ring": {"cp": 2, "context.transport": "ring"},
+        "cp2 all_gather": {"cp": 2, "context.transport": "all_gather"},
     },
     4: {
-        "cp4 ring": {"cp": 4, "cp_transport": "ring"},
-        "cp4 hierarchical": {"cp": 4, "cp_transport": "hierarchical"},
-        "cp2 dp2 ring": {"cp": 2, "cp_transport": "ring"},
+        "cp4 ring": {"cp": 4, "context.transport": "ring"},
+        "cp4 hierarchical": {"cp": 4, "context.transport": "hierarchical"},
+        "cp2 dp2 ring": {"cp": 2, "context.transport": "ring"},
         "tp2 cp2": {"tp": 2, "cp": 2},
-        "pp2 cp2 all_gather": {"pp": 2, "cp": 2, "cp_transport": "all_gather"},
+        "pp2 cp2 all_gather": {"pp": 2, "cp": 2, "context.transport": "all_gather"},
     },
 }
 #: Layouts whose products run on symmetric memory.
 OVERLAPPED = {
-    2: {"tp2+sp overlapped": {"tp": 2, "overlap_tensor_parallel": True}},
+    2: {"tp2+sp overlapped": {"tp": 2, "linear.overlap": True}},
     4: {
-        "tp4+sp overlapped": {"tp": 4, "overlap_tensor_parallel": True},
-        "tp2+sp dp2 overlapped": {"tp": 2, "overlap_tensor_parallel": True},
+        "tp4+sp overlapped": {"tp": 4, "linear.overlap": True},
+        "tp2+sp dp2 overlapped": {"tp": 2, "linear.overlap": True},
     },
 }
 #: Layouts of mixtures of experts.
@@ -67,8 +67,8 @@ EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}, "experts again": {"recompute": "experts"}},
     2: {
         "ep2": {"ep": 2},
-        "ep2, all-to-all": {"ep": 2, "expert_transport": "all_to_all"},
-        "ep2, one-sided": {"ep": 2, "expert_transport": "one_sided"},
+        "ep2, all-to-all": {"ep": 2, "experts.transport": "all_to_all"},
+        "ep2, one-sided": {"ep": 2, "experts.transport": "one_sided"},
         "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
         "tp2, etp2": {"tp": 2, "sequence_parallel": False},
         "pp2": {"pp": 2},
@@ -76,8 +76,8 @@ EXPERT_LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "ep4": {"ep": 4},
-        "ep4, all-to-all": {"ep": 4, "expert_transport": "all_to_all"},
-        "ep4, one-sided": {"ep": 4, "expert_transport": "one_sided"},
+        "ep4, all-to-all": {"ep": 4, "experts.transport": "all_to_all"},
+        "ep4, one-sided": {"ep": 4, "experts.transport": "one_sided"},
         "ep2 edp2": {"ep": 2},
         "tp2 +sp, ep2": {"tp": 2, "ep": 2, "etp": 1},
         "tp2, etp2 ep2": {"tp": 2, "ep": 2, "sequence_parallel": False},
@@ -101,7 +101,7 @@ def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]
     """
     jobs = {
         (kind, name, precision): replace(
-            twin, strategy={"check_microbatches": True, **layout}, precision=precision
+            twin, strategy={"job.check_microbatches": True, **layout}, precision=precision
         )
         for kind, twin in twins.items()
         for name, layout in layouts.items()

@@ -197,7 +197,7 @@ def test_a_captured_graph_of_puts_follows_new_choices_of_experts(size):
 
 
 def _train(rank: int, size: int) -> list[Report]:
-    layouts = ({"ep": size, "expert_transport": kind} for kind in (*TRANSPORTS, "auto"))
+    layouts = ({"ep": size, "experts.transport": kind} for kind in (*TRANSPORTS, "auto"))
     return [run_job(gpu_job(MIXTURE, layout, "bf16-mixed", steps=3), size) for layout in layouts]
 
 

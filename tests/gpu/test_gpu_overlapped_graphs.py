@@ -80,7 +80,7 @@ def test_replayed_products_equal_eager_products_after_their_shared_memory_grows(
 
 def train(graphs: CudaGraphs | None, size: int) -> Report:
     """Train twelve steps in bfloat16 with overlapped products."""
-    layout = {"tp": size, "overlap_tensor_parallel": True}
+    layout = {"tp": size, "linear.overlap": True}
     wide = replace(SMALL, hidden_size=64)
     job = Job(wide, layout, "bf16-mixed", 12, {"accelerator": "gpu"}, VARIED)
     return run_graphs(job, graphs, size)

@@ -221,7 +221,7 @@ def test_norms_equal_those_of_torch(make, options, is_added):
 
 
 def job(kind: str, layout: dict[str, Any], backend: str = "te") -> Job:
-    return gpu_job(CONFIGS[kind], {**layout, "backend": backend}, "bf16-mixed", steps=5)
+    return gpu_job(CONFIGS[kind], {**layout, "linear.backend": backend}, "bf16-mixed", steps=5)
 
 
 def assert_near_and_learning(actual: Report, expected: Report, recipe: Any, where: str) -> None:
@@ -293,11 +293,13 @@ def test_the_precision_plugin_of_lightning_selects_transformer_engine():
         warnings.simplefilter("ignore")
         strategy = MegatronStrategy()
         named = tiny_fit(strategy, precision="transformer-engine")
-    assert strategy.options.backend == "te"
+    assert strategy.options.linear.backend == "te"
     assert strategy.options.products is not None
     assert strategy.options.products.recipe == "delayed"
     assert str(strategy.precision_plugin.precision) == "bf16-true"
-    explicit = tiny_fit(MegatronStrategy(backend="te", fp8="delayed"), precision="bf16-true")
+    explicit = tiny_fit(
+        MegatronStrategy(linear={"backend": "te"}, fp8="delayed"), precision="bf16-true"
+    )
     assert named == explicit
     assert named[-1] < named[0]
     recipe = import_module("transformer_engine.common.recipe").Float8CurrentScaling()
@@ -305,7 +307,9 @@ def test_the_precision_plugin_of_lightning_selects_transformer_engine():
         weights_dtype=torch.float32, fallback_compute_dtype=torch.bfloat16, recipe=recipe
     )
     mixed = tiny_fit(MegatronStrategy(), plugins=plugin)
-    explicit = tiny_fit(MegatronStrategy(backend="te", fp8="tensorwise"), precision="bf16-mixed")
+    explicit = tiny_fit(
+        MegatronStrategy(linear={"backend": "te"}, fp8="tensorwise"), precision="bf16-mixed"
+    )
     assert mixed == explicit
     plain = tiny_fit(MegatronStrategy(), precision="bf16-mixed")
     assert mixed[:3] == pytest.approx(plain[:3], rel=2e-2)
@@ -316,7 +320,7 @@ def test_the_precision_plugin_of_lightning_selects_transformer_engine():
 def test_checkpoints_resume_with_the_other_backend(first, second, tmp_path):
     fit = partial(tiny_fit, precision="bf16-mixed")
     before, after = (
-        lambda backend=backend: MegatronStrategy(backend=backend, fp8="delayed")
+        lambda backend=backend: MegatronStrategy(linear={"backend": backend}, fp8="delayed")
         for backend in (first, second)
     )
     uninterrupted = fit(before())
@@ -329,4 +333,4 @@ def test_a_format_that_the_chip_lacks_is_refused():
     if torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("the chip has the format")
     with pytest.raises(ParallelPlanError, match="capability 10.0"):
-        tiny_fit(MegatronStrategy(backend="te", fp8="mxfp8"), precision="bf16-mixed")
+        tiny_fit(MegatronStrategy(linear={"backend": "te"}, fp8="mxfp8"), precision="bf16-mixed")

@@ -58,7 +58,7 @@ def test_a_file_of_megatron_lm_is_read_like_a_mapping(tmp_path: Path) -> None:
     path = tmp_path / "nccl.yaml"
     path.write_text(MEGATRON_FILE)
     assert read_nccl_options(str(path)) == EXPECTED_OPTIONS == read_nccl_options(EXPECTED_OPTIONS)
-    assert MegatronStrategy(nccl_options=str(path)).options.nccl_options == EXPECTED_OPTIONS
+    assert MegatronStrategy(job={"nccl": str(path)}).options.job.nccl == EXPECTED_OPTIONS
     assert read_nccl_options(yaml.safe_load(MEGATRON_FILE)) == EXPECTED_OPTIONS
     (tmp_path / "empty.yaml").write_text("")
     assert read_nccl_options(str(tmp_path / "empty.yaml")) == {} == read_nccl_options(None)
@@ -131,13 +131,13 @@ def test_settings_unknown_to_the_installed_nccl_are_refused_before_any_group(
         "net_name."
     )
     with pytest.raises(ParallelPlanError, match=message):
-        MegatronStrategy(nccl_options={"tp": {"nvls_ctas": 4}})
+        MegatronStrategy(job={"nccl": {"tp": {"nvls_ctas": 4}}})
 
 
 def test_settings_are_refused_with_gloo_and_noted_on_cpu() -> None:
-    with pytest.raises(ParallelPlanError, match="cannot be used with process_group_backend 'gloo'"):
-        MegatronStrategy(nccl_options={"tp": {"max_ctas": 4}}, process_group_backend="gloo")
-    options = MegatronStrategy(nccl_options={"tp": {"max_ctas": 4}}).options
+    with pytest.raises(ParallelPlanError, match="cannot be used with job.backend 'gloo'"):
+        MegatronStrategy(job={"nccl": {"tp": {"max_ctas": 4}}, "backend": "gloo"})
+    options = MegatronStrategy(job={"nccl": {"tp": {"max_ctas": 4}}}).options
     assert "no effect on cpu" in notes_on(options, "32-true", "cpu")[-1]
     assert not any("nccl" in note for note in notes_on(options, "32-true", "cuda"))
 
@@ -149,11 +149,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"pp": {"high_priority": 1}}, "high_priority must be True or False: it is 1"),
     ({"pp": {"net_name": None}}, "net_name must be text: it is None"),
     ({"pp": {"blocking": 2}}, "blocking must be 0 or 1: it is 2"),
-    ({"pp": {"min_ctas": 4, "max_ctas": 2}}, "min_ctas (4) of nccl_options['pp'] must be at most"),
+    ({"pp": {"min_ctas": 4, "max_ctas": 2}}, "min_ctas (4) of job.nccl['pp'] must be at most"),
     ({"mp": {}, "model": {}}, "must name every axis once: 'model' and 'mp' are the same"),
     ({"pp": {"high_priority": True, "is_high_priority_stream": True}}, "high_priority once"),
-    ({"pp": [4]}, "nccl_options['pp'] must be a mapping: it is [4]"),
-    (5, "nccl_options must be a mapping"),
+    ({"pp": [4]}, "job.nccl['pp'] must be a mapping: it is [4]"),
+    (5, "job.nccl must be a mapping"),
     ("/no/such/file.yaml", "No such file or directory"),
 ]
 DAMAGED = {
@@ -179,7 +179,7 @@ def test_illegal_options_and_damaged_files_are_refused(
         cases.append((f"{number}.yaml", message))
     for options, message in cases:
         with pytest.raises(ParallelPlanError) as caught:
-            MegatronStrategy(nccl_options=options)
+            MegatronStrategy(job={"nccl": options})
         assert message in str(caught.value)
         assert len(str(caught.value)) < 800
     assert not (tmp_path / "gadget").exists(), "a file of settings must not run code"

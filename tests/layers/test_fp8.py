@@ -151,7 +151,7 @@ def test_bad_settings_and_indivisible_sizes_are_refused():
     check_refusals(FP8().check_sizes, [((name, 40, 64), f"multiples of 16: {name} has 40 output")])
     check_refusals(FP8("blockwise").check_sizes, [((name, 128, 512), "multiples of 512")])
     FP8("blockwise", emulate=True).check_sizes(name, 128, 512)
-    overlapped = partial(MegatronStrategy, tp=2, overlap_tensor_parallel=True)
+    overlapped = partial(MegatronStrategy, tp=2, linear={"overlap": True})
     whole = "depend on the gathered tensor"
     check_refusals(overlapped, [({"fp8": "rowwise"}, whole), ({"fp8": "blockwise"}, whole)])
     overlapped(fp8="delayed")

@@ -37,7 +37,7 @@ def test_optimizers_without_fused_kernel_use_their_own_step():
 
 
 def test_moments_are_stored_in_moments_dtype_by_the_fused_kernel_alone():
-    job = replace(fused_job(), strategy={"moments_dtype": "bfloat16"})
+    job = replace(fused_job(), strategy={"optimizer.moments_dtype": "bfloat16"})
     with fused():
         report = run_job(job)
     assert report.losses[-1] < report.losses[0]
@@ -46,7 +46,7 @@ def test_moments_are_stored_in_moments_dtype_by_the_fused_kernel_alone():
             moments = torch.tensor(state[name])
             assert torch.equal(moments, moments.bfloat16().float()), name
     with pytest.raises(UnsupportedError, match="moments_dtype .bfloat16. needs the fused kernel"):
-        run_job(Job(GPT2, {"moments_dtype": "bfloat16"}, "32-true"))
+        run_job(Job(GPT2, {"optimizer.moments_dtype": "bfloat16"}, "32-true"))
 
 
 GROUP = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

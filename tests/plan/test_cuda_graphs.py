@@ -83,7 +83,7 @@ def test_runs_that_cannot_be_captured_are_refused():
         (SEGMENTS, {"environment": growing}, "Set NCCL_GRAPH_REGISTER=0"),
         (FULL, {"environment": {**both, "NCCL_GRAPH_REGISTER": "1"}}, "NCCL_GRAPH_REGISTER is '1'"),
         (UPDATES, {"precision": "16-mixed"}, "it is '16-mixed', with which the host reads"),
-        (UPDATES, halves, "Use gradient_dtype='float32', or optimizer=False."),
+        (UPDATES, halves, "Use optimizer.gradient_dtype='float32', or optimizer=False."),
         (UPDATES, reader, "cannot be used with Norms.on_after_backward"),
     ]
     for graphs, changes, phrase in refused:

@@ -24,11 +24,22 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.settings import Count, coerced_arguments, shown
+from lightning_megatron.strategy.options.records import (
+    ContextOptions,
+    ExpertOptions,
+    JobOptions,
+    LinearOptions,
+    OptimizerOptions,
+    PipelineOptions,
+)
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from tests.refusals import check_refusals
 
 SIZES = {"vocab_size": 96, "num_layers": 4, "hidden_size": 32, "num_heads": 4}
 EXPERTS: dict[str, Any] = {"num_experts": 12, "top_k": 2, "ffn_hidden_size": 16}
+OPTION_RECORDS = (
+    ContextOptions, ExpertOptions, JobOptions, LinearOptions, OptimizerOptions, PipelineOptions,
+)  # fmt: skip
 #: Every dataclass with a function that returns it, and legal settings.
 RECORDS: dict[str, tuple[type, Callable[..., Any], dict[str, Any]]] = {
     "strategy": (StrategyOptions, lambda **values: MegatronStrategy(**values).options, {}),
@@ -43,6 +54,7 @@ RECORDS: dict[str, tuple[type, Callable[..., Any], dict[str, Any]]] = {
     "rotary scaling": (RotaryScaling, RotaryScaling, {"kind": "yarn", "original_length": 8}),
     "CUDA graphs": (CudaGraphs, CudaGraphs, {"mode": "segments"}),
     "clones": (ExpertClones, ExpertClones, {"places": 1}),
+    **{kind.__name__: (kind, kind, {}) for kind in OPTION_RECORDS},
 }
 FIELDS = [
     (record, field.name) for record, (kind, _, _) in RECORDS.items() for field in fields(kind)
@@ -145,7 +157,8 @@ def check_taken_or_refused(record: str, name: str, value: Any) -> None:
         assert any(word in refusal for word in names), f"{what}: {refusal}"
         assert len(refusal) < 600, what
         return
-    assert record == "strategy" or hash(built)
+    has_mappings = record in ("strategy", "JobOptions", "PipelineOptions")
+    assert has_mappings or hash(built)
     taken, hint = asdict(built)[name], str(get_type_hints(RECORDS[record][0])[name])
     if taken is None or (callable(taken) and "Callable" in hint):
         return
@@ -155,7 +168,15 @@ def check_taken_or_refused(record: str, name: str, value: Any) -> None:
         assert not isinstance(part, int) or abs(part) < 2**63, what
     kind = type(taken).__name__
     words = {
-        "dict": ("dict", "Config", "RotaryScaling", "Recomputation", "FP8"),
+        "dict": (
+            "dict",
+            "Config",
+            "RotaryScaling",
+            "Recomputation",
+            "FP8",
+            "Options",
+            "ExpertClones",
+        ),
         "str": ("str", "Literal"),
         "int": ("int", "Literal"),
     }
@@ -184,8 +205,12 @@ def test_numpy_numbers_and_integers_become_python_numbers():
 def test_errors_name_the_setting_the_legal_values_and_the_value():
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("strategy", {"tp": "2"}, "tp must be a whole number of at least 1: it is '2', of type"),
-        ("strategy", {"timeout": math.nan}, "at most 1000000000, timedelta or None: it is nan."),
-        ("strategy", {"bucket_size": 10**5000}, "it is a whole number of 5001 digits."),
+        (
+            "strategy",
+            {"job": {"timeout": math.nan}},
+            "at most 1000000000, timedelta or None: it is nan.",
+        ),
+        ("OptimizerOptions", {"bucket_size": 10**5000}, "it is a whole number of 5001 digits."),
         ("strategy", {"pipeline_plan": {"layers": 3}}, "['layers'] must be text: it is 3, of type"),
         ("gpt", {"hidden_dropout": 1}, "a finite number of at least 0 and below 1: it is 1."),
         ("gpt", {"experts": {"num_expert": 4}}, "experts has no setting 'num_expert'. Its"),

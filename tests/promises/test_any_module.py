@@ -245,7 +245,7 @@ def test_what_modules_do_stays_the_same(name, reports):
 def refusals(rank: int, size: int) -> dict[str, str]:
     texts = {}
     for name, (job, _) in REFUSED.items():
-        compared = {**job.strategy, "check_microbatches": True}
+        compared = {**job.strategy, "job.check_microbatches": True}
         with pytest.raises((UnsupportedError, ParallelPlanError, RuntimeError)) as caught:
             run_job(own(job.model, compared), size)
         texts[name] = str(caught.value)

@@ -45,8 +45,8 @@ from tests.world import run_world
 SAVED = STEPS - 1
 LAYOUTS = {
     "tp4": {"tp": 4},
-    "pp2 vpp2 dp2": {"pp": 2, "vpp": 2, "zero": 0},
-    "cp2 dp2": {"cp": 2, "bucket_size": 500, "async_save": True},
+    "pp2 vpp2 dp2": {"pp": 2, "vpp": 2, "optimizer.zero": 0},
+    "cp2 dp2": {"cp": 2, "optimizer.bucket_size": 500, "async_save": True},
 }
 MOVES = [(saver, reader) for saver in LAYOUTS for reader in LAYOUTS]
 

@@ -67,22 +67,26 @@ class Counting(Language):
 JOBS = {
     "tp4": Job(GPT2, {"tp": 4, "sequence_parallel": False, "microbatch_size": 4}),
     "tp4 +sp, windows": Job(WINDOWS, {"tp": 4, "microbatch_size": 4}),
-    "tp2 +sp, exchanges beside products": Job(LLAMA, {"tp": 2, "overlap_tensor_parallel": True}),
+    "tp2 +sp, exchanges beside products": Job(LLAMA, {"tp": 2, "linear.overlap": True}),
     "pp4, recomputed": Job(DROPOUT, {"pp": 4, "recompute": "full"}),
     "pp2 tp2, alibi": Job(ALIBI, {"pp": 2, "tp": 2}),
     "tp2 dp2, dropout": Job(DROPOUT, {"tp": 2, "microbatch_size": 1}),
     "pp2 tp2, means over tokens": Job(
         partial(Counting, LLAMA), {"pp": 2, "tp": 2, "microbatch_size": 1}
     ),
-    "interleaved, many buckets": Job(GPT2, {**V, "bucket_size": 500, "overlap_parameters": True}),
+    "interleaved, many buckets": Job(
+        GPT2, {**V, "optimizer.bucket_size": 500, "optimizer.overlap_parameters": True}
+    ),
     "gpipe": Job(GPT2, {"pp": 2, "schedule": "gpipe"}),
     "zb-h1": Job(GPT2, {"pp": 4, "schedule": "zb-h1"}),
     "zb-v": Job(LLAMA, {**V, "schedule": "zb-v", "recompute": "selective"}),
     "dualpipe-v": Job(GPT2, {**V, "schedule": "dualpipe-v", "microbatch_size": 1}),
-    "dp4, microbatches compared": Job(LLAMA, {"check_microbatches": True, "microbatch_size": 1}),
-    "dp4, optimizer not sharded": Job(GPT2, {"zero": 0}),
-    "cp4 ring": Job(LLAMA, {"cp": 4, "cp_transport": "ring"}),
-    "cp2 tp2, all-to-all": Job(LLAMA, {"cp": 2, "tp": 2, "cp_transport": "all_to_all"}),
+    "dp4, microbatches compared": Job(
+        LLAMA, {"job.check_microbatches": True, "microbatch_size": 1}
+    ),
+    "dp4, optimizer not sharded": Job(GPT2, {"optimizer.zero": 0}),
+    "cp4 ring": Job(LLAMA, {"cp": 4, "context.transport": "ring"}),
+    "cp2 tp2, all-to-all": Job(LLAMA, {"cp": 2, "tp": 2, "context.transport": "all_to_all"}),
     "ep4, biases": Job(BIASED, {"ep": 4}),
     "ep2 tp2, etp1": Job(BALANCED, {"ep": 2, "tp": 2, "etp": 1}),
     "ep2 pp2 zb-v": Job(MIXTURE, {**V, "ep": 2, "schedule": "zb-v", "recompute": "experts"}),
@@ -97,7 +101,12 @@ GRAPHS = {
     "segments, ep2 pp2, one stage without experts": Job(
         LATE_EXPERTS,
         {
-            **{"ep": 2, "pp": 2, "stage_layers": [2, 2], "expert_transport": "all_gather"},
+            **{
+                "ep": 2,
+                "pp": 2,
+                "pipeline.stage_layers": [2, 2],
+                "experts.transport": "all_gather",
+            },
             "cuda_graphs": SEGMENTS,
         },
     ),

@@ -168,13 +168,13 @@ def run_steered(
     validates = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
     settings = {
         "ep": 2,
-        "expert_transport": "one_sided",
+        "experts.transport": "one_sided",
         "microbatch_size": SIZE,
-        "bucket_size": 500,
+        "optimizer.bucket_size": 500,
     }
     job = Job(
         lambda: kind(config),
-        {**settings, "expert_rows": rows, **(layout or {})},
+        {**settings, "experts.rows": rows, **(layout or {})},
         **{"steps": num_batches, **options},
         trainer={**validates, "log_every_n_steps": 2, **(trainer or {})},
         data=lambda: Steering("train", excess, num_batches),

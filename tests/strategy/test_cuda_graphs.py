@@ -16,12 +16,11 @@ from lightning_megatron import (
     BERTPretraining,
     CudaGraphs,
     EncoderConfig,
-    MegatronStrategy,
     UnsupportedError,
 )
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.strategy.step import run_graphs as of_run
-from tests.fits import Job, Language, Regress, Tokens, Vectors, trainer_of
+from tests.fits import Job, Language, Regress, Tokens, Vectors, strategy_with, trainer_of
 from tests.graphs.jobs import DROPOUT, MODES, differences, run_graphs, strategy_of
 from tests.graphs.trained import counted_replays
 from tests.models.flash_stand_in import without_masks
@@ -163,7 +162,7 @@ def test_failed_captures_and_models_without_segments_leave_the_fit_eager():
 
 
 def trainer(graphs: Any, is_gpu: bool = True, **options: Any) -> pl.Trainer:
-    strategy = MegatronStrategy(cuda_graphs=graphs, **options)
+    strategy = strategy_with(cuda_graphs=graphs, **options)
     if is_gpu:
         strategy._make_backend = lambda mesh: pytest.fail("nothing must be captured")
     return pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
@@ -175,7 +174,7 @@ def test_options_that_prevent_captures_are_refused(monkeypatch):
     for graphs, options, words in (
         ("segments", {"is_gpu": False}, "needs GPUs: the device is 'cpu'"),
         ("segments", {"pp": 2, "schedule": "gpipe"}, "cannot be used with schedule 'gpipe'"),
-        (experts, {"ep": 2, "expert_transport": "all_to_all"}, "needs messages of static size"),
+        (experts, {"ep": 2, "experts.transport": "all_to_all"}, "needs messages of static size"),
     ):
         with pytest.raises(UnsupportedError, match=words):
             trainer(graphs, **options)
@@ -240,7 +239,7 @@ def bert_job(
     settings: dict[str, Any] = {"learning_rate": 0.01, "max_steps": 6, "token_weighted": False}
     make = partial(BERTPretraining, config, **settings)
     data = partial(PaddedPairs, has_lengths)
-    return Job(make, {"zero": 0}, steps=6, data=data, batch=4, norms=False)
+    return Job(make, {"optimizer.zero": 0}, steps=6, data=data, batch=4, norms=False)
 
 
 @pytest.mark.parametrize(("graphs", "order"), [(SEGMENTS, "post"), (FULL, "pre")])

@@ -18,7 +18,7 @@ from lightning_megatron.models.fp8_layers import _linears, set_fp8, set_norms, u
 from lightning_megatron.models.layered import single_mesh
 from lightning_megatron.strategy.checks.engine_checks import check_engine
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
-from tests.fits import SIZES
+from tests.fits import SIZES, strategy_with
 from tests.layers.fake_engine import installed
 from tests.refusals import check_refusals
 from tests.strategy.test_options import trainer
@@ -73,13 +73,13 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
     ({"te_recipe": Recipe(), "history": 3}, "fp8.history (3) contradicts"),
 ]
 BACKENDS: list[tuple[dict[str, Any], str]] = [
-    ({"backend": "cublas"}, "backend must be native or te: it is 'cublas'"),
-    ({"fp8": "mxfp8"}, "recipe 'mxfp8' needs backend='te'"),
-    ({"fp8": FP8(te_recipe=Recipe("current"))}, "te_recipe needs backend='te'"),
-    ({"backend": "te", "cuda_graphs": "segments"}, "cannot be used with cuda_graphs"),
-    ({"backend": "te", "fp8": "rowwise"}, "must be tensorwise, delayed, blockwise or mxfp8"),
-    ({"backend": "te", "fp8": FP8(emulate=True)}, "emulate cannot be used with backend='te'"),
-    ({"backend": "te", "tp": 2, "overlap_tensor_parallel": True}, "cannot be used with overlap_tensor_parallel"),
+    ({"linear.backend": "cublas"}, "linear.backend must be native or te: it is 'cublas'"),
+    ({"fp8": "mxfp8"}, "recipe 'mxfp8' needs linear.backend='te'"),
+    ({"fp8": FP8(te_recipe=Recipe("current"))}, "te_recipe needs linear.backend='te'"),
+    ({"linear.backend": "te", "cuda_graphs": "segments"}, "cannot be used with cuda_graphs"),
+    ({"linear.backend": "te", "fp8": "rowwise"}, "must be tensorwise, delayed, blockwise or mxfp8"),
+    ({"linear.backend": "te", "fp8": FP8(emulate=True)}, "emulate cannot be used with linear.backend='te'"),
+    ({"linear.backend": "te", "tp": 2, "linear.overlap": True}, "cannot be used with linear.overlap"),
 ]  # fmt: skip
 #: Device, precision and recipe.
 DEVICES: list[tuple[tuple[Any, ...], str]] = [
@@ -93,11 +93,13 @@ DEVICES: list[tuple[tuple[Any, ...], str]] = [
 def test_settings_that_transformer_engine_does_not_have_are_refused():
     def check(device, precision, fp8):
         check_engine(
-            MegatronStrategy(backend="te", fp8=fp8).options, torch.device(device), precision
+            MegatronStrategy(linear={"backend": "te"}, fp8=fp8).options,
+            torch.device(device),
+            precision,
         )
 
     check_refusals(FP8, RECIPES)
-    check_refusals(MegatronStrategy, BACKENDS)
+    check_refusals(strategy_with, BACKENDS)
     with installed(available=(False, "needs 10.0.")):
         check_refusals(check, DEVICES)
     with installed():
@@ -109,11 +111,11 @@ def test_a_missing_or_old_transformer_engine_is_refused(monkeypatch):
     with installed() as engine:
         del engine.Float8Quantizer
         with pytest.raises(MissingExtraError, match="2.20 or newer.*no Float8Quantizer"):
-            check_engine(MegatronStrategy(backend="te").options, CUDA, "bf16-mixed")
+            check_engine(MegatronStrategy(linear={"backend": "te"}).options, CUDA, "bf16-mixed")
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(MissingExtraError, match=r"ModuleNotFoundError.*lightning-megatron\[te\]"):
-        trainer(1, MegatronStrategy(backend="te"), precision="bf16-mixed")
+        trainer(1, MegatronStrategy(linear={"backend": "te"}), precision="bf16-mixed")
 
 
 def make_plugin(**changes: Any) -> TransformerEnginePrecision:
@@ -129,13 +131,13 @@ def test_lightnings_plugin_sets_backend_recipe_and_precision():
     recipe = Recipe("current")
     strategy = MegatronStrategy(tp=2)
     strategy.precision_plugin = make_plugin(recipe=recipe)
-    assert strategy.options.backend == "te"
+    assert strategy.options.linear.backend == "te"
     assert strategy.options.products == FP8(te_recipe=recipe)
     assert strategy.options.tp == 2
     assert isinstance(strategy.precision_plugin, MegatronPrecision)
     assert strategy.precision_plugin.precision == "bf16-true"
     settings = FP8(te_recipe=recipe, keep=("*.mlp.down",))
-    strategy = MegatronStrategy(backend="te", fp8=settings)
+    strategy = MegatronStrategy(linear={"backend": "te"}, fp8=settings)
     strategy.precision_plugin = make_plugin(recipe=recipe, weights_dtype=torch.float32)
     assert strategy.options.products == settings
     assert strategy.precision_plugin.precision == "bf16-mixed"
@@ -143,7 +145,7 @@ def test_lightnings_plugin_sets_backend_recipe_and_precision():
 
 def test_plugins_with_unsupported_settings_are_refused():
     def set_plugin(options, **arguments):
-        MegatronStrategy(**options).precision_plugin = make_plugin(**arguments)
+        strategy_with(**options).precision_plugin = make_plugin(**arguments)
 
     half = {"weights_dtype": torch.float16, "fallback_compute_dtype": torch.float16}
     cases: list[tuple[dict[str, Any], str]] = [

@@ -1,5 +1,5 @@
-"""Figures and pictures of the callback ``ExpertLoad``, and what ``expert_rows`` and
-``expert_clones`` accept and save.
+"""Figures and pictures of the callback ``ExpertLoad``, and what ``experts.rows`` and
+``experts.clones`` accept and save.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_megatron.strategy.callbacks.expert_load import (
     names_of,
     rank_figures_of,
 )
-from tests.fits import Job, Language, Tokens, run_job, trainer_of
+from tests.fits import Job, Language, Tokens, run_job, strategy_with, trainer_of
 from tests.optimizer.fused_fits import SMALL
 from tests.refusals import check_refusals
 
@@ -136,15 +136,15 @@ def test_strategies_of_lightning_and_models_without_experts_are_refused(tmp_path
 # ---- limits of rows, and clones
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"expert_rows": 0.99, "ep": 2}, "at least 1"),
-    ({"expert_rows": 1.25}, "expert_rows (1.25) needs ep above 1"),
-    ({"expert_rows": 1.25, "ep": 2, "expert_transport": "all_to_all"}, "needs expert_transport of one_sided, all_gath"),
-    ({"expert_clones": -1, "ep": 2}, "it is -1"),
-    ({"expert_clones": {"places": 0}, "ep": 2}, "expert_clones.places must be"),
-    ({"expert_clones": {"rows": 1}, "ep": 2}, "expert_clones has no setting 'rows'"),
-    ({"expert_clones": {"places": 1, "min_rows": 0.5}, "ep": 2}, "expert_clones.min_rows must be"),
-    ({"expert_clones": 1}, "expert_clones (1) needs ep above 1"),
-    ({"expert_clones": 1, "ep": 2, "expert_transport": "all_gather"}, "needs expert_transport of one_sided or auto"),
+    ({"experts.rows": 0.99, "ep": 2}, "at least 1"),
+    ({"experts.rows": 1.25}, "experts.rows (1.25) needs ep above 1"),
+    ({"experts.rows": 1.25, "ep": 2, "experts.transport": "all_to_all"}, "needs experts.transport of one_sided, all_gath"),
+    ({"experts.clones": -1, "ep": 2}, "it is -1"),
+    ({"experts.clones": {"places": 0}, "ep": 2}, "experts.clones.places must be"),
+    ({"experts.clones": {"rows": 1}, "ep": 2}, "experts.clones has no setting 'rows'"),
+    ({"experts.clones": {"places": 1, "min_rows": 0.5}, "ep": 2}, "experts.clones.min_rows must be"),
+    ({"experts.clones": 1}, "experts.clones (1) needs ep above 1"),
+    ({"experts.clones": 1, "ep": 2, "experts.transport": "all_gather"}, "needs experts.transport of one_sided or auto"),
 ]  # fmt: skip
 
 
@@ -154,7 +154,7 @@ class Counts(Language):
 
 
 def test_wrong_options_are_refused_before_a_launch(tmp_path):
-    check_refusals(MegatronStrategy, REFUSED)
+    check_refusals(strategy_with, REFUSED)
 
     def launch(module, batches=1, **layout):
         job = Job(strategy=layout, trainer={"accumulate_grad_batches": batches})
@@ -168,20 +168,20 @@ def test_wrong_options_are_refused_before_a_launch(tmp_path):
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.MixtralConfig(**sizes, **heads, num_local_experts=4)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    places = "expert_clones (4) must be at most 3: with ep"
+    places = "experts.clones (4) must be at most 3: with ep"
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"module": Language(MIXTURE), "ep": 4, "expert_clones": 4}, places),
-        ({"module": HuggingFaceCausalLM(str(tmp_path)), "ep": 4, "expert_clones": 4}, places),
-        ({"module": biased, "ep": 4, "expert_clones": 1}, "needs experts without biases"),
-        ({"module": Counts(MIXTURE), "batches": 3, "ep": 2, "expert_rows": 1.25}, "Counts.on_after_backward, which may"),
-        ({"module": manual, "ep": 2, "expert_rows": 1.25}, "needs automatic optimization"),
+        ({"module": Language(MIXTURE), "ep": 4, "experts.clones": 4}, places),
+        ({"module": HuggingFaceCausalLM(str(tmp_path)), "ep": 4, "experts.clones": 4}, places),
+        ({"module": biased, "ep": 4, "experts.clones": 1}, "needs experts without biases"),
+        ({"module": Counts(MIXTURE), "batches": 3, "ep": 2, "experts.rows": 1.25}, "Counts.on_after_backward, which may"),
+        ({"module": manual, "ep": 2, "experts.rows": 1.25}, "needs automatic optimization"),
     ]  # fmt: skip
     check_refusals(launch, cases)
 
 
 def test_expert_clones_accepts_a_number_a_mapping_or_settings():
     def clones_of(value):
-        return MegatronStrategy(ep=2, expert_clones=value).options.clones
+        return MegatronStrategy(ep=2, experts={"clones": value}).options.clones
 
     assert clones_of(0) is None
     assert clones_of(2) == ExpertClones(2)

@@ -14,14 +14,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_megatron import FP8, MegatronStrategy, MemoryReport
+from lightning_megatron import FP8, MemoryReport
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.layers.parameters.eight_bit_parameter import EightBitParameter
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.strategy.logs.run_table import _cast_choices
 from tests import fits
-from tests.fits import Job, Language, Report, Tokens, run_job
+from tests.fits import Job, Language, Report, Tokens, run_job, strategy_with
 from tests.graphs.jobs import (
     FULL,
     MODES,
@@ -176,11 +176,11 @@ def test_table_shows_how_weights_are_cast_or_stored():
         (manual, {"fp8": cast}, each, ""),
         (manual, {"fp8": STORED}, "kept and gathered in 1 byte each", "one for each product"),
     ):  # fmt: skip
-        (choice,) = _cast_choices(module, MegatronStrategy(**options).options)
+        (choice,) = _cast_choices(module, strategy_with(**options).options)
         assert choice.value == value
         assert reason in choice.reason
-    for options in ({}, {"fp8": "tensorwise", "backend": "te"}):
-        assert _cast_choices(automatic, MegatronStrategy(**options).options) == []
+    for options in ({}, {"fp8": "tensorwise", "linear.backend": "te"}):
+        assert _cast_choices(automatic, strategy_with(**options).options) == []
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 4])

@@ -18,13 +18,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_megatron import FP8, HuggingFaceCausalLM, MegatronStrategy
+from lightning_megatron import FP8, HuggingFaceCausalLM
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import NonFiniteError, UnsupportedError
 from lightning_megatron.layers.parameters.eight_bit_parameter import EightBitParameter
 from lightning_megatron.optimizer.eight_bit_weights import EightBitBuffer
 from lightning_megatron.optimizer.main_parameters import MainParameters
-from tests.fits import GPT2, Job, Language, Report, Tokens, run_job, trainer_of
+from tests.fits import GPT2, Job, Language, Report, Tokens, run_job, strategy_with, trainer_of
 from tests.graphs.jobs import strategy_of
 from tests.optimizer.fused_fits import SMALL
 from tests.refusals import check_refusals
@@ -355,10 +355,10 @@ def test_settings_that_cannot_be_honoured_are_refused():
     check_refusals(FP8, [(rowwise, needed), ({"parameters": "int8"}, "fp8.parameters")])
     stored: dict[str, Any] = {"fp8": FP8(parameters="fp8")}
     cases = [
-        ({**stored, "zero": 0}, "zero=0, which gathers no parameters"),
-        ({**stored, "backend": "te"}, "backend 'te', which reads weights"),
+        ({**stored, "optimizer.zero": 0}, "zero=0, which gathers no parameters"),
+        ({**stored, "linear.backend": "te"}, "backend 'te', which reads weights"),
     ]
-    check_refusals(MegatronStrategy, cases)
+    check_refusals(strategy_with, cases)
 
 
 class Doubled(nn.Module):

@@ -72,7 +72,7 @@ def without_garbage_collection():
 def test_number_of_live_tensors_is_constant_after_the_first_steps(case):
     module = FineTuned(case)
     data = DataLoader(torch.randint(V, (4 * STEPS, 8)), batch_size=4)  # type: ignore[arg-type]
-    layout = {"microbatch_size": 1, "check_microbatches": True, **CASES[case][2]}
+    layout = {"microbatch_size": 1, "job.check_microbatches": True, **CASES[case][2]}
     trainer_of(Job(strategy=layout, precision="32-true", steps=STEPS)).fit(module, data)
     assert len(set(module.live[3:])) == 1, module.live
 

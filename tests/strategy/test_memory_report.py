@@ -60,7 +60,7 @@ def rows_of(report: StageReport) -> dict[str, list[str]]:
 
 
 def report_layouts(rank: int, size: int) -> list[tuple[StageReport, ...]]:
-    layouts: Any = {}, {"zero": 0}, {"pp": 2}, {"gradient_dtype": "bfloat16"}
+    layouts: Any = {}, {"optimizer.zero": 0}, {"pp": 2}, {"optimizer.gradient_dtype": "bfloat16"}
     dense = [reports_of(GPT2, size, layout) for layout in layouts]
     return dense + [reports_of(MIXTURE, size, layout) for layout in ({"ep": 2}, {"pp": 2})]
 

@@ -199,7 +199,7 @@ def fit(
     """Fit two batches; the strategy checks microbatches unless its options say otherwise."""
     module, checked = Step(step, net, **attributes), None
     if strategy is not None:
-        checked = {"microbatch_size": None, "check_microbatches": True, **strategy}
+        checked = {"microbatch_size": None, "job.check_microbatches": True, **strategy}
     options = {"max_epochs": 1, "gradient_clip_val": None}
     trainer = trainer_of(Job(strategy=checked, steps=-1, precision=precision, trainer=options))
     trainer.fit(module, DataLoader(Samples(), batch_size=SIZE, collate_fn=collate))
@@ -293,7 +293,7 @@ def test_steps_that_couple_samples_are_refused_with_microbatches_and_train_on_co
 ):
     step, words = COUPLED[name]
     size = 1 if name == "a median of single samples" else 2
-    remedies = f"(?s){words}.*microbatch_size='batch'.*check_microbatches=False"
+    remedies = f"(?s){words}.*microbatch_size='batch'.*job.check_microbatches=False"
     with pytest.raises(UnsupportedError, match=remedies):
         fit(step, {"microbatch_size": size}, **attributes_of(step))
     # The draws of two generators are those of one process only with one seed.
@@ -317,7 +317,7 @@ def test_half_precision_warns_of_uneven_labels_unless_the_step_counts_tokens(cap
 
 def test_disabled_check_accepts_steps_that_couple_samples():
     for step in (contrast, counts_calls, writes_weights):
-        fit(step, {"microbatch_size": 2, "check_microbatches": False}, **attributes_of(step))
+        fit(step, {"microbatch_size": 2, "job.check_microbatches": False}, **attributes_of(step))
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_steps_that_treat_samples_equally_are_accepted_and_unchanged_by_the_tria
     step, cut = SOUND[name], {"microbatch_size": size}
     with caplog.at_level(logging.WARNING):
         checked = fit(step, cut, **attributes_of(step))
-        unchecked = fit(step, {**cut, "check_microbatches": False}, **attributes_of(step))
+        unchecked = fit(step, {**cut, "job.check_microbatches": False}, **attributes_of(step))
     assert checked.losses == unchecked.losses
     for actual, expected in zip(checked.parameters(), unchecked.parameters(), strict=True):
         assert torch.equal(actual, expected)

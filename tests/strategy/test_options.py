@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import types
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
@@ -18,6 +19,7 @@ from lightning_megatron import (
     FP8,
     CudaGraphs,
     ExpertLoad,
+    JobOptions,
     LossCurve,
     MegatronStrategy,
     MemoryReport,
@@ -33,6 +35,7 @@ from lightning_megatron.strategy.options.sizes import (
     check_last_batch,
 )
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions, notes_on
+from tests.fits import strategy_with
 
 
 def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
@@ -42,26 +45,25 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
 
 #: Arguments that the constructor refuses, and what the error says.
 INVALID: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"cp": 2, "cp_transport": "bus"}, ParallelPlanError, "it is 'bus'"),
-    ({"cp_groups": "documents"}, ParallelPlanError, r"cp \(1\) must be a power of two.*Use 2"),
-    ({"cp": 6, "cp_groups": "documents"}, ParallelPlanError, "Use 4 or 8. Or leave cp_groups"),
-    ({"cp": 4, "cp_groups": "documents", "cp_transport": "hierarchical"}, UnsupportedError, "cannot be used with cp_transport"),
-    ({"cp": 4, "cp_groups": "documents", "cuda_graphs": "segments"}, UnsupportedError, "cannot be used with cuda_graphs"),
+    ({"cp": 2, "context.transport": "bus"}, ParallelPlanError, "it is 'bus'"),
+    ({"context.groups": "documents"}, ParallelPlanError, r"cp \(1\) must be a power of two.*Use 2"),
+    ({"cp": 6, "context.groups": "documents"}, ParallelPlanError, "Use 4 or 8. Or leave context.groups"),
+    ({"cp": 4, "context.groups": "documents", "context.transport": "hierarchical"}, UnsupportedError, "cannot be used with context.transport"),
+    ({"cp": 4, "context.groups": "documents", "cuda_graphs": "segments"}, UnsupportedError, "cannot be used with cuda_graphs"),
     ({"ep": 0}, ParallelPlanError, "ep must be a whole number of at least 1: it is 0"),
-    ({"expert_transport": "pigeons"}, ParallelPlanError, "it is 'pigeons'"),
+    ({"experts.transport": "pigeons"}, ParallelPlanError, "it is 'pigeons'"),
     ({"pp": 2, "vpp": 2, "schedule": "1f1b"}, ParallelPlanError, "must be 'interleaved'"),
     ({"pp": 2, "schedule": "interleaved"}, ParallelPlanError, "needs vpp above 1"),
-    ({"pp": 2, "stage_layers": [1, 2, 3]}, ParallelPlanError, "it names 3 of them"),
-    ({"pp": 2, "stage_layers": "Et|t,m|L"}, UnsupportedError, "'m' at position 6"),
+    ({"pp": 2, "pipeline.stage_layers": [1, 2, 3]}, ParallelPlanError, "it names 3 of them"),
+    ({"pp": 2, "pipeline.stage_layers": "Et|t,m|L"}, UnsupportedError, "'m' at position 6"),
     ({"pp": 2, "vpp": 2, "schedule": "zb-h2"}, ParallelPlanError, "must be 'interleaved'"),
-    ({"pp": 2, "vpp": 4, "schedule": "auto", "microbatch_group_size": 4}, ParallelPlanError, r"\(4\) must be None with schedule='auto'"),
+    ({"pp": 2, "vpp": 4, "schedule": "auto", "pipeline.microbatch_group_size": 4}, ParallelPlanError, r"\(4\) must be None with schedule='auto'"),
     ({"schedule": "no/such.csv"}, ParallelPlanError, "no/such.csv cannot be read"),
-    ({"pp": 2, "schedule": print, "microbatch_group_size": 2}, ParallelPlanError, "must be None with a custom schedule .print."),
+    ({"pp": 2, "schedule": print, "pipeline.microbatch_group_size": 2}, ParallelPlanError, "must be None with a custom schedule .print."),
     *(({"microbatch_size": size}, ParallelPlanError, "at least 1, batch or None") for size in (True, 1.5, "all")),
     ({"sequence_parallel": True}, ParallelPlanError, "needs tp above 1"),
-    ({"overlap_tensor_parallel": True}, ParallelPlanError, "needs tp above 1 and sequence_parallel: tp is 1"),
-    ({"tp": 2, "sequence_parallel": False, "overlap_tensor_parallel": True}, ParallelPlanError, "sequence_parallel False"),
-    ({"zero": 0, "optimizer_slices": "elements"}, ParallelPlanError, "optimizer_slices .'elements'. needs zero=1"),
+    ({"linear.overlap": True}, ParallelPlanError, "needs tp above 1 and sequence_parallel: tp is 1"),
+    ({"tp": 2, "sequence_parallel": False, "linear.overlap": True}, ParallelPlanError, "sequence_parallel False"),
     ({"loss_chunk": "never"}, ParallelPlanError, "auto, forward or None: it is 'never'"),
     ({"cuda_graphs": "parts"}, ParallelPlanError, "cuda_graphs must be segments, full"),
     ({"cuda_graphs": {"mode": "segments", "warmup_steps": 0}}, ParallelPlanError, "cuda_graphs.warmup_steps must be"),
@@ -78,10 +80,20 @@ INVALID_OF_CALLBACKS: list[tuple[Any, str, Any, str]] = [
 def test_invalid_arguments_are_refused_by_constructors():
     for arguments, error, words in INVALID:
         with pytest.raises(error, match=words):
-            MegatronStrategy(**arguments)
+            strategy_with(**arguments)
     for callback, name, value, legal in INVALID_OF_CALLBACKS:
         with pytest.raises(ParallelPlanError, match=f"{name} must be {legal}: it is"):
             callback(**{name: value})
+
+
+def test_unknown_fields_of_records_are_refused_with_the_nearest_name():
+    for name, nearest in (("optimizer.bucketsize", "bucket_size"), ("job.time_out", "timeout")):
+        with pytest.raises(ParallelPlanError, match=f"Did you mean {nearest}[?] Its settings are"):
+            strategy_with(**{name: 1})
+    assert (
+        MegatronStrategy(job=JobOptions(timeout=5)).options
+        == strategy_with(**{"job.timeout": 5}).options
+    )
 
 
 def without_ranges(kind: Any) -> Any:
@@ -99,42 +111,57 @@ def test_constructor_signature_and_option_fields_agree():
     kinds = get_type_hints(StrategyOptions, include_extras=True)
     assert list(parameters) == [field.name for field in fields(StrategyOptions)]
     for field in fields(StrategyOptions):
-        assert without_ranges(kinds[field.name]) == declared[field.name], field.name
+        kind = without_ranges(kinds[field.name])
+        # Users may give a record as a mapping.
+        given = kind | dict[str, Any] if is_dataclass(kind) else kind
+        assert given == declared[field.name], field.name
         # Only the signature has defaults.
         assert field.default is MISSING
 
 
+def flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the fields of records by names such as ``job.timeout``."""
+    result: dict[str, Any] = {}
+    for name, value in options.items():
+        if is_dataclass(getattr(MegatronStrategy().options, name)):
+            result |= {f"{name}.{field}": part for field, part in value.items()}
+        else:
+            result[name] = value
+    return result
+
+
 def test_every_argument_reaches_the_options():
     parameters = inspect.signature(MegatronStrategy).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
-    assert MegatronStrategy().options.as_dict() == {**defaults, "nccl_options": {}}
+    values = {name: parameter.default for name, parameter in parameters.items()}
+    defaults = flat({n: asdict(v) if is_dataclass(v) else v for n, v in values.items()})  # type: ignore[arg-type]
+    assert flat(MegatronStrategy().options.as_dict()) == defaults
     changed: dict[str, Any] = {
-        "tp": 2, "pp": 2, "vpp": 2, "stage_layers": [1, 2, 2, 1], "cp": 2, "cp_transport": "ring", "ep": 2, "etp": 1,
-        "sequence_parallel": True, "schedule": "interleaved", "microbatch_size": "batch", "microbatch_group_size": 4,
-        "check_microbatches": False, "order": "tp-dp-cp-ep-pp", "recompute": "full", "loss_chunk": "auto",
-        "expert_transport": "all_gather", "tensor_parallel_plan": {"*.up": "column"}, "pipeline_plan": {"layers": "blocks"},
-        "timeout": 60.0, "process_group_backend": "nccl", "nccl_options": {"pp": {"max_ctas": 4}},
-        "signal_check_interval": 5, "zero": 0, "bucket_size": 1000, "gradient_dtype": "bfloat16",
-        "overlap_gradients": False, "overlap_parameters": True, "overlap_tensor_parallel": True, "check_gradients": True,
-        "replica_check_interval": 7, "async_save": True, "moments_dtype": "bfloat16",
+        "tp": 2, "pp": 2, "vpp": 2, "pipeline.stage_layers": [1, 2, 2, 1], "cp": 2, "context.transport": "ring", "ep": 2, "etp": 1,
+        "sequence_parallel": True, "schedule": "interleaved", "microbatch_size": "batch", "pipeline.microbatch_group_size": 4,
+        "job.check_microbatches": False, "job.order": "tp-dp-cp-ep-pp", "recompute": "full", "loss_chunk": "auto",
+        "experts.transport": "all_gather", "tensor_parallel_plan": {"*.up": "column"}, "pipeline_plan": {"layers": "blocks"},
+        "job.timeout": 60.0, "job.backend": "nccl", "job.nccl": {"pp": {"max_ctas": 4}},
+        "job.signal_check_interval": 5, "optimizer.zero": 0, "optimizer.bucket_size": 1000, "optimizer.gradient_dtype": "bfloat16",
+        "optimizer.overlap_gradients": False, "optimizer.overlap_parameters": True, "linear.overlap": True, "job.check_gradients": True,
+        "job.replica_check_interval": 7, "async_save": True, "optimizer.moments_dtype": "bfloat16",
         "cuda_graphs": asdict(CudaGraphs("segments", warmup_steps=4)),
     }  # fmt: skip
     # Those that contradict others.
-    others = {"optimizer_slices", "cp_groups", "expert_rows", "expert_clones", "fp8", "backend"}
+    others = {"context.groups", "experts.rows", "experts.clones", "fp8", "linear.backend"}
     assert defaults.keys() - changed.keys() == others
-    options = MegatronStrategy(**changed).options.as_dict()
+    options = flat(strategy_with(**changed).options.as_dict())
     assert {name: options[name] for name in changed} == changed
 
 
 def test_what_the_trainer_cannot_run_is_refused():
     layout: dict[str, Any]
     for devices, layout, options, words in (
-        (2, {"process_group_backend": "nccl"}, {}, "'nccl' needs GPUs, .* is cpu"),
+        (2, {"job.backend": "nccl"}, {}, "'nccl' needs GPUs, .* is cpu"),
         (1, {}, {"plugins": [AsyncCheckpointIO()]}, "CheckpointIO plugin"),
         (1, {}, {"sync_batchnorm": True}, "sync_batchnorm"),
     ):
         with pytest.raises((ParallelPlanError, UnsupportedError), match=words):
-            trainer(devices, MegatronStrategy(**layout), **options)
+            trainer(devices, strategy_with(**layout), **options)
 
 
 def test_strategy_is_registered_as_megatron():
@@ -149,7 +176,7 @@ def test_defaults_follow_other_options():
     assert not MegatronStrategy(tp=2, sequence_parallel=False).options.shards_sequence
     assert MegatronStrategy(pp=2).options.schedule_name == "1f1b"
     assert MegatronStrategy(pp=2, vpp=2).options.schedule_name == "interleaved"
-    delta = MegatronStrategy(timeout=60).options.timeout_delta
+    delta = MegatronStrategy(job={"timeout": 60}).options.job.timeout_delta
     assert delta is not None
     assert delta.total_seconds() == 60
     for size in (None, "batch", 3):
@@ -160,9 +187,9 @@ def test_defaults_follow_other_options():
 
 def test_settings_without_effect_or_with_a_faster_alternative_are_reported():
     def notes(kind, precision="bf16-mixed", **options):
-        return " ".join(notes_on(MegatronStrategy(**options).options, precision, kind))
+        return " ".join(notes_on(strategy_with(**options).options, precision, kind))
 
-    overlap: dict[str, Any] = {"tp": 2, "overlap_tensor_parallel": True}
+    overlap: dict[str, Any] = {"tp": 2, "linear.overlap": True}
     for precision, kind in (("bf16-mixed", "cpu"), ("32-true", "cuda")):
         assert "has no effect" in notes(kind, precision, **overlap)
     assert "no effect" not in notes("cuda", **overlap)
@@ -179,7 +206,7 @@ def test_ranks_that_share_memory_must_be_on_one_host():
         (ParallelLayout(6, tp=2), 3, "[2, 3]"),
     ):
         check_hosts(MegatronStrategy(tp=layout.tp).options, layout, ranks_per_host)
-        overlap = MegatronStrategy(tp=layout.tp, overlap_tensor_parallel=True).options
+        overlap = MegatronStrategy(tp=layout.tp, linear={"overlap": True}).options
         words = re.escape(f"ranks {spanning_ranks} are not")
         is_refused = spanning_ranks is not None
         with pytest.raises(ParallelPlanError, match=words) if is_refused else nullcontext():

@@ -47,7 +47,7 @@ class Signal(CallAt):
 def make_trainer(folder: Path, *callbacks: Callback, saves: bool = True, **layout: Any) -> Trainer:
     """Return a trainer of two epochs of eight batches that agrees on signals after each batch."""
     options = {"max_epochs": 2, "default_root_dir": folder, "enable_checkpointing": saves}
-    layout = {"signal_check_interval": 1, **layout}
+    layout = {"job.signal_check_interval": 1, **layout}
     return trainer_of(
         Job(strategy=layout, precision="32-true", steps=-1, trainer=options), 1, *callbacks
     )
@@ -92,7 +92,9 @@ def test_without_a_checkpoint_callback_the_step_is_saved_in_the_root_folder(tmp_
 
 
 def test_ranks_agree_on_signals_at_intervals_of_batches(tmp_path):
-    runner = make_trainer(tmp_path, Signal(2), ModelCheckpoint(tmp_path), signal_check_interval=6)
+    runner = make_trainer(
+        tmp_path, Signal(2), ModelCheckpoint(tmp_path), **{"job.signal_check_interval": 6}
+    )
     fit_until_signal(runner, tmp_path, 5)
 
 

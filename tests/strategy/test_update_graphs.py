@@ -162,10 +162,10 @@ def sgd(groups: Any, fused: bool, eps: float, lr: float, **options: Any) -> torc
     return torch.optim.SGD(groups, lr=lr, **options)
 
 
-SUMS = {"precision": "bf16-mixed", "strategy": {"gradient_dtype": "bfloat16"}}
+SUMS = {"precision": "bf16-mixed", "strategy": {"optimizer.gradient_dtype": "bfloat16"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"precision": "64-true"}, "needs precision"),
-    (SUMS, "gradient_dtype is 'bfloat16'"),
+    (SUMS, "optimizer.gradient_dtype is 'bfloat16'"),
     ({"callbacks": [Reads()]}, "Reads.on_before_opt"),
     ({"model": AddsReader}, "Reads.on_before_opt"),
     ({"model": ReadsItself}, "ReadsItself.on_after_backward"),

@@ -28,7 +28,7 @@ from lightning_megatron import (
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.strategy.options.sizes import check_last_batch
-from tests.fits import Job, trainer_of
+from tests.fits import Job, strategy_with, trainer_of
 from tests.refusals import check_refusals
 from tests.world import run_world
 
@@ -57,7 +57,7 @@ def tokens_of(seq_length: int = 8, batch_size: int = 4) -> TokenDataModule:
 def fit(
     module: Any = None, data: Any = None, size: int = 1, trainer: Any = None, **layout: Any
 ) -> Any:
-    options = {"microbatch_size": None, "check_microbatches": True, **layout}
+    options = {"microbatch_size": None, "job.check_microbatches": True, **layout}
     limits = {"gradient_clip_val": None, **(trainer or {})}
     job = Job(strategy=options, steps=1, trainer=limits, precision="32-true")
     fitted = trainer_of(job, size)
@@ -93,7 +93,7 @@ REFUSED: list[tuple[dict[str, Any], Any, int, dict[str, Any], str]] = [
     ({}, None, 4, {"tp": 3}, "world_size (4) must be a multiple of tp x cp x pp"),
     ({"num_layers": 3}, None, 2, {"pp": 2, "vpp": 2}, "Use pp of 1 with vpp 2, or vpp of 1 with pp 2."),
     (
-        {"num_layers": 4}, None, 2, {"pp": 2, "vpp": 2, "microbatch_group_size": 5},
+        {"num_layers": 4}, None, 2, {"pp": 2, "vpp": 2, "pipeline.microbatch_group_size": 5},
         "microbatch groups must have at least pp microbatches and at most all",
     ),
     ({}, loader_of(3), 2, {"tp": 2, "microbatch_size": 2}, UNEQUAL),
@@ -105,7 +105,7 @@ REFUSED: list[tuple[dict[str, Any], Any, int, dict[str, Any], str]] = [
     ({}, tokens_of(9), 2, {"tp": 2}, "Use 8 or 10, or sequence_parallel=False."),
     ({}, tokens_of(32), 2, {"tp": 2}, "seq_length (32) must not exceed max_seq_length (16)"),
     ({}, tokens_of(10), 2, {"cp": 2}, "seq_length (10) must be a multiple of 2 cp (4)"),
-    ({"attention_dropout": 0.1}, None, 2, {"cp": 2, "cp_transport": "ring"}, "cannot be used with attention dropout"),
+    ({"attention_dropout": 0.1}, None, 2, {"cp": 2, "context.transport": "ring"}, "cannot be used with attention dropout"),
     ({}, None, 4, {"ep": 2}, "ep (2) needs a model with experts"),
     (EXPERTS, None, 4, {"ep": 4}, "num_experts (6) must be a multiple of ep (4)"),
 ]  # fmt: skip
@@ -139,14 +139,14 @@ def test_a_hugging_face_folder_that_does_not_fit_is_refused_before_any_process(t
 
 def test_invalid_arguments_of_the_strategy_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"cp_transport": "ring"}, "Use cp of 2 or more, or leave cp_transport out."),
-        ({"order": "tp-cp-xp-dp-pp"}, "'tp-cp-xp-dp-pp' names 'xp'"),
-        ({"order": "tp-cp-tp-dp-pp"}, "names tp 2 times, so its place is ambiguous"),
-        ({"nccl_options": {"pipeline": {"max_ctas": 4}}}, "'pipeline' is not such an axis"),
-        ({"tp": 2, "order": "cp-dp-pp"}, "'cp-dp-pp' leaves out tp (2)"),
+        ({"context.transport": "ring"}, "Use cp of 2 or more, or leave context.transport out."),
+        ({"job.order": "tp-cp-xp-dp-pp"}, "'tp-cp-xp-dp-pp' names 'xp'"),
+        ({"job.order": "tp-cp-tp-dp-pp"}, "names tp 2 times, so its place is ambiguous"),
+        ({"job.nccl": {"pipeline": {"max_ctas": 4}}}, "'pipeline' is not such an axis"),
+        ({"tp": 2, "job.order": "cp-dp-pp"}, "'cp-dp-pp' leaves out tp (2)"),
         ({"schedule": "zb-h3"}, "a path that ends in .csv, a function or None: it is 'zb-h3'"),
     ]
-    check_refusals(MegatronStrategy, cases)
+    check_refusals(strategy_with, cases)
 
 
 def test_a_last_batch_with_too_few_microbatches_is_refused_before_the_first_step() -> None:

@@ -39,8 +39,8 @@ KINDS = {
     "experts": MIXTURE,
     "whole step": MIXTURES["whole step"],
 }
-RING, GATHER = {"cp_transport": "ring"}, {"cp_transport": "all_gather"}
-ALL_TO_ALL, NESTED = {"cp_transport": "all_to_all"}, {"cp_transport": "hierarchical"}
+RING, GATHER = {"context.transport": "ring"}, {"context.transport": "all_gather"}
+ALL_TO_ALL, NESTED = {"context.transport": "all_to_all"}, {"context.transport": "hierarchical"}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hierarchical": ("gpt2", {"cp": 4, **NESTED}),
     "ring in an interleaved pipeline": (
@@ -190,9 +190,9 @@ def run_all(rank: int, size: int, corpus: str) -> dict[Any, Report]:
     }
     jobs |= {name: packed(*case) for name, case in PACKED.items()}
     for name, (kind, layout) in GROUPED.items():
-        jobs[name] = packed(kind, {**layout, "cp_groups": "documents"}, length=S)
+        jobs[name] = packed(kind, {**layout, "context.groups": "documents"}, length=S)
     for windows, groups in WINDOWED:
-        layout = {"cp": 2, "pp": 2, **RING, "cp_groups": groups}
+        layout = {"cp": 2, "pp": 2, **RING, "context.groups": groups}
         jobs[windows, groups] = in_windows(corpus, layout, windows)
     jobs |= {("file", name): on_file(corpus, *case) for name, case in ON_FILE.items()}
     return run_jobs(rank, size, jobs)

@@ -113,7 +113,7 @@ def test_modules_that_cannot_be_split_by_positions_are_refused_before_a_launch(
         assert message in str(caught.value)
         assert "cp (2)" in str(caught.value)
         assert "se cp=1" in str(caught.value), "the remedy"
-    ring, dropout = {"cp": 2, "cp_transport": "ring"}, {"attention_dropout": 0.1}
+    ring, dropout = {"cp": 2, "context.transport": "ring"}, {"attention_dropout": 0.1}
     without_ring = "cannot be used with attention dropout"
     heads = r"attention_heads \(2\) must be a multiple of tp"
     cut_heads = {"cp": 2, "tp": 4}

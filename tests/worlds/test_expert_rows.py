@@ -1,4 +1,4 @@
-"""Steps that need more rows than ``expert_rows`` allows are run again with equal results; clones of
+"""Steps that need more rows than ``experts.rows`` allows are run again with equal results; clones of
 experts change no results; and every layout logs the same load of experts.
 """
 
@@ -62,7 +62,7 @@ CASES: dict[int, dict[str, tuple[Excess, Any, int, dict[str, Any]]]] = {
         "eager": (EXCESS, None, 2, {"kind": Changing}),
         "all recomputed": (
             ONE_ROW, None, 1,
-            {"layout": {"recompute": "full", "expert_transport": "all_gather", "zero": 0}},
+            {"layout": {"recompute": "full", "experts.transport": "all_gather", "optimizer.zero": 0}},
         ),
         "segments": (CAPTURED, replace(SEGMENTS, evaluation=True), 2, EVALUATED),
         "sums by full graphs": (ACCUMULATED, FULL, 2, SUMS),
@@ -71,7 +71,7 @@ CASES: dict[int, dict[str, tuple[Excess, Any, int, dict[str, Any]]]] = {
     4: {
         "recomputed segments": (
             STAGES, SEGMENTS, 2,
-            {"layout": {"pp": 2, "recompute": "full", "stage_layers": [1, 1]}, "num_batches": 5},
+            {"layout": {"pp": 2, "recompute": "full", "pipeline.stage_layers": [1, 1]}, "num_batches": 5},
         ),
     },
 }  # fmt: skip
@@ -150,15 +150,15 @@ def world(rank: int, size: int, folder: str) -> dict[str, Any]:
         run_steered(rows, {**EXCESS, **ONE_ROW}, kind=Changing, resume=half) for rows in (1.0, None)
     ]
     results["resumed"] = compared(*later)
-    cloned = {"layout": {"expert_clones": 1}}
+    cloned = {"layout": {"experts.clones": 1}}
     results["clones"] = run_steered(None, UNEVEN, **cloned)
     within = run_steered(1.0, UNEVEN, **cloned)
     results["clones, limit"] = compared(within, results["clones"])
-    few = {"layout": {"expert_clones": {"places": 1, "min_rows": 2}}}
+    few = {"layout": {"experts.clones": {"places": 1, "min_rows": 2}}}
     over = [run_steered(rows, TOO_FEW, **few) for rows in (1.0, None)]
     results["clones, over the limit"] = compared(*over)
     for name, clones in (("no clones, frozen", 0), ("clones, frozen", 1)):
-        layout = {"expert_clones": clones}
+        layout = {"experts.clones": clones}
         results[name] = run_steered(None, UNEVEN, kind=AllExpertsFrozen, layout=layout)
     for kind, message in (
         (FrozenExperts, r"of some experts of layer 0, on \[0\] of the 2 ranks of ep, is frozen"),
@@ -197,11 +197,11 @@ def test_a_step_over_the_row_limit_equals_a_step_without_a_limit(size: int, requ
 def test_warnings_name_the_largest_need_and_the_limit_grows_after_the_second(ranks: Any) -> None:
     first, second = ranks[0]["eager"][1].outcomes["warnings"]
     assert (
-        "layer 1 needed 135 rows on rank 1, expert_rows=1 has 128: the step was run again" in first
+        "layer 1 needed 135 rows on rank 1, experts.rows=1 has 128: the step was run again" in first
     )
     assert "1.06 would be enough" in first
-    assert "layer 0 needed 130 rows on rank 0, expert_rows=1 has 128" in second
-    assert re.search(r"and expert_rows is 1\.1\d? from now on", second)
+    assert "layer 0 needed 130 rows on rank 0, experts.rows=1 has 128" in second
+    assert re.search(r"and experts.rows is 1\.1\d? from now on", second)
     for results in ranks:
         assert 1.1 < results["eager"][1].outcomes["factor"] < 1.2
         assert results["all recomputed"][1].outcomes["factor"] == 1.0
@@ -252,7 +252,7 @@ def test_clones_keep_rows_within_a_limit_and_too_few_rows_for_a_clone_are_repeat
         _, too_small, differing = results["clones, over the limit"]
         assert (too_small.outcomes["failures"], differing) == (1, [])
     (warning,) = ranks[0]["clones, over the limit"][1].outcomes["warnings"]
-    assert "layer 1 needed 129 rows on rank 0, expert_rows=1 has 128" in warning
+    assert "layer 1 needed 129 rows on rank 0, experts.rows=1 has 128" in warning
 
 
 # ---- load of experts

@@ -59,12 +59,12 @@ KINDS = {
 #: divide the features of experts.
 ETP1 = {"etp": 1}
 PLAIN_TP = {"sequence_parallel": False}
-ONE_SIDED = {"expert_transport": "one_sided"}
-ALL_TO_ALL = {"expert_transport": "all_to_all"}
+ONE_SIDED = {"experts.transport": "one_sided"}
+ALL_TO_ALL = {"experts.transport": "all_to_all"}
 GRIDS: dict[str, dict[str, Any]] = {
     "ep4": {"ep": 4},
     "ep4, one-sided": {"ep": 4, **ONE_SIDED},
-    "ep2 edp2, zero 0": {"ep": 2, "zero": 0},
+    "ep2 edp2, zero 0": {"ep": 2, "optimizer.zero": 0},
     "tp2 etp1 ep2, experts again": {"tp": 2, "ep": 2, **ETP1, "recompute": "experts"},
     "tp2 etp1 ep2, all again": {"tp": 2, "ep": 2, **ETP1, "recompute": "full"},
     "tp2 etp2 ep2": {"tp": 2, "ep": 2, **PLAIN_TP},
@@ -78,8 +78,8 @@ GRIDS: dict[str, dict[str, Any]] = {
     | {"recompute": "expert_inputs", "schedule": "zb-h1"},
     "pp2 vpp2 edp2": {"pp": 2, "vpp": 2},
     "zb-v tp2": {"pp": 2, "vpp": 2, "schedule": "zb-v", "tp": 2},
-    "cp2 ep2, all-to-all": {"cp": 2, "ep": 2, "cp_transport": "all_to_all"},
-    "cp2 tp2, ring": {"cp": 2, "tp": 2, "cp_transport": "ring"},
+    "cp2 ep2, all-to-all": {"cp": 2, "ep": 2, "context.transport": "all_to_all"},
+    "cp2 tp2, ring": {"cp": 2, "tp": 2, "context.transport": "ring"},
 }
 #: Gradients before and after an update.
 two_steps = partial(Job, steps=2)
@@ -103,13 +103,13 @@ JOBS: dict[tuple[str, str], Job] = chosen(
 #: A clone needs more rows than there are.
 NEVER = {"places": 2, "min_rows": 10**6}
 #: Buckets of few parameters start during the backward pass.
-EDP2 = {"ep": 2, "bucket_size": 2000}
+EDP2 = {"ep": 2, "optimizer.bucket_size": 2000}
 #: Fits with clones.
 CLONES: dict[str, Job] = {
-    name: two_steps(KINDS[kind], {"expert_clones": clones, **layout})
+    name: two_steps(KINDS[kind], {"experts.clones": clones, **layout})
     for name, (kind, clones, layout) in {
         "ep4, inputs again": ("plain", 2, {"ep": 4, "recompute": "expert_inputs"}),
-        "ep2 edp2, zero 0": ("plain", 2, EDP2 | {"zero": 0}),
+        "ep2 edp2, zero 0": ("plain", 2, EDP2 | {"optimizer.zero": 0}),
         "tp2 etp1 ep2, all again": ("plain", 2, GRIDS["tp2 etp1 ep2, all again"]),
         "tp2 etp2 ep2": ("whole step", 1, GRIDS["tp2 etp2 ep2"]),
         "zb-h1 ep2": ("plain", 2, {"pp": 2, "ep": 2, "schedule": "zb-h1"}),
@@ -118,7 +118,7 @@ CLONES: dict[str, Job] = {
 }
 # Two batches are one step.
 CLONES["accumulated"] = two_steps(
-    MIXTURE, {"expert_clones": 1, **EDP2, "microbatch_size": 1}, batch=4,
+    MIXTURE, {"experts.clones": 1, **EDP2, "microbatch_size": 1}, batch=4,
     trainer={"accumulate_grad_batches": 2},
 )  # fmt: skip
 

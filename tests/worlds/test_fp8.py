@@ -46,7 +46,7 @@ CONFIGS = {
 }
 KEEP = ("layers.0.mlp.*",)
 ZBV = {"pp": 2, "vpp": 2, "schedule": "zb-v"}
-LATE = {"overlap_parameters": True}
+LATE = {"optimizer.overlap_parameters": True}
 #: Kind, recipe and layout of fits with casts of parameters.
 CAST: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tensorwise, tp2+sp zb-v": ("llama", "tensorwise", {"tp": 2, **ZBV}),
@@ -57,7 +57,7 @@ CAST: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 #: The same with weights stored in 8 bits; two batches are a step of the first.
 STORED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "accumulated": ("gpt2", "tensorwise", {"bucket_size": 5000, **LATE}),
+    "accumulated": ("gpt2", "tensorwise", {"optimizer.bucket_size": 5000, **LATE}),
     "tensorwise, zb-v dp2": ("llama", "tensorwise", {**ZBV, **LATE}),
     "delayed, tp2 pp2": ("gpt2", "delayed", {"tp": 2, "pp": 2, "sequence_parallel": False}),
     "delayed, cp2 tp2+sp": ("llama", "delayed", {"cp": 2, "tp": 2, "recompute": "full"}),

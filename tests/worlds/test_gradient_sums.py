@@ -158,7 +158,7 @@ def check_unused_gradients(mesh: ParallelMesh) -> None:
 def check_late_gradient(mesh: ParallelMesh) -> None:
     """A gradient that arrives after its sum has started is refused."""
     run = Run({"weight": nn.Parameter(torch.ones(3))}, mesh)
-    message = "'weight' received a second gradient afterwards.*overlap_gradients=False"
+    message = "'weight' received a second gradient afterwards.*optimizer.overlap_gradients=False"
     for uses in (1, 2):
         run.reducer.begin_last_backward(0)
         with pytest.raises(RuntimeError, match=message) if uses == 2 else nullcontext():

@@ -110,7 +110,7 @@ def job_of(layout: dict[str, Any], model: Any = SMALL) -> Job:
     batch = 4 if layout.keys() & {"tp", "pp"} else 8
     reads = {"val_check_interval": 3, "check_val_every_n_epoch": None, "limit_val_batches": 1}
     return Job(
-        model, {"overlap_parameters": True, **layout}, steps=NUM_STEPS, norms=False, batch=batch,
+        model, {"optimizer.overlap_parameters": True, **layout}, steps=NUM_STEPS, norms=False, batch=batch,
         data=partial(Tokens, 5 * batch - 2, 5 * batch), validation=partial(Tokens, 8, 8),
         trainer={**reads, "log_every_n_steps": 2},
     )  # fmt: skip
@@ -118,7 +118,7 @@ def job_of(layout: dict[str, Any], model: Any = SMALL) -> Job:
 
 #: Jobs, and what their replays do: gather parameters, find them complete, sum gradients over ranks.
 CASES: dict[str, tuple[Job, set[str]]] = {
-    "dp2": (job_of({"bucket_size": 600}), {"gathers", "complete", "sums"}),
+    "dp2": (job_of({"optimizer.bucket_size": 600}), {"gathers", "complete", "sums"}),
     "dp2, plain layers": (job_of({}, Plain), {"gathers", "complete", "sums"}),
     "pp2, tied": (job_of({"pp": 2}), {"complete", "sums"}),
     "tp2, sequence parallel": (job_of({"tp": 2}), {"complete", "sums"}),

@@ -32,7 +32,7 @@ from tests.world import run_world
 
 WIDE, SHORT = replace(SMALL, hidden_size=64), replace(LLAMA, num_layers=2)
 DELAYED = FP8("delayed", history=3, margin=1, emulate=True, parameters="fp8")
-LATE = {"bucket_size": 2000, "overlap_parameters": True}
+LATE = {"optimizer.bucket_size": 2000, "optimizer.overlap_parameters": True}
 ONE = {"microbatch_size": 1}
 BF16: dict[str, Any] = {"precision": "bf16-mixed"}
 #: The last batch of an epoch and of a validation has a microbatch of one sample.
@@ -52,7 +52,7 @@ def job(model: Any, layout: dict[str, Any], **options: Any) -> Job:
 JOBS: dict[str, tuple[Job, tuple[CudaGraphs, ...]]] = {
     "tp2": (job(DROPOUT, {"tp": 2}, validation=VARIED, trainer=VALIDATED), MODES),
     "dp2, late": (job(SMALL, LATE), MODES),
-    "dp2, rows": (job(replace(SHORT, vocab_size=4000), {"bucket_size": 500}), MODES),
+    "dp2, rows": (job(replace(SHORT, vocab_size=4000), {"optimizer.bucket_size": 500}), MODES),
     "dp2, accumulation": (job(SMALL, {}, trainer={"accumulate_grad_batches": 3}), (FULL,)),
     "cp2": (job(SMALL, {"cp": 2}), (FULL,)),
     "pp2 vpp2": (job(GPT2, {"pp": 2, "vpp": 2, **ONE}), (FULL,)),
@@ -64,14 +64,18 @@ JOBS: dict[str, tuple[Job, tuple[CudaGraphs, ...]]] = {
     "pp2, mixture": (job(ROUTED, {"pp": 2}), (FULL,)),
     "zb-h1": (job(SMALL, {"pp": 2, "schedule": "zb-h1", **ONE}), MODES),
     "zb-v": (job(GPT2, {"pp": 2, "vpp": 2, "schedule": "zb-v", **ONE}), (SEGMENTS,)),
-    "ep2, late": (job(ROUTED, {"ep": 2, "expert_transport": "one_sided", **LATE}), MODES),
+    "ep2, late": (job(ROUTED, {"ep": 2, "experts.transport": "one_sided", **LATE}), MODES),
     "ep2 all_gather, recomputed": (
-        job(ROUTED, {"ep": 2, "expert_transport": "all_gather", "recompute": "full"}),
+        job(ROUTED, {"ep": 2, "experts.transport": "all_gather", "recompute": "full"}),
         (SEGMENTS,),
     ),
-    "ep2, clones": (job(ROUTED, {"ep": 2, "expert_clones": 1}), (FULL,)),
+    "ep2, clones": (job(ROUTED, {"ep": 2, "experts.clones": 1}), (FULL,)),
     "fp8 dp2, late": (
-        job(SMALL, {"fp8": DELAYED, "overlap_parameters": True, "bucket_size": 1000}, **BF16),
+        job(
+            SMALL,
+            {"fp8": DELAYED, "optimizer.overlap_parameters": True, "optimizer.bucket_size": 1000},
+            **BF16,
+        ),
         MODES,
     ),
     "fp8 tp2": (job(WIDE, {"tp": 2, "fp8": DELAYED, **ONE}, **BF16), (FULL,)),
@@ -84,7 +88,7 @@ JOBS: dict[str, tuple[Job, tuple[CudaGraphs, ...]]] = {
         (SEGMENTS,),
     ),
     "updates dp2": (
-        job(FusedLanguage, {"bucket_size": 2000}, precision="32-true", norms=False),
+        job(FusedLanguage, {"optimizer.bucket_size": 2000}, precision="32-true", norms=False),
         (replace(FULL, optimizer=True),),
     ),
     "updates pp2": (
@@ -113,7 +117,7 @@ def captured_scopes(*scopes: tuple[Any, ...]) -> tuple[CudaGraphs, ...]:
 #: Jobs by graphs of each scope.
 SCOPED = {
     transport: (
-        job(ROUTED, {"ep": 2, "expert_transport": transport}, steps=3),
+        job(ROUTED, {"ep": 2, "experts.transport": transport}, steps=3),
         captured_scopes(*scopes),
     )
     for transport, scopes in {"one_sided": SCOPES, "all_to_all": EAGER_EXPERTS}.items()

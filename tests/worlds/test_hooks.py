@@ -21,7 +21,7 @@ from tests.fits import Job, Language, Module, loader_of, run_job, trainer_of
 from tests.world import run_world
 
 #: The module gets full batches.
-OURS: dict[str, Any] = {"microbatch_size": "batch", "bucket_size": 16}
+OURS: dict[str, Any] = {"microbatch_size": "batch", "optimizer.bucket_size": 16}
 TP: dict[str, Any] = {**OURS, "tp": 2, "tensor_parallel_plan": {"net.0": "column", "net.2": "row"}}
 #: Name of the called method, and the norms of the gradients of the module's parameters at the call.
 Call = tuple[str, tuple[float | None, ...]]

@@ -256,7 +256,7 @@ class SharedKeys(PerLayer):
     """Read keys and values of an earlier layer in later ones, on one stage."""
 
     extra = {**GEMMA, "num_kv_shared_layers": 2}
-    stages = {"stage_layers": [1, 3]}
+    stages = {"pipeline.stage_layers": [1, 3]}
 
 
 class Divided(SharedKeys):

@@ -78,14 +78,14 @@ FITS: dict[tuple[str, str], dict[str, Any]] = {
     ("llama", "cp2 tp2+sp"): {"cp": 2, "tp": 2},
     ("gpt2", "pp2 vpp2 dp2"): {"pp": 2, "vpp": 2},
     ("gemma3", "tp2+sp pp2"): TP_PP,
-    ("starcoder2", "pp2, none in the first stage"): {"pp": 2, "stage_layers": "E|t*4L"},
+    ("starcoder2", "pp2, none in the first stage"): {"pp": 2, "pipeline.stage_layers": "E|t*4L"},
     ("starcoder2", "tp2+sp pp2, zb-h1"): {**TP_PP, "schedule": "zb-h1"},
-    ("bert classes", "pp2, none in the last stage"): {"pp": 2, "stage_layers": [4, 0]},
-    ("bert spans", "pp2 vpp2, uneven"): {"pp": 2, "vpp": 2, "stage_layers": [0, 1, 2, 1]},
+    ("bert classes", "pp2, none in the last stage"): {"pp": 2, "pipeline.stage_layers": [4, 0]},
+    ("bert spans", "pp2 vpp2, uneven"): {"pp": 2, "vpp": 2, "pipeline.stage_layers": [0, 1, 2, 1]},
     ("bert body", "tp4+sp"): {"tp": 4, "microbatch_size": 4},
-    ("qwen3_moe", "tp2+sp ep2, clones"): {"tp": 2, "ep": 2, "etp": 1, "expert_clones": 1},
+    ("qwen3_moe", "tp2+sp ep2, clones"): {"tp": 2, "ep": 2, "etp": 1, "experts.clones": 1},
     ("qwen3_moe", "tp2 etp2 ep2"): {"tp": 2, "ep": 2, "sequence_parallel": False},
-    ("mixtral, balanced", "pp2 ep2, clones"): {"pp": 2, "ep": 2, "expert_clones": {"places": 2, "min_rows": 1}},
+    ("mixtral, balanced", "pp2 ep2, clones"): {"pp": 2, "ep": 2, "experts.clones": {"places": 2, "min_rows": 1}},
 }  # fmt: skip
 #: Models of Hugging Face that compute in float64 throughout.
 EXACT: dict[str, dict[str, Any]] = {

@@ -38,9 +38,9 @@ LOGGED: dict[str, Any] = {
 WRITTEN: dict[str, Any] = {
     "tp2": {
         **{"tp": 2, "tensor_parallel_plan": {"blocks.0": "replicate"}, "microbatch_size": 1},
-        "check_microbatches": True,
+        "job.check_microbatches": True,
     },
-    "pp2": {**PP, "microbatch_size": 1, "check_microbatches": True},
+    "pp2": {**PP, "microbatch_size": 1, "job.check_microbatches": True},
 }
 #: Options of ``log`` by name.
 WAYS: dict[str, dict[str, Any]] = {

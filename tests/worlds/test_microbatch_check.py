@@ -100,7 +100,7 @@ def fit(
 ) -> Step:  # fmt: skip
     """Fit, on the same batches on all ranks."""
     if strategy is not None:
-        strategy = {"microbatch_size": None, "check_microbatches": True, **strategy}
+        strategy = {"microbatch_size": None, "job.check_microbatches": True, **strategy}
     options = {"max_epochs": epochs, "gradient_clip_val": None}
     trainer, module = (
         trainer_of(Job(strategy=strategy, steps=-1, trainer=options), size),
@@ -138,7 +138,7 @@ def check_late_phases(size: int = 1) -> None:
     """Losses that mix samples from a later step on are refused at the next trial."""
     stages = STAGES if size > 1 else {}
     for case, interval, step in (("mixed epoch", 0, BATCHES), ("mixed step", 5, 9)):
-        strategy = {"microbatch_size": 1, "replica_check_interval": interval, **stages}
+        strategy = {"microbatch_size": 1, "job.replica_check_interval": interval, **stages}
         words = "the loss of two microbatches is .* in one call"
         assert refused(words, case, strategy, size, epochs=2) == step
 
@@ -155,7 +155,7 @@ def two_ranks(rank: int, size: int) -> None:
         # Losses with dropout are accepted, and unchanged by the trial.
         metrics = []
         for check in (True, False):
-            options = {**layout, "check_microbatches": check}
+            options = {**layout, "job.check_microbatches": check}
             data = Texts(num_batches=2)
             module = fit("samples", options, size, data, validation=uneven, drops=True)
             metrics.append({k: float(v) for k, v in module.trainer.callback_metrics.items()})

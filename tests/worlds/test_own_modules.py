@@ -373,13 +373,13 @@ def run_two(rank: int, size: int, plans: dict[str, dict[str, str]]) -> dict[Any,
     found: dict[Any, Report] = {}
     for name, case in AROUND.items():
         found[name] = run_job(around(*case), size)
-    job = around(partial(Around, WritesWeights), {**PP, "check_microbatches": True})
+    job = around(partial(Around, WritesWeights), {**PP, "job.check_microbatches": True})
     with pytest.raises(
         UnsupportedError, match=r"must not write weights.*'body.(enter|head).weight'"
     ):
         run_job(job, size)
     for kind, plan in plans.items():
-        layout = {"pp": 2, "pipeline_plan": plan, "check_microbatches": True}
+        layout = {"pp": 2, "pipeline_plan": plan, "job.check_microbatches": True}
         if kind == "CLIPModel":
             with pytest.raises(UnsupportedError, match="mixes its samples.*='batch'"):
                 run_job(planned(kind, layout), size)

@@ -68,7 +68,11 @@ def check_batches() -> None:
     drawn, other = DataLoader(Drawn(32), 4), DataLoader(OtherSample(32, 32), 4, sampler=range(28))
     fit_on(drawn, drawn, tp=2)
     for numbers, args, options in (
-        ("training batches 5 to 6", (drawn, None, Draws()), {"replica_check_interval": 3, "tp": 2}),
+        (
+            "training batches 5 to 6",
+            (drawn, None, Draws()),
+            {"job.replica_check_interval": 3, "tp": 2},
+        ),
         # The fit ends between two comparisons.
         ("training batches 5 to 7", (DataLoader(Drawn(28), 4), None, Draws()), {"tp": 2}),
         ("validation batches 5 to 7", (DataLoader(Tokens(8), 4), other), {"pp": 2}),
@@ -175,7 +179,7 @@ VALUES: dict[str, tuple[dict[str, Any], tuple[str, int, int], dict[str, Any], in
     ),
     "gradient": ({}, ("gradient", 1, 3), {}, 3, f"{GRADIENT} 1 (nan) was"),
     "clipped gradient": (
-        {"overlap_gradients": False}, ("gradient", 0, 3), {"gradient_clip_val": 1.0}, 3, f"{GRADIENT} 0 (nan) was",
+        {"optimizer.overlap_gradients": False}, ("gradient", 0, 3), {"gradient_clip_val": 1.0}, 3, f"{GRADIENT} 0 (nan) was",
     ),
     "weight": ({"tp": 2}, ("weight", 1, 3), {}, 3, f"batch 3 the weight {WEIGHT} of rank 1 (nan)"),
     "logged at the fourth batch": (
@@ -183,7 +187,7 @@ VALUES: dict[str, tuple[dict[str, Any], tuple[str, int, int], dict[str, Any], in
         "batch 2 the loss of rank 1 (inf) was not, before any other value. At batch 3 so were",
     ),
     "logged never": ({}, ("loss", 1, 2), {"log_every_n_steps": 50}, 6, "batch 2 the loss of rank 1"),
-    "not looked at": ({"check_gradients": False}, ("loss", 1, 2), {}, 6, "no error"),
+    "not looked at": ({"job.check_gradients": False}, ("loss", 1, 2), {}, 6, "no error"),
 }  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def train(
     """Return the report of three steps, or the error that ends them."""
     module = make()
     num_data_ranks = 1 if {"tp", "pp"} & (layout or {}).keys() else size
-    options = {"microbatch_size": BATCH // num_data_ranks, "check_microbatches": True}
+    options = {"microbatch_size": BATCH // num_data_ranks, "job.check_microbatches": True}
     data = sequences if isinstance(module, Predict) else Vectors
     job = Job(
         lambda: module, layout and {**options, **layout}, data=data, batch=BATCH, norms=False,
@@ -323,7 +323,7 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "a row for every feature": (lambda: Regress(lambda: Net(nn.PReLU(12))), TP, r"6 of 12 features.*\{'net.between': 'features'\}"),
     "a layer that sums": (plain, planned(up="column"), r"6 of 12 features, .*Use \{'net.down': 'row'\}"),
     "a penalty of activations": (
-        lambda: UsesActivations(logs=False), TP | {"check_microbatches": False},
+        lambda: UsesActivations(logs=False), TP | {"job.check_microbatches": False},
         r"same loss.* it is ([\d.]+) on rank 0, (?!\1)[\d.]+ on rank 1",
     ),
     "a log of activations": (lambda: UsesActivations(logs=True), TP, f"log 'size' is {OTHER}"),
@@ -354,12 +354,12 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         rf"not take derivatives itself with pp \(2\).*{LINE} ",
     ),
     "nothing, for the noise is drawn": (module_with(random_noise), TP, r"^$"),
-    "nothing, for it is meant": (module_with(softmax), TP | {"check_microbatches": False}, r"^$"),
+    "nothing, for it is meant": (module_with(softmax), TP | {"job.check_microbatches": False}, r"^$"),
     "written on one of dp": (
-        lambda: WritesAlone(plain_net, 1, "net.up.weight"), {"zero": 0}, r"ranks of data .*'net.up.weight' \(parameter norm",
+        lambda: WritesAlone(plain_net, 1, "net.up.weight"), {"optimizer.zero": 0}, r"ranks of data .*'net.up.weight' \(parameter norm",
     ),
     "written on one of tp, later": (
-        lambda: WritesAlone(plain_net, 2, "net.norm.weight"), TP | {"replica_check_interval": 1},
+        lambda: WritesAlone(plain_net, 2, "net.norm.weight"), TP | {"job.replica_check_interval": 1},
         r"ranks of tp .*parameters 'net.norm.weight'",
     ),
 }  # fmt: skip
@@ -371,7 +371,7 @@ def train_all(rank: int, size: int) -> dict[tuple[str, str], Report | str]:
         plan = None if name in MODELS else {**PLAN, **EXTRA_PLANS.get(name, {})}
         reports[name, "tp"] = train(make, size, {"tp": 2, "tensor_parallel_plan": plan})
         if name in ("PReLU", "DeepSeek-V3"):
-            reports[name, "dp"] = train(make, size, {"zero": 1})
+            reports[name, "dp"] = train(make, size, {"optimizer.zero": 1})
     return reports
 
 

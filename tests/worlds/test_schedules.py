@@ -98,24 +98,27 @@ FILES = {"halves": searched("loop", 2, 1, 4), "v of three": searched("v", 2, 3, 
 CASES: dict[str, tuple[GPTConfig, dict[str, Any]]] = {
     "zb-h1 tp2, overlapped": (
         LLAMA,
-        {"pp": 2, "schedule": "zb-h1", "tp": 2, "overlap_tensor_parallel": True},
+        {"pp": 2, "schedule": "zb-h1", "tp": 2, "linear.overlap": True},
     ),
-    "zb-h2 pp4": (GPT2, {"pp": 4, "schedule": "zb-h2", "check_microbatches": True}),
-    "zb-v pp4": (KINDS["eight layers"], {**ZBV, "pp": 4, "check_microbatches": True}),
+    "zb-h2 pp4": (GPT2, {"pp": 4, "schedule": "zb-h2", "job.check_microbatches": True}),
+    "zb-v pp4": (KINDS["eight layers"], {**ZBV, "pp": 4, "job.check_microbatches": True}),
     "zb-v tp2, recomputed": (
         GPT2,
         {**ZBV, "tp": 2, "sequence_parallel": False, "recompute": "full"},
     ),
-    "zb-v, zero 0": (KINDS["tied llama"], {**ZBV, "zero": 0, "overlap_gradients": False}),
-    "dualpipe-v, whole parameters": (
-        KINDS["untied"],
-        {**DUAL, "optimizer_slices": "parameters"},
+    "zb-v, zero 0": (
+        KINDS["tied llama"],
+        {**ZBV, "optimizer.zero": 0, "optimizer.overlap_gradients": False},
     ),
+    "dualpipe-v": (KINDS["untied"], DUAL),
     "dualpipe-v tp2 ep2": (KINDS["some experts"], {**DUAL, "tp": 2, "ep": 2, "etp": 1}),
-    "no layer in the last stage": (GPT2, {"pp": 2, "stage_layers": [4, 0]}),
-    "no layer at both ends": (LLAMA, {"pp": 4, "stage_layers": "E|(tt|)*2L"}),
-    "uneven chunks": (KINDS["post-norm"], {**V, "stage_layers": [0, 1, 2, 1]}),
-    "no layer in the last chunk": (KINDS["some experts"], {**V, "stage_layers": [1, 2, 1, 0]}),
+    "no layer in the last stage": (GPT2, {"pp": 2, "pipeline.stage_layers": [4, 0]}),
+    "no layer at both ends": (LLAMA, {"pp": 4, "pipeline.stage_layers": "E|(tt|)*2L"}),
+    "uneven chunks": (KINDS["post-norm"], {**V, "pipeline.stage_layers": [0, 1, 2, 1]}),
+    "no layer in the last chunk": (
+        KINDS["some experts"],
+        {**V, "pipeline.stage_layers": [1, 2, 1, 0]},
+    ),
     "file of halves": (GPT2, {"pp": 2, "schedule": "halves", **ONE}),
     "file of three chunks": (
         KINDS["eight layers"],

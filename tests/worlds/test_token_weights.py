@@ -109,9 +109,9 @@ ZBV = {"pp": 2, "vpp": 2, "schedule": "zb-v"}
 CASES: dict[str, tuple[dict[str, Any], int, Any]] = {
     "tp2+sp dp2": ({"tp": 2}, 1, Counting),
     "zb-v dp2": (ZBV, 1, Counting),
-    "cp2 tp2+sp ring": ({"cp": 2, "tp": 2, "cp_transport": "ring"}, 1, Counting),
+    "cp2 tp2+sp ring": ({"cp": 2, "tp": 2, "context.transport": "ring"}, 1, Counting),
     "tp2 pp2, accumulated": ({"tp": 2, "pp": 2, "sequence_parallel": False}, 2, Counting),
-    "dp4, zero 0, accumulated": ({"zero": 0, "microbatch_size": 1}, 2, Counting),
+    "dp4, zero 0, accumulated": ({"optimizer.zero": 0, "microbatch_size": 1}, 2, Counting),
     "cp2 dp2, CausalLM": ({"cp": 2}, 1, SeededCausalLM),
 }
 LLAMA_TIED = GPTConfig.llama(**LLAMA_SIZES, tie_embeddings=True)

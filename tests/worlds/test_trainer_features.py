@@ -422,7 +422,7 @@ def read(data: Any, strategy: Any, size: int = 1, skips: bool = False) -> tuple[
     options = {"max_epochs": 2, "use_distributed_sampler": True, **options}
     schedule, module = options.pop("schedule", None), Reads(skips)
     if isinstance(strategy, dict):
-        strategy = {"microbatch_size": None, "check_microbatches": True, **strategy}
+        strategy = {"microbatch_size": None, "job.check_microbatches": True, **strategy}
     job = Job(strategy=strategy, steps=-1, trainer=options)
     callbacks = [] if schedule is None else [GradientAccumulationScheduler(schedule)]
     trainer_of(job, size, *callbacks).fit(module, make())
@@ -488,7 +488,7 @@ def assert_same(reports: Sequence[Any], expected: Any) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_features_do_in_one_process_what_they_do_without_the_strategy(name, tmp_path):
     expected = alone(name)
-    checked = {"check_microbatches": True}
+    checked = {"job.check_microbatches": True}
     if name in ("averaged with statistics", "lambdas"):
         checked["microbatch_size"] = 8
     assert_same([ALL[name](Bench(checked, 1, tmp_path))], expected)

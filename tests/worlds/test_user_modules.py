@@ -41,7 +41,11 @@ from tests.fits import (
 )
 from tests.world import run_world
 
-PP: dict[str, Any] = {"pp": 2, "pipeline_plan": {"blocks": "blocks"}, "check_microbatches": True}
+PP: dict[str, Any] = {
+    "pp": 2,
+    "pipeline_plan": {"blocks": "blocks"},
+    "job.check_microbatches": True,
+}
 WHOLE_BATCH = {"microbatch_size": "batch"}
 STAGES = ("train", "val")
 
@@ -432,7 +436,7 @@ EQUAL = {
     "sets attributes": job(SetsAttributes, PP),
     "changes the batch": job(ChangesBatch, PP),
     "groups blocks": job(GroupsBlocks, PP),
-    "draws in validation": job(DrawsInValidation, {**PP, "check_microbatches": False}),
+    "draws in validation": job(DrawsInValidation, {**PP, "job.check_microbatches": False}),
     "complex parameters": job(Waves, {}, gradient_clip_val=0.01),
     "complex buffers": job(partial(Waves, False), {}),
 }
@@ -446,7 +450,7 @@ REFUSED: dict[type[Net], str] = {
     SetsLate: r"'scale' after the block has run.*self.blocks\[0\].scale = 0.5",
 }
 CUT = {"net.up": "column", "net.down": "row", "net.chain.0": "column", "net.chain.2": "row"}
-DRAWN = {**WHOLE_BATCH, "tp": 2, "tensor_parallel_plan": CUT, "check_microbatches": True}
+DRAWN = {**WHOLE_BATCH, "tp": 2, "tensor_parallel_plan": CUT, "job.check_microbatches": True}
 #: Modules with buffers, and a draw on the parts of a divided module.
 OTHERS = {
     "draws": job(Draws, DRAWN, (6, 8), epochs=1),

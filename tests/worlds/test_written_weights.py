@@ -285,10 +285,13 @@ def tuning(strategy: Any, precision: Any, folder: Path | None, resume: str | Non
 
 #: Fits on two data ranks.
 DATA: dict[str, Job] = {
-    **{name: writing(name, {"bucket_size": 10}) for name in ON_DATA_RANKS},
-    **{f"{name}, half": writing(name, {"bucket_size": 10}, "bf16-mixed") for name in ON_DATA_RANKS},
-    "finetuned": tuning({"bucket_size": 10}, "64-true", None),
-    "finetuned, half": tuning({"bucket_size": 10}, "bf16-mixed", None),
+    **{name: writing(name, {"optimizer.bucket_size": 10}) for name in ON_DATA_RANKS},
+    **{
+        f"{name}, half": writing(name, {"optimizer.bucket_size": 10}, "bf16-mixed")
+        for name in ON_DATA_RANKS
+    },
+    "finetuned": tuning({"optimizer.bucket_size": 10}, "64-true", None),
+    "finetuned, half": tuning({"optimizer.bucket_size": 10}, "bf16-mixed", None),
 }
 
 

@@ -150,10 +150,10 @@ def _transport_of_clones(mesh: ParallelMesh) -> tuple[ChosenTransport, str]:
     reason = reason_against_puts(mesh.ep, mesh.device) if mesh.device.type == "cuda" else None
     if reason is not None:
         raise UnsupportedError(
-            "expert_clones needs GPUs that write into each other's memory: "
-            f"{reason}. Use expert_clones=0."
+            "experts.clones needs GPUs that write into each other's memory: "
+            f"{reason}. Use experts.clones=0."
         )
-    return "one_sided", "expert_clones needs it"
+    return "one_sided", "experts.clones needs it"
 
 
 def _transport(
@@ -167,7 +167,7 @@ def _transport(
         return transport_over_ep(top_k, ep, requested), "asked for"
     why = f"top_k ({top_k}) is {'at least' if top_k >= ep else 'below'} ep ({ep})"
     if is_limited and top_k < ep:
-        why = "expert_rows limits buffers of static sizes"
+        why = "experts.rows limits buffers of static sizes"
     if (top_k < ep and not is_limited) or mesh.device.type != "cuda":
         return transport_over_ep(top_k, ep, is_limited=is_limited), why
     # A put cannot overlap with the shared expert, an all-gather can.

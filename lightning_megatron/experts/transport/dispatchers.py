@@ -418,6 +418,6 @@ def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
         raise RankMismatchError(
             "the ranks that share experts must have equally many tokens in a microbatch: this rank "
             f"has {num_tokens}, the others have {-smallest} to {largest}. All-gathers and puts "
-            "need equal parts. Pad sequences to one length, or use expert_transport='all_to_all' "
+            "need equal parts. Pad sequences to one length, or use experts.transport='all_to_all' "
             "with etp=1."
         )

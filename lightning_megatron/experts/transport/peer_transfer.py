@@ -311,7 +311,7 @@ def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> Pe
     reason = reason_against_puts(axis, device)
     if reason is not None:
         raise UnsupportedError(
-            "expert_transport ('one_sided') needs GPUs that write into each other's memory: "
+            "experts.transport ('one_sided') needs GPUs that write into each other's memory: "
             f"{reason}. Use 'all_gather', 'all_to_all' or 'auto'."
         )
     kernels = choose_kernels(device).kernels

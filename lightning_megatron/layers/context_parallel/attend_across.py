@@ -145,7 +145,7 @@ def transport_of(
         return "all_to_all" if needs_rows or span.window is not None else choice.transport
     if needs_rows:
         raise UnsupportedError(
-            f"cp_transport {choice.transport!r} cannot be used with a mask of padding between "
+            f"context.transport {choice.transport!r} cannot be used with a mask of padding between "
             "tokens, a prefix, documents of keys, or a window to both sides, because each rank has "
             "only a part of every row. Use 'all_to_all' or 'auto', or describe padding by the "
             "lengths of documents."

@@ -56,7 +56,7 @@ class ExpertLoad(Callback):
     * ``moved``: fraction of the rows that clones compute.
     * ``clones``: mean number of clones of all ranks in a microbatch.
     * ``rows_needed``: largest number of rows that any rank needed in one microbatch (rows). Divided
-      by the even share, the tokens of a rank times ``top_k``, it is the smallest ``expert_rows``
+      by the even share, the tokens of a rank times ``top_k``, it is the smallest ``experts.rows``
       that is sufficient for this step.
 
     With ``per_expert``, ``experts/layer_3/load/expert_5`` is the fraction of the layer's token

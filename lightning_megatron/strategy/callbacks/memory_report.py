@@ -338,22 +338,22 @@ def training_shape(
     main_parameters = dtypes.main_parameters or dtypes.parameters
     gradients = (
         torch.bfloat16
-        if dtypes.main_parameters and options.gradient_dtype == "bfloat16"
+        if dtypes.main_parameters and options.optimizer.gradient_dtype == "bfloat16"
         else main_parameters
     )
-    moments = torch.bfloat16 if options.moments_dtype == "bfloat16" else main_parameters
+    moments = torch.bfloat16 if options.optimizer.moments_dtype == "bfloat16" else main_parameters
     device = strategy.root_device
     main_bytes = main_parameters.itemsize if dtypes.main_parameters else 0
-    fp8 = options.products if options.backend == "native" else None
+    fp8 = options.products if options.linear.backend == "native" else None
     return TrainingShape(
         seq_length=1,
         schedule=options.pass_order,
-        microbatch_group_size=options.microbatch_group_size,
+        microbatch_group_size=options.pipeline.microbatch_group_size,
         sequence_parallel=strategy.mesh.sequence_parallel,
         expert_transport=strategy.run.mixtures.transport,
         expert_rows=strategy.run.mixtures.expert_rows,
         clone_places=strategy.run.mixtures.clone_places,
-        zero=options.zero,
+        zero=options.optimizer.zero,
         parameter_bytes=dtypes.parameters.itemsize,
         gradient_bytes=gradients.itemsize,
         main_bytes=main_bytes,

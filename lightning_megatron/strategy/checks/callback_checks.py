@@ -44,7 +44,7 @@ def check_callbacks(
             a callback writes weights that are kept in 8 bits.
     """
     if options is not None:
-        if options.expert_rows is not None and may_accumulate(trainer):
+        if options.experts.rows is not None and may_accumulate(trainer):
             check_limited_sums(gradient_changer(trainer))
         if options.products is not None and options.products.parameters is not None:
             _check_no_writer(trainer)

@@ -45,7 +45,7 @@ def with_plugin_recipe(options: StrategyOptions, plugin: Precision) -> StrategyO
         raise UnsupportedError(
             "TransformerEnginePrecision(replace_layers=False) cannot be used: with it the module "
             "chooses its own layers, but here the strategy chooses them. Leave replace_layers out, "
-            "and name the layers to keep in bfloat16 in fp8.keep with backend='te'."
+            "and name the layers to keep in bfloat16 in fp8.keep with linear.backend='te'."
         )
     from_plugin = FP8(te_recipe=plugin.recipe)
     products = options.products
@@ -54,14 +54,16 @@ def with_plugin_recipe(options: StrategyOptions, plugin: Precision) -> StrategyO
             f"fp8 ({products.recipe}) cannot be used with TransformerEnginePrecision "
             f"({from_plugin.recipe}): both set a recipe. Leave one of them out."
         )
-    return replace(options, backend="te", fp8=products or from_plugin)
+    return replace(
+        options, linear=replace(options.linear, backend="te"), fp8=products or from_plugin
+    )
 
 
 def check_engine(options: StrategyOptions, device: torch.device, precision: str) -> None:
     """Refuse Transformer Engine if it is not installed, or does not support a run.
 
     Args:
-        options: Options of the strategy, with ``backend="te"``.
+        options: Options of the strategy, with ``linear.backend="te"``.
 
     Raises:
         MissingExtraError: If Transformer Engine is not installed, or too old.
@@ -70,12 +72,13 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
     engine = _installed()
     if precision not in _PRECISIONS:
         raise ParallelPlanError(
-            f"backend ('te') needs precision {' or '.join(_PRECISIONS)}: it is {precision}. "
-            "Change the precision, or use backend='native'."
+            f"linear.backend ('te') needs precision {' or '.join(_PRECISIONS)}: it is {precision}. "
+            "Change the precision, or use linear.backend='native'."
         )
     if device.type != "cuda" or torch.version.hip is not None:
         raise ParallelPlanError(
-            f"backend ('te') needs an NVIDIA GPU: the device is {device}. Use backend='native'."
+            f"linear.backend ('te') needs an NVIDIA GPU: the device is {device}. Use "
+            "linear.backend='native'."
         )
     settings = options.products
     if settings is None:
@@ -83,8 +86,8 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
     is_available, reason = getattr(engine, _QUESTIONS[settings.recipe])(return_reason=True)
     if not is_available:
         raise ParallelPlanError(
-            f"fp8 ({settings.recipe}) with backend='te' needs a GPU that supports it: Transformer "
-            f"Engine says {reason!r} Use another recipe, or fp8=None."
+            f"fp8 ({settings.recipe}) with linear.backend='te' needs a GPU that supports it: "
+            f"Transformer Engine says {reason!r} Use another recipe, or fp8=None."
         )
 
 
@@ -94,14 +97,14 @@ def _installed() -> ModuleType:
         engine = import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise MissingExtraError(
-            "backend ('te') needs Transformer Engine, which cannot be imported "
+            "linear.backend ('te') needs Transformer Engine, which cannot be imported "
             f"({type(error).__name__}: {error}). Install the extra with pip install "
-            "'lightning-megatron[te]', or use backend='native'."
+            "'lightning-megatron[te]', or use linear.backend='native'."
         ) from error
     missing = [name for name in _NEEDED if not hasattr(engine, name)]
     if missing:
         raise MissingExtraError(
-            "backend ('te') needs Transformer Engine 2.20 or newer: the installed one has no "
-            f"{', '.join(missing)}. Upgrade it, or use backend='native'."
+            "linear.backend ('te') needs Transformer Engine 2.20 or newer: the installed one has "
+            f"no {', '.join(missing)}. Upgrade it, or use linear.backend='native'."
         )
     return engine

@@ -56,14 +56,14 @@ def check_graphs(
         GraphConditions(
             device_type=device_type,
             schedule=options.schedule_name,
-            transport=options.expert_transport,
+            transport=options.experts.transport,
             is_automatic=module is None or bool(getattr(module, "automatic_optimization", True)),
             offloads=offloads,
             keeps_core="full_except_core" in parts,
             compile_modes=() if module is None else compile_graph_modes(module),
             environment=os.environ,
             precision=precision,
-            gradient_dtype=options.gradient_dtype,
+            gradient_dtype=options.optimizer.gradient_dtype,
             gradient_reader=reader,
         ),
     )
@@ -135,7 +135,7 @@ def check_static_experts(settings: CudaGraphs, module: nn.Module) -> None:
             raise UnsupportedError(
                 f"cuda_graphs with {what} needs messages of static size: the transport of experts "
                 f"is {choice.transport} ({choice.reason}), with which the host reads in every "
-                "layer how many tokens each rank gets. Use expert_transport of one_sided or "
+                "layer how many tokens each rank gets. Use experts.transport of one_sided or "
                 "all_gather, or mode segments without scope experts."
             )
 

@@ -202,7 +202,7 @@ def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Tab
 def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[TableRow]:
     """Return rows about weights in 8 bits: their storage, or the number of casts."""
     settings = options.products
-    if settings is None or options.backend == "te":
+    if settings is None or options.linear.backend == "te":
         return []
     if settings.parameters is not None:
         return [_stored_choice(module, options)]

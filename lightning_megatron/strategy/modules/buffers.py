@@ -155,8 +155,8 @@ class BatchStatistics:
                 f"microbatches: {', '.join(names[:5])}{' and others' if len(names) > 5 else ''} "
                 "would use the statistics of each microbatch. Use microbatch_size='batch', call "
                 "eval() on these norms in the train() of the module, use norms without batch "
-                "statistics such as GroupNorm, or use check_microbatches=False if statistics of "
-                "microbatches are intended."
+                "statistics such as GroupNorm, or use job.check_microbatches=False if statistics "
+                "of microbatches are intended."
             )
 
 

@@ -29,7 +29,7 @@ from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 
-_REMEDY = "Train all experts of a layer, or none, or use expert_clones=0."
+_REMEDY = "Train all experts of a layer, or none, or use experts.clones=0."
 
 
 class LayerStates:
@@ -340,7 +340,7 @@ class TrainedExperts:
         trained = [parameter.requires_grad for parameter in self._parameters]
         if epoch == self._epoch and trained != self._was_trained:
             raise UnsupportedError(
-                "with expert_clones experts must be frozen and unfrozen only between epochs, "
+                "with experts.clones experts must be frozen and unfrozen only between epochs, "
                 "because ranks compare their trained experts at the beginning of each epoch: a "
                 f"change came after the beginning of epoch {epoch}. Set "
                 "requires_grad in on_train_epoch_start or configure_model. " + _REMEDY
@@ -362,7 +362,7 @@ class TrainedExperts:
             if len(set.union(*states)) > 1:
                 ranks = [rank for rank, state in enumerate(states) if False in state]
                 raise UnsupportedError(
-                    "with expert_clones the experts of a layer must all be trained or all be "
+                    "with experts.clones the experts of a layer must all be trained or all be "
                     f"frozen: {name} of some experts of layer {number}, on {ranks} of the "
                     f"{len(states)} ranks of ep, is frozen. Ranks would wait for gradients of "
                     "clones that other ranks do not compute. " + _REMEDY

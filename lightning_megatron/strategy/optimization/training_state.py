@@ -51,11 +51,10 @@ def division_of(
     """
     return DistributedOptimizerConfig(
         main_dtype=main_dtype,
-        gradient_dtype=torch.bfloat16 if options.gradient_dtype == "bfloat16" else None,
-        zero=options.zero,
-        slices=options.optimizer_slices,
-        bucket_size=options.bucket_size,
-        moments_dtype=getattr(torch, options.moments_dtype),
+        gradient_dtype=torch.bfloat16 if options.optimizer.gradient_dtype == "bfloat16" else None,
+        zero=options.optimizer.zero,
+        bucket_size=options.optimizer.bucket_size,
+        moments_dtype=getattr(torch, options.optimizer.moments_dtype),
         exchanges_rows=options.graph_mode != "full",
     )
 
@@ -64,7 +63,7 @@ def checks_of(chosen: bool | None, scales_loss: bool, trainer: Trainer) -> bool 
     """Return whether gradients are checked at every step; None means at logging steps.
 
     Args:
-        chosen: The strategy's ``check_gradients`` option; None is its default.
+        chosen: The strategy's ``job.check_gradients`` option; None is its default.
         scales_loss: Whether the precision scales losses. Gradients then overflow from time to time,
             and the loss scaler skips these steps.
         trainer: The Trainer. A learning rate search continues until losses explode, so that the

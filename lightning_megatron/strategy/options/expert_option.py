@@ -1,4 +1,4 @@
-"""Checks of the options ``expert_rows`` and ``expert_clones`` against other options."""
+"""Checks of the options ``experts.rows`` and ``experts.clones`` against other options."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def check_expert_rows(rows: float | None, ep: int, transport: Transport) -> None
         return
     if ep == 1:
         raise ParallelPlanError(
-            f"expert_rows ({rows:g}) needs ep above 1: a rank that holds all experts always gets "
-            "the same number of rows. Use ep of 2 or more, or expert_rows=None."
+            f"experts.rows ({rows:g}) needs ep above 1: a rank that holds all experts always gets "
+            "the same number of rows. Use ep of 2 or more, or experts.rows=None."
         )
     if transport == "all_to_all":
         raise ParallelPlanError(
-            f"expert_rows ({rows:g}) needs expert_transport of one_sided, all_gather or auto: with "
-            "all_to_all the host reads the number of rows, and buffers have exactly this size. Use "
-            "one of the three, or expert_rows=None."
+            f"experts.rows ({rows:g}) needs experts.transport of one_sided, all_gather or auto: "
+            "with all_to_all the host reads the number of rows, and buffers have exactly this "
+            "size. Use one of the three, or experts.rows=None."
         )
 
 
@@ -49,15 +49,15 @@ def check_expert_clones(clones: ExpertClones | None, ep: int, transport: Transpo
         return
     if ep == 1:
         raise ParallelPlanError(
-            f"expert_clones ({clones.places}) needs ep above 1: a clone computes rows for an "
+            f"experts.clones ({clones.places}) needs ep above 1: a clone computes rows for an "
             "expert of another rank, and here every rank has all experts. Use ep of 2 or more, or "
-            "expert_clones=0."
+            "experts.clones=0."
         )
     if transport not in ("auto", "one_sided"):
         raise ParallelPlanError(
-            f"expert_clones ({clones.places}) needs expert_transport of one_sided or auto: it is "
+            f"experts.clones ({clones.places}) needs experts.transport of one_sided or auto: it is "
             f"{transport}. Like the tokens of one_sided, weights of clones are written into the "
-            "memory of other GPUs. Use one of the two, or expert_clones=0."
+            "memory of other GPUs. Use one of the two, or experts.clones=0."
         )
 
 
@@ -72,9 +72,9 @@ def check_limited_step(is_automatic: bool) -> None:
     """
     if not is_automatic:
         raise UnsupportedError(
-            "expert_rows needs automatic optimization: a step that needs more rows is run again, "
+            "experts.rows needs automatic optimization: a step that needs more rows is run again, "
             "and the strategy cannot repeat the backward passes of user code. Use "
-            "automatic_optimization=True, or expert_rows=None."
+            "automatic_optimization=True, or experts.rows=None."
         )
 
 
@@ -89,9 +89,9 @@ def check_limited_sums(changer: str | None) -> None:
     """
     if changer is not None:
         raise UnsupportedError(
-            f"expert_rows with accumulated gradients cannot be used with {changer}, which may "
+            f"experts.rows with accumulated gradients cannot be used with {changer}, which may "
             "change gradients between batches: a batch that needs more rows is run again with all "
             "earlier batches of its optimizer step, which would lose its changes. Change gradients "
             "in on_before_optimizer_step, set reads_gradients = False in the class of the hook if "
-            "it changes none, or use expert_rows=None."
+            "it changes none, or use experts.rows=None."
         )

@@ -47,11 +47,11 @@ def check_sizes(
     Raises:
         ParallelPlanError: If sizes are incompatible, also with products in 8 bits.
         UnsupportedError: If pp is above 1 with manual optimization, if a GPT cannot represent the
-            model in the folder, if steps of this training cannot be run again for expert_rows, or
+            model in the folder, if steps of this training cannot be run again for experts.rows, or
             if cp is above 1 and the module has no model that can be cut along the sequence.
     """
     check_optimization(module, layout.pp)
-    if options.expert_rows is not None and "train_dataloaders" in arguments:
+    if options.experts.rows is not None and "train_dataloaders" in arguments:
         check_limited_step(module.automatic_optimization)
     loader = arguments.get("train_dataloaders")
     data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
@@ -76,7 +76,7 @@ def check_sizes(
             check_context_transport(model, options, layout)
     if options.products is not None:
         for known in _configs_of(module, options):
-            check_fp8_config(known, options.products, layout.tp, options.backend)
+            check_fp8_config(known, options.products, layout.tp, options.linear.backend)
     if "train_dataloaders" not in arguments:
         return
     whole = getattr(data, "global_batch", None)
@@ -162,7 +162,7 @@ def check_context_transport(
     kv_heads = heads
     if isinstance(config, GPTConfig):
         kv_heads = max(1, config.kv_heads // layout.tp)
-    links = ContextLinks(options.cp_transport)
+    links = ContextLinks(options.context.transport)
     choose_context_transport(links, layout.cp, heads, kv_heads, config.attention_dropout)
 
 
@@ -175,18 +175,18 @@ def check_hosts(options: StrategyOptions, layout: ParallelLayout, ranks_per_host
         ranks_per_host: Number of processes on every host (ranks).
 
     Raises:
-        ParallelPlanError: If ``overlap_tensor_parallel`` is on and a tp group spans several hosts.
+        ParallelPlanError: If ``linear.overlap`` is on and a tp group spans several hosts.
     """
-    if not options.overlap_tensor_parallel:
+    if not options.linear.overlap:
         return
     for ranks in layout.groups("tp"):
         if len({rank // ranks_per_host for rank in ranks}) > 1:
             raise ParallelPlanError(
-                "with overlap_tensor_parallel the tensor-parallel ranks must be on one host: with "
-                f"{ranks_per_host} ranks on a host, tp ({layout.tp}) and order {options.order!r}, "
-                f"ranks {ranks} are not. These ranks read each other's memory. Use a tp that "
-                f"divides {ranks_per_host} and an order that begins with tp, or leave "
-                "overlap_tensor_parallel out."
+                "with linear.overlap the tensor-parallel ranks must be on one host: with "
+                f"{ranks_per_host} ranks on a host, tp ({layout.tp}) and job.order "
+                f"{options.job.order!r}, ranks {ranks} are not. These ranks read each other's "
+                f"memory. Use a tp that divides {ranks_per_host} and a job.order that begins with "
+                "tp, or leave linear.overlap out."
             )
 
 

@@ -59,7 +59,7 @@ class Membership:
         Communication: collective over all ranks.
         """
         options = self._options
-        timeout = options.timeout_delta
+        timeout = options.job.timeout_delta
         seed = torch.initial_seed()
         if layout.world_size > 1:
             join_processes(
@@ -67,23 +67,26 @@ class Membership:
                 rank,
                 layout.world_size,
                 device,
-                options.process_group_backend,
+                options.job.backend,
                 timeout,
                 configuration,
                 self._port.detach(),
             )
         links = ContextLinks.of(
-            options.cp_transport, layout, layout.world_size // num_nodes, options.cp_groups
+            options.context.transport,
+            layout,
+            layout.world_size // num_nodes,
+            options.context.groups,
         )
         mesh = ParallelMesh.create(
             layout,
             device=device,
             seed=seed % 2**63,
             sequence_parallel=options.shards_sequence,
-            backend=options.process_group_backend,
+            backend=options.job.backend,
             timeout=timeout,
-            options=options.nccl_options,
-            overlaps_matmul=options.overlap_tensor_parallel,
+            options=options.job.nccl,
+            overlaps_matmul=options.linear.overlap,
             context=links,
             loss_chunk=options.loss_chunk,
         )
@@ -118,7 +121,7 @@ class Membership:
         if folder is None:
             return
         cpu, device = (
-            (self._options.timeout_delta or DEFAULT_TIMEOUTS[kind]).total_seconds()
+            (self._options.job.timeout_delta or DEFAULT_TIMEOUTS[kind]).total_seconds()
             for kind in ("cpu", mesh.device.type)
         )
         self._hang_watch = HangWatch(

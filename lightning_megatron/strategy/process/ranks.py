@@ -218,7 +218,7 @@ class RankStrategy(MeshCommunication, ABC):
                 "microbatches and stages would differ from the statistics of the batch. Use norms "
                 "without batch statistics, such as GroupNorm."
             )
-        check_backend(self.options.process_group_backend, self.root_device)
+        check_backend(self.options.job.backend, self.root_device)
         assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
         watch = FailureWatch(self.global_rank, self.num_processes)
         port = ReservedPort()

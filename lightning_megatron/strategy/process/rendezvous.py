@@ -35,9 +35,9 @@ def check_backend(backend: str | None, device: torch.device) -> None:
     """
     if backend == "nccl" and device.type != "cuda":
         raise UnsupportedError(
-            "process_group_backend 'nccl' needs GPUs, because NCCL sends only GPU memory: the "
+            "job.backend 'nccl' needs GPUs, because NCCL sends only GPU memory: the "
             f"Trainer's device is {device.type}. Use Trainer(accelerator='gpu'), or leave "
-            "process_group_backend out."
+            "job.backend out."
         )
 
 

@@ -135,7 +135,7 @@ class LimitedRows:
                 ran = inner(replace(call, may_replay=False))
         except Exception as error:
             error.add_note(
-                f"experts: expert_rows={self.factor:g} was too small for this step, which was "
+                f"experts: experts.rows={self.factor:g} was too small for this step, which was "
                 "being run again with the rows of the worst routing."
             )
             raise
@@ -178,15 +178,15 @@ class LimitedRows:
         factor = self._limit.factor
         message = (
             f"experts: layer {need.layer} needed {need.rows:,} rows on rank {rank}, "
-            f"expert_rows={factor:g} has {limited_rows(factor, need.share):,}: the step was run "
+            f"experts.rows={factor:g} has {limited_rows(factor, need.share):,}: the step was run "
             f"again without a limit; {smallest_factor(need.rows, need.share):g} would be enough"
         )
         self.num_failures += 1
         if self.num_failures >= _FAILURES_BEFORE_GROWTH:
             self._limit.grow(grown_factor(need.rows, need.share))
-            message += f", and expert_rows is {self._limit.factor:g} from now on"
+            message += f", and experts.rows is {self._limit.factor:g} from now on"
             if self._graphs is not None:
-                self._graphs.capture_again(f"expert_rows has grown to {self._limit.factor:g}")
+                self._graphs.capture_again(f"experts.rows has grown to {self._limit.factor:g}")
         rank_zero_warn(f"{message}.", category=SpeedWarning)
 
 

@@ -337,4 +337,4 @@ def _first_difference(
     return None
 
 
-_IF_INTENDED = "If this is intended, use check_microbatches=False."
+_IF_INTENDED = "If this is intended, use job.check_microbatches=False."

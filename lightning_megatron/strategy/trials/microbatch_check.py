@@ -38,7 +38,7 @@ _LATER_TOLERANCE = 5
 _REMEDY = (
     "Return num_tokens beside the loss if it is a mean over tokens, keep the batch whole by "
     "microbatch_size='batch', cut it in a collate function that returns a list of Microbatch, or "
-    "use check_microbatches=False if the difference is intended."
+    "use job.check_microbatches=False if the difference is intended."
 )
 
 
@@ -372,8 +372,8 @@ class _MicrobatchTrial:
     def _warn_of_unrepeatable(self, names: Sequence[str]) -> None:
         if names:
             log.warning(
-                "check_microbatches cannot compare %s of %s: its value depends on random numbers "
-                "of Python or NumPy, or on the time.",
+                "job.check_microbatches cannot compare %s of %s: its value depends on random "
+                "numbers of Python or NumPy, or on the time.",
                 ", ".join(names),
                 self._step,
             )

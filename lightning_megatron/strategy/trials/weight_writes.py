@@ -57,7 +57,7 @@ def _check(module: nn.Module, step: str, before: Mapping[str, Tensor]) -> None:
             "above 1, because it runs more than once for a batch: "
             f"{', '.join(repr(name) for name in changed[:5])} has changed. Write them in a hook "
             "such as on_train_batch_end, or use pp=1 with microbatch_size='batch', or use "
-            "check_microbatches=False if this is intended."
+            "job.check_microbatches=False if this is intended."
         )
 
 
