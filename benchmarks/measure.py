@@ -37,8 +37,10 @@ def merged(*settings: Mapping[str, Any]) -> dict[str, Any]:
     for options in settings:
         for name, value in options.items():
             earlier = result.get(name)
-            is_record = isinstance(value, dict) and isinstance(earlier, dict)
-            result[name] = {**earlier, **value} if is_record else value
+            if isinstance(value, dict) and isinstance(earlier, dict):
+                result[name] = {**earlier, **value}
+            else:
+                result[name] = value
     return result
 
 

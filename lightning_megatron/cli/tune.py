@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,9 @@ def _channels(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _without_current(candidates: CandidateValues, strategy: Mapping[str, Any]) -> CandidateValues:
-    current = reduce(lambda record, name: record.get(name), candidates.option.split("."), strategy)
+    current: Any = strategy
+    for name in candidates.option.split("."):
+        current = current.get(name)
     values = [value for value in candidates.values if value != current]
     return CandidateValues(candidates.option, values)
 
