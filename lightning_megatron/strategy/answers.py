@@ -61,11 +61,6 @@ class TrainerAnswers(RankStrategy):
         Args:
             module: Module that will run; None before it is known.
             trainer: Trainer of the run; None before it is known.
-
-        Raises:
-            ParallelPlanError: If the device has no matrix products in 8 bits.
-            MissingExtraError: If Transformer Engine is requested and not installed.
-            UnsupportedError: If the run cannot capture CUDA graphs.
         """
         device_type = self.root_device.type if self._make_backend is None else "cuda"
         precision = str(self.precision_plugin.precision)

@@ -15,11 +15,7 @@ from lightning_megatron.errors import CheckpointMismatchError
 
 @dataclass(frozen=True)
 class _Reader:
-    """Lightning's file reader, which also refuses directories that this strategy saved.
-
-    Args:
-        load: Lightning's original function.
-    """
+    """Lightning's file reader, which also refuses directories that this strategy saved."""
 
     load: Callable[..., Any]
 

@@ -42,15 +42,9 @@ def build_graphs(
     Without a part that can be captured, warn and return neither.
 
     Args:
-        executor: Executor of the schedule.
-        state: Owner of the gradients.
         make_backend: Function that creates the backend that captures; None means CUDA itself.
         is_final: Function that returns whether the schedule of the steps is final; its result is
             the same on all ranks.
-
-    Raises:
-        UnsupportedError: If experts should be captured but the host reads their sizes, or if the
-            update should be captured but cannot be.
     """
     mesh = executor.mesh
     check_static_experts(settings, module)

@@ -87,14 +87,9 @@ class Run:
     saved after the run.
 
     Args:
-        module: The sharded module, on its device and in its precision.
         optimizers: The user's optimizers; empty outside of a fit.
-        checkpoints: Checkpoints of the strategy.
         previous: Training state of an earlier run of the same strategy; None without one.
         make_backend: Function that creates the backend of CUDA graphs; None means CUDA itself.
-
-    Raises:
-        UnsupportedError: If the run needs something that this strategy does not support.
 
     Communication: collective over all ranks.
     """
@@ -357,11 +352,6 @@ class Run:
     def begin_training(self) -> None:
         """Check the training data, and prepare for the first step.
 
-        Raises:
-            ParallelPlanError: If the batches cannot be cut for the schedule.
-            RankMismatchError: If the ranks have data of different lengths.
-            UnsupportedError: If a module is compiled whose weights are kept in 8 bits.
-
         Communication: one comparison over the world on the CPU, and that of
             ``note_compiled_blocks``.
         """
@@ -378,10 +368,6 @@ class Run:
         """Complete all parameters, and check the batches and values of the last steps.
 
         Weights that were kept in 8 bits are ordinary parameters afterwards.
-
-        Raises:
-            NonFiniteError: If a value is not finite.
-            RankMismatchError: If ranks that must read the same batches have read other ones.
 
         Communication: that of :meth:`BatchComparison.finish`, :meth:`MainParameters.wait`,
             :meth:`StepChecks.check_values` and :meth:`TrainingState.leave_eight_bits`.
@@ -401,11 +387,7 @@ class Run:
 
 
 class SharedCasts:
-    """Casts of weights to 8 bits that are computed once for all microbatches of a batch.
-
-    Args:
-        models: Models of this package in the user's module.
-    """
+    """Casts of weights to 8 bits that are computed once for all microbatches of a batch."""
 
     def __init__(self, models: Sequence[LayeredModule], options: StrategyOptions) -> None:
         casts_of_models = [model.weight_casts for model in models]
@@ -417,9 +399,6 @@ class SharedCasts:
         """Return the context for the forward and backward passes of a training batch.
 
         Inside the context, microbatches share casts if the settings permit it.
-
-        Args:
-            num_microbatches: Microbatches of the batch.
         """
         settings = self._settings
         if settings is None or not settings.shares_casts(num_microbatches, self._graphs):
@@ -434,10 +413,6 @@ class SharedCasts:
             yield
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Stop sharing the casts of a parameter in this batch, because user code may write to it.
-
-        Args:
-            parameter: Parameter whose ``data`` is read or assigned.
-        """
+        """Stop sharing the casts of a parameter in this batch: user code may write to it."""
         for casts in self._casts:
             casts.stop(parameter)

@@ -37,9 +37,6 @@ def shard_module(
 
     The log names the replaced parts, and the options without effect.
 
-    Raises:
-        UnsupportedError: If the layout or an option does not support the module.
-
     Communication: that of :func:`~lightning_megatron.swap.parallelize`.
     """
     rejoin(module, mesh)
@@ -156,17 +153,7 @@ def _set_products(
 def start_mixtures(
     models: Sequence[LayeredModule], mesh: ParallelMesh, options: StrategyOptions
 ) -> MixtureRuntime:
-    """Set up the mixture-of-experts layers of this rank.
-
-    Args:
-        models: Models of this package in the user's module.
-
-    Raises:
-        ParallelPlanError: If ep or etp is set and no model has experts, or if a rank has more
-            places for clones than other ranks have experts.
-        UnsupportedError: If ``recompute`` names ``experts`` or ``expert_inputs`` and no model
-            has experts.
-    """
+    """Set up the mixture-of-experts layers of this rank."""
     check_experts(models, mesh.layout, options.recompute)
     for model in models:
         check_places(model.config, options)

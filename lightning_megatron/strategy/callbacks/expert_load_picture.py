@@ -23,9 +23,6 @@ def draw_load(
         layers: Values of every layer at the last step, by layer index.
         busiest: Load of the busiest expert of every layer divided by the mean load, by step.
         picture: Path of the plot; the file extension selects the format.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
     """
     last = list(layers.values())
     ranks = _rank_columns(last)

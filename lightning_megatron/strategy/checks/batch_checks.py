@@ -21,11 +21,6 @@ def check_batch(batch: Any, module: LightningModule) -> None:
 
     Args:
         batch: Batch before it moves. Values on another device are not read.
-        module: Module that will receive the batch.
-
-    Raises:
-        ParallelPlanError: If lengths do not fit their rows, their bound or the mask of padding.
-        UnsupportedError: If a batch has both a mask and boundaries of documents.
     """
     check_documents(batch, module)
     check_padding(batch, module)
@@ -38,10 +33,6 @@ def check_documents(batch: Any, module: LightningModule) -> None:
         batch: Batch before it moves. Lengths on another device are not read.
         module: Module that will receive the batch. Only for a :class:`CausalLM` does ``lengths``
             certainly mean lengths of documents; ``cu_seq_lens_q`` has the same meaning everywhere.
-
-    Raises:
-        ParallelPlanError: If documents do not fit their rows, or are longer than their bound.
-        UnsupportedError: If a batch has both a mask and boundaries of documents.
     """
     if not isinstance(batch, Mapping):
         return
@@ -67,9 +58,6 @@ def check_padding(batch: Any, module: LightningModule) -> None:
         batch: Batch before it moves. Values on another device are not read.
         module: Module that will receive the batch. Only for a :class:`TokenModule` with an
             :class:`Encoder` do ``lengths`` and ``valid`` certainly describe padding.
-
-    Raises:
-        ParallelPlanError: If the mask is not that of padding on the right of these lengths.
     """
     has_encoder = isinstance(getattr(module, "model", None), Encoder)
     if not (isinstance(batch, Mapping) and isinstance(module, TokenModule) and has_encoder):

@@ -46,10 +46,6 @@ class BatchComparison:
         Args:
             key: Identity of the sequence of batches: a step and its dataloader.
             kind: Kind of batch for error texts, such as ``training``.
-            number: Number of the batch, from 1.
-
-        Raises:
-            RankMismatchError: On the ranks that must read the same batches, if they differ.
 
         Communication: one gather of a digest over tp x pp and one over cp on the CPU, if the batch
             is due.
@@ -71,9 +67,6 @@ class BatchComparison:
     def finish(self) -> None:
         """Compare the batches since the previous comparison.
 
-        Raises:
-            RankMismatchError: On the ranks that must read the same batches, if they differ.
-
         Communication: as :meth:`check`.
         """
         fields = {batches.name: batches.digest.hexdigest()[:16] for batches in self._since.values()}
@@ -86,11 +79,7 @@ class BatchComparison:
 
 
 class _Batches:
-    """Digest of consecutive batches.
-
-    Args:
-        kind: Kind of batches.
-    """
+    """Digest of consecutive batches."""
 
     def __init__(self, kind: str, first: int) -> None:
         self._kind = kind

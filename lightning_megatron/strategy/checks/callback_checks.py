@@ -37,11 +37,6 @@ def check_callbacks(
 
     Args:
         options: Options of the strategy; None checks the layout alone.
-
-    Raises:
-        UnsupportedError: If the Trainer has such a callback or logger and tp, pp or ep is above 1;
-            if a hook may change accumulated gradients that a limit on expert rows may recompute; if
-            a callback writes weights that are kept in 8 bits.
     """
     if options is not None:
         if options.experts.rows is not None and may_accumulate(trainer):
@@ -94,16 +89,7 @@ def hide_example_input(module: LightningModule) -> Iterator[None]:
 
 
 def update_callbacks(trainer: Trainer, module: LightningModule, layout: ParallelLayout) -> None:
-    """Point callbacks at the modules that replaced those they reference.
-
-    Args:
-        module: The user's module, in which layers have been replaced.
-
-    Raises:
-        UnsupportedError: For the reasons of :func:`check_callbacks`; if a callback recomputes the
-            statistics of batch norms with pp above 1; if a callback prunes weights of replaced
-            modules; or if a callback resets parameters by replacing their memory.
-    """
+    """Point callbacks at the modules that replaced those they reference."""
     check_callbacks(trainer, layout)
     if layout.pp > 1:
         if recomputes_statistics(trainer):

@@ -31,13 +31,6 @@ def with_plugin_recipe(options: StrategyOptions, plugin: Precision) -> StrategyO
 
     Under Lightning, the plugin replaces torch modules and enters the recipe around every step.
     Under this strategy, the layers of this package use the recipe instead.
-
-    Args:
-        plugin: Precision plugin that the Trainer has chosen.
-
-    Raises:
-        UnsupportedError: If the plugin leaves all layers to the user, or if the options name
-            another recipe.
     """
     if not isinstance(plugin, TransformerEnginePrecision):
         return options
@@ -60,15 +53,7 @@ def with_plugin_recipe(options: StrategyOptions, plugin: Precision) -> StrategyO
 
 
 def check_engine(options: StrategyOptions, device: torch.device, precision: str) -> None:
-    """Refuse Transformer Engine if it is not installed, or does not support a run.
-
-    Args:
-        options: Options of the strategy, with ``linear.backend="te"``.
-
-    Raises:
-        MissingExtraError: If Transformer Engine is not installed, or too old.
-        ParallelPlanError: If Transformer Engine does not support the device, precision or recipe.
-    """
+    """Refuse Transformer Engine if it is not installed, or does not support a run."""
     engine = _installed()
     if precision not in _PRECISIONS:
         raise ParallelPlanError(

@@ -19,9 +19,6 @@ def check_fp8(settings: FP8 | None, device: torch.device, precision: str) -> Non
 
     Args:
         settings: Settings of the run; None without such products.
-
-    Raises:
-        ParallelPlanError: If the device or the precision does not support them.
     """
     if settings is None:
         return
@@ -44,9 +41,6 @@ def check_not_compiled(module: nn.Module, settings: FP8 | None) -> None:
 
     Args:
         settings: Settings of the run; None without products in 8 bits.
-
-    Raises:
-        UnsupportedError: If weights are kept in 8 bits and the module has a compiled part.
     """
     if settings is None or settings.parameters is None:
         return
@@ -60,15 +54,7 @@ def check_not_compiled(module: nn.Module, settings: FP8 | None) -> None:
 
 
 def emulates(settings: FP8, device: torch.device) -> bool:
-    """Return whether products are emulated: rounded to 8 bits, but multiplied in a wider type.
-
-    Args:
-        settings: Settings of the run.
-
-    Raises:
-        ParallelPlanError: If the device has no products in 8 bits and the settings do not permit
-            emulation.
-    """
+    """Return whether products are emulated: rounded to 8 bits, but multiplied in a wider type."""
     if has_products(device, settings.recipe == "blockwise"):
         return False
     if not settings.emulate:

@@ -40,9 +40,6 @@ def check_graphs(
     Args:
         module: Module that is trained; None before it is known.
         trainer: Trainer of the run; None before it is known.
-
-    Raises:
-        UnsupportedError: If the run cannot capture them; the message names the reason and a remedy.
     """
     settings = options.graphs
     if settings is None:
@@ -75,16 +72,7 @@ def _recomputations(options: StrategyOptions, module: nn.Module | None) -> list[
 
 
 def check_update(state: TrainingState, trainer: Trainer) -> None:
-    """Check that a graph can update the parameters of a fit.
-
-    Args:
-        state: Owner of the update.
-        trainer: Trainer of the fit, with all callbacks and optimizers.
-
-    Raises:
-        UnsupportedError: If the fused kernel cannot update the parameters, or if a hook may read
-            gradients before the update.
-    """
+    """Check that a graph can update the parameters of a fit."""
     reader = _reader_before_update(trainer)
     if reader is not None:
         raise UnsupportedError(reason_against_reader(reader))
@@ -106,11 +94,7 @@ def _reader_before_update(trainer: Trainer | None) -> str | None:
 
 
 def compile_graph_modes(module: nn.Module) -> tuple[str, ...]:
-    """Return the torch.compile modes of parts for which torch.compile captures CUDA graphs.
-
-    Args:
-        module: Module to search.
-    """
+    """Return the torch.compile modes of parts for which torch.compile captures CUDA graphs."""
     return tuple("reduce-overhead" for part in module.modules() if _captures_itself(part))
 
 
@@ -118,9 +102,6 @@ def check_static_experts(settings: CudaGraphs, module: nn.Module) -> None:
     """Check that the host reads no sizes inside experts that graphs should capture.
 
     The check needs the built model, which has chosen the transport and the grouped products.
-
-    Raises:
-        UnsupportedError: If the chosen transport or the chosen products read sizes.
     """
     for layer in module.modules():
         if not isinstance(layer, MixtureOfExperts):

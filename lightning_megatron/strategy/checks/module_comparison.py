@@ -46,10 +46,6 @@ def check_same_module(module: LightningModule, mesh: ParallelMesh, *, is_new: bo
         is_new: Whether no run of this strategy has used the module. Steps may have changed settings
             on some ranks only.
 
-    Raises:
-        RankMismatchError: On all ranks; the message names the ranks, the first names that differ
-            and their values.
-
     Communication: two gathers of digests over the world on the CPU.
     """
     world = mesh.world_cpu
@@ -125,12 +121,7 @@ def _is_of_package(value: Any) -> bool:
 def _settings(
     value: Any, path: str, containers: tuple[type, ...] = (object,)
 ) -> Iterator[tuple[str, _Setting]]:
-    """Yield the plain values in a nest by their paths.
-
-    Args:
-        value: Nest, or a leaf.
-        containers: Types of nests that are read, beside dataclasses of users.
-    """
+    """Yield the plain values in a nest by their paths."""
     is_record = is_dataclass(value) and not _is_of_package(value)
     is_nest = children(value) is not None
     if is_nest and not (is_record or isinstance(value, containers)):

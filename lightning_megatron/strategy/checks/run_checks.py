@@ -60,11 +60,7 @@ _TRAINER_FIELDS = (
 
 
 def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedModule | None:
-    """Return the module that is cut into stages; None with one stage.
-
-    Raises:
-        UnsupportedError: If pp > 1 and the module has no pipelined model, or several.
-    """
+    """Return the module that is cut into stages; None with one stage."""
     if mesh.pp.size == 1:
         return None
     modules = list(pipelined_modules(module))
@@ -109,9 +105,6 @@ def _remedy_of_none(module: LightningModule, mesh: ParallelMesh) -> str:
 def check_is_sharded(module: LightningModule, mesh: ParallelMesh) -> None:
     """Refuse tp above 1 if no rank has a part of any weight.
 
-    Raises:
-        UnsupportedError: On all ranks, with a plan that shards the linear layers.
-
     Communication: one gather of a flag over the world, on the CPU.
     """
     tp = mesh.tp.size
@@ -129,12 +122,7 @@ def check_is_sharded(module: LightningModule, mesh: ParallelMesh) -> None:
 
 
 def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
-    """Refuse modules and hooks that a pipeline does not support.
-
-    Raises:
-        UnsupportedError: With pp > 1, for manual optimization, for trained parameters outside the
-            stages, and for hooks that receive the loss.
-    """
+    """Refuse modules and hooks that a pipeline does not support."""
     if mesh.pp.size == 1:
         return
     check_optimization(module, mesh.pp.size)
@@ -166,11 +154,7 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
 
 
 def check_train_loaders(trainer: Trainer, options: StrategyOptions, layout: ParallelLayout) -> None:
-    """Refuse training dataloaders whose batches cannot be cut for the schedule.
-
-    Raises:
-        ParallelPlanError: If a batch size does not fit.
-    """
+    """Refuse training dataloaders whose batches cannot be cut for the schedule."""
     for loader in train_dataloaders(trainer):
         # Any iterable may have a batch_size, not only a DataLoader.
         batch_size = getattr(loader, "batch_size", None)

@@ -36,10 +36,7 @@ class LogCall:
     """Arguments of a log call except the value.
 
     Args:
-        options: Arguments of ``LightningModule.log``, sorted by name.
-        is_double: Whether the value is logged in float64.
         batch_size: Weight in a mean over batches if ``has_weight`` is false (samples).
-        has_weight: Whether a scalar weight is sent with the value, usually its token count.
     """
 
     name: str
@@ -71,9 +68,6 @@ class MetricCall:
     """Arguments of a log call of a metric, and the metric's location in the module.
 
     Args:
-        name: Name under which the metric is logged.
-        path: Qualified name of the metric in the module.
-        options: Arguments of ``LightningModule.log``, sorted by name.
         dtype: Dtype of the value of this step; None if the metric was only updated.
     """
 
@@ -93,8 +87,6 @@ class _LoggedValue:
     """A logged value, its weight, and the index of its microbatch.
 
     Args:
-        value: Scalar that was logged.
-        weight: Weight in a mean over microbatches.
         run: Index of the microbatch; -1 outside of a step.
     """
 
@@ -115,7 +107,6 @@ class Recorder:
         calls: First log call of each value, by name.
         metrics: Logged metrics with the arguments of their log calls, by name.
         metric_values: Values of metrics in this step, by name.
-        numbers: Names of values that were logged as numbers and not as tensors.
         outputs: Calls of loggers and of ``self.print``; None drops them, because this is a trial.
     """
 
@@ -139,18 +130,13 @@ class Recorder:
 
         Args:
             microbatch_size: Size of the microbatch (samples).
-            is_muted: Whether log calls of this run are dropped.
         """
         self.microbatch_size = microbatch_size
         self.is_muted = is_muted
         self.run += not is_muted
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Record one call of ``LightningModule.log``.
-
-        Raises:
-            ValueError: If the value is not a scalar.
-        """
+        """Record one call of ``LightningModule.log``."""
         bound = _log_signature().bind(None, *args, **kwargs)
         options = dict(bound.arguments)
         options.pop("self")
@@ -180,11 +166,7 @@ class Recorder:
         self.values.setdefault(name, []).append(_LoggedValue(tensor, weight, self.run))
 
     def keep_call(self, module: LightningModule, target: Target, args: Any, kwargs: Any) -> None:
-        """Record one call of a logger or of ``self.print``.
-
-        Raises:
-            UnsupportedError: If an argument cannot be pickled.
-        """
+        """Record one call of a logger or of ``self.print``."""
         arguments = with_values_of_stages((args, kwargs))
         if not self.is_muted and self.outputs is not None:
             self.outputs.keep(target, arguments, module, self.run, self.microbatch_size)
@@ -247,9 +229,6 @@ class Recorder:
 
         Args:
             path_of: Function that returns the qualified name of a metric in the module, or None.
-
-        Raises:
-            ValueError: If a metric is not a submodule of the module.
         """
         calls = []
         values = []

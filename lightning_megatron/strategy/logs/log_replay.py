@@ -23,13 +23,7 @@ from lightning_megatron.strategy.modules.serialization import pack, unpack
 
 @dataclass(frozen=True)
 class _Form:
-    """Message of the last stage: arguments of log calls, and the step's output.
-
-    Args:
-        metrics: Log calls of metrics.
-        is_counted: Whether the step returned token counts.
-        returns_more: Whether the step returned a mapping.
-    """
+    """Message of the last stage: arguments of log calls, and the step's output."""
 
     calls: tuple[LogCall, ...]
     metrics: tuple[MetricCall, ...]
@@ -48,8 +42,6 @@ class ReplayedLogs:
 
     Args:
         extra: Additional scalars such as the loss, in float64.
-        is_counted: Whether the step returned token counts.
-        returns_more: Whether the step returned a mapping.
     """
 
     extra: list[Tensor]
@@ -62,12 +54,7 @@ class DeferredReader(ABC):
 
     @abstractmethod
     def keep(self, name: str, value: Tensor) -> None:
-        """Store a scalar on its device until the bar is drawn.
-
-        Args:
-            name: Name under which the value is logged.
-            value: Scalar.
-        """
+        """Store a scalar on its device until the bar is drawn."""
 
 
 class LogReplay:
@@ -109,7 +96,6 @@ class LogReplay:
         """Log the merged values on this rank as if the whole batch had run here.
 
         Args:
-            module: The user's module, whose ``log`` is called.
             recorder: Log calls of this stage; only those of the last stage are used.
             key: Name of the hook and index of the dataloader. Calls with the same key usually log
                 the same names.
@@ -118,9 +104,6 @@ class LogReplay:
             counts: Token count of each microbatch on the last stage, the weights of means over
                 microbatches, ranks and the batches of an epoch. None means weights in samples
                 (tokens).
-            returns_more: Whether the step returned a mapping on the last stage.
-            is_repeated: Whether the log calls are those of the last call with this key, on all
-                stages, so that the arguments need not be compared.
 
         Returns:
             The additional scalars and flags of the last stage.

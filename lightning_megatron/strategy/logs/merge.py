@@ -16,11 +16,7 @@ Weight = int | float | Tensor
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss that a training step returned, alone or under ``loss``.
-
-    Raises:
-        ValueError: If the step returned another type, or a mapping without ``loss``.
-    """
+    """Return the loss that a training step returned, alone or under ``loss``."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, Mapping) and loss is None:
         raise ValueError(
@@ -41,10 +37,6 @@ def token_count_in(output: Any) -> Weight | None:
     Returns:
         A number, read from the tensor if that is on the CPU; for a tensor on another device, a
         scalar tensor that stays there.
-
-    Raises:
-        ValueError: If the count is not a scalar, or if the host knows that it is negative or not
-            finite.
     """
     count = output.get("num_tokens") if isinstance(output, Mapping) else None
     if count is None:
@@ -69,9 +61,6 @@ def token_counts_in(outputs: Sequence[Any]) -> list[Weight] | None:
 
     Args:
         outputs: Outputs of the step, one per microbatch; None for a skipped microbatch.
-
-    Raises:
-        ValueError: If some microbatches have a count and others do not.
     """
     counts = [token_count_in(output) for output in outputs]
     missing = [
@@ -127,10 +116,6 @@ def weighted_mean(values: Tensor, weights: Sequence[Weight]) -> Tensor:
     A value of weight 0 is ignored, even if it is NaN. Without any weight the mean is 0.
 
     Shapes: values ``(microbatches,)``, floating point; result ``()``.
-
-    Args:
-        values: Values of the microbatches.
-        weights: Number of samples or tokens in each microbatch.
     """
     if any(isinstance(weight, Tensor) for weight in weights):
         vector = torch.stack([scalar_on(weight, values.device) for weight in weights])
@@ -154,7 +139,6 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[Weight]) -> Any:
 
     Args:
         outputs: Outputs of the microbatches, in order.
-        weights: Number of samples or tokens in each microbatch.
     """
     if not outputs:
         return None

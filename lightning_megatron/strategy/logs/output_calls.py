@@ -29,7 +29,6 @@ class Target:
 
     Args:
         logger: Index among the loggers of the Trainer; None means the module.
-        path: Attributes and items that lead to the method: whether it is an item, and its key.
     """
 
     logger: int | None
@@ -48,13 +47,7 @@ class Target:
 
 @dataclass(frozen=True)
 class OutputCall:
-    """Call of a method that writes outside of the module.
-
-    Args:
-        target: The method.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+    """Call of a method that writes outside of the module."""
 
     target: Target
     args: tuple[Any, ...]
@@ -78,7 +71,6 @@ class OutputCalls:
     Args:
         entries: Calls with the indices and sizes of their microbatches (samples), by target, line
             of code and number of the call in its microbatch.
-        counts: Calls of a target by a line in a microbatch.
     """
 
     entries: dict[Any, list[tuple[OutputCall, int, int]]] = field(default_factory=dict)
@@ -95,13 +87,8 @@ class OutputCalls:
         """Keep a call, with copies of its arguments.
 
         Args:
-            target: The method.
-            arguments: Its positional and its keyword arguments.
             run: Index of the microbatch.
             size: Size of the microbatch (samples).
-
-        Raises:
-            UnsupportedError: If an argument cannot be pickled.
         """
         line = line_of_user()
         try:
@@ -142,7 +129,6 @@ class RecordedMember:
     """Method or object of a logger in a step, whose calls are recorded and made after the batch.
 
     Args:
-        target: Its place.
         record: Function of the target, the positional and the keyword arguments of a call.
     """
 

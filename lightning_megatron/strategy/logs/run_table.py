@@ -42,8 +42,6 @@ class TableRow:
 
     Args:
         subject: What is chosen, such as "attention".
-        value: The choice.
-        reason: Reason for the choice.
         remedy: How to get a faster choice, as whole sentences; None if this one costs no speed.
     """
 
@@ -59,10 +57,6 @@ def show_choices(
     """Show the choices of a fit on global rank 0, and warn of each choice that costs speed.
 
     The choices of all stages are shown, because some layers may be on later stages only.
-
-    Args:
-        module: The sharded module, on its device and in its precision.
-        precision: Precision of the fit.
 
     Communication: one gather over the pipeline, a sum over all ranks, and that of the choice of a
         token transport, if the module has experts.
@@ -83,11 +77,7 @@ def show_choices(
 
 
 def table_of(choices: Sequence[TableRow], ranks: str = "rank 0") -> str:
-    """Return the rows as text with aligned columns.
-
-    Args:
-        ranks: Ranks whose choices these are, for the title.
-    """
+    """Return the rows as text with aligned columns."""
     subjects = max(len(choice.subject) for choice in choices)
     values = max(len(choice.value) for choice in choices)
     rows = [
@@ -299,13 +289,7 @@ def _product_choices(
 def product_remedy(
     backend: str, device: torch.device, dtype: torch.dtype, num_groups: int
 ) -> str | None:
-    """Return advice for faster products of experts; None if the backend is the device's fastest.
-
-    Args:
-        backend: The chosen backend.
-        device: Device of the experts.
-        num_groups: Number of experts of the rank.
-    """
+    """Return advice for faster products of experts; None if the backend is the device's fastest."""
     if device.type != "cuda" or backend == "bundled":
         return None
     if backend == "loop" and dtype != torch.bfloat16:

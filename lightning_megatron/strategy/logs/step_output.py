@@ -105,7 +105,6 @@ class _Recording:
     Args:
         index: Index of the logger.
         record: Function of the target, the positional and the keyword arguments of a call.
-        shared: Values of properties on the first stage.
     """
 
     def __init__(self, index: int, record: Any, shared: dict[str, Any]) -> None:

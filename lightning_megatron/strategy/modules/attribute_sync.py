@@ -66,7 +66,6 @@ class _AttributeChange:
     """A new value of an attribute, or the items appended to a list.
 
     Args:
-        value: The new value, or the appended items.
         num_kept: Number of unchanged items at the start of the list; 0 replaces the whole value.
     """
 
@@ -76,12 +75,7 @@ class _AttributeChange:
 
 @dataclass(frozen=True)
 class _AttributeChanges:
-    """Changes that the last stage sends.
-
-    Args:
-        changed: New values by location.
-        removed: Locations of deleted attributes.
-    """
+    """Changes that the last stage sends."""
 
     changed: dict[_Location, _AttributeChange]
     removed: tuple[_Location, ...]
@@ -148,7 +142,6 @@ class AttributeSync:
 
         Args:
             step: Name of the step, such as ``training_step``.
-            outputs: Output of the step on this stage.
 
         Communication: one broadcast of an object over pp on the CPU, if a hook receives the output.
         """

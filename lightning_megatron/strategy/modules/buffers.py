@@ -53,9 +53,6 @@ class SharedBuffers:
     def share(self, *, look: bool = False) -> None:
         """Send the first data rank's buffers if a forward pass may have changed them; a collective.
 
-        Args:
-            look: Whether the ranks compare again which buffers have changed.
-
         Communication: one broadcast over the data axis for each dtype of buffers; one gather of
         objects on the CPU when the ranks compare.
         """
@@ -142,9 +139,6 @@ class BatchStatistics:
 
         Args:
             num_microbatches: Number of microbatches in a batch (microbatches).
-
-        Raises:
-            UnsupportedError: If there are several microbatches and a norm computes statistics.
         """
         if num_microbatches == 1:
             return
@@ -169,11 +163,7 @@ def _takes_statistics(norm: nn.Module) -> bool:
 
 
 def check_synchronised_norms(module: nn.Module, mesh: ParallelMesh) -> None:
-    """Refuse a SyncBatchNorm over all ranks if some share data or run another stage.
-
-    Raises:
-        UnsupportedError: If the module has a SyncBatchNorm over all ranks and tp or pp is above 1.
-    """
+    """Refuse a SyncBatchNorm over all ranks if some share data or run another stage."""
     if mesh.data.size == mesh.world.size:
         return
     for name, part in module.named_modules():

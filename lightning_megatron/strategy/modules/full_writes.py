@@ -74,11 +74,7 @@ class FullDraws(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a torch function, on the full tensor if it initialises a sharded parameter.
-
-        Raises:
-            UnsupportedError: If the ranks cannot draw the weights of one process.
-        """
+        """Run a torch function, on the full tensor if it initialises a sharded parameter."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         frame = sys._getframe(1)

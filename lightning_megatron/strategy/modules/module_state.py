@@ -42,10 +42,6 @@ class _Recorded:
 
     Args:
         name: Path of the attribute, as in ``self.calls``.
-        kind: Kind of the value: ``number``, ``tensor``, ``container`` or ``object``.
-        value: Object itself.
-        copy: Content to restore: a copy of a tensor, the items of a container or the state of a
-            generator.
     """
 
     name: str
@@ -62,7 +58,6 @@ class ModuleState:
     modules are restored, too, because attributes may note which hooks are registered.
 
     Args:
-        module: Module to record, with all its submodules.
         parts: Submodules to record, with their names; None records all.
         most_items: Length of the longest container whose items are searched for values that a step
             may change in place; longer ones only keep their items.
@@ -90,9 +85,6 @@ class ModuleState:
         """Return the kind of every changed value by name: number, tensor, container or object.
 
         Metrics, which accumulate on purpose, and modules of this package are left out.
-
-        Args:
-            tolerance: Largest relative difference of numbers that still count as equal.
         """
         kinds = {}
         for attributes in self._held:
@@ -172,10 +164,7 @@ class _Attributes:
 
     Args:
         prefix: Path of the module, as in ``self.net``.
-        held: Dictionary itself.
-        skipped: Keys that torch, the Trainer or the strategy manages.
         is_watched: Whether changes are reported; false for metrics and modules of this package.
-        kept: Recorded entries.
     """
 
     prefix: str
@@ -375,11 +364,7 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
 
 @torch.no_grad()
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of tensors, with one kernel launch for each device and dtype.
-
-    Args:
-        tensors: Plain strided tensors.
-    """
+    """Return copies of tensors, with one kernel launch for each device and dtype."""
     copies = [torch.empty_like(tensor) for tensor in tensors]
     copy_all_(copies, tensors)
     return copies
@@ -387,12 +372,7 @@ def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into targets of equal shapes, with one launch for each device and dtype.
-
-    Args:
-        targets: Tensors that are written.
-        sources: Tensors that are read, one for each target.
-    """
+    """Copy tensors into targets of equal shapes, with one launch for each device and dtype."""
     groups: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         group = groups.setdefault((target.device, target.dtype), ([], []))

@@ -21,9 +21,6 @@ def checked_averages(module: nn.Module) -> Iterator[None]:
     """Let every ``AveragedModel`` compare its weights with those that it averages, in the block.
 
     Torch pairs them in their order, so that it would average wrong ones or none.
-
-    Args:
-        module: User's module, which is divided among the ranks.
     """
     averages = {
         name: part for name, part in module.named_modules() if isinstance(part, AveragedModel)

@@ -20,12 +20,6 @@ def pack(value: Any, module: LightningModule) -> bytes:
 
     Submodules of ``module``, their parameters and the Trainer are sent as names, and the receiver
     substitutes its own objects.
-
-    Args:
-        value: Picklable value.
-
-    Raises:
-        Exception: Error that pickle raises for a value that it does not support.
     """
     buffer = io.BytesIO()
     _Packer(buffer, module).dump(value)
@@ -33,12 +27,7 @@ def pack(value: Any, module: LightningModule) -> bytes:
 
 
 def unpack(data: bytes, module: LightningModule, device: torch.device) -> Any:
-    """Deserialise a value that another rank has packed.
-
-    Args:
-        data: Result of :func:`pack`.
-        device: Device for tensors that were not on the CPU of the sender.
-    """
+    """Deserialise a value that another rank has packed."""
     # Inference tensors cannot be written outside inference mode, where metrics update their sums.
     with torch.inference_mode(False):
         return _Unpacker(io.BytesIO(data), module, device).load()

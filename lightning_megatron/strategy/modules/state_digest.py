@@ -71,7 +71,6 @@ class ListDigest:
     Args:
         owner: Identity of the list.
         items: Identities of the items.
-        versions: Sum of the version counters of the tensors.
     """
 
     owner: int

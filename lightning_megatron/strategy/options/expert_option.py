@@ -14,10 +14,6 @@ def check_expert_rows(rows: float | None, ep: int, transport: Transport) -> None
         rows: Limit on the rows of a rank's experts, as a multiple of the even share; None without
             a limit.
         ep: Ranks that share the experts of a layer (ranks).
-        transport: Transport of tokens over ep.
-
-    Raises:
-        ParallelPlanError: If ep is 1, or the transport is an all-to-all.
     """
     if rows is None:
         return
@@ -40,10 +36,6 @@ def check_expert_clones(clones: ExpertClones | None, ep: int, transport: Transpo
     Args:
         clones: Places for clones of experts; None without clones.
         ep: Ranks that share the experts of a layer (ranks).
-        transport: Transport of tokens over ep.
-
-    Raises:
-        ParallelPlanError: If ep is 1, or the transport is not one-sided.
     """
     if clones is None:
         return
@@ -62,14 +54,7 @@ def check_expert_clones(clones: ExpertClones | None, ep: int, transport: Transpo
 
 
 def check_limited_step(is_automatic: bool) -> None:
-    """Refuse training steps that the strategy cannot run again without the limit on rows.
-
-    Args:
-        is_automatic: Whether the module uses automatic optimization.
-
-    Raises:
-        UnsupportedError: If user code runs the backward passes (manual optimization).
-    """
+    """Refuse training steps that the strategy cannot run again without the limit on rows."""
     if not is_automatic:
         raise UnsupportedError(
             "experts.rows needs automatic optimization: a step that needs more rows is run again, "
@@ -83,9 +68,6 @@ def check_limited_sums(changer: str | None) -> None:
 
     Args:
         changer: Hook that may change gradients between accumulated batches; None without one.
-
-    Raises:
-        UnsupportedError: If there is such a hook.
     """
     if changer is not None:
         raise UnsupportedError(

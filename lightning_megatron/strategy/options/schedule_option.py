@@ -11,14 +11,7 @@ from lightning_megatron.plan.settings import shown
 
 
 def check_schedule_name(schedule: Any) -> None:
-    """Check that a text is the name of a schedule or the path of a CSV file.
-
-    Args:
-        schedule: Value of the option.
-
-    Raises:
-        ParallelPlanError: If it is another text.
-    """
+    """Check that a text is the name of a schedule or the path of a CSV file."""
     legal = (*SCHEDULE_NAMES, "auto")
     if not isinstance(schedule, str) or schedule in legal:
         return
@@ -31,15 +24,7 @@ def check_schedule_name(schedule: Any) -> None:
 
 
 def check_own_order(order: CustomOrder, group_size: int | None) -> None:
-    """Check that other options agree with a schedule that the user's file or function defines.
-
-    Args:
-        order: Order of the user's file or function.
-        group_size: Value of ``microbatch_group_size``.
-
-    Raises:
-        ParallelPlanError: If there is a group size.
-    """
+    """Check that other options agree with a schedule that the user's file or function defines."""
     if group_size is not None:
         raise ParallelPlanError(
             f"microbatch_group_size ({group_size}) must be None with a custom schedule "
@@ -54,14 +39,7 @@ def check_named_schedule(
     """Check the sizes of a named schedule, or of the schedule with which "auto" begins.
 
     Args:
-        schedule: Value of the option.
         name: Name with the default filled in; for "auto" the schedule of the first steps.
-        pp: Pipeline-parallel size.
-        vpp: Chunks per stage.
-        group_size: Value of ``microbatch_group_size``.
-
-    Raises:
-        ParallelPlanError: If the schedule cannot run with these sizes.
     """
     if schedule == "auto" and group_size is not None:
         raise ParallelPlanError(

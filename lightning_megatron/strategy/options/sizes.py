@@ -39,16 +39,7 @@ def check_sizes(
     ``global_batch`` of a data module.
 
     Args:
-        module: Module that will run.
-        options: Arguments of the strategy.
-        layout: Sizes of the axes.
         arguments: Arguments of ``fit``, ``validate``, ``test`` or ``predict``, by name.
-
-    Raises:
-        ParallelPlanError: If sizes are incompatible, also with products in 8 bits.
-        UnsupportedError: If pp is above 1 with manual optimization, if a GPT cannot represent the
-            model in the folder, if steps of this training cannot be run again for experts.rows, or
-            if cp is above 1 and the module has no model that can be cut along the sequence.
     """
     check_optimization(module, layout.pp)
     if options.experts.rows is not None and "train_dataloaders" in arguments:
@@ -103,16 +94,7 @@ def _configs_of(module: LightningModule, options: StrategyOptions) -> Sequence[M
 
 
 def check_places(config: ModelConfig, options: StrategyOptions) -> None:
-    """Refuse clones of experts with biases, and more places for clones than other ranks' experts.
-
-    Args:
-        config: Configuration of a model.
-        options: Arguments of the strategy.
-
-    Raises:
-        ParallelPlanError: If a rank has more places for clones than other ranks have experts.
-        UnsupportedError: If the experts have biases.
-    """
+    """Refuse clones of experts with biases, and more places than other ranks have experts."""
     if options.clones is not None and config.experts is not None:
         config.experts.check_clones()
         options.clones.check(config.experts.num_experts, options.ep)
@@ -146,16 +128,7 @@ def _check_folder(
 def check_context_transport(
     config: GPTConfig | EncoderConfig, options: StrategyOptions, layout: ParallelLayout
 ) -> None:
-    """Refuse a transport over cp that the attention of a model cannot use.
-
-    Args:
-        config: Configuration of the model.
-        options: Arguments of the strategy.
-        layout: Sizes of the axes.
-
-    Raises:
-        UnsupportedError: If the requested transport cannot drop attention weights.
-    """
+    """Refuse a transport over cp that the attention of a model cannot use."""
     if layout.cp == 1:
         return
     heads = config.num_heads // layout.tp
@@ -170,12 +143,7 @@ def check_hosts(options: StrategyOptions, layout: ParallelLayout, ranks_per_host
     """Refuse to share memory among tensor-parallel ranks of several hosts.
 
     Args:
-        options: Arguments of the strategy.
-        layout: Sizes and order of the axes.
         ranks_per_host: Number of processes on every host (ranks).
-
-    Raises:
-        ParallelPlanError: If ``linear.overlap`` is on and a tp group spans several hosts.
     """
     if not options.linear.overlap:
         return
@@ -194,11 +162,7 @@ def check_optimization(module: LightningModule, pp: int) -> None:
     """Refuse manual optimization of a model in several stages.
 
     Args:
-        module: Module that will run.
         pp: Number of pipeline stages (stages).
-
-    Raises:
-        UnsupportedError: If the module uses manual optimization and pp is above 1.
     """
     if pp > 1 and not module.automatic_optimization:
         raise UnsupportedError(
@@ -212,12 +176,6 @@ def check_batch_size(batch_size: int, options: StrategyOptions, layout: Parallel
 
     Args:
         batch_size: Size of a full batch of one data-parallel rank (samples).
-        options: Arguments of the strategy.
-        layout: Sizes of the axes.
-
-    Raises:
-        ParallelPlanError: If the batch size is not a multiple of the microbatch size, or gives too
-            few microbatches for the schedule.
     """
     rule = options.microbatches(layout)
     size = options.microbatch_size
@@ -235,19 +193,7 @@ def check_batch_size(batch_size: int, options: StrategyOptions, layout: Parallel
 def check_global_batch(
     batch: GlobalBatch, options: StrategyOptions, layout: ParallelLayout, accumulates: bool
 ) -> None:
-    """Refuse a global batch that this layout cannot divide among ranks and into microbatches.
-
-    Args:
-        batch: Sizes of the global batches.
-        options: Arguments of the strategy.
-        layout: Sizes of the axes.
-        accumulates: Whether gradients of several batches accumulate.
-
-    Raises:
-        ParallelPlanError: If a size cannot be divided, or gives microbatches that the schedule
-            cannot run, or if the size of microbatches would grow with the batch.
-        UnsupportedError: If an optimizer step has several batches.
-    """
+    """Refuse a global batch that this layout cannot divide among ranks and into microbatches."""
     batch.check_accumulation(accumulates)
     size = options.microbatch_size
     batch.check(layout.dp, size if isinstance(size, int) else 1)
@@ -268,11 +214,6 @@ def check_last_batch(num_samples: int, options: StrategyOptions, layout: Paralle
     Args:
         num_samples: Size of the last batch of one data-parallel rank, or 0 if there is none
             (samples).
-        options: Arguments of the strategy.
-        layout: Sizes of the axes.
-
-    Raises:
-        ParallelPlanError: If the schedule cannot run the number of microbatches of the last batch.
     """
     if not num_samples:
         return

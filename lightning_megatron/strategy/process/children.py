@@ -40,7 +40,6 @@ class ChildProcesses:
     the ``teardown`` hook.
 
     Args:
-        processes: Launched processes, in the order of their ranks.
         first_rank: Global rank of the first launched process.
         end: Function that exits this process with an exit code.
         note_exit: Function of the rank and the exit code of a process, which reports ranks that
@@ -135,11 +134,7 @@ class ChildProcesses:
                 self._note_exit(self._first_rank + number, code)
 
     def _finish(self, code: int) -> None:
-        """Kill the running processes and exit.
-
-        Args:
-            code: Exit code of this process.
-        """
+        """Kill the running processes and exit."""
         self._report_ends()
         for process in self._processes:
             if process.poll() is None:
@@ -169,9 +164,6 @@ def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | Non
     """Return a check of whether this process's launcher has ended; None without a launcher.
 
     A launcher is the one of this package, torchrun's agent or a parent of ``multiprocessing``.
-
-    Args:
-        environment: Environment variables of this process.
     """
     parent = os.getppid()
     spawner = multiprocessing.parent_process()

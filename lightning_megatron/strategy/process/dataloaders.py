@@ -33,7 +33,6 @@ def needs_distributed_sampler(dataloader: DataLoader, num_data: int) -> bool:
     Any other sampler is the user's choice and stays.
 
     Args:
-        dataloader: The user's dataloader.
         num_data: Number of ranks that read different data (ranks).
     """
     if num_data > 1:
@@ -64,7 +63,6 @@ def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
 
     Args:
         dataloader: Any iterable of batches; only a torch DataLoader is changed.
-        seed: Seed of the run, equal on all ranks.
         data_rank: Index of this rank among the ranks that read different data.
 
     Returns:

@@ -78,7 +78,6 @@ class FailureWatch:
         """Start watching the ranks that share ``job``, a unique job name; only inside ``guard``.
 
         Args:
-            job: Name of the job, which no other job has.
             notices: Messages in the job's store, for jobs on several machines; None on one machine.
 
         Returns:
@@ -186,7 +185,6 @@ class FailureWatch:
         """Report that this rank hangs, and end the job.
 
         Args:
-            text: Report that names the ranks for which this rank waits.
             silent: Last statuses of ranks that do not respond; those of this machine are killed.
         """
         if not self._claim():

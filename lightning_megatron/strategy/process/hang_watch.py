@@ -48,10 +48,8 @@ class HangWatch:
 
     Args:
         num_ranks: Number of ranks of the job (ranks).
-        journal: Record of the collectives that this rank has started.
         timeout: Timeout of collectives on the CPU (seconds).
         device_timeout: Timeout of collectives on a GPU; None without a GPU (seconds).
-        folder: Folder that the ranks of this machine share.
         notices: Messages in the job's store; None if all ranks are on this machine.
         activity: Function that names the Trainer's current stage.
         fail: Function that ends the job, called with the report and the statuses of silent ranks,
@@ -137,7 +135,6 @@ class HangWatch:
         probably stopped.
 
         Args:
-            own_status: Last status of this rank.
             since: Time at which this rank last made progress, on the monotonic clock (seconds).
             timeout: Timeout of the collective for which this rank waits (seconds).
         """

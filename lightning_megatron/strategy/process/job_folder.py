@@ -28,9 +28,6 @@ class JobFolder:
     Every rank writes a file that identifies its process. A rank that leaves removes this file, and
     the folder if the processes of all other ranks have ended. If all ranks were killed, the next
     job on this machine removes the folder.
-
-    Args:
-        job: Name of the job, which no other job has.
     """
 
     def __init__(self, job: str, rank: int) -> None:

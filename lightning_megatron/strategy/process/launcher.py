@@ -26,8 +26,6 @@ class MegatronLauncher(SubprocessScriptLauncher):
     """Subprocess launcher like that of ``ddp``, which reports failures before clean-up runs.
 
     Args:
-        cluster_environment: Cluster environment, which knows the ranks and whether an external
-            launcher starts the processes.
         num_processes: Number of processes on this node (processes).
         num_nodes: Number of nodes of the job (nodes).
         watch: Function that returns the failure watch of this rank.
@@ -108,14 +106,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
 
 
 def check_has_file(program: str) -> None:
-    """Check that other processes can run the program of this process.
-
-    Args:
-        program: First entry of ``sys.argv``.
-
-    Raises:
-        UnsupportedError: If the program is the text of ``python -c`` or comes from standard input.
-    """
+    """Check that other processes can run the program of this process."""
     if program in {"-c", "-", ""}:
         source = "python -c" if program == "-c" else "standard input"
         raise UnsupportedError(

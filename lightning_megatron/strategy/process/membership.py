@@ -28,7 +28,6 @@ class Membership:
     :meth:`leave` destroys all other groups.
 
     Args:
-        watch: Watch for ranks that fail.
         port: Port of the job's store, held if this process starts the others.
     """
 
@@ -51,7 +50,6 @@ class Membership:
         """Create this rank's groups, agree on the seed, and watch for ranks that fail or hang.
 
         Args:
-            environment: Cluster environment, which knows the address of the first rank.
             num_nodes: Number of nodes of the job (nodes).
             configuration: Settings that must be equal on all ranks, by name.
             place: Function that describes the Trainer's current stage and step, for hang reports.

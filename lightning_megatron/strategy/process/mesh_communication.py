@@ -36,11 +36,7 @@ class MeshCommunication(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks; inside a pipelined step, for the ranks of this stage.
-
-        Args:
-            name: Name of the barrier, which is ignored.
-        """
+        """Wait for all ranks; inside a pipelined step, for the ranks of this stage."""
         if self._mesh is not None:
             barrier(self._mesh.data_cpu if self.is_in_stage else self._mesh.world_cpu)
 
@@ -49,7 +45,6 @@ class MeshCommunication(ParallelStrategy):
         """Return a rank's object; inside a pipelined step, that of this stage's rank with its data.
 
         Args:
-            obj: Picklable object.
             src: Global rank of the sender. Inside a pipelined step, the sender is the rank of this
                 stage with the same dp coordinate.
 
@@ -79,7 +74,6 @@ class MeshCommunication(ParallelStrategy):
             tensor: Tensor to reduce; any other value is returned unchanged.
             group: :class:`MeshAxis` or process group. None and the world group select the data
                 axis.
-            reduce_op: ``mean``, ``sum``, ``max`` or ``min``, or a constant of torch.
 
         Communication: one all-reduce over the axis or the group.
         """
@@ -113,7 +107,6 @@ class MeshCommunication(ParallelStrategy):
         Args:
             group: :class:`MeshAxis` or process group. None and the world group, which
                 ``self.all_gather`` passes, select the data axis.
-            sync_grads: Whether gradients flow back to the tensors of all ranks.
 
         Communication: one all-gather over the axis; one reduce-scatter in the backward pass.
         """

@@ -82,7 +82,6 @@ class DefaultGenerators:
     Unlike :func:`random_states`, this class converts nothing, because every step records states.
 
     Args:
-        states: States of torch's CPU generator, numpy's generator and Python's generator.
         of_device: State of the GPU's generator; None on a CPU.
     """
 

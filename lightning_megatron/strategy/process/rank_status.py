@@ -37,16 +37,10 @@ class RankStatus:
 
     Args:
         rank: Global rank.
-        pid: Process ID.
         start_time: Start time of the process in system ticks; distinguishes it from a later process
             with the same ``pid``.
-        number: Number of this report.
         time: Time of this report, by the clock of the host (seconds).
         activity: State of the Trainer, such as ``train, global_step 12``.
-        waits: Whether the main thread is inside a collective.
-        call: Collective that the rank started or waited for last.
-        counts: Number of started collectives by axis.
-        lines: Source lines of the main thread: the innermost one, followed by those of user code.
         device: Place of the device in the graphs that the host has launched; None without graphs.
     """
 
@@ -149,9 +143,7 @@ def missing_ranks(
     collectives.
 
     Args:
-        statuses: Last known status of each rank.
         silent: Ranks without a recent report.
-        num_ranks: Number of ranks in the job.
     """
     silent = set(silent) | (set(range(num_ranks)) - statuses.keys())
     waiting = {rank for rank, status in statuses.items() if status.waits and rank not in silent}
@@ -194,8 +186,6 @@ def hang_report(
     """Return the message that describes a hanging job.
 
     Args:
-        statuses: Last known status of each rank.
-        missing: Ranks that the others wait for.
         ages: Time since the last report of each silent rank (seconds).
     """
     missing = set(missing)

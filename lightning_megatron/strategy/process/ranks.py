@@ -52,7 +52,6 @@ class WorldNotice:
         """Warn of a read of the number of processes by user code.
 
         Args:
-            frame: Frame that reads it, or a property of Lightning that this frame reads.
             layout_of: Function that returns the sizes of the axes, which Lightning may not know
                 when it reads the number itself.
         """
@@ -146,11 +145,7 @@ class RankStrategy(MeshCommunication, ABC):
 
     @property
     def mesh(self) -> ParallelMesh:
-        """Return the groups of this rank; known while the Trainer runs.
-
-        Raises:
-            RuntimeError: Before ``setup_environment`` and after ``teardown``.
-        """
+        """Return the groups of this rank; known while the Trainer runs."""
         if self._mesh is None:
             raise RuntimeError(
                 "the mesh must be used while the Trainer runs, from the `setup` hook to the "

@@ -29,9 +29,6 @@ def check_backend(backend: str | None, device: torch.device) -> None:
 
     Args:
         backend: Backend of the process groups; None means the default of the device.
-
-    Raises:
-        UnsupportedError: If the backend is ``nccl`` and the device is not a GPU.
     """
     if backend == "nccl" and device.type != "cuda":
         raise UnsupportedError(
@@ -54,15 +51,11 @@ def join_processes(
     """Compare the configurations of all ranks and create their process group if none exists.
 
     Args:
-        environment: Cluster environment, which knows the address of the first rank.
         size: Number of ranks of the job (ranks).
         backend: ``nccl`` or ``gloo``; None means the default of the device.
         timeout: Timeout of collectives; None means torch's default.
         configuration: Settings that must be equal on all ranks, by name.
         listener: File descriptor of a socket that listens on the store's port; None without one.
-
-    Raises:
-        RankMismatchError: On every rank, if configurations differ or ranks do not join in time.
 
     Communication: collective over all ranks.
     """

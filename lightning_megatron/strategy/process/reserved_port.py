@@ -23,15 +23,7 @@ class ReservedPort:
         self._socket: socket.socket | None = None
 
     def hold(self, environment: ClusterEnvironment) -> None:
-        """Listen on the port of the job's store. Ranks that connect early wait for the store.
-
-        Args:
-            environment: Cluster environment, which chooses the port.
-
-        Raises:
-            UnsupportedError: If the port cannot be used, for example because another process has
-                it.
-        """
+        """Listen on the port of the job's store. Ranks that connect early wait for the store."""
         # The port of an earlier launch that failed may be the same.
         self.release()
         port = environment.main_port
@@ -65,9 +57,6 @@ def _listen(address: str, port: int) -> socket.socket:
     Whoever can connect to the job's store can run code in its ranks. A job whose ranks meet at a
     loopback address can therefore not be reached from other machines. Other addresses may be names
     of this machine that only other machines know, so that the socket then listens on all addresses.
-
-    Args:
-        address: Address at which the ranks meet.
     """
     loopback = _loopback(address, port)
     if loopback is not None:

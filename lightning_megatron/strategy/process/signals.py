@@ -100,9 +100,6 @@ class SignalAgreement:
     def check(self) -> None:
         """Ask all ranks at an interval of batches for received signals; after one, save and exit.
 
-        Raises:
-            TerminationRequested: On all ranks, if any rank has received a signal.
-
         Communication: one all-reduce of two integers over the world on the CPU, at every
         ``interval``-th call.
         """

@@ -56,7 +56,6 @@ class _Difference:
     Args:
         number: Index of the call (calls of cut layers).
         kind: Kind of the layer in the plan, such as ``column`` or ``row``.
-        before: Names of the column layers between the last row layer and this layer.
         distance: Relative distance between the inputs of both runs; None if their shapes differ.
     """
 
@@ -78,9 +77,7 @@ class _Result:
 
     Args:
         values: Loss and logged values of the last stage, by name.
-        inputs: Inputs of the cut layers, in the order of their calls.
         error: Error of the user's code; empty if the step ran.
-        draws: Random functions that user code called.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -115,11 +112,6 @@ class FeatureTrials:
 
         Args:
             step: Name of the step, such as ``training_step``.
-            part: First microbatch of the batch.
-
-        Raises:
-            ParallelPlanError: On all ranks, if the loss, a logged mean or sum, or the input of a
-                ``row`` layer differs on any rank.
 
         Communication: at the first batch, that of two or three forward passes, with an all-gather
         over tp for each ``column`` layer, and gathers of objects over all ranks on the CPU.
@@ -141,8 +133,6 @@ class _FeatureTrial:
 
     Args:
         state: State of the module before the trial, which is restored after each run.
-        layers: Cut layers of the module.
-        draws: Random functions that earlier trials have found.
     """
 
     def __init__(
@@ -164,15 +154,7 @@ class _FeatureTrial:
         self._trial_step = TrialStep(mesh, step, run, state)
 
     def compare(self, part: Microbatch) -> None:
-        """Run the step with sharded features, and again with all features on every rank.
-
-        Args:
-            part: First microbatch of the batch.
-
-        Raises:
-            ParallelPlanError: On all ranks, if the results differ, or if random functions cannot
-                have streams of their own.
-        """
+        """Run the step with sharded features, and again with all features on every rank."""
         cut = self._run(part, is_whole=False)
         whole = self._run(part, is_whole=True)
         self._separate_draws(cut, whole)

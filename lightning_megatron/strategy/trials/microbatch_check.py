@@ -95,13 +95,7 @@ class MicrobatchTrials:
 
         Args:
             key: Name of the step, followed by the index of its dataloader if there are several.
-            batch: Whole batch.
             run: Function that runs the step on microbatches.
-
-        Raises:
-            UnsupportedError: On all ranks, if the loss differs on any rank, or a value of an
-                evaluation that is logged as a loss, or if a training step leaves state in the
-                module that depends on the number of its calls.
 
         Communication: at a batch that is tried, the communication of several forward passes, and
         gathers of objects over the world on the CPU; that of :meth:`UnevenMasks.is_new` otherwise.
@@ -200,9 +194,7 @@ class _MicrobatchTrial:
         """Run the step on single parts and on several combined ones.
 
         Args:
-            joined: Joined microbatches.
             groups: Indices of the parts in each combined microbatch.
-            parts: Single microbatches.
             is_later: Whether this trial repeats an earlier one. It compares only losses, and allows
                 for the larger rounding errors of trained models, whose logits are larger.
 

@@ -30,7 +30,6 @@ class Place:
     """Place in user code that calls a random torch function, equal in each call and recomputation.
 
     Args:
-        lines: Line of each frame, from the call to the method of the surrounding module.
         modules: Identities of the modules that are being called there, the innermost one first.
     """
 
@@ -47,9 +46,7 @@ class UserDraw:
     """Random torch function that user code called in a trial.
 
     Args:
-        place: Place of the call.
         size: Number of values that it drew (elements).
-        has_generator: Whether user code passed a generator.
     """
 
     place: Place
@@ -62,9 +59,6 @@ class DrawRecord(TorchFunctionMode):
     """Mode that records the random torch functions that user code calls in a trial.
 
     Draws of this package's own layers are not recorded, because they select their streams.
-
-    Args:
-        values: Mode that replaces random values, and counts them.
     """
 
     def __init__(self, values: ConstantRandomValues) -> None:
@@ -109,12 +103,7 @@ class PartDraws:
     def find(
         self, module: nn.Module, cut: Sequence[UserDraw], whole: Sequence[UserDraw]
     ) -> list[Place]:
-        """Find the functions that draw for sharded features, and return their new places.
-
-        Args:
-            cut: Draws of a step with sharded features.
-            whole: Draws of the same step with all features on every rank.
-        """
+        """Find the functions that draw for sharded features, and return their new places."""
         in_whole = _by_place(whole)
         names = {id(part): name for name, part in module.named_modules()}
         found = [
@@ -143,9 +132,6 @@ def refusals(
     """Return why draws for sharded features cannot have their own streams, for each such line.
 
     Args:
-        cut: Draws of a step with sharded features.
-        whole: Draws of the same step with all features on every rank.
-        found: Places that draw for sharded features.
         error: Error that ended the step with all features; empty if it ran.
     """
     in_whole = _by_place(whole)

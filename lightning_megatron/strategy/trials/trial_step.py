@@ -34,9 +34,6 @@ class SeededGenerators:
     The final states of the generators show how often a step draws. A step that draws equally often
     for one sample and for two draws once per batch, such as a mixing ratio. A step that draws more
     often for two samples draws once per sample, and cannot see the same numbers in both cases.
-
-    Args:
-        seed: Seed of both generators.
     """
 
     def __init__(self, seed: int) -> None:
@@ -107,11 +104,7 @@ class StepResults:
 
 
 class TrialStep:
-    """Trial runs of a step on parts of a batch.
-
-    Args:
-        state: Snapshot of the module, for undoing the changes of a run.
-    """
+    """Trial runs of a step on parts of a batch."""
 
     def __init__(self, mesh: ParallelMesh, step: str, run: Run, state: ModuleState) -> None:
         self._mesh = mesh
@@ -135,10 +128,6 @@ class TrialStep:
 
     def read(self, parts: Sequence[Microbatch], seed: int) -> list[StepResults]:
         """Return the step's results for every part, on the last stage.
-
-        Args:
-            parts: Microbatches to run.
-            seed: Seed of the Python and NumPy generators.
 
         Communication: that of the forward passes.
         """

@@ -26,10 +26,7 @@ class _Watch:
 
     Args:
         tried: Tensors of the batch that were uneven in a batch that was tried, by path and value.
-        pending: Tensors that have been uneven since the last examination, with a flag on the
-            device.
         num_batches: Number of batches so far (batches).
-        is_armed: Whether the next uneven batch is tried.
     """
 
     tried: set[tuple[str, int]] = field(default_factory=set)
@@ -52,13 +49,7 @@ class UnevenMasks:
         self._watches: dict[tuple[Any, ...], _Watch] = {}
 
     def begin(self, key: tuple[Any, ...], batch: Any, parts: Sequence[Microbatch]) -> None:
-        """Record the tensors that are uneven in a batch that is tried.
-
-        Args:
-            key: Name of the step, and its dataloader.
-            batch: Whole batch.
-            parts: Its first microbatches, those that a trial runs.
-        """
+        """Record the tensors that are uneven in a batch that is tried."""
         watch = self._watches.setdefault(key, _Watch())
         watch.tried |= {
             name for name, flag in _uneven(batch, parts, frozenset()).items() if flag.item()

@@ -30,12 +30,6 @@ def name_unsharded_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None
 
     A shape error or a failed assertion in the user's own code gets a note that names the layers
     whose features are cut.
-
-    Args:
-        root: The user's module.
-
-    Raises:
-        ParallelPlanError: In place of torch's shape error, if the module is known.
     """
     try:
         yield

@@ -16,11 +16,7 @@ from lightning_megatron.strategy.modules.module_state import ModuleState
 
 @contextmanager
 def refuse_weight_writes(module: nn.Module, step: str) -> Iterator[None]:
-    """Refuse weights that a trial step in the block changes, such as those of a teacher.
-
-    Raises:
-        UnsupportedError: After the block, naming the weights.
-    """
+    """Refuse weights that a trial step in the block changes, such as those of a teacher."""
     before = _norms_of(module)
     try:
         yield
@@ -33,11 +29,7 @@ def refuse_weight_writes(module: nn.Module, step: str) -> Iterator[None]:
 
 @contextmanager
 def preserve_state(module: nn.Module, step: str) -> Iterator[None]:
-    """Restore the module's buffers and attributes after a trial step, and refuse changed weights.
-
-    Raises:
-        UnsupportedError: As in :func:`refuse_weight_writes`.
-    """
+    """Restore the module's buffers and attributes after a trial, and refuse changed weights."""
     state = ModuleState(module)
     try:
         with refuse_weight_writes(module, step):
