@@ -18,8 +18,11 @@ from lightning_megatron.graphs.cuda import RunStream
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.checks.batch_checks import check_batch
-from lightning_megatron.strategy.checks.engine_checks import check_engine, with_plugin_recipe
-from lightning_megatron.strategy.checks.fp8_checks import check_fp8
+from lightning_megatron.strategy.checks.engine_checks import (
+    check_engine,
+    check_fp8,
+    with_plugin_recipe,
+)
 from lightning_megatron.strategy.checks.graph_checks import check_graphs
 from lightning_megatron.strategy.checks.module_comparison import hyperparameter_fields
 from lightning_megatron.strategy.checks.run_checks import configuration_fields

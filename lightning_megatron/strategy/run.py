@@ -24,7 +24,7 @@ from lightning_megatron.strategy.checkpoints.weight_averaging import (
 )
 from lightning_megatron.strategy.checks.batch_comparison import BatchComparison
 from lightning_megatron.strategy.checks.callback_checks import hide_example_input
-from lightning_megatron.strategy.checks.fp8_checks import check_not_compiled
+from lightning_megatron.strategy.checks.engine_checks import check_not_compiled
 from lightning_megatron.strategy.checks.run_checks import (
     check_train_loaders,
     data_fields,

@@ -18,7 +18,7 @@ from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.plan.model_shape import LossChunk
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
-from lightning_megatron.strategy.checks.fp8_checks import emulates
+from lightning_megatron.strategy.checks.engine_checks import emulates
 from lightning_megatron.strategy.checks.run_checks import check_is_sharded, check_module
 from lightning_megatron.strategy.optimization.layer_states import MixtureRuntime, check_experts
 from lightning_megatron.strategy.options.sizes import check_places

@@ -113,7 +113,7 @@ NOT_YET = {
         experts/routing/attached_loss.py layers/attention/core_results.py layers/fused/one_shot.py
         layers/fused/vector_product.py
         layers/parameters/remade.py models/lora.py models/model_flops.py models/module_mesh.py
-        models/relay.py models/side_calls.py strategy/class_loading.py
+        models/relay.py models/side_calls.py
     """,
     "functions_are_short": """
         experts/transport/choose_transport.py kernels/triton/adamw.py

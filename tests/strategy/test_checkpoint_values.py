@@ -41,7 +41,7 @@ from lightning_megatron.strategy.checkpoints.rank_state_checks import (
     check_rank_state,
     name_damaged_states,
 )
-from lightning_megatron.strategy.class_loading import install_directory_check
+from lightning_megatron.strategy.checkpoints.source import install_directory_check
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 from tests.fits import GPT2, Job, Report, joined, run_job, trainer_of
 

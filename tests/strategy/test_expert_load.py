@@ -27,7 +27,7 @@ from lightning_megatron.experts.transport.rank_rows import StepRows
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.strategy.callbacks import expert_load, expert_load_picture
+from lightning_megatron.strategy.callbacks import expert_load
 from lightning_megatron.strategy.callbacks.expert_load import (
     figures_of,
     gather_layers,
@@ -115,7 +115,7 @@ def test_training_without_matplotlib_or_a_logger_folder_ends_with_a_message(tmp_
 
     messages: list[str] = []
     monkeypatch.setattr(expert_load, "rank_zero_info", messages.append)
-    monkeypatch.setattr(expert_load_picture, "import_extra", missing)
+    monkeypatch.setattr(expert_load, "import_extra", missing)
     options: dict[str, Any]
     for options, words in (
         ({}, 'pip install "lightning-megatron[plot]"'),

@@ -39,7 +39,7 @@ from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.job_folder import JobFolder
 from lightning_megatron.strategy.process.launcher import MegatronLauncher
 from lightning_megatron.strategy.process.rank_status import start_time_of
-from lightning_megatron.strategy.process.reserved_port import ReservedPort
+from lightning_megatron.strategy.process.rendezvous import ReservedPort
 from tests.fits import Job, trainer_of
 
 TIMEOUT = timedelta(seconds=30)

@@ -22,7 +22,6 @@ from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.scaling import FORMAT
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.optimizer.main_parameters import MainParameters
-from lightning_megatron.strategy.checks import fp8_checks
 from tests.fits import (
     GPT2,
     STEPS,
@@ -249,9 +248,9 @@ def test_wrong_settings_and_precisions_are_refused(monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(ParallelPlanError, match=message):
             run_job(Job(GPT2, {"fp8": settings}, steps=1))
-    monkeypatch.setattr(fp8_checks, "has_products", lambda device, is_blockwise: True)
+    monkeypatch.setattr(engine_checks, "has_products", lambda device, is_blockwise: True)
     cuda = torch.device("cuda")
     for precision, message in {"16-mixed": "loss scale", "32-true": "precision bf16"}.items():
         with pytest.raises(ParallelPlanError, match=message):
-            fp8_checks.check_fp8(FP8(), cuda, precision)
-    fp8_checks.check_fp8(FP8(), cuda, "bf16-mixed")
+            engine_checks.check_fp8(FP8(), cuda, precision)
+    engine_checks.check_fp8(FP8(), cuda, "bf16-mixed")

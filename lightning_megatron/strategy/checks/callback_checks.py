@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.optimization.parameter_readers import gradient_changer
-from lightning_megatron.strategy.options.expert_option import check_limited_sums
+from lightning_megatron.strategy.options.option_checks import check_limited_sums
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import (
     add_groups_on_every_stage,

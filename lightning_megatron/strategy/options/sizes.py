@@ -18,7 +18,7 @@ from lightning_megatron.plan.context import context_multiple
 from lightning_megatron.plan.context_transport import ContextLinks, choose_context_transport
 from lightning_megatron.plan.global_batch import GlobalBatch
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.options.expert_option import check_limited_step
+from lightning_megatron.strategy.options.option_checks import check_limited_step
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.loops import is_overridden, may_accumulate
 from lightning_megatron.swap.decide.hugging_face_models import check_cut, known_configs

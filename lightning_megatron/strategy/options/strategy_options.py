@@ -31,7 +31,13 @@ from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, ScheduleOption
 from lightning_megatron.plan.settings import Count, coerce_fields
-from lightning_megatron.strategy.options.expert_option import check_expert_clones, check_expert_rows
+from lightning_megatron.strategy.options.option_checks import (
+    check_expert_clones,
+    check_expert_rows,
+    check_named_schedule,
+    check_own_order,
+    check_schedule_name,
+)
 from lightning_megatron.strategy.options.records import (
     ContextOptions,
     ExpertOptions,
@@ -39,11 +45,6 @@ from lightning_megatron.strategy.options.records import (
     LinearOptions,
     OptimizerOptions,
     PipelineOptions,
-)
-from lightning_megatron.strategy.options.schedule_option import (
-    check_named_schedule,
-    check_own_order,
-    check_schedule_name,
 )
 
 _Strategy = TypeVar("_Strategy")

@@ -19,7 +19,7 @@ from lightning_megatron.strategy.private.processes import (
 )
 from lightning_megatron.strategy.process.children import LAUNCHER, ChildProcesses, launcher_mark
 from lightning_megatron.strategy.process.failure import FailureWatch
-from lightning_megatron.strategy.process.reserved_port import ReservedPort
+from lightning_megatron.strategy.process.rendezvous import ReservedPort
 
 
 class MegatronLauncher(SubprocessScriptLauncher):

@@ -17,8 +17,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.hang_watch import HangWatch
-from lightning_megatron.strategy.process.rendezvous import join_processes
-from lightning_megatron.strategy.process.reserved_port import ReservedPort
+from lightning_megatron.strategy.process.rendezvous import ReservedPort, join_processes
 
 
 class Membership:

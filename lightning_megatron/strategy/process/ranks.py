@@ -29,8 +29,7 @@ from lightning_megatron.strategy.process.hang_watch import activity_of
 from lightning_megatron.strategy.process.launcher import MegatronLauncher
 from lightning_megatron.strategy.process.membership import Membership
 from lightning_megatron.strategy.process.mesh_communication import MeshCommunication
-from lightning_megatron.strategy.process.rendezvous import check_backend
-from lightning_megatron.strategy.process.reserved_port import ReservedPort
+from lightning_megatron.strategy.process.rendezvous import ReservedPort, check_backend
 from lightning_megatron.user_code import Line
 
 #: Packages that ask for the number of processes and mean it.

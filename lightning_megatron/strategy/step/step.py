@@ -35,7 +35,7 @@ from lightning_megatron.strategy.modules.buffers import SharedBuffers
 from lightning_megatron.strategy.optimization.layer_states import LayerStates, MixtureRuntime
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.optimization.training_state import TrainingState
-from lightning_megatron.strategy.options.expert_option import check_limited_step
+from lightning_megatron.strategy.options.option_checks import check_limited_step
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
 from lightning_megatron.strategy.private.loops import (
     ClearGradients,
