@@ -22,6 +22,7 @@ from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.scaling import FORMAT
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.optimizer.main_parameters import MainParameters
+from lightning_megatron.strategy.checks import engine_checks
 from tests.fits import (
     GPT2,
     STEPS,

@@ -22,8 +22,7 @@ from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.merge import Weight, loss_in, token_counts_in
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
-from lightning_megatron.strategy.trials.constant_random import ConstantRandomValues
-from lightning_megatron.strategy.trials.part_draws import DrawRecord, UserDraw
+from lightning_megatron.strategy.trials.part_draws import ConstantRandomValues, DrawRecord, UserDraw
 from lightning_megatron.user_code import is_compiled
 
 
