@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import ROW_RULE, add_peer, cells, heading, run_ours, run_peer
-from benchmarks.measure import FLOP_RULE
+from benchmarks.measure import FLOP_RULE, merged
 from benchmarks.shapes import LAYOUTS
 from benchmarks.train_shapes import parser
 
@@ -63,7 +63,7 @@ def our_line(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
             continue
         flag = "--" + name.replace("_", "-")
         line += [flag] if value is True else [flag, str(value)]
-    return [*line, "--options", json.dumps({**json.loads(args.options), **options})]
+    return [*line, "--options", json.dumps(merged(json.loads(args.options), options))]
 
 
 def peer_line(args: argparse.Namespace, more: str) -> list[str]:
