@@ -326,7 +326,7 @@ def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
             nearest = get_close_matches(str(key), known, n=1)
             hint = f" Did you mean {nearest[0]}?" if nearest else ""
             raise ParallelPlanError(
-                f"{name} has no setting {shown(key)}.{hint} Its settings are {', '.join(known)}."
+                f"{name} has no setting {shown(key)}. Its settings are {', '.join(known)}.{hint}"
             )
     missing = [field for field in required if field not in value]
     if missing:

@@ -196,7 +196,7 @@ def tuning(
 
 def test_the_search_keeps_the_best_values_so_far(tmp_path, monkeypatch):
     def seconds(settings: dict[str, Any]) -> float | str:
-        bucket = settings.get("bucket_size", 40_000_000)
+        bucket = settings.get("optimizer.bucket_size", 40_000_000)
         if bucket == 160_000_000:
             return "out of memory"
         duration = 1.0 if bucket == 40_000_000 else 0.9 if bucket == 80_000_000 else 1.1
@@ -204,14 +204,14 @@ def test_the_search_keeps_the_best_values_so_far(tmp_path, monkeypatch):
         return duration * (0.995 if settings.get("optimizer.overlap_parameters") else 1.0)
 
     search = tuning(tmp_path, monkeypatch, seconds)
-    best = search.search(STRATEGY)
+    best = search.search(nested(STRATEGY))
     assert best.settings == {"optimizer.bucket_size": 80_000_000}
     assert search.trials[-1].settings == {**best.settings, "optimizer.overlap_parameters": False}
     table = table_of_runs(search.trials)
     assert "| the recipe's | 1000.0 | 1.000 |  |" in table
     assert "| `optimizer.bucket_size=80000000` | 900.0 | 0.900 |  |" in table
     advice = yaml.safe_load(advice_of(best).removeprefix("Set in the recipe:\n\n"))
-    assert advice == {"trainer": {"strategy": {"init_args": best.settings}}}
+    assert advice == {"trainer": {"strategy": {"init_args": nested(best.settings)}}}
     assert advice_of(TunedRun({}, 1.0, 2.0, "", 1)).startswith("No setting is faster")
 
 
@@ -219,7 +219,7 @@ def test_the_search_keeps_the_best_values_so_far(tmp_path, monkeypatch):
 def test_recipes_that_fail_or_have_another_strategy_are_refused(tmp_path, monkeypatch, refused):
     search = tuning(tmp_path, monkeypatch, lambda settings: "out of memory")
     with pytest.raises(UnsupportedError, match="recipe must run .* out of memory"):
-        search.search(STRATEGY)
+        search.search(nested(STRATEGY))
     path = tmp_path / "job.yaml"
     model = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
     for trainer, reason in (

@@ -70,7 +70,10 @@ def train(model: str, name: str, mode: str | None) -> tuple[list[int], int]:
     graphs: Any = None if mode is None else {"mode": mode, "on_failure": "error"}
     digests = Digests()
     strategy = MegatronStrategy(
-        ep=layout.ep, microbatch_size=batch, overlap_parameters=True, cuda_graphs=graphs
+        ep=layout.ep,
+        microbatch_size=batch,
+        optimizer={"overlap_parameters": True},
+        cuda_graphs=graphs,
     )
     trainer = Trainer(
         accelerator="cuda", devices=layout.devices, strategy=strategy, precision="bf16-mixed",

@@ -177,7 +177,8 @@ class StrategyOptions:
         else:
             check_named_schedule(self.schedule, self.schedule_name, self.pp, self.vpp, group_size)
         ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep), **self.sizes())
-        linear, context = self.linear, self.context
+        linear = self.linear
+        context = self.context
         check_sequence_parallel(
             self.tp, self.sequence_parallel, self.shards_sequence, linear.overlap
         )
