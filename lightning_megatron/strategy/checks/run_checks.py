@@ -38,24 +38,13 @@ from lightning_megatron.version import __version__
 log = logging.getLogger(__name__)
 
 #: Trainer settings that decide how many steps run and what they compute.
-_TRAINER_FIELDS = (
-    "accumulate_grad_batches",
-    "check_val_every_n_epoch",
-    "fast_dev_run",
-    "gradient_clip_algorithm",
-    "gradient_clip_val",
-    "limit_predict_batches",
-    "limit_test_batches",
-    "limit_train_batches",
-    "limit_val_batches",
-    "max_epochs",
-    "max_steps",
-    "min_epochs",
-    "min_steps",
-    "num_sanity_val_steps",
-    "overfit_batches",
-    "precision",
-    "val_check_interval",
+_TRAINER_FIELDS = tuple(
+    """
+    accumulate_grad_batches check_val_every_n_epoch fast_dev_run gradient_clip_algorithm
+    gradient_clip_val limit_predict_batches limit_test_batches limit_train_batches
+    limit_val_batches max_epochs max_steps min_epochs min_steps num_sanity_val_steps
+    overfit_batches precision val_check_interval
+    """.split()
 )
 
 
