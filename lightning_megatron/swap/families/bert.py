@@ -10,6 +10,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.fields import (
+    UNGATED,
     ConfigTable,
     Field,
     Values,
@@ -19,13 +20,6 @@ from lightning_megatron.swap.families.fields import (
 )
 from lightning_megatron.swap.tensors.mapping import TensorMap, joined, joined_layers
 
-_ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu": "relu",
-}
 #: This package's name of the weight that computes the logits of classes.
 CLASSIFIER = "head.output.weight"
 _PROBLEM_TYPES = (None, "regression", "single_label_classification", "multi_label_classification")
@@ -135,7 +129,7 @@ def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:
         Field("num_hidden_layers", 12, "num_layers"),
         Field("num_attention_heads", 12, "num_heads"),
         Field("intermediate_size", 3072, "ffn_hidden_size"),
-        Field("hidden_act", "gelu", translate_values("hidden_act", "activation", _ACTIVATIONS)),
+        Field("hidden_act", "gelu", translate_values("hidden_act", "activation", UNGATED)),
         Field("hidden_dropout_prob", 0.1, "hidden_dropout"),
         Field("attention_probs_dropout_prob", 0.1, "attention_dropout"),
         Field("max_position_embeddings", 512, "num_positions"),
@@ -219,7 +213,7 @@ def _with_tie(family: Family, decoder: str, bias: str) -> Family:
     )
 
 
-_HEAD_ACTIVATION = translate_values("hidden_act", "head_activation", _ACTIVATIONS)
+_HEAD_ACTIVATION = translate_values("hidden_act", "head_activation", UNGATED)
 BERT_MASKED = _with_tie(
     _bert(
         "BertForMaskedLM",

@@ -59,6 +59,14 @@ _SHARED = tuple(
     """.split()
 )
 
+#: Activations of MLPs without gates, and their names in this package.
+UNGATED = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+}
 NO_OUTPUTS = "the model returns only loss and logits"
 _NO_CROSS_ATTENTION = "cross attention is not implemented"
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families.family import DecoderNames, Family
 from lightning_megatron.swap.families.field_kinds import Factor
 from lightning_megatron.swap.families.fields import (
+    UNGATED,
     ConfigTable,
     Field,
     Values,
     only,
     translate_values,
 )
+from lightning_megatron.swap.families.llama import ATTENTION_BIAS
 from lightning_megatron.swap.families.rotary import rotary_fields
-
-_ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-}
 
 
 def _dropout(values: Values) -> Mapping[str, Any]:
@@ -35,10 +30,6 @@ def _dropout(values: Values) -> Mapping[str, Any]:
             f"this package has one probability for both. Set embd_pdrop to {residual}."
         )
     return {"hidden_dropout": residual}
-
-
-def _bias(values: Values) -> Mapping[str, Any]:
-    return dict.fromkeys(("qkv_bias", "output_bias"), bool(values["attention_bias"]))
 
 
 GPT2 = Family(
@@ -56,7 +47,7 @@ GPT2 = Family(
             Field(
                 "activation_function",
                 "gelu_new",
-                translate_values("activation_function", "activation", _ACTIVATIONS),
+                translate_values("activation_function", "activation", UNGATED),
             ),
             Field("layer_norm_epsilon", 1e-5, "norm_eps"),
             Field("initializer_range", 0.02, "init_std"),
@@ -110,7 +101,7 @@ GPT_NEOX = Family(
             Field("num_hidden_layers", 44, "num_layers"),
             Field("num_attention_heads", 64, "num_heads"),
             Field("intermediate_size", 24576, "ffn_hidden_size"),
-            Field("hidden_act", "gelu", translate_values("hidden_act", "activation", _ACTIVATIONS)),
+            Field("hidden_act", "gelu", translate_values("hidden_act", "activation", UNGATED)),
             Field("max_position_embeddings", 2048, "max_seq_length"),
             Field("initializer_range", 0.02, "init_std"),
             Field("layer_norm_eps", 1e-5, "norm_eps"),
@@ -118,7 +109,7 @@ GPT_NEOX = Family(
             Field("hidden_dropout", 0.0, "hidden_dropout"),
             Field("tie_word_embeddings", False, "tie_embeddings"),
             Field("use_parallel_residual", True, "parallel_residual"),
-            Field("attention_bias", True, _bias),
+            replace(ATTENTION_BIAS, default=True),
             *rotary_fields("rotary_emb_base", "rotary_pct", 0.25),
         ),
         {"norm": "layernorm", "position": "rotary", "bias": True},
