@@ -37,9 +37,6 @@ class DelayedScales:
 
     Shapes: history ``(layers, history, 3)``, the last step first, with the magnitudes of inputs,
         weights and gradients of outputs.
-
-    Args:
-        names: Names of the layers of this rank in the model.
     """
 
     def __init__(self, settings: FP8, names: Sequence[str], device: torch.device) -> None:
@@ -62,21 +59,12 @@ class DelayedScales:
         self._stored: dict[int, Int[Tensor, "1"]] = {}
 
     def serves(self, settings: FP8, names: Sequence[str], device: torch.device) -> bool:
-        """Return whether a run with the given settings and layers can continue with these scales.
-
-        Args:
-            settings: Settings of the run.
-            names: Names of the run's layers.
-        """
+        """Return whether a run with these settings and layers can continue with these scales."""
         is_same = (settings, tuple(names)) == (self.settings, self.names)
         return is_same and torch.empty(0, device=device).device == self.history.device
 
     def layer(self, index: int) -> LayerScales:
-        """Return the scales of a layer.
-
-        Args:
-            index: Index of the layer in :attr:`names`.
-        """
+        """Return the scales of the layer with an index in :attr:`names`."""
         magnitudes, recorded = self._bits[:, index].unbind()
         return LayerScales(self, index, magnitudes, recorded, self._factors[index])
 
@@ -84,7 +72,6 @@ class DelayedScales:
         """Let the magnitude of a layer's weight enter the history, without casts of the weight.
 
         Args:
-            index: Index of the layer in :attr:`names`.
             magnitude: Bit pattern of the magnitude, at an address that stays the same; None if
                 casts record it.
         """
@@ -125,10 +112,9 @@ class DelayedScales:
     def start_with(
         self, histories: Sequence[Float[Tensor, "saved 3"]], *, is_complete: bool
     ) -> None:
-        """Continue from the last steps of saved histories.
+        """Continue from the last steps of saved histories of any length, one for each layer.
 
         Args:
-            histories: History of each layer, of any length.
             is_complete: Whether all layers of all stages have a history; otherwise the scales of
                 the first step follow from its tensors.
         """
@@ -149,14 +135,12 @@ class DelayedScales:
 
 
 class LayerScales:
-    """Delayed scales of one layer.
+    """Delayed scales of one layer, by use.
 
     Args:
-        model: Scales of all layers.
-        index: Index of the layer.
-        magnitudes: Bit patterns of the magnitudes that set the scales, by use.
-        step_magnitudes: Bit patterns of the largest magnitudes of this step, by use.
-        factors: Factors that map ``magnitudes`` to the largest number of their formats, by use.
+        magnitudes: Bit patterns of the magnitudes that set the scales.
+        step_magnitudes: Bit patterns of the largest magnitudes of this step.
+        factors: Factors that map ``magnitudes`` to the largest number of their formats.
     """
 
     def __init__(
@@ -186,9 +170,7 @@ class LayerScales:
         return self._factors[use]
 
     def follow_weight(self, magnitude: Int[Tensor, "1"] | None) -> None:
-        """Let the weight's magnitude enter the history: :meth:`DelayedScales.follow_weight`.
-
-        Args:
-            magnitude: Bit pattern of the magnitude; None if casts record it.
+        """Let the weight's magnitude enter the history, as :meth:`DelayedScales.follow_weight`
+        does.
         """
         self._model.follow_weight(self._index, magnitude)

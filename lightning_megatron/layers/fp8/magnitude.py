@@ -61,11 +61,7 @@ class GradientMagnitude:
         self._kept: Magnitude | None = None
 
     def put(self, gradient: Float[Tensor, "..."], parts: Int[Tensor, "parts"]) -> None:
-        """Keep the magnitude of a gradient, and the gradient itself, until it is taken.
-
-        Args:
-            parts: As for :class:`Magnitude`.
-        """
+        """Keep the magnitude of a gradient, and the gradient itself, until it is taken."""
         self._kept = Magnitude(gradient, parts)
 
     def find(self, gradient: Float[Tensor, "..."]) -> None:
@@ -87,11 +83,7 @@ def no_magnitude(like: Shaped[Tensor, "..."]) -> Int[Tensor, "parts"]:
 
 
 def find_magnitude(tensor: Float[Tensor, "..."], seen: Int[Tensor, "parts"]) -> None:
-    """Raise bit patterns to the largest magnitude of a tensor, in a separate pass over its memory.
-
-    Args:
-        seen: Bit patterns of magnitudes, each of which is raised to the magnitude if it is smaller.
-    """
+    """Raise bit patterns to the largest magnitude of a tensor, in a separate pass."""
     row = tensor.detach().reshape(1, -1)
     casts = fused_kernels(row) or torch_casts
     seen.copy_(torch.maximum(seen, casts.magnitude_parts(row).amax()))

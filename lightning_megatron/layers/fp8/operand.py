@@ -30,10 +30,6 @@ class Operand:
 
     Shapes: values ``(rows, summed)``; scale ``(1,)``, ``(rows, 1)``, ``(rows, summed/128)`` or
         ``(rows/128, summed/128)``, rounded up.
-
-    Args:
-        values: Values in an 8-bit dtype.
-        scale: Scales in float32.
     """
 
     values: Tensor
@@ -66,11 +62,7 @@ class Operand:
         return Operand(values.view(self.values.dtype), F.pad(self.scale.t(), (0, missing)).t())
 
     def split(self, rows: Sequence[int]) -> list[Operand]:
-        """Return the operands of consecutive rows.
-
-        Args:
-            rows: Number of rows of each operand (rows).
-        """
+        """Return the operands of consecutive blocks of rows."""
         values = self.values.split(list(rows))
         if self.scale.numel() == 1:
             return [Operand(part, self.scale) for part in values]
@@ -84,7 +76,7 @@ class Operands:
     """Operands of a matrix; an operand that was not requested is None.
 
     Args:
-        rows: Operand of the rows of the matrix, for products that sum over the elements of a row.
+        rows: Operand for products that sum over the elements of a row.
         columns: Operand of the columns of the matrix, whose length is padded with zeros.
         magnitude: Bit patterns of magnitudes, which another cast of the same matrix can reuse; None
             if the recipe does not need them.
@@ -98,12 +90,7 @@ class Operands:
     def of(
         cls, casts: tuple[Cast | None, Cast | None], magnitude: Int[Tensor, "parts"] | None = None
     ) -> Operands:
-        """Return the operands of a matrix and of its transpose.
-
-        Args:
-            casts: Values and scales of both operands; None for an operand that was not requested.
-            magnitude: Bit patterns of magnitudes.
-        """
+        """Return the operands of a matrix and of its transpose, from their values and scales."""
         rows, columns = (None if cast is None else Operand(*cast) for cast in casts)
         return cls(rows, columns, magnitude)
 
@@ -117,9 +104,7 @@ def needed(operand: Operand | None) -> Operand:
 def transposed(operand: Operand, multiple: int) -> Operand:
     """Return the operand of the columns of a matrix with one scale, from the operand of its rows.
 
-    Args:
-        operand: Operand of the rows.
-        multiple: The length of the columns is padded to a multiple of this (elements).
+    The length of the columns is padded to a multiple of ``multiple``.
     """
     bits = operand.values.view(torch.uint8)
     casts = fused_kernels(bits) or torch_casts
@@ -127,11 +112,7 @@ def transposed(operand: Operand, multiple: int) -> Operand:
 
 
 def has_products(device: torch.device, is_blockwise: bool) -> bool:
-    """Return whether a device has matrix products in 8 bits.
-
-    Args:
-        is_blockwise: Whether scales belong to blocks.
-    """
+    """Return whether a device has matrix products in 8 bits, with scales of blocks or without."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     capability = torch.cuda.get_device_capability(device)
@@ -155,8 +136,6 @@ def product(
     Shapes: left ``(rows, summed)``, right ``(columns, summed)``.
 
     Args:
-        left: Left factor.
-        right: Right factor.
         emulate: Whether the dequantized factors are multiplied in float32, or in float64 for a
             float64 result, instead of by a product in 8 bits.
         fast: Whether the GPU may accumulate with fewer bits, which is faster.
@@ -184,11 +163,7 @@ def product(
 class ScaledProduct:
     """Weight gradient ``left @ right^T`` of two operands, for gradient slots.
 
-    Args:
-        left: Gradient of the outputs, with a row for each output.
-        right: Inputs, with a row for each input.
-        emulate: As for :func:`product`.
-        dtype: Dtype in which :meth:`value` returns the gradient.
+    The operands have a row for each output and for each input.
     """
 
     left: Operand

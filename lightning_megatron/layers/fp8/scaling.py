@@ -70,20 +70,13 @@ class Scaling:
         return self.has_one_scale and earlier is None
 
     def counting(self, counts: bool) -> Scaling:
-        """Return a copy with another value of ``counts``.
-
-        Args:
-            counts: Whether casts update the magnitudes of the current step.
-        """
+        """Return a copy with another value of ``counts``."""
         return self if self.counts == counts else replace(self, counts=counts)
 
     def reading(self, stored: StoredWeight | None) -> Scaling:
-        """Return a copy that reads the weight where the optimizer keeps it, or casts it again.
+        """Return a copy that reads the weight where the optimizer keeps it; None casts it again.
 
         From now on the history of :attr:`scales` gets the weight's magnitude from the same place.
-
-        Args:
-            stored: The weight in 8 bits; None casts it.
         """
         if self.scales is not None:
             self.scales.follow_weight(None if stored is None else stored.magnitude)
@@ -99,12 +92,9 @@ class Scaling:
         column_axes: Axes = (),
         bits: Int[Tensor, "parts"] | None = None,
     ) -> Operands:
-        """Cast the inputs of a layer.
+        """Cast the inputs of a layer to the requested operands.
 
         Args:
-            matrix: The inputs.
-            rows: Whether the operand of the rows is needed.
-            columns: Whether the operand of the columns is needed.
             row_axes: Axes whose ranks hold other rows.
             column_axes: Axes whose ranks hold other columns.
             bits: Bit patterns whose maximum is the largest magnitude of this rank's inputs; None
@@ -146,10 +136,6 @@ class Scaling:
 
         Args:
             matrix: The weight; it may be None if the weight is kept in 8 bits.
-            rows: As for :meth:`cast_input`.
-            columns: As for :meth:`cast_input`.
-            row_axes: As for :meth:`cast_input`.
-            column_axes: As for :meth:`cast_input`.
             magnitude: Magnitudes of an earlier cast of the same weight; None computes them.
         """
 
@@ -244,14 +230,13 @@ FORMAT = torch.float8_e4m3fn
 class StoredWeight:
     """Weight in 8 bits with one scale, which the optimizer's buffer updates in place.
 
-    Equal to the concatenation of all parts along the rows, times the scale.
-
-    All tensors keep their addresses, so that CUDA graphs can read them.
+    Equal to the concatenation of all parts along the rows, times the scale. All tensors keep their
+    addresses, so that CUDA graphs can read them.
 
     Shapes: parts ``(rows_i, columns)``; scale and magnitude ``(1,)``.
 
     Args:
-        parts: Bit patterns of the 8-bit values, from the first row to the last.
+        parts: Bit patterns of the 8-bit values.
         magnitude: Bit pattern of the largest magnitude (float32), from which the scale follows.
     """
 
@@ -266,9 +251,5 @@ class StoredWeight:
         return Operand((torch.cat(self.parts) if whole is None else whole).view(FORMAT), self.scale)
 
     def columns(self, multiple: int) -> Operand:
-        """Return the operand of the columns, a copy.
-
-        Args:
-            multiple: The length of the columns is padded to a multiple of this (elements).
-        """
+        """Return a copy as the operand of the columns, whose length is padded to a multiple."""
         return transposed(self.rows, multiple)

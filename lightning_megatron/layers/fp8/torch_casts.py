@@ -95,12 +95,9 @@ def cast_by_blocks(
 def padded_transpose(
     matrix: Shaped[Tensor, "rows columns"], multiple: int
 ) -> Shaped[Tensor, "columns padded"]:
-    """Return the transpose of a matrix in an 8-bit dtype, with rows padded by zeros.
+    """Return the transpose of a matrix in an 8-bit dtype.
 
-    Shapes: matrix ``(rows, columns)``; result ``(columns, rows)``, the rows rounded up.
-
-    Args:
-        multiple: The length of the result's rows is a multiple of this (elements).
+    The length of its rows is padded by zeros to a multiple of ``multiple``.
     """
     bits = matrix.view(torch.uint8).t()
     return F.pad(bits, (0, -len(matrix) % multiple)).contiguous().view(matrix.dtype)
@@ -115,8 +112,6 @@ class SliceCasts:
     """Casts of slices of weights, each with the scale of its whole weight.
 
     Equal to the slices of ``cast_by_one_scale`` of the whole weights.
-
-    Shapes: main and target one-dimensional; magnitudes ``(weights,)``.
 
     Args:
         main: Values of all slices.

@@ -51,11 +51,7 @@ class WeightCasts:
         return sum(layer.num_bytes for layer in self._layers)
 
     def layer(self, linear: _Linear) -> LayerCasts:
-        """Return the casts of the weight of a layer.
-
-        Args:
-            linear: The layer.
-        """
+        """Return new casts of the weight of a layer, which :meth:`stop` and :meth:`shared` know."""
         casts = LayerCasts(self, linear)
         self._layers.append(casts)
         return casts
@@ -78,8 +74,7 @@ class WeightCasts:
     def stop(self, parameter: nn.Parameter) -> None:
         """Cast a parameter for each product from now on, until the end of the block.
 
-        Args:
-            parameter: Parameter that user code may write without a change of the version counter.
+        User code may write it without a change of the version counter.
         """
         if not self._is_open:
             return
@@ -110,12 +105,7 @@ class _Version:
 
 
 class LayerCasts:
-    """Casts of the weight of one layer.
-
-    Args:
-        model: Casts of all layers.
-        linear: The layer.
-    """
+    """Casts of the weight of one layer."""
 
     def __init__(self, model: WeightCasts, linear: _Linear) -> None:
         self._model = model
@@ -158,8 +148,6 @@ class LayerCasts:
         """Return the operands of the weight; cast it only if they are not kept.
 
         Args:
-            rows: Whether the operand of the rows is needed.
-            columns: Whether the operand of the columns is needed.
             counts: Whether the cast must update the magnitudes of the step.
             magnitude: Magnitudes that the product's forward pass found; None computes them.
 

@@ -23,12 +23,7 @@ _KERNELS = "lightning_megatron.kernels.triton"
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernels that a device uses, with the reason for the choice.
-
-    Args:
-        kernels: The module ``lightning_megatron.kernels.triton``; None means the operators of
-            torch.
-    """
+    """The module ``kernels.triton``, or None for the operators of torch, and the reason for it."""
 
     kernels: ModuleType | None
     reason: str
@@ -88,10 +83,6 @@ def _choose(capability: tuple[int, int]) -> KernelChoice:
 
 @cache
 def warn_of_slow_path(message: str) -> None:
-    """Warn on global rank 0, once per process and message, of a path that costs speed.
-
-    Args:
-        message: The path, the reason and the remedy.
-    """
+    """Warn on global rank 0, once per process and message, of a path that costs speed."""
     if getattr(rank_zero_only, "rank", 0) == 0:
         warnings.warn(message, SpeedWarning, stacklevel=3)

@@ -36,12 +36,6 @@ def hidden_dropout(
 
     Shapes: ``(seq_local, batch, hidden)``, ``(batch, seq, hidden)`` with ``batch_first``, or
         ``(batch, hidden)``, whose ranks hold all positions.
-
-    Args:
-        hidden: Activations.
-        probability: Probability that an element is dropped.
-        training: Whether the module is in training mode; nothing is dropped otherwise.
-        batch_first: Whether the dimension of the samples precedes that of the positions.
     """
     if not training or probability == 0.0:
         return hidden
@@ -65,10 +59,9 @@ def _hidden_numbers(
 
 
 def places_of(mesh: ParallelMesh, length: int, is_sharded: bool) -> PlaceCut:
-    """Return the positions of rows that this rank holds.
+    """Return the positions of ``length`` row tokens that this rank holds.
 
     Args:
-        length: Positions that this rank holds (tokens).
         is_sharded: Whether the ranks of tp share the positions.
     """
     sequence = (mesh.tp.rank, mesh.tp.size) if is_sharded else (0, 1)
@@ -87,21 +80,13 @@ class WeightDropout:
     first_head: int = 0
 
     def from_head(self, head: int) -> WeightDropout:
-        """Return the dropout of the heads that follow some of this rank's heads.
-
-        Args:
-            head: Number of heads before the first one (heads).
-        """
+        """Return the dropout of the heads that follow the first ``head`` heads of this rank."""
         return replace(self, first_head=self.first_head + head)
 
     def __call__(
         self, weights: Float[Tensor, "batch heads seq _"], probability: float
     ) -> Float[Tensor, "batch heads seq _"]:
-        """Drop weights of whole rows of queries and keys.
-
-        Args:
-            probability: Probability that a weight is dropped.
-        """
+        """Drop weights of whole rows of queries and keys."""
         if probability == 0.0:
             return weights
         batch, heads, places = (dimension_of_rows(weights.shape, dim) for dim in range(3))
@@ -135,8 +120,6 @@ def drop_numbered(
     """Drop elements whose rows have numbers in the whole batch.
 
     Args:
-        values: Activations.
-        probability: Probability that an element is dropped.
         purpose: Name of the masks, whose order in a layer must be the same in all layouts.
     """
     # torch.compile would specialise on the numbers of the key and recompile in every step.

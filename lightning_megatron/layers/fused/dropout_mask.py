@@ -32,9 +32,7 @@ def keep_mask(
     Args:
         key: Seed of the mask, number of the first sample, distance between the numbers of
             neighbouring samples, and rows of each sample, as ``RandomStreams.mask_key`` returns.
-        shape: Number of rows and of features on this rank.
         threshold: Elements with a smaller 31-bit number are dropped.
-        device: Device of the mask.
 
     Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox).
     """
@@ -66,9 +64,7 @@ def philox(
 ) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."], Int[Tensor, "..."], Int[Tensor, "..."]]:
     """Return four random 32-bit words for each counter, by Philox 4x32 of ten rounds.
 
-    Args:
-        counter: The 32-bit words of the counters, as integers of 64 bits that broadcast.
-        key: The 32-bit words of the key, as integers of 64 bits.
+    All words are integers of 64 bits; those of the counters broadcast.
     """
     first, second, third, fourth = (word & _WORD for word in counter)
     low, high = key

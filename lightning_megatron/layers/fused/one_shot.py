@@ -37,10 +37,6 @@ def one_shot_all_reduce_(
     into each other's memory reduce small tensors by one kernel, and other tensors as
     ``all_reduce_`` does. All ranks make the same choice.
 
-    Args:
-        x: Tensor of the same shape and dtype on all ranks.
-        op: Operation; maxima are of int32.
-
     Communication: an all-reduce. The first call on a GPU also allocates shared memory, so it must
         not be in the capture of a CUDA graph.
     """

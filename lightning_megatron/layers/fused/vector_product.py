@@ -22,10 +22,6 @@ def linear(
 
     Without gradients, a kernel multiplies a single token of a half type on a GPU: it reads the
     weight at the speed of memory, which products of matrices reach for large weights only.
-
-    Args:
-        hidden: Inputs.
-        bias: Bias; None means none.
     """
     kernels = fused_kernels(hidden) if _is_vector(hidden, weight, bias) else None
     if kernels is None:
@@ -37,7 +33,7 @@ def linear(
 
 
 def is_stored(weight: Float[Tensor, "out_features in_features"]) -> bool:
-    """Return whether a weight is a parameter, or a view of adjacent parameters.
+    """Return whether a weight is in memory: a parameter, or a view of adjacent parameters.
 
     Other weights are results of a kernel.
     """

@@ -99,13 +99,8 @@ def keep_in_eight_bits(parameter: nn.Parameter, read_numbers: ReadNumbers) -> No
     """Turn a parameter in place into an :class:`EightBitParameter`, and free its memory.
 
     References of optimizers, modules and hooks to the parameter stay valid.
-
-    Args:
-        read_numbers: Function that returns the dequantized values.
-
-    Raises:
-        UnsupportedError: If the parameter is an instance of a subclass of torch.nn.Parameter.
     """
+    # The class is replaced, so a subclass would lose its own behaviour.
     if type(parameter) is not nn.Parameter:
         raise UnsupportedError(
             "weights that fp8.parameters keeps in 8 bits must be torch.nn.Parameter: one of shape "
@@ -119,24 +114,14 @@ def keep_in_eight_bits(parameter: nn.Parameter, read_numbers: ReadNumbers) -> No
 
 
 def keep_in_memory(parameter: nn.Parameter, memory: Float[Tensor, "rows columns"]) -> None:
-    """Turn a parameter back into an ordinary torch.nn.Parameter, in place.
-
-    Args:
-        parameter: Parameter that :func:`keep_in_eight_bits` has changed.
-        memory: Tensor that becomes the parameter's memory.
-    """
+    """Undo :func:`keep_in_eight_bits`, in place; ``memory`` becomes the parameter's memory."""
     del cast(EightBitParameter, parameter).read_numbers
     parameter.__class__ = nn.Parameter
     torch.Tensor.data.__set__(parameter, memory)  # type: ignore[attr-defined]
 
 
 def placeholder(weight: Float[Tensor, "_ columns"], num_rows: int) -> Float[Tensor, "rows columns"]:
-    """Return a tensor of NaN that takes no memory, with the columns of a weight.
-
-    Args:
-        weight: Weight in 8 bits.
-        num_rows: Rows of the result (rows).
-    """
+    """Return a tensor of NaN that takes no memory, with the columns of an 8-bit weight."""
     with torch._C.DisableTorchFunctionSubclass():
         plain = weight.detach().as_subclass(Tensor)
         return plain[:1, :1].expand(num_rows, weight.shape[1])

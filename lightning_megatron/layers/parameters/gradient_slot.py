@@ -36,38 +36,25 @@ class GradientProduct(Protocol):
     def add_to(
         self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
     ) -> bool:
-        """Add the gradient to a sum, without a temporary tensor of the product where possible.
+        """Add the gradient to a sum, which it overwrites if ``is_empty``.
 
-        Args:
-            is_empty: Whether the product overwrites the sum.
-            scale: Factor of the gradient.
-
-        Returns:
-            Whether the gradient was added. If not, the caller must add :meth:`value`.
+        If the result is False, nothing was added and the caller must add :meth:`value`.
         """
         ...
 
     def split(self, rows: Sequence[int]) -> Sequence[GradientProduct]:
-        """Return the products of consecutive rows of the weight.
-
-        Args:
-            rows: Number of rows of each product (rows).
-        """
+        """Return the products of consecutive blocks of rows of the weight."""
         ...
 
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """Weight gradient ``left^T @ right``.
+    """Weight gradient ``left^T @ right`` of the outputs' gradient and the inputs.
 
     For half types on a GPU, one matrix product accumulates in the float32 memory of the sum,
     without rounding to the half type and without a temporary tensor.
 
     Shapes: left ``(rows, out_local)``; right ``(rows, in_local)``.
-
-    Args:
-        left: Gradient of the outputs.
-        right: Inputs.
     """
 
     left: Tensor
@@ -100,11 +87,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class ScaledGradient:
-    """Weight gradient ``gradient * factor``, with a factor that is known only on the device.
-
-    Args:
-        gradient: Gradient for the factor 1.
-    """
+    """Weight gradient ``gradient * factor``, with a factor that is known only on the device."""
 
     gradient: Float[Tensor, "out_local in_local"]
     factor: Float[Tensor, ""]
@@ -136,7 +119,7 @@ class Owner:
 
     Args:
         accepts: Function that returns whether gradients are currently accepted for all slots.
-        on_gradients: Function that is called after a gradient was added to every slot.
+        on_gradients: Called after a gradient was added to every slot.
     """
 
     accepts: Callable[[], bool]
@@ -149,14 +132,13 @@ class GradientSlot:
     The first gradient of a step overwrites the tensor, so it need not be zeroed.
 
     Args:
-        gradient: Tensor of the sum, of the parameter's local shape.
-        on_gradient: Function that is called after every addition.
+        on_gradient: Called after every addition.
         accepts: Function that returns whether gradients are currently accepted; others are dropped.
         join: Function that returns one owner for several slots with the same ``join``. None means
             that the callbacks of each slot are called.
         scale: Factor of every gradient.
-        queue: Queue to which layers may defer the matrix product of the gradient; None computes
-            all products at once.
+        queue: Queue to which layers may defer the matrix product of the gradient; None computes all
+            products at once.
     """
 
     def __init__(
@@ -188,15 +170,14 @@ class GradientSlot:
 
     @property
     def slots(self) -> tuple[GradientSlot, ...]:
-        """Return a tuple with this slot, the counterpart of :attr:`StackedSlot.slots`."""
+        """Return this slot alone, the counterpart of :attr:`StackedSlot.slots`."""
         return (self,)
 
     @property
     def open_queue(self) -> WeightGradientQueue | None:
         """Return the queue to which the product can be deferred now; None if there is none.
 
-        Compiled graphs compute all gradients at once, because they cannot use a queue. Linear
-        layers with slots run between compiled graphs.
+        Compiled graphs cannot use a queue. Linear layers with slots run between them.
         """
         if torch.compiler.is_compiling() or self._queue is None or not self._queue.is_open:
             return None
@@ -217,10 +198,7 @@ class GradientSlot:
 
     @torch.no_grad()
     def add_sum(self, parts: Float[Tensor, "parts ..."]) -> None:
-        """Add a gradient that is the sum of some parts.
-
-        Equal to ``add(parts.sum(0))``.
-        """
+        """Add a gradient that is the sum of some parts: equal to ``add(parts.sum(0))``."""
         if not self._accepts():
             return
         if not self.is_empty or self.scale != 1 or self.gradient.dtype != parts.dtype:
@@ -234,18 +212,14 @@ class GradientSlot:
     def add_product(
         self, left: Float[Tensor, "rows out_local"], right: Float[Tensor, "rows in_local"]
     ) -> None:
-        """Add the weight gradient of a linear layer, ``left^T @ right``.
-
-        Equal to ``add(left.t() @ right)``, in one matrix product where possible.
+        """Add a weight gradient: equal to ``add(left.t() @ right)``, in one product where
+        possible.
         """
         self.add_computed(MatrixProduct(left, right))
 
     @torch.no_grad()
     def add_computed(self, product: GradientProduct) -> None:
-        """Add a weight gradient that is computed only if the slot accepts it.
-
-        Equal to ``add(product.value())``.
-        """
+        """Add a weight gradient, which is computed only if the slot accepts it."""
         if not self._accepts():
             return
         if product.add_to(self.gradient, is_empty=self.is_empty, scale=self.scale):
@@ -255,11 +229,9 @@ class GradientSlot:
 
     @torch.no_grad()
     def add_rows(self, index: Int[Tensor, "rows"], rows: Float[Tensor, "rows hidden"]) -> None:
-        """Add the gradients of some rows of a table.
+        """Add the gradients of some rows of a table, in the dtype of the slot.
 
         The result is deterministic if at most one of the rows with equal index is not zero.
-
-        The rows have the dtype of the slot.
         """
         if not self._accepts():
             return
@@ -270,10 +242,9 @@ class GradientSlot:
         self._on_gradient()
 
     def first_part(self) -> GradientSlot:
-        """Return a slot for all parts of a gradient except the last, which does not notify the
-        owner.
+        """Return a slot of the same sum for all parts of a gradient except the last.
 
-        It adds to the same sum. This slot must then add the last part.
+        It does not notify the owner. This slot must then add the last part.
         """
         if self._first_part is None:
             self._first_part = GradientSlot(
@@ -283,10 +254,8 @@ class GradientSlot:
         return self._first_part
 
     def note_filled(self, rows: tuple[Int[Tensor, "rows"], ...] | None = None) -> None:
-        """Record that a gradient was added, without a call of the owner.
-
-        Args:
-            rows: Indices of the rows to which the gradient belongs; None means all rows.
+        """Record that a gradient was added to some rows, or to all (None), without a call of the
+        owner.
         """
         self.is_empty = False
         self.rows = None if rows is None or self.rows is None else self.rows + rows
@@ -302,12 +271,9 @@ class GradientSlot:
 
 
 class SlotRow:
-    """Slots of parameters of one shape.
+    """Slots of parameters of one shape, in the order of their memory addresses.
 
     One kernel can add to all of them if their sums lie at equal distances in one storage.
-
-    Args:
-        slots: The slots, in the order of their memory addresses.
     """
 
     def __init__(self, slots: Sequence[GradientSlot]) -> None:
@@ -325,10 +291,8 @@ class SlotRow:
 
     @staticmethod
     def of(slots: Sequence[GradientSlot]) -> SlotRow:
-        """Return the row of these slots.
-
-        The first slot caches it, because the memory of a slot never changes.
-        """
+        """Return the row of these slots."""
+        # The first slot can cache the row, because the memory of a slot never changes.
         row = slots[0]._row
         if row is None or row._slots != tuple(slots):
             row = slots[0]._row = SlotRow(slots)
@@ -349,14 +313,11 @@ class SlotRow:
         """Add the gradients of all parameters with one kernel, if possible.
 
         It is possible if the sums are one tensor, all slots accept gradients, and either all slots
-        are empty or none is.
+        are empty or none is. Otherwise the result is False, and the caller must add to each slot.
 
         Args:
-            add: Function of the sums as one tensor, and of whether to overwrite them. The function
-                must apply :attr:`scale`.
-
-        Returns:
-            Whether ``add`` was called. If not, the caller must add the gradient of each slot.
+            add: Function of the sums as one tensor, and of whether to overwrite them. It must apply
+                :attr:`scale`.
         """
         states = [slot.is_empty for slot in self._slots]
         is_empty = states[0]
@@ -374,8 +335,8 @@ class SlotRow:
 
         Args:
             add: Function of the sums of the parameters, of whether to overwrite each sum, and of
-                whether each slot accepts gradients. The function must not change the sums of slots
-                that accept none, and must apply the scales of the slots.
+                whether each slot accepts gradients. It must not change the sums of slots that
+                accept none, and must apply the scales of the slots.
         """
         slots = self._slots
         accepted = [slot._accepts() for slot in slots]
@@ -405,10 +366,6 @@ class StackedSlot:
 
     Equal to adding its rows of every gradient to the slot of each parameter. If the sums are
     adjacent in memory, one matrix product adds to all of them.
-
-    Args:
-        slots: Slots of the parameters, from the first row to the last.
-        rows: Number of rows of each parameter (rows).
     """
 
     def __init__(self, slots: Sequence[GradientSlot], rows: Sequence[int]) -> None:
@@ -469,12 +426,11 @@ class StackedSlot:
 
 
 def slot_of(parameter: Tensor | None) -> Any:
-    """Return the gradient slot of a parameter.
+    """Return the :class:`GradientSlot` of a parameter, or the :class:`StackedSlot` of a fused
+    weight.
 
-    Returns:
-        A :class:`GradientSlot`, or a :class:`StackedSlot` for a fused weight. None if the parameter
-        is frozen or if autograd accumulates its gradient, as for parameters with hooks, which
-        autograd runs. Compiled blocks ignore hooks.
+    None if the parameter is frozen or if autograd accumulates its gradient, as for parameters with
+    hooks, which autograd runs. Compiled blocks ignore hooks.
     """
     if parameter is None or not parameter.requires_grad:
         return None
@@ -492,12 +448,7 @@ def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:
 def cached_stack(
     weights: Sequence[Float[Tensor, "*shape"]], slots: Sequence[GradientSlot | None]
 ) -> Float[Tensor, "experts *shape"] | None:
-    """Return :func:`stacked_view` of weights, which their slots cache if each weight has one.
-
-    Args:
-        weights: Parameters of equal shape.
-        slots: Slot of each parameter; None for a parameter without a slot.
-    """
+    """Return :func:`stacked_view` of weights, which their slots cache if each weight has one."""
     present = [slot for slot in slots if slot is not None]
     if len(present) == len(weights):
         return SlotRow.of(present).stacked_weights(weights)
@@ -518,16 +469,9 @@ def add_to_slots(
     slots: Sequence[GradientSlot | None],
     needed: Sequence[bool],
 ) -> list[Float[Tensor, "*shape"] | None]:
-    """Add the gradients of weights to their slots, and return those of weights without slots.
+    """Add a stack of gradients to the slots of weights, and return what is left for autograd.
 
-    Args:
-        gradients: Gradients of all weights as one stack.
-        weights: One weight for each expert.
-        slots: Slot of each weight; None means that autograd accumulates its gradient.
-        needed: Whether each weight needs a gradient.
-
-    Returns:
-        Gradient of each weight for autograd; None if the gradient is in a slot or not needed.
+    An entry of the result is None if its gradient is in a slot, or not ``needed``.
     """
     remaining: list[Tensor | None] = [None] * len(weights)
     for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
@@ -562,9 +506,9 @@ def mark_filled(
 
 @torch.no_grad()
 def fill_empty(slots: Iterable[GradientSlot]) -> None:
-    """Fill the empty slots with zeros, so that a pass can add its gradients to all of them.
+    """Fill the empty slots with zeros: adding to zeros equals overwriting.
 
-    This resolves a mixed state: adding to zeros equals overwriting.
+    A pass can then add its gradients to all slots of a mixed state.
     """
     for slot in slots:
         if slot.is_empty:

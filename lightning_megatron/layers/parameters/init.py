@@ -25,10 +25,7 @@ class Initializer:
     """Distribution of the initial values of a parameter's full tensor.
 
     Args:
-        kind: ``normal`` draws from a normal distribution with mean 0; the others fill with a
-            constant.
-        std: Standard deviation of ``normal``.
-        value: Value of ``constant``.
+        kind: ``normal`` has mean 0 and ``std``, ``constant`` fills with ``value``.
     """
 
     kind: Literal["normal", "zeros", "ones", "constant"]
@@ -69,15 +66,11 @@ def sharded_parameter(
     partial: bool = False,
     local_size: int | None = None,
 ) -> nn.Parameter:
-    """Create the uninitialised local shard of a parameter.
-
-    The function attaches the ShardSpec and the initializer to the parameter.
+    """Create the uninitialised local shard of a parameter, with its ShardSpec and initializer.
 
     Args:
         full_shape: Shape of the full tensor, without padding (elements).
         ranges: Parts of the full tensor that this rank holds along ``dim``.
-        initializer: Initializer of the full tensor.
-        dim: Dimension along which the tensor is sharded.
         partial: Whether the gradients of copies must be summed over the tensor axis.
         local_size: Local size along ``dim``, padding included; None means no padding (elements).
     """
@@ -95,9 +88,8 @@ def initialize_(
     seed: int,
     only: Container[str] | None = None,
 ) -> None:
-    """Initialise every parameter of ``module`` in place.
-
-    Parameters on the meta device move to ``device``.
+    """Initialise every parameter of ``module`` in place; those on the meta device move to
+    ``device``.
 
     Full tensors are drawn one at a time in float32. The seed of each is derived from ``seed`` and
     the name of the parameter in ``module``. All layouts therefore start with the same full weights,
@@ -105,13 +97,8 @@ def initialize_(
     parameter gets the values of its original. Shared parameters stay shared.
 
     Args:
-        module: Root module, to which the names are relative.
-        device: Device of meta parameters after the call.
         seed: Seed of the run, the same on all ranks.
         only: Names of the parameters to fill; None means all.
-
-    Raises:
-        ValueError: If a parameter has no initializer.
     """
     done: dict[int, nn.Parameter] = {}
     for name, owner, key, parameter in list(_slots(module)):

@@ -31,11 +31,6 @@ class ParameterStack(nn.Module):
     Each parameter keeps its name and gradient, and can be frozen, put into an optimizer group and
     saved separately. If the parameters are adjacent in memory, the concatenation is a view;
     otherwise it is a copy.
-
-    Shapes: parameters ``(rows_i, ...)``; output ``(sum of rows_i, ...)``.
-
-    Args:
-        parameters: Parameters from the first row to the last.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -67,20 +62,10 @@ class ParameterStack(nn.Module):
 
 
 def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Parameter]:
-    """Split a sharded parameter along the rows of its full tensor.
+    """Split a sharded parameter into parts with the given numbers of full rows.
 
-    The parts share the memory and the attributes of the parameter. Each part gets the ShardSpec of
-    its full tensor.
-
-    Shapes: parameter ``(local rows, ...)`` of a full tensor ``(sum of rows, ...)``.
-
-    Args:
-        parameter: Parameter that is sharded along its first dimension, without padding.
-        rows: Number of rows of each full tensor (rows).
-
-    Raises:
-        ValueError: If the parameter is sharded along another dimension, is padded, or has a
-            different number of rows.
+    The parts share the memory and the attributes of the parameter, which is sharded along its first
+    dimension without padding. Each part gets the ShardSpec of its full tensor.
     """
     spec = shard_spec_of(parameter)
     if spec.dim != 0 or sum(rows) != spec.full_shape[0] or len(parameter) != spec.local_extent:
@@ -184,10 +169,7 @@ def neighbours_as_one(
 ) -> Shaped[Tensor, "rows ..."] | None:
     """Return adjacent tensors as one view of their memory; None if they are not adjacent.
 
-    Parameters that are stored in 8 bits are joined to a placeholder: a tensor of NaN that takes no
-    memory.
-
-    Shapes: contiguous parts that agree in all dimensions but the first, whose sizes add up.
+    Parameters that are stored in 8 bits are joined to a placeholder of NaN that takes no memory.
     """
     first = parts[0]
     if all(isinstance(part, EightBitWeight) for part in parts):

@@ -13,10 +13,9 @@ from lightning_megatron.shapes import Shaped
 
 @dataclass(frozen=True)
 class Recipe:
-    """Function and tensors from which the backward pass recomputes a tensor.
+    """Function without gradients, and tensors, from which the backward pass recomputes a tensor.
 
     Args:
-        make: Function that computes the tensor from ``tensors``; it runs without gradients.
         tensors: Tensors that stay in memory until the backward pass anyway.
     """
 

@@ -43,15 +43,9 @@ class WeightGradientQueue:
 
     @contextmanager
     def open(self, key: Hashable) -> Iterator[None]:
-        """Collect the weight gradients of the backward passes that run inside the block.
+        """Collect the weight gradients of backward passes inside the block, for ``run(key)``.
 
         If the block raises an error, the collected gradients are discarded.
-
-        Args:
-            key: Name of the weight half that computes these gradients, the argument of :meth:`run`.
-
-        Raises:
-            ValueError: If the queue is open, or still has weight gradients of the same name.
         """
         if self._open is not None or key in self._left:
             raise ValueError(
@@ -72,9 +66,8 @@ class WeightGradientQueue:
     def apart(self) -> Iterator[Products]:
         """Collect the weight gradients of the block separately from the surrounding input half.
 
-        Returns:
-            Products of the block, for :func:`compute_products`. Outside of an input half the block
-            computes all gradients at once, and there are no products.
+        The caller passes them to :func:`compute_products`. Outside of an input half the block
+        computes all gradients at once, and there are no products.
         """
         outside = self._open
         collected: Products = deque()
@@ -86,13 +79,7 @@ class WeightGradientQueue:
             self._open = outside
 
     def put(self, start: Start, slots: Sequence[Hashable]) -> None:
-        """Put a weight gradient into the open queue.
-
-        Args:
-            start: Function that starts the communication that the gradient needs, and returns the
-                function that adds the gradient to its slots.
-            slots: Gradient slots to each of which one gradient is added, for :meth:`count_left`.
-        """
+        """Put a weight gradient into the open queue, with the slots that get one gradient each."""
         assert self._open is not None, "layers ask whether the queue is open"
         self._open.append((start, slots))
 
@@ -101,12 +88,7 @@ class WeightGradientQueue:
         return Counter(slot for _, slots in self._left.get(key, ()) for slot in slots)
 
     def run(self, key: Hashable) -> None:
-        """Compute the weight gradients of an input half, in the order in which it deferred them.
-
-        The factors of each product are released when it is computed.
-
-        Args:
-            key: Name that :meth:`open` got. Without gradients of this name nothing happens.
+        """Compute the weight gradients of an input half; without any of this name nothing happens.
 
         Communication: under sequence parallelism all-gathers over tp of the inputs of column
             layers, each overlapped with the product before it.
@@ -122,10 +104,7 @@ class WeightGradientQueue:
 def compute_products(left: Products) -> None:
     """Compute weight gradients in the order in which an input half deferred them.
 
-    The factors of each product are released when it is computed.
-
-    Args:
-        left: The products; the queue is empty at the end.
+    The queue is empty at the end; the factors of each product are released when it is computed.
 
     Communication: that of the products, each overlapped with the product before it.
     """

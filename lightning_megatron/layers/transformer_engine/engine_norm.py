@@ -24,15 +24,8 @@ def engine_norm(
 ) -> Float[Tensor, "*tokens hidden"]:
     """Normalise vectors with Transformer Engine.
 
-    Equal to torch.nn.functional.layer_norm, or rms_norm with ``is_rms``, up to rounding.
-
-    Args:
-        hidden: The vectors.
-        weight: Factor of every feature.
-        bias: Number that is added to every feature; None means no addition.
-        eps: Number that is added to the variance, or to the mean square.
-        is_rms: Whether vectors are divided by their root mean square, without subtracting the mean.
-        adds_one: Whether the factor is 1 plus the weight.
+    Equal to torch.nn.functional.layer_norm, or rms_norm with ``is_rms``, up to rounding; with
+    ``adds_one`` the factor is 1 plus the weight.
     """
     normed: Tensor = _EngineNorm.apply(hidden, weight, bias, eps, is_rms, adds_one)
     return normed

@@ -47,7 +47,6 @@ class EngineScaling:
 
     Args:
         settings: The user's settings; None means products in the dtype of the inputs.
-        device: Device of the layer.
         scales: Scales of this layer from earlier steps; None if scales follow from each tensor.
     """
 
@@ -61,8 +60,6 @@ class EngineScaling:
         """Cast a factor to 8 bits; without settings, return it without a cast.
 
         Args:
-            matrix: The factor.
-            use: Role of the factor in the layer's products.
             columns: Whether a product that sums over columns will use it, too, besides the product
                 that sums over rows.
             counts: Whether the largest magnitude counts towards the scales of the next step.
@@ -98,9 +95,7 @@ class EngineScaling:
         Args:
             left: The weight; for the weight gradient, the inputs.
             right: The inputs; for the gradients, the gradient of the outputs.
-            of: Name of the product.
-            out: Memory of the result, of this dtype.
-            adds: Whether the result is added to ``out``.
+            out: Memory of the result, of this dtype, to which ``adds`` adds the result.
             scale: Factor of the result.
         """
         product, *_ = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm(
@@ -181,11 +176,7 @@ class EngineScaling:
 
 
 def engine_recipe(settings: FP8 | None) -> Any:
-    """Return Transformer Engine's recipe for some settings.
-
-    Args:
-        settings: The settings; their ``te_recipe`` is returned if it is set.
-    """
+    """Return Transformer Engine's recipe for some settings."""
     assert settings is not None, "products in the type of the inputs have no recipe"
     if settings.te_recipe is not None:
         return settings.te_recipe
@@ -205,14 +196,7 @@ def engine_recipe(settings: FP8 | None) -> Any:
 
 @dataclass(frozen=True)
 class EngineProduct:
-    """Weight gradient of a linear layer that Transformer Engine computes, for gradient slots.
-
-    Args:
-        scaling: Products of the layer.
-        inputs: Inputs of the layer.
-        gradient: Gradient of the layer's outputs.
-        dtype: Dtype in which :meth:`value` returns the gradient.
-    """
+    """Weight gradient of a linear layer that Transformer Engine computes, for gradient slots."""
 
     scaling: EngineScaling
     inputs: Factor
