@@ -95,7 +95,6 @@ class _EngineProducts:
     """Casts and products of a linear layer with Transformer Engine.
 
     Args:
-        scaling: Casts and products of the layer.
         counts: Whether magnitudes of the forward pass count towards the scales of the next step.
     """
 
@@ -163,11 +162,8 @@ class _EngineProducts:
     def _forward_product(
         self, ctx: Any, hidden: Tensor, weight: Tensor, *, keeps: bool
     ) -> tuple[Tensor, Factor]:
-        """Return the outputs as rows, and the cast inputs for the weight gradient.
-
-        Args:
-            hidden: Inputs at all positions.
-            keeps: Whether the cast inputs are kept.
+        """Return the outputs as rows, and the cast inputs for the weight gradient, if it ``keeps``
+        them.
         """
         scaling = self.scaling
         counts = self.counts
@@ -191,11 +187,7 @@ class _EngineProducts:
     def _start_inputs(
         self, kept: Factor, mesh: ParallelMesh, dtype: torch.dtype
     ) -> Callable[[], Factor]:
-        """Start to all-gather the inputs of a column layer, if ranks kept parts of them.
-
-        Returns:
-            Function that waits for the inputs, and returns them as factor.
-        """
+        """Start to all-gather the inputs of a column layer, if ranks kept parts of them."""
         if not mesh.sequence_parallel:
             return partial(ready, kept)
         full, arriving = start_gathering(kept, mesh)

@@ -66,8 +66,6 @@ def fp8_column_linear(
     input before the cast instead.
 
     Args:
-        weight: This rank's rows of the weight.
-        bias: This rank's part of the bias; None without one.
         magnitude: Largest magnitude of the input; None computes it.
         of_gradient: Object in which the backward pass of the operator that reads the output stores
             the magnitude of the output's gradient; None computes it.
@@ -95,8 +93,6 @@ def fp8_row_linear(
     The cast input is kept for the backward pass.
 
     Args:
-        weight: This rank's columns of the weight.
-        bias: The bias; None without one.
         magnitude: Largest magnitude of this rank's input; None computes it.
 
     Communication: as ``row_linear``, and an all-reduce of magnitudes for each tensor that ranks
@@ -121,11 +117,7 @@ class _FP8RowLinear(RowLinear):
 
 @dataclass(frozen=True)
 class _FP8Products:
-    """Casts and products of a linear layer in 8 bits.
-
-    Args:
-        of_gradient: As for :func:`fp8_column_linear`.
-    """
+    """Casts and products of a linear layer in 8 bits."""
 
     scaling: Scaling
     of_gradient: GradientMagnitude | None
@@ -245,7 +237,6 @@ class _FP8Products:
         return needed(matrix.rows)
 
     def _weight_columns(self, ctx: Any, weight: _KeptWeight) -> Operand:
-        """Return the operand of the columns of the weight."""
         matrix, magnitude = weight
         cast = self.scaling.cast_weight(
             matrix, rows=False, columns=True, magnitude=magnitude, **ctx.weight_axes
@@ -255,9 +246,8 @@ class _FP8Products:
     def _gathered_gradients(
         self, ctx: Any, grad: Tensor, weight: _KeptWeight
     ) -> tuple[Operands, Tensor | None]:
-        """Return the output gradient of a row layer, and its input gradient if it is needed.
-
-        This is for sequence parallelism with one scale per tensor.
+        """Return the gradients of output and input, under sequence parallelism with one scale per
+        tensor.
         """
         mesh = ctx.mesh
         scaling = self.scaling
@@ -278,7 +268,6 @@ class _FP8Products:
         return Operands(None, columns), input_gradient
 
     def _gathered_then_cast(self, ctx: Any, grad: Tensor) -> tuple[Operands, None]:
-        """Return the output gradient of a row layer."""
         mesh = ctx.mesh
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         full = all_gather_sequence(grad, mesh.tp) if mesh.sequence_parallel else grad
@@ -296,11 +285,7 @@ def _counting(scaling: Scaling) -> Scaling:
 def _start_inputs(
     kept: _KeptInput | None, mesh: ParallelMesh, scaling: Scaling
 ) -> Callable[[], Operand]:
-    """Start to all-gather the inputs of a column layer, if ranks kept parts of them.
-
-    Returns:
-        Function that waits for the inputs, and returns the operand of their columns.
-    """
+    """Start to all-gather the inputs of a column layer, if ranks kept parts of them."""
     assert kept is not None, "inputs are kept if the weight gradient needs them"
     if isinstance(kept, Tensor):
         full, arriving = start_gathering(kept, mesh)
@@ -328,9 +313,6 @@ def _start_inputs(
 def gathered(local: Operand, mesh: ParallelMesh) -> Operand:
     """All-gather the rows of the tensor-parallel ranks, which have the same scale.
 
-    Args:
-        local: This rank's rows.
-
     Communication: an all-gather of 8-bit values over tp.
     """
     full, arriving = start_gathering(local.values.view(torch.uint8), mesh)
@@ -347,17 +329,8 @@ def gathered_product(
     emulate: bool,
     fast: bool = False,
 ) -> tuple[Operand, Float[Tensor, "rows columns"]]:
-    """All-gather the rows of the tensor-parallel ranks, and multiply them by another matrix.
-
-    Args:
-        local: This rank's rows of the left factor, which has one scale on all ranks.
-        right: Right factor, with one scale.
-        dtype: Dtype of the product.
-        emulate: As for :func:`~lightning_megatron.layers.fp8.operand.product`.
-        fast: As for ``product``.
-
-    Returns:
-        The gathered left factor, and the product.
+    """All-gather the rows of a factor with one scale, and return them and their product with
+    another.
 
     Communication: an all-gather of 8-bit values over tp, which overlaps with the product if the
         tensor axis is configured for it.
@@ -382,13 +355,6 @@ def scattered_product(
     fast: bool = False,
 ) -> Float[Tensor, "rows columns"]:
     """Multiply two factors, and return this rank's rows of the sum over the tensor-parallel ranks.
-
-    Args:
-        left: Left factor.
-        right: Right factor.
-        dtype: Dtype of the product.
-        emulate: As for :func:`~lightning_megatron.layers.fp8.operand.product`.
-        fast: As for ``product``.
 
     Communication: a reduce-scatter over tp, which overlaps with the product if the tensor axis is
         configured for it and both factors have one scale.

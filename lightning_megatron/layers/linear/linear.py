@@ -32,17 +32,11 @@ class ColumnParallelLinear(nn.Module):
     Shapes: the output has ``out_features`` features with ``gather_output``.
 
     Args:
-        in_features: Size of each input vector (elements).
-        out_features: Size of each full output vector (elements).
         bias: Whether to add a bias, which is sharded like the outputs.
         ranges: Rows of the full weight that this rank holds, for fused projections; None means
             equal shards.
         partial: Whether the gradients of rows that several ranks hold must be summed.
         gather_output: Whether every rank gets all outputs; needs equal shards.
-        initializer: Initializer of the full weight; the bias starts at zero.
-
-    Raises:
-        ParallelPlanError: If ``out_features`` cannot be divided by tp and no ranges are given.
 
     Communication: see ``column_linear``; with ``gather_output`` an all-gather over tp.
     Source: Shoeybi et al. 2019, section 3.
@@ -116,10 +110,8 @@ class ColumnParallelLinear(nn.Module):
         """Split the fused weight and bias into one parameter for each of the fused layers.
 
         The outputs do not change. The new parameters are in :attr:`weights` and :attr:`biases`, and
-        share the memory of the fused parameters.
-
-        Args:
-            rows: Output features of each full layer (elements).
+        share the memory of the fused parameters; ``rows`` are the output features of each full
+        layer.
         """
         weight = self.weight
         bias = self.bias
@@ -139,8 +131,7 @@ class ColumnParallelLinear(nn.Module):
         """Return this rank's outputs, or all of them with ``gather_output``.
 
         Args:
-            add_bias: Whether to add the bias; False if the caller fuses that addition with the next
-                operation.
+            add_bias: False if the caller fuses that addition with the next operation.
             magnitude: Largest magnitude of the input; None if it is not known.
             of_gradient: Object in which the backward pass of the operator that reads the output
                 stores the magnitude of the output's gradient; None if it stores no magnitude.
@@ -171,19 +162,10 @@ class RowParallelLinear(nn.Module):
     """Linear layer ``x A^T + b`` whose input features are sharded over tp.
 
     Equal to torch.nn.Linear(in_features, out_features, bias) of the full inputs. The bias is added
-    once, after the sum over tp.
+    once, after the sum over tp; every rank holds all of it.
 
-    Shapes: the input has ``in_features`` features with ``split_input``.
-
-    Args:
-        in_features: Size of each full input vector (elements).
-        out_features: Size of each output vector (elements).
-        bias: Whether to add a bias, which every rank holds in full.
-        split_input: Whether the input has all features, of which this rank uses its shard.
-        initializer: Initializer of the full weight; the bias starts at zero.
-
-    Raises:
-        ParallelPlanError: If ``in_features`` cannot be divided by tp.
+    Shapes: the input has ``in_features`` features with ``split_input``, of which this rank uses its
+        shard.
 
     Communication: see ``row_linear``; with ``split_input`` an all-gather over tp backward.
     Source: Shoeybi et al. 2019, section 3.
@@ -243,8 +225,7 @@ class RowParallelLinear(nn.Module):
         """Return the product summed over the tensor-parallel ranks, plus the bias.
 
         Args:
-            add_bias: Whether to add the bias; False if the caller fuses that addition with the next
-                operation.
+            add_bias: False if the caller fuses that addition with the next operation.
             magnitude: Largest magnitude of the input; None if it is not known.
         """
         if self.split_input:

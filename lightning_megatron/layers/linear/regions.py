@@ -350,7 +350,7 @@ _NATIVE = _NativeProducts()
 
 
 def _save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
-    """Save the operands for the backward pass, each only if the gradient of the other is needed."""
+    """Save each operand only if the gradient of the other is needed."""
     kept_input = x if ctx.needs_input_grad[1] else None
     kept_weight = weight if ctx.needs_input_grad[0] else None
     ctx.save_for_backward(kept_input, kept_weight)
@@ -364,7 +364,7 @@ def _remember(
     mesh: ParallelMesh,
     products: LayerProducts,
 ) -> None:
-    """Store in the context all that the backward pass of a linear layer needs besides tensors."""
+    """Store in the context what the backward pass needs besides tensors."""
     ctx.mesh = mesh
     ctx.products = products
     ctx.hidden_shape = hidden.shape
@@ -380,11 +380,7 @@ def _remember(
 def start_early(ctx: Any, start: Callable[[], T]) -> Callable[[], T]:
     """Start the communication of the inputs of a column layer, unless the weight half starts it.
 
-    Args:
-        start: Function that starts the communication, and returns the function that waits for it.
-
-    Returns:
-        Function that returns what ``start`` returns.
+    ``start`` returns the function that waits for the inputs, and so does the result.
     """
     if ctx.needs_input_grad[1] and open_queue(ctx) is None:
         return partial(ready, start())
@@ -453,7 +449,7 @@ def _wait_for_gradient(full: Tensor, arriving: Pending) -> tuple[Tensor, None]:
 
 
 def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:
-    """Return the gradient of the third argument, a bias; None if it is not needed or has a slot."""
+    """Return the gradient of the bias; None if it is not needed or went to a slot."""
     if not ctx.needs_input_grad[2]:
         return None
     if ctx.bias_slot is not None:
@@ -481,10 +477,6 @@ def give_product(
     Args:
         start: Function that starts the communication of the inputs, and returns the function that
             waits for them and returns them.
-        multiply: Function that returns the product with the inputs.
-
-    Returns:
-        The gradient in the dtype of the weight if the weight has no slot, else None.
     """
     queue = open_queue(ctx)
     slot = ctx.weight_slot
@@ -503,6 +495,6 @@ def _start_product(
     start: Callable[[], Callable[[], T]],
     multiply: Callable[[T], GradientProduct],
 ) -> Add:
-    """Start the communication of a deferred product, and return the function that adds it."""
+    """Start the communication of a deferred product; the result adds it."""
     inputs = start()
     return lambda: slot.add_computed(multiply(inputs()))

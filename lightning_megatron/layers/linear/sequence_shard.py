@@ -85,7 +85,6 @@ class SequenceShard(Tensor):
         args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function of torch on the shard if possible, otherwise on the full activation."""
         kwargs = dict(kwargs or {})
         name = func.__name__
         if func == Tensor.shape.__get__:  # type: ignore[attr-defined]

@@ -17,13 +17,7 @@ from lightning_megatron.shapes import Float, Int
 
 @dataclass(frozen=True)
 class LogitForm:
-    """Transformation of the products of hidden states and head weight into logits.
-
-    Args:
-        scale: Factor of the products.
-        soft_cap: Bound c of the scaled products z, which become ``c tanh(z / c)``; None means no
-            bound.
-    """
+    """Factor of the head's products, and bound c of the scaled products z: ``c tanh(z / c)``."""
 
     scale: float = 1.0
     soft_cap: float | None = None
@@ -54,7 +48,6 @@ class ChunkedHead:
 
     Args:
         chunk: Number of tokens whose logits exist at the same time (tokens).
-        form: Scale and bound of the logits.
         slot: Gradient slot of the weight; None if autograd keeps its gradient.
     """
 
@@ -71,10 +64,9 @@ class ChunkedHead:
         *,
         overwrites: bool,
     ) -> RowStatistics:
-        """Return the statistics of the logits of a chunk.
+        """Return the statistics of the logits of a chunk, after :class:`LogitForm`.
 
         Args:
-            logits: Logits with their scale and bound.
             index: This rank's column of each label, or -1.
             overwrites: Whether the memory of the logits may be used.
         """
@@ -109,7 +101,6 @@ class ChunkedHead:
         """Return the gradient of the products of a chunk, in the memory of its logits.
 
         Args:
-            logits: Logits with their scale and bound.
             index: This rank's column of each label, or -1.
             normaliser: Logarithm of the sum of exponentials over all ranks.
             scale: Gradient of each loss; 0 for ignored labels.

@@ -39,17 +39,8 @@ def chunked_cross_entropy(
     defers nothing to a weight half, which would need the gradients of all logits.
 
     Args:
-        weight: This rank's rows of the head.
         vocab_size: The true vocabulary, without padding (tokens).
         chunk: Number of tokens whose logits exist at the same time (tokens).
-        form: Scale and bound of the logits; None means none.
-
-    Returns:
-        Losses in float32, or float64 for float64 logits.
-
-    Raises:
-        IndexError: If a label is neither in the vocabulary nor ``ignore_index`` (on CPU; a CUDA
-            kernel asserts).
 
     Communication: forward one max and one sum all-reduce over tp, of a few numbers per token;
         backward an all-reduce of the gradient of ``hidden``. Under sequence parallelism an
@@ -64,7 +55,6 @@ def chunked_cross_entropy(
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> BoundaryGradients | None:
-        """Return the border of the tensor-parallel region: the gradient of the input is summed."""
         mesh = ctx.head.mesh
         if mesh.tp.size == 1:
             return None

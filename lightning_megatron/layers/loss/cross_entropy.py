@@ -29,12 +29,10 @@ def vocab_parallel_cross_entropy(
 
     Equal to torch.nn.functional.cross_entropy(..., reduction="none") of the full logits, without
     the padded columns. Label smoothing is spread over the full vocabulary. Logits of half types are
-    computed in float32; the fused kernels make no float32 copy of them.
-
-    The loss is float32, or float64 for float64 logits.
+    computed in float32; the fused kernels make no float32 copy of them. The loss is float32, or
+    float64 for float64 logits.
 
     Args:
-        logits_shard: This rank's columns of the logits.
         vocab_size: Size of the vocabulary without padding (tokens).
         overwrite_logits: Whether the backward pass may write the gradient into the memory of the
             logits, instead of a second tensor of their size. No other code may then read the
@@ -64,12 +62,9 @@ def vocab_parallel_cross_entropy(
 
 
 def check_ids(ids: Int[Tensor, "..."], vocab_size: int, ignore_index: int | None = None) -> None:
-    """Check that token ids lie in the vocabulary, for tensors on the CPU.
+    """Raise an IndexError if a token id is not in the vocabulary, for tensors on the CPU.
 
     On other devices the check would make the host wait for the device.
-
-    Raises:
-        IndexError: If an id is out of range.
     """
     if ids.device.type == "cpu":
         _check_ids(ids, vocab_size, ignore_index)
@@ -172,10 +167,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Settings of the loss per token.
+    """Settings of the loss per token, over a vocabulary that is sharded over ``tp``.
 
     Args:
-        tp: Axis over which the vocabulary is sharded.
         vocab_size: The true vocabulary, without padding (tokens).
         smoothing: Probability spread evenly over the vocabulary.
     """
@@ -195,9 +189,6 @@ class LossTerms:
         """Return this rank's column of each label, and which labels are ignored.
 
         The column is -1 for ignored labels and for labels in columns of other ranks.
-
-        Args:
-            width: Columns of this rank's logits (columns).
         """
         ignored = labels == self.ignore_index
         assert_on_device(ignored | ((labels >= 0) & (labels < self.vocab_size)))
@@ -209,10 +200,6 @@ class LossTerms:
         self, rows: RowStatistics, ignored: Bool[Tensor, "*tokens"]
     ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
         """Return the loss of each token, and the logarithm of the sum of its exponentiated logits.
-
-        Args:
-            rows: Statistics of this rank's logits.
-            ignored: Tokens whose loss is zero.
 
         Communication: one max and one sum all-reduce over tp, of a few numbers per token.
         """
@@ -251,7 +238,6 @@ class RowStatistics(NamedTuple):
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> BoundaryGradients | None:
-        """Return the border of the tensor-parallel region: every rank has its own logits."""
         return (
             None if ctx.terms.tp.size == 1 else BoundaryGradients((True, False), takes_parts=False)
         )
@@ -314,7 +300,6 @@ def assert_on_device(legal: Bool[Tensor, "..."]) -> None:
 
 
 def _sum_over(tp: MeshAxis, *parts: Tensor) -> tuple[Tensor, ...]:
-    """Sum tensors of one shape over the ranks with one all-reduce."""
     return parts if tp.size == 1 else all_reduce_(torch.stack(parts), tp).unbind(0)
 
 
@@ -325,10 +310,7 @@ def _local_index(
     start: int,
     num_valid: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the local column of each label, and whether this rank holds it.
-
-    The column is 0 for labels of other ranks.
-    """
+    """Return the local column of each label, or 0, and whether this rank holds it."""
     local = labels - start
     here = (local >= 0) & (local < num_valid) & ~ignored
     index = local.masked_fill(~here, 0)
@@ -345,10 +327,6 @@ def vocab_parallel_argmax(
     Equal to ``torch.argmax`` of the full logits without the padded columns. If several logits are
     the largest, the lowest id is returned, on every device and layout. If a logit is NaN, the
     result is ``vocab_size``, which is not an id.
-
-    Args:
-        logits_shard: This rank's columns of the logits.
-        vocab_size: Size of the vocabulary without padding (tokens).
 
     Communication: one max and one min all-reduce over tp, of one number per token.
     """

@@ -42,19 +42,6 @@ def summed_cross_entropy(
     In float16 this function calls ``chunked_cross_entropy(...).sum()``, because small gradients
     would be zero without the loss scale.
 
-    Args:
-        weight: This rank's rows of the head.
-        vocab_size: Size of the vocabulary without padding (tokens).
-        chunk: Number of tokens whose logits exist at the same time (tokens).
-        form: Scale and bound of the logits; None means none.
-
-    Returns:
-        The sum in float32, or float64 for float64 logits.
-
-    Raises:
-        IndexError: If a label is neither in the vocabulary nor ``ignore_index`` (on CPU; a CUDA
-            kernel asserts).
-
     Communication: forward one max and one sum all-reduce over tp for each chunk, of a few numbers
         per token, and an all-reduce of the gradient of ``hidden``. Under sequence parallelism an
         all-gather of ``hidden`` and a reduce-scatter of its gradient. Backward none.
@@ -80,7 +67,6 @@ def _dtype_of_products(hidden: Tensor) -> torch.dtype:
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> BoundaryGradients | None:
-        """Return the border of the tensor-parallel region: the gradient of the input is summed."""
         mesh = ctx.mesh
         if mesh.tp.size == 1:
             return None
