@@ -45,27 +45,16 @@ class MixtureOfExperts(nn.Module):
     Qwen3MoeSparseMoeBlock, DeepseekV3MoE and GptOssMLP with the same weights.
 
     Without sequence parallelism all tp ranks have the same tokens, and each rank dispatches an
-    equal share of them.
+    equal share of them. Router losses are attached to the probabilities, scaled by the value of
+    :attr:`loss_weight` at the time of the forward pass.
 
-    Router losses are attached to the probabilities, scaled by the value of :attr:`loss_weight` at
-    the time of the forward pass.
-
-    Args:
-        hidden_size: Size of each vector (elements).
-        activation: Activation of all experts, one of those of ``layers.mlp``.
-        clones: Places for clones of busy experts, with which ranks with few rows compute some of
-            those of ranks with many; None means none. Results are the same up to the order of
-            summation.
-        initializer: Initializer of the router and of the first matrix of each expert.
-        output_initializer: Initializer of the second matrix of each expert.
-
-    Raises:
-        ParallelPlanError: If the experts do not divide by ep, their inner features by etp, or the
-            inner features of the shared expert by tp.
+    With ``clones``, ranks with few rows compute some of those of ranks with many, in places for
+    clones of busy experts. Results are then the same up to the order of summation.
 
     Communication: that of the router, the dispatcher, the shared expert and the clones. Without
         sequence parallelism also an all-gather over tp in the forward pass and one in the backward
         pass.
+
     Source: Shazeer et al. 2017; Lepikhin et al. 2020; DeepSeek-AI 2024 (shared expert).
     """
 
@@ -181,22 +170,13 @@ class MixtureOfExperts(nn.Module):
         probabilities: Float[Tensor, "tokens top_k"],
         selected: Int[Tensor, "tokens top_k"],
     ) -> PreparedTokens:
-        """Return tokens in the order in which they are sent, all of it on the device.
-
-        Args:
-            tokens: Tokens that this rank dispatches.
-            probabilities: Factors of the outputs of their experts.
-            selected: Numbers of their experts.
-        """
+        """Return tokens in the order in which they are sent, all of it on the device."""
         return self.transport_choice.dispatcher.prepare(tokens, probabilities, selected)
 
     def exchange(
         self, hidden: Float[Tensor, "seq_local batch hidden"], prepared: PreparedTokens
     ) -> tuple[ExpertOutput, Float[Tensor, "seq_local batch hidden"] | None]:
         """Send tokens to their experts, compute, and send the outputs back.
-
-        Args:
-            hidden: Input of the layer, which the shared expert reads.
 
         Returns:
             The outputs of the routed experts, and that of the shared expert.
@@ -209,7 +189,7 @@ class MixtureOfExperts(nn.Module):
     def dispatch(
         self, hidden: Float[Tensor, "seq_local batch hidden"], prepared: PreparedTokens
     ) -> tuple[ExpertInput, Float[Tensor, "seq_local batch hidden"] | None]:
-        """Exchange tokens with the ranks of their experts; see :meth:`exchange`.
+        """Exchange tokens with the ranks of their experts.
 
         Returns:
             The rows of this rank's experts, and the output of the shared expert.
@@ -223,11 +203,7 @@ class MixtureOfExperts(nn.Module):
     def send_back(
         self, rows: Float[Tensor, "rows hidden"], dispatched: ExpertInput
     ) -> ExpertOutput:
-        """Return the outputs of experts to the ranks of their tokens.
-
-        Args:
-            rows: Outputs of the experts of this rank.
-        """
+        """Return the outputs of this rank's experts to the ranks of their tokens."""
         return self.transport_choice.dispatcher.send_back(rows, dispatched)
 
     def _receive(self, sent: TokensInTransit) -> ExpertInput:
@@ -239,11 +215,7 @@ class MixtureOfExperts(nn.Module):
         return dispatched
 
     def compute(self, dispatched: ExpertInput) -> Float[Tensor, "rows hidden"]:
-        """Return the outputs of the experts of this rank.
-
-        Args:
-            dispatched: Rows of the experts.
-        """
+        """Return the outputs of the experts of this rank."""
         clones = None
         if dispatched.clones is not None:
             sources = self.transport_choice.clone_sources
@@ -258,12 +230,7 @@ class MixtureOfExperts(nn.Module):
     def combine(
         self, returned: ExpertOutput, hidden: Float[Tensor, "seq_local batch hidden"]
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the weighted sum of the experts' outputs for each token.
-
-        Args:
-            returned: Outputs on their way back.
-            hidden: Input of the layer.
-        """
+        """Return the weighted sum of the experts' outputs for each token."""
         output = self.transport_choice.dispatcher.combine(returned)
         if self._is_divided:
             output = gather_from_axis(output, self.mesh.tp, dim=0)[

@@ -20,18 +20,11 @@ class SharedExpert(MLP):
     Equal to ``MLP(x)`` without biases. With a gate it equals ``sigmoid(gate(x)) * MLP(x)``, as in
     Qwen2-MoE, where ``gate`` projects a token to one number.
 
-    Args:
-        hidden_size: Size of each vector (elements).
-        ffn_hidden_size: Inner features (elements).
-        has_gate: Whether the output is multiplied by the gate.
-        activation: Activation, one of those of ``layers.mlp``.
-        initializer: Initializer of the first matrix and of the gate.
-        output_initializer: Initializer of the second matrix.
-
     Raises:
         ParallelPlanError: If the inner features do not divide by tp.
 
     Communication: that of the MLP.
+
     Source: DeepSeek-AI 2024, section 2.1.2; the gate is Qwen2-MoE's.
     """
 
@@ -72,11 +65,6 @@ class SharedExpert(MLP):
         hidden: Float[Tensor, "seq_local batch hidden"],
         magnitude: Magnitude | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the output for each token.
-
-        Args:
-            hidden: The tokens.
-            magnitude: As for the MLP.
-        """
+        """Return the output for each token; ``magnitude`` is that of the MLP."""
         output = super().forward(hidden, magnitude)
         return output if self.gate is None else F.sigmoid(self.gate(hidden)) * output

@@ -182,7 +182,7 @@ class Bundled(GroupedMM):
     ) -> tuple[Float[Tensor, "rows gate_up//2"], Float[Tensor, "rows gate_up"] | None]:
         """Return SwiGLU of the product times probabilities, and the product itself if it is kept.
 
-        The product of rows and transposed weights is rounded before the activation in both cases.
+        The product is rounded before the activation in both cases.
         """
         stack = _with_whole_row_strides(stacked(weights).to(rows.dtype))
         out_features = stack.shape[1]
@@ -307,10 +307,7 @@ def stacked(
     weights: Sequence[Float[Tensor, "out_local in_local"]]
     | Float[Tensor, "experts out_local in_local"],
 ) -> Float[Tensor, "experts out_local in_local"]:
-    """Return weights as one tensor: a view if they have a constant stride, else a copy.
-
-    A tensor that is a stack already is returned unchanged.
-    """
+    """Return weights as one tensor: a view if they have a constant stride, else a copy."""
     if isinstance(weights, Tensor):
         return weights
     view = stacked_view(weights)

@@ -33,12 +33,9 @@ def launch(
     A CUDA graph can capture it: the workspace comes from the graph's memory pool.
 
     Args:
-        product: Product to compute.
-        result: Tensor of the result: rows of the groups, or a gradient for each group.
         a: Rows, or their gradients.
         b: Weights of the groups; in weight gradients the rows of the input.
-        ends: Index one past the last row of each group (int32).
-        alpha: Factor of float32 weight gradients.
+        alpha: Factor of float32 weight gradients; other products ignore it.
         first_group: Group of the first weight, which starts at the end before it. Rows of groups
             before it are neither read nor written.
     """
@@ -71,16 +68,7 @@ def launch_swiglu(
     ends: Int[Tensor, "_"],
     first_group: int = 0,
 ) -> None:
-    """Launch the product fused with SwiGLU, as :func:`launch` does.
-
-    Args:
-        result: Tensor of SwiGLU of the product, times probabilities.
-        kept: Tensor of the product; None does not store it.
-        rows: Rows of the groups.
-        stack: Weights of the groups.
-        ends: Index one past the last row of each group (int32).
-        first_group: Group of the first weight, which starts at the end before it.
-    """
+    """Launch the product fused with SwiGLU; the product is not stored if ``kept`` is None."""
     choice, num_sms, num_bytes = _plan_launch(
         Pass.FORWARD_SWIGLU, rows.shape[0], *stack.shape, rows.device
     )

@@ -33,10 +33,9 @@ BackendName = Literal["bundled", "grouped_mm", "loop"]
 class BackendChoice:
     """Backend of grouped products, with the reason for its choice.
 
-    Args:
-        backend: ``bundled`` is the extension that ``lightning-megatron kernels`` builds, and
-            ``grouped_mm`` is torch's kernel. Both read the ends on the device. ``loop`` runs one
-            product per group, and copies the ends to the host.
+    ``bundled`` is the extension that ``lightning-megatron kernels`` builds, and ``grouped_mm`` is
+    torch's kernel. Both read the ends on the device. ``loop`` runs one product per group, and
+    copies the ends to the host.
     """
 
     backend: BackendName
@@ -47,12 +46,7 @@ class BackendChoice:
 def choose_backend(
     device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
 ) -> BackendChoice:
-    """Choose the backend of grouped products of one size, and log the choice once.
-
-    Args:
-        in_features: Size of each input row (elements).
-        out_features: Size of each output row (elements).
-    """
+    """Choose the backend of grouped products of one size, and log the choice once."""
     choice = _choose(device, dtype, num_groups, in_features, out_features)
     _log.info("grouped products by %s: %s", choice.backend, choice.reason)
     return choice
@@ -60,12 +54,7 @@ def choose_backend(
 
 @dataclass(frozen=True)
 class SwiGLUChoice:
-    """Decision about fusing SwiGLU into the grouped product, with its reason.
-
-    Args:
-        is_fused: Whether one kernel launch computes both.
-        reason: Reason for the decision, for the log.
-    """
+    """Decision about fusing SwiGLU into the grouped product, with its reason for the log."""
 
     is_fused: bool
     reason: str
@@ -77,9 +66,7 @@ def choose_swiglu(
 ) -> SwiGLUChoice:
     """Decide whether SwiGLU is fused into grouped products of one size, and log the decision once.
 
-    Args:
-        in_features: Size of each input row (elements).
-        out_features: Size of each output row before SwiGLU (elements).
+    ``out_features`` is the size before SwiGLU, which halves it.
     """
     product = choose_backend(device, dtype, num_groups, in_features, out_features)
     if product.backend != "bundled":
@@ -100,13 +87,7 @@ def choose_swiglu(
 
 @dataclass(frozen=True)
 class LayerBackends:
-    """Backends of the two grouped products of a layer's experts.
-
-    Args:
-        first: Backend of the product before the activation; None chooses it at each call.
-        down: Backend of the product after the activation; None chooses it at each call.
-        fuses_swiglu: Whether one kernel launch computes the first product and SwiGLU.
-    """
+    """Backends of the two grouped products of a layer's experts; None chooses one at each call."""
 
     first: BackendName | None
     down: BackendName | None
@@ -123,13 +104,8 @@ def choose_layer_backends(
 ) -> LayerBackends:
     """Choose the backends of a layer's experts.
 
-    Args:
-        device: Device of the rows.
-        dtype: Dtype of the products.
-        first: Weights of the first product, one for each group.
-        down: Weights of the second product, one for each group.
-        can_fuse: Whether the layer's activation and the kernels of its gradients allow the fusion
-            of SwiGLU into the first product.
+    ``can_fuse`` tells whether the layer's activation and the kernels of its gradients allow the
+    fusion of SwiGLU into the first product.
     """
     sizes = [(len(weights), weights[0].shape[1], weights[0].shape[0]) for weights in (first, down)]
     names = [choose_backend(device, dtype, *size).backend for size in sizes]

@@ -38,40 +38,25 @@ class CloneSource(Protocol):
         """Return the tensors of the plan that the methods read."""
 
     def for_plan(self, *plan: Int[Tensor, "..."]) -> CloneSource:
-        """Return the transfer for another plan, such as one that a recomputation has computed.
-
-        Args:
-            plan: Tensors in the order of :attr:`plan`.
-        """
+        """Return the transfer for another plan, such as one that a recomputation has computed."""
 
     def fetch(
         self, weights: Sequence[Float[Tensor, "out_local in_local"]]
     ) -> Float[Tensor, "places out_local in_local"]:
-        """Return the weights of the clones on this rank; those of empty places have no rows.
-
-        Args:
-            weights: One matrix of every expert at home on this rank.
-        """
+        """Return the weights of the clones on this rank; those of empty places have no rows."""
 
     def gradients(
         self, like: Float[Tensor, "out_local in_local"]
     ) -> Float[Tensor, "places out_local in_local"]:
-        """Return the tensor that gets the gradients of the clones on this rank.
-
-        Args:
-            like: Tensor with the shape of a weight and the dtype of its gradient.
-        """
+        """Return the tensor for the gradients of this rank's clones, in the dtype of ``like``."""
 
     def give_back(
         self, gradients: Float[Tensor, "places out_local in_local"]
     ) -> Float[Tensor, "homes out_local in_local"] | None:
         """Return the sum of the gradients of all clones of each of this rank's experts.
 
+        ``gradients`` is the tensor of :meth:`gradients`, with every place of this rank written.
         None means that the backward pass of the transport adds them to the experts' gradients.
-
-        Args:
-            gradients: The tensor of :meth:`gradients`, with a gradient for every place of this
-                rank.
         """
 
 
@@ -93,13 +78,6 @@ def cloned_linear(
     The backward pass fetches the weights of clones again instead of keeping them. It computes
     weight gradients at once, even if slots have a queue for them, because other ranks wait for
     those of clones. The weights of all ranks must be trained, or all frozen.
-
-    Args:
-        rows: Rows sorted by group: first the homes, then the clones.
-        weights: One weight for each home.
-        clones: Transfer of weights and gradients between homes and clones.
-        backend: Backend of the product; None asks :func:`choose_backend`.
-        recipe: How the backward pass recomputes the rows; None keeps them.
 
     Communication: that of ``clones``: one fetch in the forward pass, a fetch and a return of
         gradients in the backward pass.
@@ -133,19 +111,7 @@ def cloned_swiglu(
     """Multiply rows as :func:`cloned_linear` does, apply SwiGLU, and scale by probabilities.
 
     Equal to :func:`~lightning_megatron.experts.compute.grouped_linear.grouped_swiglu` with the
-    weights of all homes and then of all clones.
-
-    Args:
-        rows: Rows sorted by group, in bfloat16 on a GPU that the bundled kernels support.
-        weights: One weight for each home.
-        clones: Transfer of weights and gradients between homes and clones.
-        recipe: How the backward pass recomputes the rows; None keeps them.
-
-    Returns:
-        The result, and how to recompute it from the product that is kept; None without gradients.
-
-    Raises:
-        UnsupportedError: If the Triton kernels of the backward pass are not available.
+    weights of all homes and then of all clones, and with the same results and refusals.
 
     Communication: that of :func:`cloned_linear`.
     """

@@ -28,20 +28,13 @@ def add_expert_biases(
     factors: Float[Tensor, "rows"] | None = None,
     first_column: int = 0,
 ) -> Float[Tensor, "rows features"]:
-    """Add to each row, in place, the bias of its expert times the row's factor.
+    """Add to each row, in place, the bias of its expert times the row's factor (None: 1).
 
     Equal to ``rows[ends[e - 1]:ends[e]] += factors[ends[e - 1]:ends[e], None] * biases[e]`` for
-    every expert ``e``. Forward and backward are products with a membership matrix of rows and
-    experts: one kernel each, whose order of summation is fixed. Rows past the last end
-    are not changed, and their gradients are undefined and reach no bias.
-
-    Args:
-        rows: Rows sorted by expert, which no gradient needs as they are.
-        biases: Bias of each local expert.
-        ends: Index one past the last row of each expert (int32, on the device).
-        factors: Factor of each row's bias; None means 1.
-        first_column: First of the features that the biases are added to; there may be fewer of
-            these than features (elements).
+    every expert ``e``, on the features from ``first_column`` on. Forward and backward are products
+    with a membership matrix of rows and experts: one kernel each, whose order of summation is
+    fixed. Rows past the last end are not changed, and their gradients are undefined and reach no
+    bias.
     """
     if torch.compiler.is_compiling():
         return _compiled(rows, biases, ends, factors, first_column)
@@ -86,12 +79,7 @@ class _AddBiases(torch.autograd.Function):
 
 
 def members(ends: Int[Tensor, "experts"], num_rows: int) -> Bool[Tensor, "{num_rows} experts"]:
-    """Return the membership matrix of rows and experts.
-
-    Args:
-        ends: Index one past the last row of each expert.
-        num_rows: Number of rows; those past the last end belong to none (rows).
-    """
+    """Return the membership matrix of rows and experts; rows past the last end belong to none."""
     positions = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
     # True from a row's own expert on.
     is_before = positions.unsqueeze(-1) < ends

@@ -45,9 +45,11 @@ def grouped_linear(
 ) -> Float[Tensor, "rows out_local"]:
     """Multiply each group of rows by the transpose of its own weight.
 
-    Equal to ``linear(rows[ends[e - 1]:ends[e]], weights[e])`` for every group ``e``. Rows past the
-    last end are neither read nor written, forward and backward: their values in the output and in
-    the gradient of ``rows`` are undefined. The weight of an empty group has a gradient of zeros.
+    Equal to ``linear(rows[ends[e - 1]:ends[e]], weights[e])`` for every group ``e``, with int32
+    ends on the device of rows. Rows past the last end are neither read nor written, forward and
+    backward: their values in the output and in the gradient of ``rows`` are undefined. The weight
+    of an empty group has a gradient of zeros.
+
     The gradient of a weight with a gradient slot is added to the slot. The bundled kernels
     accumulate it in float32 if the slots have a constant stride in one buffer. If all weights have
     slots, the product may be left to the weight half of the backward pass.
@@ -58,10 +60,7 @@ def grouped_linear(
     Under ``torch.compile`` this is a single operator, and gradients reach slots through autograd.
     The dtype of rows is that of the product, also under autocast.
 
-    The ends are int32 on the device of rows.
-
     Args:
-        rows: Rows sorted by group.
         backend: Backend of the product; None asks :func:`choose_backend` at each call.
         recipe: How the backward pass recomputes the rows; None keeps them. ``torch.compile``
             decides itself what to keep.
@@ -95,19 +94,11 @@ def grouped_swiglu(
     gradients off the product is not stored. This includes the first forward pass of recomputed
     experts.
 
-    Weights, slots, ends and rows past the last end follow the rules of :func:`grouped_linear`.
-
-    The gates are the first half of the rows of a weight. The ends are int32.
-
-    Args:
-        rows: Rows sorted by group, in bfloat16 on a GPU that the bundled kernels support.
-        recipe: How the backward pass recomputes the rows; None keeps them.
+    The rules of :func:`grouped_linear` hold for weights, slots, ends and rows past the last end.
+    The rows must be in bfloat16 on a GPU that the bundled kernels and the Triton kernels support.
 
     Returns:
         The result, and how to recompute it from the product that is kept; None without gradients.
-
-    Raises:
-        UnsupportedError: If the Triton kernels of the backward pass are not available.
 
     Source: Shazeer 2020.
     """
@@ -130,11 +121,7 @@ def grouped_swiglu(
 
 
 def require_kernels(rows: Float[Tensor, "rows hidden"]) -> ModuleType:
-    """Return the fused kernels that compute the gradients of SwiGLU after a product.
-
-    Raises:
-        UnsupportedError: If they do not support the rows.
-    """
+    """Return the fused kernels of SwiGLU's gradients; raise ``UnsupportedError`` without them."""
     kernels = fused_kernels(rows)
     if kernels is None:
         raise UnsupportedError(
@@ -153,13 +140,7 @@ def weighted_activation(
 ) -> tuple[Float[Tensor, "rows ffn"], Recipe | None]:
     """Apply an activation to rows, and multiply each row by its probability.
 
-    Gated activations halve the features. Rows past the last end are undefined.
-
-    Args:
-        inner: Input of the activation.
-        probabilities: Factor of each row, in float32 or wider.
-        ends: Index one past the last row of each local expert.
-        activation: Activation, one of those of ``layers.mlp``.
+    Rows past the last end are undefined.
 
     Returns:
         The result, and how to recompute it from the tensors that its gradients need; None inside
@@ -188,14 +169,7 @@ def _differentiable_product(
     output: Output,
     recipe: Recipe | None,
 ) -> Tensor:
-    """Compute a grouped product with gradients, as documented in :func:`grouped_linear`.
-
-    Args:
-        rows: Rows sorted by group.
-        backend: Backend that computes the gradients.
-        output: Function that computes the output.
-        recipe: How the backward pass recomputes the rows; None keeps them.
-    """
+    """Compute a grouped product with gradients, as documented in :func:`grouped_linear`."""
     rows = rows.contiguous()
     slots: list[GradientSlot] = []
     if torch.is_grad_enabled():
@@ -206,11 +180,10 @@ def _differentiable_product(
 
 
 class _IntoSlots(torch.autograd.Function):
-    """Grouped product whose weights all have gradient slots.
+    """Grouped product whose weights all have gradient slots, to which the backward pass adds.
 
-    Autograd sees only the first weight. The backward pass adds weight gradients to the slots and
-    returns none, and every further tensor input costs more host time in autograd than its slot
-    does.
+    Autograd sees only the first weight, because every further tensor input costs more host time in
+    autograd than its slot does.
     """
 
     @staticmethod

@@ -43,14 +43,8 @@ class ExpertWeight(nn.Module):
     """One weight matrix of one expert, and the bias of its product if there is one.
 
     It has no ``forward``: :class:`GroupedMLP` multiplies by the matrices of all experts at once.
-
-    Args:
-        out_features: Rows of the full matrix (elements).
-        in_features: Columns of the full matrix (elements).
-        ranges: Ranges of the full matrix that this rank holds.
-        dim: Dimension that the ranges cut.
-        initializer: Initializer of the full matrix.
-        bias: Range or ranges of the full bias that this rank holds; None means no bias.
+    The sizes are those of the full matrix, of which this rank holds ``ranges`` of dimension
+    ``dim``.
     """
 
     bias: nn.Parameter | None
@@ -81,7 +75,7 @@ class GroupedMLP(nn.ModuleDict):
 
     Equal to ``probability * MLP_e(row)`` with the MLP of ``layers.mlp``. The probability multiplies
     the inner features, and the bias of the second product. Applied after that product, its backward
-    pass would need the product's output.
+    pass would need the product's output. Rows past the last end are undefined.
 
     Over etp, biases of the first product are cut like its output. Biases of the second product are
     cut by its output, too, although every rank computes a partial sum of all of it: each rank adds
@@ -92,17 +86,6 @@ class GroupedMLP(nn.ModuleDict):
     and code that reads parameters and their ``ShardSpec`` needs no special case. The kernels read
     the weights of all experts as one tensor. It is a view, because the flat buffers of training
     store parameters of equal size at a constant stride.
-
-    Rows past the last end are undefined.
-
-    Args:
-        hidden_size: Size of each row (elements).
-        activation: Activation, one of those of ``layers.mlp``.
-        initializer: Initializer of the first matrix of each expert.
-        output_initializer: Initializer of the second matrix of each expert.
-
-    Raises:
-        ParallelPlanError: If the experts do not divide by ep, or their inner features by etp.
 
     Communication: that of clones; none without them. With etp above 1 the outputs are partial sums,
         which the dispatcher reduces. Source: Shazeer et al. 2017; Shazeer 2020 (gates).
@@ -150,21 +133,13 @@ class GroupedMLP(nn.ModuleDict):
         return self.config.linear_bias
 
     def weights(self, name: str) -> list[Float[Tensor, "out_local in_local"]]:
-        """Return one matrix of every local expert, in ascending order of experts.
-
-        Args:
-            name: Name of the matrix: ``gate_up``, ``up`` or ``down``.
-        """
+        """Return ``gate_up``, ``up`` or ``down`` of every local expert, in ascending order."""
         return [
             _weight_of(expert._modules[name]) for expert in reversed(list(self._modules.values()))
         ]
 
     def biases(self, name: str) -> list[Float[Tensor, "_"]]:
-        """Return one bias of every local expert, in ascending order of experts.
-
-        Args:
-            name: Name of the matrix whose product has it: ``gate_up``, ``up`` or ``down``.
-        """
+        """Return the bias next to each of :meth:`weights`, in the same order."""
         experts: list[Any] = list(self._modules.values())
         return [expert._modules[name].bias for expert in reversed(experts)]
 

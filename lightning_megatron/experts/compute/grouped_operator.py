@@ -140,7 +140,7 @@ def grouped_linear(
     """Call ``torch.ops.lightning_megatron.grouped_linear``, which can be traced.
 
     Equal to :func:`experts.compute.grouped_linear.grouped_linear` for weights without gradient
-    slots. Without a backend the operator chooses one when it runs.
+    slots. If the backend is None, the operator chooses one when it runs.
     """
     return cast(Tensor, _output(rows, list(weights), ends, backend))
 
@@ -148,9 +148,8 @@ def grouped_linear(
 class LoopOperators(Loop):
     """Loop over groups, each product of which is one operator of torch.
 
-    The loop reads the ends on the host. A recording of the operators inside it would therefore keep
-    the ends of the recorded call. A recording of whole products reads the ends again whenever it
-    is run.
+    A recording of the operators inside the loop would keep the ends of the recorded call, because
+    the loop reads them on the host. A recording of whole products reads them whenever it is run.
     """
 
     @staticmethod

@@ -16,9 +16,6 @@ class LossWeight:
     The code that runs the microbatches sets it, and layers read it when they attach a loss. A
     tensor may be filled in until the backward pass of its microbatch. A pipeline stage that does
     not compute the main loss receives the weight only then.
-
-    Args:
-        value: Factor of the main loss.
     """
 
     def __init__(self, value: float | Float[Tensor, ""] = 1.0) -> None:

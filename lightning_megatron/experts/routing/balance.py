@@ -48,10 +48,7 @@ def balance_loss(
 def tokens_per_expert(
     experts: Int[Tensor, "*tokens top_k"], num_experts: int
 ) -> Int[Tensor, "{num_experts}"]:
-    """Count how often each expert is selected, without a host read. Entries of -1 are not counted.
-
-    The counts are int32.
-    """
+    """Count (int32) without a host read how often each expert is selected; -1 is not counted."""
     ones = torch.ones((), dtype=torch.int32, device=experts.device).expand(experts.numel())
     return ones.new_zeros(num_experts + 1).scatter_add_(0, experts.flatten() + 1, ones)[1:]
 
@@ -59,10 +56,7 @@ def tokens_per_expert(
 def tokens_per_expert_of_sequences(
     experts: Int[Tensor, "seq batch top_k"], num_experts: int
 ) -> Int[Tensor, "batch {num_experts}"]:
-    """Count how often each expert is selected by each sequence, without a host read.
-
-    The counts are int32.
-    """
+    """Count (int32) without a host read how often each sequence selects each expert."""
     num_sequences = experts.shape[1]
     first = torch.arange(num_sequences, device=experts.device)[:, None] * num_experts
     return tokens_per_expert(experts + first, num_sequences * num_experts).view(
@@ -98,11 +92,9 @@ def add_over_tokens_(x: Shaped[Tensor, "*shape"], mesh: ParallelMesh) -> Shaped[
 
 @torch.no_grad()
 def update_bias_(bias: Float[Tensor, "experts"], load: Int[Tensor, "experts"], rate: float) -> None:
-    """Raise the biases of underloaded experts and lower those of overloaded ones, in place.
+    """Raise biases of underloaded experts by ``rate`` and lower those of overloaded ones, in place.
 
-    Args:
-        load: Selections of each expert in a whole step, summed over all ranks.
-        rate: Amount that is added or subtracted.
+    ``load`` is that of a whole step, summed over all ranks.
 
     Source: Wang et al. 2024, algorithm 1.
     """

@@ -28,15 +28,15 @@ from lightning_megatron.shapes import Float, Int, Shaped
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Routing of this rank's tokens. All tensors are on the device.
+    """Routing of this rank's tokens, on the device. Experts are int64, counts int32.
 
     Args:
         probabilities: Factors of the experts' outputs, in float32 (or float64); 0 for dropped
             selections.
-        experts: Selected experts, best first; -1 for dropped selections. The dtype is int64.
-        counts: Number of this rank's tokens that each expert gets. The dtype is int32.
-        load: Number of selections of each expert, including dropped ones. The dtype is int32.
-        dropped: Number of dropped selections; None without a capacity. The dtype is int32.
+        experts: Selected experts, best first; -1 for dropped selections.
+        counts: Number of this rank's tokens that each expert gets.
+        load: Number of selections of each expert, including dropped ones.
+        dropped: Number of dropped selections; None without a capacity.
         entropy_sum: Sum over tokens of the entropy of their normalized scores (nats).
         losses: Losses of the router for this microbatch; there are none outside of training.
     """
@@ -63,7 +63,7 @@ class Routing:
 class Router(nn.Module):
     """Choose the experts of each token.
 
-    The router computes in float32, or in float64 for float64 inputs, also under autocast. It equals
+    The router computes in float32, or in float64 for float64 inputs, also under autocast. Equal to
     Hugging Face's MixtralTopKRouter, Qwen3MoeTopKRouter and GptOssTopKRouter (``softmax``, the last
     with ``router_bias``) and DeepseekV3TopkRouter (``sigmoid``, groups, ``expert_bias``) for the
     corresponding settings.
@@ -79,13 +79,8 @@ class Router(nn.Module):
       gradient.
 
     If experts have a capacity, selections beyond it are dropped, those of later positions first.
-    The capacity is computed from the tokens of all tp ranks together.
-
-    Args:
-        hidden_size: Size of each token's vector (elements).
-        initializer: Initializer of the weight and of the bias of the logits.
-        forced_balance: Whether experts are assigned round-robin instead of by score, for
-            benchmarks.
+    The capacity is computed from the tokens of all tp ranks together. ``forced_balance`` assigns
+    experts round-robin instead of by score, for benchmarks.
 
     Communication: for the auxiliary loss of a microbatch or sequence, an all-reduce of counts over
         tp (under sequence parallelism) and cp. For a capacity, under sequence parallelism, an
@@ -173,9 +168,8 @@ class Router(nn.Module):
     def update_(self, load: Shaped[Tensor, "experts"]) -> None:
         """Update the expert biases and the shares of selections from the load of a whole step.
 
-        Args:
-            load: Sum of ``Routing.load`` over all microbatches and ranks of the step, from
-                ``StepStatistics``; the same on all ranks.
+        ``load`` is the sum of ``Routing.load`` over all microbatches and ranks of the step, from
+        ``StepStatistics``; the same on all ranks.
         """
         if self.expert_bias is not None and self.config.expert_bias_rate:
             update_bias_(self.expert_bias, load, self.config.expert_bias_rate)

@@ -26,7 +26,7 @@ class RouterLosses:
         coefficient: Factor of the sum of these products.
         square_sum: Sum over tokens of the squared logsumexp of their logits.
         square_coefficient: Factor of ``square_sum`` in the z-loss; 0 without this loss.
-        kernels: Module of the fused kernels, if they support these sums.
+        kernels: Fused kernels; None if they do not support these sums.
     """
 
     share_sums: Float[Tensor, "sequences experts"]
@@ -74,12 +74,7 @@ class RouterLosses:
     def attach_to(
         self, x: Float[Tensor, "*shape"], scale: float | Float[Tensor, ""]
     ) -> Float[Tensor, "*shape"]:
-        """Attach both losses to ``x`` as :func:`attach_loss` does, and return it.
-
-        Args:
-            x: Activation that the main loss depends on.
-            scale: Factor of the losses in the backward pass.
-        """
+        """Attach both losses to ``x`` as :func:`attach_loss` does, and return it."""
         if self.load_factors is None and not self.square_coefficient:
             return x
         if self.kernels is not None:

@@ -19,16 +19,14 @@ _EPS = 1e-20
 
 @dataclass(frozen=True)
 class RouterOutput:
-    """Router outputs for the logits of tokens.
+    """Router outputs for the logits of tokens. Experts are int64, counts int32.
 
     Sums are taken over the tokens of each sequence, or over all tokens.
 
     Args:
-        probabilities: Probabilities of the selected experts.
-        experts: Selected experts, best first. The dtype is int64.
-        load: Number of selections of each expert. The dtype is int32.
+        experts: Selected experts, best first.
         unbiased_load: Number of selections of each expert by scores without biases, for the
-            auxiliary loss. The dtype is int32.
+            auxiliary loss.
         share_sums: Sums of scores that are normalized for each token.
         square_sum: Sum over tokens of the squared logsumexp of their logits.
         entropy_sum: Sum of the entropies of tokens' scores, without a gradient (nats).
@@ -59,7 +57,7 @@ def score_tokens(
         num_sequences: Number of sequences with separate sums, C; token t belongs to ``t % C``.
         round_robin_start: Index of the first selection, if experts are assigned round-robin; else
             None.
-        kernels: Module of the fused kernels, if they support the router's input.
+        kernels: Fused kernels; None if they do not support the router's input.
     """
     # The auxiliary loss counts the selections by scores without biases.
     counts_unbiased = bias is not None and round_robin_start is None and config.aux_loss > 0.0
@@ -97,11 +95,7 @@ def weigh_selected(
 ) -> RouterOutput:
     """Return the probabilities of selected experts, and the sums of the router losses.
 
-    Args:
-        logits: Logits of the router, in float32 or wider.
-        selected: Selected experts of each token.
-        unbiased: Experts that each token would choose by scores without biases.
-        num_sequences: Number of sequences with separate sums.
+    ``unbiased`` are the experts that each token would choose by scores without biases.
     """
     scores = _scores(logits, config)
     shares = (

@@ -23,14 +23,10 @@ def select_experts(
     bias: Float[Tensor, "experts"] | None,
     config: ExpertsConfig,
 ) -> Int[Tensor, "tokens top_k"]:
-    """Return the top-k experts of each token, best first.
+    """Return the top-k experts of each token, best first, by scores plus biases.
 
-    With expert groups, only experts of the best groups are eligible.
-    Ties go to the expert with the lower index, so that every device and layout selects the
-    same experts.
-
-    Args:
-        bias: Values added to the scores for the selection only.
+    With expert groups, only experts of the best groups are eligible. Ties go to the expert with the
+    lower index, so that every device and layout selects the same experts.
 
     Source: DeepSeek-AI 2024, section 2.1.2.
     """
@@ -50,10 +46,8 @@ def round_robin_experts(
 ) -> Int[Tensor, "{num_tokens} top_k"]:
     """Assign experts to tokens round-robin, independently of the scores.
 
-    Args:
-        num_tokens: Tokens of this rank (tokens).
-        round_robin_start: Number of selections on earlier ranks, where this rank's rounds start.
-        device: Device of the tokens.
+    ``round_robin_start`` is the number of selections on earlier ranks, where this rank's rounds
+    start.
     """
     numbers = torch.arange(
         round_robin_start, round_robin_start + num_tokens * config.top_k, device=device
@@ -62,12 +56,7 @@ def round_robin_experts(
 
 
 def expert_capacity(num_tokens: int, config: ExpertsConfig) -> int:
-    """Return an expert's capacity: its even share times the capacity factor, rounded up (tokens).
-
-    Args:
-        num_tokens: Tokens that share the capacity (tokens).
-        config: Settings of the mixture, with a capacity factor.
-    """
+    """Return an expert's even share of tokens times the capacity factor, rounded up (tokens)."""
     # Exact decimal arithmetic: in floating point 1.1 times 10 is more than 11.
     factor = Fraction(str(config.capacity_factor))
     return math.ceil(factor * num_tokens * config.top_k / config.num_experts)
@@ -80,17 +69,13 @@ def within_capacity(
     capacity: int,
     mesh: ParallelMesh,
 ) -> Bool[Tensor, "tokens top_k"]:
-    """Return which selections fit into the capacity of their expert.
+    """Return which selections fit into the capacity of their expert (tokens).
 
     An expert accepts selections in the order of positions, then of sequences, then of a token's own
-    selections. A token's result therefore does not depend on later tokens of its sequence, as it
-    would with an order by probability. Under sequence parallelism the tokens of earlier tp ranks
-    come first, so that every tp size drops the same tokens.
-
-    Args:
-        experts: Selections of this rank's tokens, ordered by position and then by sequence.
-        load: Count of this rank's selections of each expert.
-        capacity: Tokens that an expert accepts (tokens).
+    selections, which must be the order of ``experts``. A token's result therefore does not depend
+    on later tokens of its sequence, as it would with an order by probability. Under sequence
+    parallelism the tokens of earlier tp ranks come first, so that every tp size drops the same
+    tokens.
 
     Communication: an all-gather of the load over tp under sequence parallelism.
     """

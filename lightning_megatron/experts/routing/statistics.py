@@ -26,17 +26,14 @@ class RouterStatistics:
     """Running sums of a layer's routings over the microbatches of a step on this rank.
 
     The sums are updated in place and never copied to the host, so that a captured CUDA graph can
-    update them. The class is not a module, because its state belongs to a step: it must not move
-    with the weights of a layer, nor be saved with them.
+    update them; they move to the device of the next routing if the model has moved. The class is
+    not a module, because its state belongs to a step: it must not move with the weights of a layer,
+    nor be saved with them.
 
     Shapes: sums ``(5 + experts,)`` in float64, which represents all integers up to 2^53 exactly.
         The entries are the dropped selections, the entropies of the tokens (nats), this rank's
         parts of the balance loss and of the z-loss (both times their coefficients), the
         microbatches, and the selections of each expert, including dropped ones.
-
-    Args:
-        device: Device of the sums. They move to the device of the next routing if the model has
-            moved.
     """
 
     def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
@@ -56,9 +53,6 @@ class RouterStatistics:
         """Add the routing of a microbatch to the sums.
 
         The caller adds each microbatch once, and not again when its activations are recomputed.
-
-        Args:
-            routing: Routing of the microbatch's tokens.
         """
         if self.sums.device != routing.load.device:
             self.sums = self.sums.to(routing.load.device)
@@ -144,13 +138,7 @@ def step_statistics(
 ) -> Mapping[int, StepStatistics]:
     """Sum the statistics of this stage's routers over all ranks that have different tokens.
 
-    Nothing is copied from the device to the host.
-
-    Args:
-        layers: Statistics of each layer with experts of this stage, by its index in the model.
-
-    Returns:
-        One record for each layer, the same on all ranks of the stage.
+    Nothing is copied from the device to the host. The keys are indices of layers in the model.
 
     Communication: one all-reduce for all layers together over tp (under sequence parallelism), and
         one over the data group.

@@ -43,13 +43,10 @@ SourcesOfClones = Callable[[PlacedClones], Sequence[CloneCollectives | PeerSourc
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """Transport of a layer's tokens, with the reason for its choice.
+    """Transport of a layer's tokens over ep, with the reason for its choice.
 
-    Args:
-        dispatcher: Dispatcher that moves tokens to experts.
-        transport: Transport over ep.
-        clone_sources: Function that returns the transfers of the first and of the second matrix
-            between homes and the clones of a microbatch; None without places for clones.
+    ``clone_sources`` returns the transfers of the first and of the second matrix between homes and
+    the clones of a microbatch; None without places for clones.
     """
 
     dispatcher: Dispatcher
@@ -76,20 +73,9 @@ def choose_transport(
     static sizes of an all-gather. They replace the all-gather on GPUs with peer access, unless the
     all-gather can overlap with a shared expert. A limit on the rows of experts needs one of these
     two, because the buffers of an all-to-all have exactly the received rows. With clones "auto"
-    means puts, which also move the weights of clones.
-
-    Args:
-        top_k: Number of experts selected for each token.
-        transport: Requested transport over ep.
-        has_shared: Whether a shared expert runs while tokens are in transit.
-        clones: Places for clones of busy experts; None means none.
-        matrices: Function that returns each matrix of all experts at home on this rank. It is
-            needed only for clones, and only if GPUs put weights into each other's memory.
-        limit: Limit on the rows of a rank's experts; None without one.
+    means puts, which also move the weights of clones: only then are ``matrices`` needed.
 
     Raises:
-        ParallelPlanError: If the experts do not divide by ep, or a rank has more places for clones
-            than other ranks have experts.
         UnsupportedError: If puts are requested, or "auto" with clones, and the GPUs have no peer
             access.
 

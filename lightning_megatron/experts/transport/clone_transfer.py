@@ -16,13 +16,10 @@ from lightning_megatron.shapes import Bool, Float, Int
 
 @dataclass(frozen=True)
 class CloneCollectives:
-    """Transfers by all-to-alls, whose sizes do not depend on the plan.
+    """Transfers by all-to-alls over ep, whose sizes do not depend on the plan.
 
     Every rank sends every other rank a matrix for each of its places, ``ep - 1`` times as much as
     clones need. In exchange the host reads nothing.
-
-    Args:
-        axis: Axis of the ranks (ep).
 
     Communication: :meth:`fetch` and :meth:`give_back` are one all-to-all each.
     """
@@ -44,11 +41,7 @@ class CloneCollectives:
     def fetch(
         self, weights: Sequence[Float[Tensor, "out_local in_local"]]
     ) -> Float[Tensor, "places out_local in_local"]:
-        """Return the weights of the clones on this rank; those of empty places are zeros.
-
-        Args:
-            weights: One matrix of every expert at home on this rank.
-        """
+        """Return the weights of the clones on this rank; those of empty places are zeros."""
         local, is_home = self._homes()
         stack = torch.stack([weight.detach() for weight in weights])
         received = self._exchange(stack[local].where(_widened(is_home, stack), 0))
@@ -67,11 +60,7 @@ class CloneCollectives:
     def give_back(
         self, gradients: Float[Tensor, "places out_local in_local"]
     ) -> Float[Tensor, "homes out_local in_local"]:
-        """Return the gradients of all clones of this rank's experts, added in order of places.
-
-        Args:
-            gradients: Gradient of the weight of every place of this rank.
-        """
+        """Return the gradients of all clones of this rank's experts, added in order of places."""
         owners = self._local_owners()
         ranks = torch.arange(self.axis.size, device=owners.device).unsqueeze(1)
         is_for = (owners // self.layout.homes == ranks) & (owners >= 0)

@@ -25,9 +25,9 @@ class PlacedClones:
     Equal to :class:`~lightning_megatron.plan.cloning.ClonePlan`. All tensors are int64.
 
     Args:
-        amounts: Number of selections that are sent to every place (selections).
-        off: Number of selections that every rank sends to every place (selections).
-        rows: Number of rows that every rank computes, homes and clones (rows).
+        amounts: Number of selections that are sent to every place.
+        off: Number of selections that every rank sends to every place.
+        rows: Number of rows that every rank computes, homes and clones.
     """
 
     layout: ExpertPlaces
@@ -42,15 +42,8 @@ def place_clones(
 ) -> PlacedClones:
     """Return the clones that balance the rows of ranks.
 
-    Equal to :func:`~lightning_megatron.plan.cloning.plan_clones`.
-
-    Args:
-        counts: Number of selections of every expert by the tokens of every rank (selections).
-        places: Number of places on every rank (places).
-        min_rows: Smallest number of selections for which a clone is created (selections).
-
-    Raises:
-        ParallelPlanError: If the sizes do not fit together.
+    Equal to :func:`~lightning_megatron.plan.cloning.plan_clones`. There are as many ``places`` on
+    every rank; ``min_rows`` is the smallest number of selections for which a clone is created.
     """
     num_ranks, num_experts = counts.shape
     layout = ExpertPlaces(num_ranks, num_experts, places)
@@ -86,13 +79,8 @@ def to_physical(
     """Return the physical expert of each selection of this rank's tokens.
 
     Equal to :func:`~lightning_megatron.plan.cloning.physical_experts`. Selections of no expert (-1)
-    stay so.
-
-    Args:
-        experts: Experts selected for each token.
-        row_map: Map of these selections to rows sorted by expert, for all experts of the layer.
-        clones: The clones, planned from the counts of this map among others.
-        rank: Number of this rank over ep.
+    stay so. The map sorts these selections by expert, for all experts of the layer, and the clones
+    must have been planned from its counts, among others.
     """
     layout = clones.layout
     kernels = _kernels(experts, layout)

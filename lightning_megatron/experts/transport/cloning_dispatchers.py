@@ -32,11 +32,6 @@ class CloningDispatcher(OuterDispatcher):
     All ranks plan the same clones from the counts of all ranks. Probabilities stay those of the
     selected experts, so the router and its losses do not see the clones.
 
-    Args:
-        inner: Dispatcher over the homes and places of all ranks.
-        axis: Axis that divides the experts into equal parts (ep).
-        settings: The places, and the smallest clone.
-
     Communication: ``prepare`` all-gathers the counts of selections; otherwise that of the inner
         dispatcher.
     """
@@ -76,14 +71,8 @@ class PeerCloningDispatcher(OneSidedDispatcher):
     """Dispatcher of one-sided puts to homes and places of clones, which it plans on the device.
 
     Equal to :class:`CloningDispatcher` with an inner dispatcher of puts. Counts, weights and tokens
-    share the barriers of the tokens, so that everything runs in :meth:`receive`.
-
-    Args:
-        local_experts: Homes and places of this rank; all ranks have the same number.
-        transfer: Transfer of tokens and of sums of outputs.
-        limit: Limit on the rows of this rank's experts; None without one.
-        peers: Memories of the clones.
-        settings: The places, and the smallest clone.
+    share the barriers of the tokens, so that everything runs in :meth:`receive`. The local experts
+    are the homes and places of this rank.
 
     Communication: that of :class:`OneSidedDispatcher`, without further barriers. ``receive`` also
         puts counts and weights; its backward pass also reads gradients of clones. The backward pass

@@ -77,9 +77,7 @@ class Dispatcher(ABC):
     ) -> PreparedTokens:
         """Do what can be done before tokens are sent, with sizes that follow from input shapes.
 
-        Args:
-            probabilities: Factors of the selected experts' outputs.
-            experts: Indices of the selected experts in the whole layer; -1 means none.
+        Experts are numbered in the whole layer; -1 means none.
         """
         return PreparedTokens(hidden, probabilities, experts)
 
@@ -117,11 +115,7 @@ class Dispatcher(ABC):
 
 @dataclass(frozen=True)
 class OuterDispatcher(Dispatcher):
-    """Dispatcher that changes some steps of another one, and leaves it the others.
-
-    Args:
-        inner: The other dispatcher.
-    """
+    """Dispatcher that changes some steps of another one, and leaves it the others."""
 
     inner: Dispatcher
 
@@ -154,11 +148,8 @@ class OuterDispatcher(Dispatcher):
 class LocalDispatcher(Dispatcher):
     """Dispatcher without communication: it sorts this rank's tokens by expert.
 
-    Sizes are static, and nothing is copied from the device to the host.
-
-    Args:
-        local_experts: Experts of this rank. Selections of other experts are ignored.
-        limit: Limit on the rows of these experts; None without one.
+    Selections of experts of other ranks are ignored. Sizes are static, and nothing is copied from
+    the device to the host.
     """
 
     local_experts: ShardRange
@@ -185,12 +176,8 @@ class GatherDispatcher(OuterDispatcher):
 
     No token is dropped, for any routing. The ranks of the axis hold different tokens, in equal
     numbers. Over etp the ranks hold parts of the inner features of the same experts, so the sum
-    over ranks is also the reduction that tensor parallelism needs.
-
-    Args:
-        inner: Dispatcher of the gathered tokens. With a :class:`LocalDispatcher` all sizes are
-            static, and nothing is copied from the device to the host.
-        axis: Axis over which tokens are gathered.
+    over ranks is also the reduction that tensor parallelism needs. If the inner dispatcher, that of
+    the gathered tokens, is a :class:`LocalDispatcher`, all sizes are static.
 
     Communication: ``send`` all-gathers tokens, probabilities and experts; its backward pass
         reduce-scatters the gradients of tokens and probabilities. ``combine`` reduce-scatters
@@ -237,12 +224,9 @@ class AllToAllDispatcher(Dispatcher):
     :meth:`send_back` buffer sizes depend on the routing, so the host reads one small tensor from
     the device. Ranks may have different numbers of tokens.
 
-    Args:
-        axis: Axis that divides the experts into equal parts (ep).
-
-    Communication: ``prepare`` exchanges counts. ``send`` exchanges tokens and probabilities; its
-        backward pass exchanges their gradients. ``send_back`` exchanges outputs; its backward pass
-        exchanges their gradients.
+    Communication over ep: ``prepare`` exchanges counts. ``send`` exchanges tokens and
+    probabilities;     its backward pass exchanges their gradients. ``send_back`` exchanges outputs;
+    its backward     pass exchanges their gradients.
     """
 
     num_experts: int
@@ -322,13 +306,9 @@ class OneSidedDispatcher(Dispatcher):
 
     Only the needed tokens are sent, no token is dropped, and nothing is copied from the device to
     the host. A token has the same row on every rank, so each buffer has room for the tokens of all
-    ranks, and all ranks must have the same number. The puts run in :meth:`receive`, so computation
-    between :meth:`send` and :meth:`receive` does not overlap with them.
-
-    Args:
-        local_experts: Experts of this rank; all ranks have the same number.
-        transfer: Transfer of tokens and of sums of outputs.
-        limit: Limit on the rows of this rank's experts; None without one.
+    ranks, and all ranks must have the same number of tokens and of experts. The puts run in
+    :meth:`receive`, so computation between :meth:`send` and :meth:`receive` does not overlap with
+    them.
 
     Communication: ``receive`` puts tokens, probabilities and experts; its backward pass puts sums
         of gradients. ``combine`` puts sums of outputs; its backward pass puts gradients, and tokens
@@ -401,12 +381,6 @@ def _first_rows(rows: Tensor, number: int) -> Tensor:
 
 def check_equal_counts(num_tokens: int, mesh: ParallelMesh) -> None:
     """Raise on all ranks if the ranks that gather each other's tokens have different token counts.
-
-    Args:
-        num_tokens: Tokens of this rank's microbatch (tokens).
-
-    Raises:
-        RankMismatchError: If the token counts differ.
 
     Communication: an all-reduce on the CPU over the ranks that hold all experts of a stage
         together.

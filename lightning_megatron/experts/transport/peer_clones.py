@@ -63,14 +63,7 @@ _COUNT = 4
 
 @dataclass(frozen=True)
 class PeerClones:
-    """Memories of the clones of one layer, which other ranks access without action of the owner.
-
-    Args:
-        axis: Axis of the ranks (ep).
-        places: Number of places on every rank (places).
-        matrices: Function that returns each matrix of all experts at home on this rank.
-        kernels: Module of the fused kernels.
-    """
+    """Memories of the clones of one layer, which other ranks access without action of the owner."""
 
     axis: MeshAxis
     num_experts: int
@@ -82,10 +75,7 @@ class PeerClones:
         """Return the counts of all ranks' selections; this also begins the transfer of tokens.
 
         It allocates all memories, so that a layer that has run forward once can be captured.
-
-        Args:
-            ends: Index one past the last of this rank's selections of each expert of the layer,
-                sorted by expert.
+        ``ends`` are those of this rank's selections of each expert of the layer.
 
         Communication: a put of the counts, and a barrier.
         """
@@ -137,10 +127,6 @@ class PeerClones:
 class PeerRound:
     """Transfers for the clones of one layer and microbatch.
 
-    Args:
-        peers: Memories of the clones.
-        clones: The clones of this microbatch.
-
     Communication: puts of weights, and reads of gradients, without a barrier.
     """
 
@@ -165,8 +151,7 @@ class PeerRound:
     def put_weights(self, owners: Int[Tensor, "places"]) -> None:
         """Put the weights of this rank's experts into the places of their clones.
 
-        Args:
-            owners: Expert that is cloned in every place, which a recomputation plans again.
+        ``owners`` are given because a recomputation plans them again.
         """
         region, layout = self._peers.weights_memory()
         self._peers.axis.note("put_weights")
@@ -184,9 +169,6 @@ class PeerRound:
 
         Each is multiplied by the scale of its slot. The gradient of a home is then complete, and is
         reported to its slot, even if the home has no clone.
-
-        Args:
-            owners: Expert that is cloned in every place.
 
         Returns:
             Gradients of :attr:`leaves`; None for those that have slots.
@@ -216,12 +198,7 @@ class PeerRound:
 
 @dataclass(frozen=True)
 class PeerSource:
-    """Transfer of one matrix's weights and gradients through memory that other ranks access.
-
-    Args:
-        weights: Weights of the clones on this rank.
-        memory: Memory of their gradients, float32.
-    """
+    """Transfer of one matrix's weights and float32 gradients through memory that ranks share."""
 
     weights: Float[Tensor, "places out_local in_local"]
     memory: Float[Tensor, "places out_local in_local"]

@@ -49,15 +49,10 @@ def to_experts(
     limit: LayerRows | None = None,
     clones: CloneRound | None = None,
 ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows"], RowMap]:
-    """Transfer tokens to the ranks of their experts, and sort them there by expert.
+    """Transfer tokens to the ranks of their experts (-1: none), and sort them there by expert.
 
-    The caller has begun the transfer (:meth:`PeerTransfer.begin`).
-
-    Args:
-        probabilities: Probabilities of their selected experts.
-        experts: Experts selected for them; -1 means none.
-        limit: Limit on the rows; None without one.
-        clones: Transfers for clones in the backward pass; None without clones.
+    The caller has begun the transfer (:meth:`PeerTransfer.begin`). The transfers for clones run in
+    the backward pass.
 
     Returns:
         Rows of the received tokens, their probabilities, and the map from the selections of all
@@ -82,7 +77,6 @@ def from_experts(
     """Transfer the sum of each token's rows back to the token's rank, and sum over all ranks.
 
     Args:
-        outputs: Outputs of the experts for the rows.
         row_map: Map from the selections of all ranks' tokens to the rows.
         experts: Experts selected for this rank's tokens.
         clones: Transfers for clones in the backward pass; None without clones.
@@ -97,13 +91,7 @@ def sort_again(
     experts: Int[Tensor, "tokens top_k"],
     *map_tensors: Shaped[Tensor, "..."],
 ) -> Float[Tensor, "rows hidden"]:
-    """Sort the tokens that the backward pass of :func:`from_experts` has sent again.
-
-    Args:
-        tokens: This rank's tokens.
-        experts: Experts selected for them.
-        map_tensors: Arguments of the map from selections to rows.
-    """
+    """Sort the tokens that the backward pass of :func:`from_experts` has sent again."""
     return permute(transfer.buffer_again(tokens, experts).rows, RowMap(*map_tensors))
 
 

@@ -30,11 +30,7 @@ from lightning_megatron.shapes import Float, Int, Shaped
 class TokenBufferViews:
     """Views of shared memory with one row for each token of every rank.
 
-    Shapes: there are ``ep * tokens`` rows of the buffer.
-
     Args:
-        region: Shared memory of the buffer.
-        layout: Byte layout of the buffer.
         rows: Features of tokens, or sums of rows.
         scales: Probabilities of selections, or their gradients; None if only rows are transferred.
         experts: Experts selected for the tokens; None if only rows are transferred.
@@ -149,9 +145,6 @@ class Puts:
     one transfer uses the memory at a time. One buffer therefore serves all layers, both directions,
     both passes and replays of a CUDA graph, as long as all ranks run the same transfers in the same
     order.
-
-    Args:
-        kernels: Module of the fused kernels.
     """
 
     axis: MeshAxis

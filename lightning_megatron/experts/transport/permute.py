@@ -20,16 +20,15 @@ class RowMap:
     Selection ``t * k + j`` is the j-th selection of token t. The rows of one expert keep the order
     of their selections. The buffer has the largest number of rows that any routing needs, or fewer
     under a limit. Rows past the last end belong to no local expert, and nothing reads them.
-
-    The ends and the needed rows are int32, the other tensors int64.
+    The ends and the needed rows are int32, the other tensors int64; all are on the device.
 
     Args:
         pairs: Index of the selection in each row.
         rows: Index of the row of each selection. For experts of other ranks, and for selections
             beyond a limit, it lies past the last end, and may lie past the buffer.
-        ends: Index one past the last row of each local expert, on the device.
-        needed: Number of selections of local experts, on the device: the last end, or more if a
-            limit has excluded some.
+        ends: Index one past the last row of each local expert.
+        needed: Number of selections of local experts: the last end, or more if a limit has
+            excluded some.
     """
 
     pairs: Int[Tensor, "rows"]
@@ -70,17 +69,11 @@ def map_rows(
     """Sort the selections of tokens by expert.
 
     An expert is selected for a token at most once. Selections of experts of other ranks, and of no
-    expert (-1), come last. All sizes follow from shapes, and nothing is copied from the device to
-    the host.
+    expert (-1), come last; those beyond a limit have no row. All sizes follow from shapes, and
+    nothing is copied from the device to the host. ``first`` and ``num_experts`` are the local
+    experts.
 
     Shapes: the buffer has ``tokens * min(top_k, num_experts)`` rows, and at most ``limit``.
-
-    Args:
-        experts: Experts selected for each token.
-        first: Index of the first local expert.
-        num_experts: Number of local experts.
-        limit: Limit on the rows of the buffer. Selections beyond it have no row. None means no
-            limit (rows).
     """
     kernels = fused_kernels(experts)
     if kernels is None or num_experts > kernels.MAX_SORTED_EXPERTS:
@@ -165,9 +158,7 @@ def unpermute(
     """Sum the rows of each token's selections, weighted by their probabilities if these are given.
 
     Selections of experts of other ranks add nothing, whatever values the rows past the last end
-    have.
-
-    The output has the dtype of the rows.
+    have. The output has the dtype of the rows.
     """
     kernels = fused_kernels(rows)
     if kernels is not None:

@@ -38,13 +38,10 @@ class RankRows:
     """Running counts of the rows of a layer's experts on this rank.
 
     Nothing is counted until :attr:`is_on` is set. The counts are updated in place and never copied
-    to the host, so that a captured CUDA graph can update them.
+    to the host, so that a captured CUDA graph can update them; they move to the device of the next
+    rows if the model has moved.
 
     Shapes: sums ``(7,)`` in int64, in the order of :class:`RowSum`.
-
-    Args:
-        device: Device of the counts. They move to the device of the next rows if the model has
-            moved.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,14 +52,11 @@ class RankRows:
 
     @torch.no_grad()
     def add_(self, needed: Int[Tensor, "1"], clones: PlacedClones | None, rank: int) -> None:
-        """Add the rows of a microbatch to the counts, if they are on.
+        """Add the rows of a microbatch, homes and clones, to the counts, if they are on.
 
         The caller adds each microbatch once, and not again when its activations are recomputed.
-
-        Args:
-            needed: Rows that the routing needs on this rank, homes and clones.
-            clones: The clones of the microbatch; None without places for clones.
-            rank: Number of this rank over ep.
+        ``clones`` is None without places for clones, and ``rank`` is the number of this rank over
+        ep.
         """
         if not self.is_on:
             return
@@ -115,9 +109,6 @@ def gather_rows(counts: Mapping[int, Int[Tensor, "7"]], mesh: ParallelMesh) -> d
     """Return the rows of all ranks that share the experts of this stage, the same on all of them.
 
     Ranks of etp compute the same rows for parts of the same experts and count as one.
-
-    Args:
-        counts: Counts of every layer with experts of this stage, as :class:`RankRows` sums them.
 
     Communication: an all-gather over ep, and two all-reduces over edp.
     """

@@ -23,10 +23,6 @@ class RowExcess:
     All tensors keep their addresses, so that a CUDA graph may hold :meth:`add` and :meth:`start`.
     The device writes the result into pinned memory, which the host reads without waiting for an
     event: an event of a replay could still be that of the previous replay.
-
-    Args:
-        device: Device of the passes.
-        world: Axis of all ranks that run together.
     """
 
     def __init__(self, device: torch.device, world: MeshAxis) -> None:
@@ -51,12 +47,7 @@ class RowExcess:
 
     @torch.no_grad()
     def add(self, needed: Int[torch.Tensor, "1"], limit: int) -> None:
-        """Add the rows that a pass needs, without a copy to the host.
-
-        Args:
-            needed: Rows that the routing needs on this rank, on the device. The dtype is int32.
-            limit: Rows that the pass has (rows).
-        """
+        """Add the rows that this rank needs in a pass of ``limit`` rows, without a copy to the host."""
         if self._reference is None:
             self._reference = limit
         # The rows are counted as if all passes had the limit of the first one, so that one number
@@ -91,11 +82,7 @@ class RowExcess:
         return lambda: torch.cuda.current_stream().wait_stream(stream)
 
     def wait(self) -> int:
-        """Wait for the result of the device, and return it; above 0, rows were missing.
-
-        Raises:
-            RuntimeError: If the device has failed.
-        """
+        """Wait for the result of the device, and return it; above 0, rows were missing."""
         while (excess := int(self._on_host)) == _NOT_WRITTEN:
             # The query raises the errors of the device, after which the result would never come.
             torch.cuda.current_stream().query()

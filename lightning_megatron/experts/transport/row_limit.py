@@ -20,9 +20,7 @@ from lightning_megatron.shapes import Int
 class RowNeed:
     """Largest number of rows that a layer needed on this rank in a pass of a step.
 
-    Args:
-        share: Rows of a rank in this pass if all ranks got equally many (rows).
-        rows: Rows that the routing needed (rows).
+    ``share`` is what a rank would have had in this pass if all ranks had got equally many rows.
     """
 
     layer: int
@@ -37,12 +35,7 @@ class MeasuredRows:
         self._max_rows: dict[tuple[int, int], Tensor] = {}
 
     def add(self, layer: int, share: int, needed: Int[Tensor, "1"]) -> None:
-        """Add the rows that a pass of a layer needs, without a copy to the host.
-
-        Args:
-            share: Rows of a rank in this pass if all ranks get equally many (rows).
-            needed: Rows that the routing needs on this rank, on the device.
-        """
+        """Add the rows that a pass of a layer needs, without a copy to the host."""
         before = self._max_rows.get((layer, share))
         larger = needed.clone() if before is None else torch.maximum(before, needed)
         self._max_rows[layer, share] = larger
@@ -59,11 +52,8 @@ class RowLimit:
     """Limit on the rows of experts' buffers, shared by all layers of a run.
 
     It applies only inside :meth:`limit_rows`. Elsewhere nothing checks whether it was large enough,
-    so buffers have the rows of the worst routing.
-
-    Args:
-        factor: Rows of a buffer over an even share, at least 1.
-        mesh: The groups and the device of this rank.
+    so buffers have the rows of the worst routing. ``factor`` is the rows of a buffer over an even
+    share, at least 1.
     """
 
     def __init__(self, factor: float, mesh: ParallelMesh) -> None:
@@ -104,18 +94,12 @@ class RowLimit:
     def rows_for(self, share: int) -> int | None:
         """Return the limit on the rows of a buffer; None outside of :meth:`limit_rows`.
 
-        Args:
-            share: Rows of a rank if all ranks get equally many (rows).
+        ``share`` are the rows of a rank if all ranks get equally many.
         """
         return limited_rows(self._factor, share) if self._holds else None
 
     def note(self, layer: int, share: int, needed: Int[Tensor, "1"]) -> None:
-        """Record the rows that a pass of a layer needs, without a copy to the host.
-
-        Args:
-            share: Rows of a rank in this pass if all ranks get equally many (rows).
-            needed: Rows that the routing needs on this rank, on the device.
-        """
+        """Record the rows that a pass of a layer needs, without a copy to the host."""
         most = self.rows_for(share)
         if most is not None:
             self._excess.add(needed, most)
@@ -134,21 +118,13 @@ class RowLimit:
         return self._excess.start() if self._holds else None
 
     def was_too_small(self) -> bool:
-        """Wait for the copy of :meth:`start_read`; return whether rows were missing on any rank.
-
-        The result is the same on all ranks.
-        """
+        """Wait for :meth:`start_read`; return, equally on all ranks, whether any rank lacked rows."""
         return self._excess.wait() > 0
 
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Limit on the rows of one layer.
-
-    Args:
-        limit: Limit of all layers.
-        num_ranks: Ranks that share the layer's experts (ranks).
-    """
+    """Limit on the rows of one layer, whose experts ``num_ranks`` ranks share."""
 
     limit: RowLimit
     layer: int
@@ -158,11 +134,6 @@ class LayerRows:
         """Sort the selections of all ranks' tokens by expert, as :func:`map_rows` does.
 
         If the limit applies, selections beyond it have no row, as if they were dropped.
-
-        Args:
-            experts: Experts selected for the tokens of all ranks.
-            first: Index of the first local expert.
-            num_experts: Number of local experts.
         """
         share = experts.numel() // self.num_ranks
         most = self.limit.rows_for(share)

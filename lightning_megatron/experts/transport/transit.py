@@ -29,17 +29,13 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class PreparedTokens:
-    """Tokens that can be sent to the ranks of their experts.
+    """Tokens that can be sent to the ranks of their experts; with ``counts`` they are rows.
 
     Shapes: hidden states ``(tokens, hidden)``; probabilities and experts ``(tokens, top_k)``. For
         an all-to-all they are rows: hidden states ``(tokens * top_k, hidden)``, probabilities
         ``(tokens * top_k,)``.
 
-    Args:
-        probabilities: Factors of the experts' outputs.
-        experts: Indices of the selected experts in the whole layer; -1 means none.
-        counts: Row counts, if the tokens are rows.
-        clones: Clones of busy experts; None if there are no places for clones.
+    Experts are numbered in the whole layer; -1 means none. Clones are None without places for them.
     """
 
     hidden: Float[Tensor, "rows hidden"]
@@ -51,12 +47,9 @@ class PreparedTokens:
 
 @dataclass(frozen=True)
 class AllToAllSizes:
-    """Row counts of an all-to-all on the host, kept for the return of outputs.
+    """Row counts of an all-to-all on the host, by rank, kept for the return of outputs.
 
-    Args:
-        row_map: Map from the selections of this rank's tokens to the rows, sorted by expert.
-        sends: Number of rows sent to each rank.
-        receives: Number of rows received from each rank.
+    The map is that from the selections of this rank's tokens to the rows, sorted by expert.
     """
 
     row_map: RowMap
@@ -66,17 +59,10 @@ class AllToAllSizes:
 
 @dataclass(frozen=True)
 class TokensInTransit:
-    """Tokens in transit to the ranks of their experts.
+    """Tokens in transit to the ranks of their experts, in the numbering of the receiving rank.
 
     Shapes on arrival: hidden states ``(tokens, hidden)``; probabilities and experts
-        ``(tokens, top_k)``, or ``(rows,)`` if rows travel by an all-to-all.
-
-    Args:
-        hidden: Hidden states of the tokens.
-        probabilities: Factors of the experts' outputs.
-        experts: Indices of the selected experts, in the numbering of the receiving rank.
-        sizes: Row counts, if the tokens are sent by an all-to-all.
-        clones: Clones of busy experts; None if there are no places for clones.
+        ``(tokens, top_k)``, or ``(rows,)`` if rows travel by an all-to-all, which has ``sizes``.
     """
 
     hidden: InFlight
@@ -88,13 +74,10 @@ class TokensInTransit:
 
 @dataclass(frozen=True)
 class ExpertInput:
-    """Input of this rank's experts.
-
-    The ends are int32 on the device.
+    """Input of this rank's experts. The ends are int32 on the device.
 
     Args:
         rows: Tokens sorted by expert. Rows past the last end belong to no expert.
-        probabilities: Factor of each row's output.
         row_map: Map from the selections of the received tokens to the rows.
         sizes: Row counts, if the tokens came by an all-to-all.
         sent_experts: Experts selected for this rank's own tokens, if one-sided puts moved the
@@ -121,13 +104,10 @@ class ExpertInput:
 
 @dataclass(frozen=True)
 class ExpertOutput:
-    """Outputs of experts, ready to be summed for each token.
-
-    All sizes follow from the number of tokens.
+    """Outputs of experts, ready to be summed for each token: all sizes follow from the tokens.
 
     Args:
         rows: Outputs. Rows past the last end of the map are undefined.
-        row_map: Map from selections to the rows.
         sent_experts: Experts selected for this rank's own tokens, if one-sided puts move the
             outputs.
         clones: Clones of busy experts, if one-sided puts transfer their weights.
