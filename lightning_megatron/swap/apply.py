@@ -125,9 +125,18 @@ def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
     for give in swaps.give_missing_values:
         give()
     broadcast_values(plan.root, plan.built_here, plan.mesh)
-    records = [_kept_record(model) for model in plan.own_code if model.reason]
+    sizes = [num_elements(model.site.module) for model in plan.own_code]
+    records = [
+        _own_code_record(
+            model,
+            "Hugging Face's own module",
+            size,
+            f"It keeps its own code, because {model.reason}",
+        )
+        for model, size in zip(plan.own_code, sizes, strict=True)
+        if model.reason
+    ]
     records += [_record(swap, swap.fill()) for swap in swaps.replacements]
-    sizes_before = [num_elements(model.site.module) for model in plan.own_code]
     targets: dict[int, nn.Module] = {}
     for swap in swaps.replacements:
         if swap.install is not None:
@@ -146,8 +155,8 @@ def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
         records.append(plan.stages.install(plan.root))
     bind_methods(plan.root, [model.site.module for model in plan.own_code])
     return records + [
-        _planned_record(model, size)
-        for model, size in zip(plan.own_code, sizes_before, strict=True)
+        _own_code_record(model, str(model.plan), size, describe_unsharded(model.site.module))
+        for model, size in zip(plan.own_code, sizes, strict=True)
         if model.plan is not None
     ]
 
@@ -200,25 +209,10 @@ def _record(swap: Swap, note: str) -> SwapRecord:
     )
 
 
-def _kept_record(model: OwnCodeModel) -> SwapRecord:
+def _own_code_record(model: OwnCodeModel, what: str, size_before: int, note: str) -> SwapRecord:
     kind = type(model.site.module).__name__
     size = num_elements(model.site.module)
-    note = f"It keeps its own code, because {model.reason}"
-    return SwapRecord(model.site.name, "Hugging Face's own module", kind, kind, size, size, note)
-
-
-def _planned_record(model: OwnCodeModel, size_before: int) -> SwapRecord:
-    module = model.site.module
-    kind = type(module).__name__
-    return SwapRecord(
-        model.site.name,
-        str(model.plan),
-        kind,
-        kind,
-        size_before,
-        num_elements(module),
-        describe_unsharded(module),
-    )
+    return SwapRecord(model.site.name, what, kind, kind, size_before, size, note)
 
 
 def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:

@@ -109,39 +109,31 @@ def check_nothing_is_lost(swap: Swap) -> None:
     kept = set(target.modules())
     staying = {id(parameter) for parameter in target.parameters()}
     for path, module in site.module.named_modules():
+        if module in kept:
+            continue
         name = f"{site.name}.{path}".rstrip(".")
-        hooks = [
-            hook
-            for kind in (
-                module._forward_hooks,
-                module._forward_pre_hooks,
-                module._backward_hooks,
-                module._backward_pre_hooks,
-            )
-            for hook in kind.values()
-            # A replaced Hugging Face model needs no hooks of recomputed blocks.
-            if not (stays and is_input_hook(hook))
-        ]
-        inside_encoder = (
-            isinstance(site.module, nn.TransformerEncoder) and module is not site.module
-        )
-        keeps_hooks = stays and module is site.module
-        if module not in kept and not inside_encoder and not keeps_hooks and hooks:
+        is_root = module is site.module
+        # Layers of an encoder have replacements of their own.
+        keeps_hooks = stays if is_root else isinstance(site.module, nn.TransformerEncoder)
+        if not keeps_hooks and _has_hooks(module, stays):
             raise UnsupportedError(
                 f"{name!r} has hooks, which would be lost, because another module replaces it. "
                 f"Register them after the strategy has set up the module, or give {site.name!r} "
                 "the kind 'replicate'."
             )
-        if module not in kept:
-            _check_parameters(name, module, staying)
-        if module not in kept and module._compiled_call_impl is not None:
+        _check_parameters(name, module, staying)
+        if module._compiled_call_impl is not None:
             raise UnsupportedError(
-                (
-                    f"{name!r} was compiled, and its compiled code would be lost, because another "
-                    "module replaces it. "
-                )
-                + _remedy(target)
+                f"{name!r} was compiled, and its compiled code would be lost, because another "
+                "module replaces it. " + _remedy(target)
             )
+
+
+def _has_hooks(module: nn.Module, stays: bool) -> bool:
+    forward = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    backward = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    # A replaced Hugging Face model needs no hooks of recomputed blocks.
+    return any(not (stays and is_input_hook(hook)) for hook in (*forward, *backward))
 
 
 def _check_parameters(name: str, module: nn.Module, staying: Set[int]) -> None:
