@@ -224,9 +224,9 @@ class AllToAllDispatcher(Dispatcher):
     :meth:`send_back` buffer sizes depend on the routing, so the host reads one small tensor from
     the device. Ranks may have different numbers of tokens.
 
-    Communication over ep: ``prepare`` exchanges counts. ``send`` exchanges tokens and
-    probabilities;     its backward pass exchanges their gradients. ``send_back`` exchanges outputs;
-    its backward     pass exchanges their gradients.
+    Communication: all over ep. ``prepare`` exchanges counts. ``send`` exchanges tokens and
+        probabilities; its backward pass exchanges their gradients. ``send_back`` exchanges outputs;
+        its backward pass exchanges their gradients.
     """
 
     num_experts: int

@@ -47,7 +47,7 @@ class RowExcess:
 
     @torch.no_grad()
     def add(self, needed: Int[torch.Tensor, "1"], limit: int) -> None:
-        """Add the rows that this rank needs in a pass of ``limit`` rows, without a copy to the host."""
+        """Add the rows that this rank needs in a pass of ``limit`` rows; the host reads nothing."""
         if self._reference is None:
             self._reference = limit
         # The rows are counted as if all passes had the limit of the first one, so that one number
