@@ -35,7 +35,6 @@ def attend_with_cache(
 
     Args:
         span: Description of the attention with ``past``, from :func:`cached_span`.
-        drop: Function of weights and probability, where no kernel of torch drops them.
     """
     past = span.past
     assert past is not None, "the tokens have a cache"

@@ -36,7 +36,6 @@ class CoreChoice:
     """Kernel of the attention core, with the reason for the choice.
 
     Args:
-        core: Implementation of the attention core.
         backends: Kernels of torch's scaled_dot_product_attention in the order in which torch tries
             them; an empty tuple leaves the choice to torch.
         needs_mask: Whether the span must be converted to a dense mask.
@@ -44,7 +43,6 @@ class CoreChoice:
             kernels do not support grouped-query attention.
         remedy: Advice for a faster kernel, as whole sentences; None if this one costs no speed.
         pads_values: Whether smaller value heads must be padded to the size of key heads.
-        package: Name of the package of flash attention, if ``core`` is ``flash``.
     """
 
     core: Core
@@ -84,7 +82,6 @@ def choose_core(
     Args:
         span: Description of the attention; None means causal attention over whole rows.
         seq_length: Length of the rows; None means longer than every window (tokens).
-        head_dim: Size of a query or key head (elements).
         value_dim: Size of a value head; None means ``head_dim`` (elements).
     """
     choice = _choose_kernel(device, dtype, span or AttentionSpan(), seq_length, dropout, head_dim)
@@ -106,7 +103,6 @@ def choose_part(
 
     Args:
         behind: Number of tokens by which the last query follows the last key (tokens).
-        head_dim: Size of a head (elements).
     """
     reason = reason_against_flash(device, dtype, span, head_dim=head_dim)
     if behind < 0 or (span.window is not None and behind >= span.window):
@@ -200,11 +196,7 @@ def reason_against_flash(
     dropout: float = 0.0,
     head_dim: int = 128,
 ) -> str | None:
-    """Return why flash attention without a mask cannot compute a span; None if it can.
-
-    Args:
-        head_dim: Size of a head (elements).
-    """
+    """Return why flash attention without a mask cannot compute a span; None if it can."""
     if span.slopes is not None:
         return "flash attention adds no biases of ALiBi to scores"
     if span.prefix is not None:
@@ -234,11 +226,7 @@ def reason_against_flex(
     dropout: float = 0.0,
     head_dim: int = 128,
 ) -> str | None:
-    """Return why FlexAttention cannot compute a span; None if it can.
-
-    Args:
-        head_dim: Size of a head (elements).
-    """
+    """Return why FlexAttention cannot compute a span; None if it can."""
     dtypes = (*HALF_TYPES, torch.float32)
     reason = _common_reason_against("FlexAttention", dtypes, device, dtype, span, dropout)
     if reason is None and head_dim < _FLEX_HEAD_DIM:

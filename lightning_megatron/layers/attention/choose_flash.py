@@ -31,12 +31,7 @@ _CUDNN_HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class FlashChoice:
-    """Package of flash attention, with the reason for the choice.
-
-    Args:
-        kernel: The package.
-        bounds_scores: Whether the package supports soft caps.
-    """
+    """Package of flash attention, whether it supports soft caps, and the reason for the choice."""
 
     kernel: FlashKernel
     reason: str
@@ -49,7 +44,6 @@ class FlashPackage:
 
     Args:
         make: Function that makes the kernel from the package's module.
-        name: Name for the log.
         functions: Functions that are called, each with the arguments that it must have.
         obstacle: Function of the compute capability's first number and of the size of heads that
             returns why the package cannot be used, or None.
@@ -114,8 +108,6 @@ def choose_flash(device: torch.device, head_dim: int, plain: bool = False) -> Fl
     Hopper and newer GPUs, but computes only plain rows and no deterministic gradients.
 
     Args:
-        device: GPU.
-        head_dim: Size of a head (elements).
         plain: Whether rows have no documents, windows or soft caps and, if attention is causal, as
             many keys as queries.
     """
@@ -144,11 +136,7 @@ def _choose(capability: tuple[int, int], head_dim: int, plain: bool) -> FlashCho
 
 @cache
 def loaded(package: FlashPackage) -> tuple[ModuleType | None, str | None]:
-    """Return the module of a package, or the reason why it cannot be used.
-
-    Args:
-        package: Package to import.
-    """
+    """Return the module of a package, or the reason why it cannot be used."""
     try:
         module = import_module(package.module)
     except (ImportError, OSError) as error:

@@ -40,12 +40,8 @@ def attend(
     """Compute scaled dot-product attention over a span.
 
     Equal to torch.nn.functional.scaled_dot_product_attention with key/value heads repeated for
-    every query head and with the span as a mask.
-
-    Args:
-        value: Values, whose heads may be smaller than those of queries and keys.
-        span: Description of which tokens attend to which.
-        drop: Function of weights and probability, where no kernel of torch drops them.
+    every query head and with the span as a mask. ``drop`` is used where no kernel of torch drops
+    weights.
     """
     length, num_sequences, _, head_dim = query.shape
     span = span.laid_out(num_sequences, length, query.device)
@@ -92,12 +88,8 @@ def with_wide_values(
     """Compute attention by a core that needs value heads of the size of query and key heads.
 
     Equal to ``core(query, key, value)`` of a core that takes smaller values: these are padded with
-    zeros, and the outputs of the padding are removed.
-
-    Args:
-        core: Attention of queries, keys and values with ``head_dim`` elements; its result has the
-            heads flattened.
-        value: Values, of at most ``head_dim`` elements.
+    zeros, and the outputs of the padding are removed. The result of the core has the heads
+    flattened.
     """
     head_dim = query.shape[-1]
     value_dim = value.shape[-1]
@@ -120,17 +112,8 @@ def prepared(
     """Return a span in the form that the chosen kernel takes, for layers that share it.
 
     These layers then need not compute the borders of documents or a dense mask again. The host
-    reads no value from the device.
-
-    Args:
-        span: Description of which tokens attend to which; None means causal attention over whole
-            rows.
-        num_sequences: Number of rows (sequences).
-        seq_length: Length of the rows (tokens).
-        head_dim: Size of a head (elements).
-
-    Returns:
-        The span; None for whole rows without documents, prefix, mask or window.
+    reads no value from the device. The result is None for whole rows without documents, prefix,
+    mask or window.
     """
     if span is None or is_plain(span, seq_length):
         return None

@@ -30,11 +30,7 @@ class CoreResults:
         self._num_taken = 0 if self._kept else None
 
     def of(self, compute: Callable[[], Results]) -> Results:
-        """Return the next core's results; compute and store them only in the first pass.
-
-        Args:
-            compute: Function that returns the output and the log-sum-exps of the next core.
-        """
+        """Return the next core's results; compute and store them only in the first pass."""
         if self._num_taken is None:
             out, lse = compute()
             self._kept.append((out.detach(), lse.detach()))

@@ -37,22 +37,14 @@ class KeyRows:
 
 
 def keys_of(span: AttentionSpan, seq_length: int) -> KeyRows | None:
-    """Return the rows of the keys of whole rows; None if they have the documents of the queries.
-
-    Args:
-        seq_length: Length of the rows (tokens).
-    """
+    """Return the rows of the keys of whole rows; None if they have the documents of the queries."""
     if span.key_borders is None:
         return None
     return KeyRows(seq_length, span.key_borders, span.longest, places=span.places)
 
 
 def is_plain(span: AttentionSpan, seq_length: int) -> bool:
-    """Return whether a span is causal or bidirectional attention over whole rows, without a mask.
-
-    Args:
-        seq_length: Length of the rows (tokens).
-    """
+    """Return whether a span is attention over whole rows, causal or to all keys, without a mask."""
     has_window = span.window is not None and span.window < seq_length
     return not (has_window or span.has_documents or span.prefix is not None) and span.mask is None
 
@@ -69,8 +61,6 @@ def seen_pairs(
     Args:
         span: Description of the attention, laid out or without documents, and without a mask of
             numbers.
-        num_sequences: Number of rows (sequences).
-        seq_length: Length of the rows of queries (tokens).
         keys: Rows of the keys; None means those of the span.
     """
     keys = keys or keys_of(span, seq_length) or KeyRows(seq_length, span.borders)
@@ -117,9 +107,6 @@ def biases_of(
     """Return the ALiBi biases that are subtracted from the scores of all pairs.
 
     Args:
-        slopes: Slopes of the heads.
-        seq_length: Length of the rows of queries (tokens).
-        dtype: Dtype of the scores.
         keys: Rows of the keys; None means the rows of the queries.
     """
     queries = places_of_visible(span)
@@ -141,8 +128,6 @@ def places_from_end(
 
     Args:
         borders: Cumulative lengths of the documents; None means one document per row (tokens).
-        num_sequences: Number of rows (sequences).
-        seq_length: Length of the rows (tokens).
     """
     if borders is None:
         left = torch.arange(seq_length, 0, -1, device=device)[None]
@@ -173,10 +158,7 @@ def added_mask(
 ) -> Float[Tensor, "#batch 1 #seq seq"]:
     """Return the mask that is added to scores: 0 for visible pairs, minus infinity elsewhere.
 
-    Args:
-        span: Description of the attention, laid out or without documents.
-        num_sequences: Number of rows (sequences).
-        seq_length: Length of the rows (tokens).
+    The span is laid out or has no documents.
     """
     if span.mask is not None and span.mask.dtype != torch.bool:
         return span.mask.to(dtype)

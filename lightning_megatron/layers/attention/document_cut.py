@@ -30,12 +30,7 @@ class TokenOrder:
 
     @classmethod
     def uncut(cls, num_sequences: int, seq_length: int, device: torch.device) -> TokenOrder:
-        """Return the order of rows of which every rank holds all tokens.
-
-        Args:
-            num_sequences: Number of rows (sequences).
-            seq_length: Length of the rows (tokens).
-        """
+        """Return the order of rows of which every rank holds all tokens."""
         index = torch.arange(seq_length, device=device).expand(num_sequences, -1)
         return cls(1, index[:, None], index)
 
@@ -52,10 +47,6 @@ class DocumentCut(TokenOrder):
     device. A rank holds its tokens in the order of the row.
 
     Args:
-        size: Ranks that share the rows (ranks).
-        order: Position in the row of each token of each rank.
-        places: Place of each position among the parts of all ranks, joined by rank; the inverse of
-            ``order``.
         halves: Indices into a rank's part: first the tokens of its early pieces, then the tokens of
             its late pieces.
         part_borders: Cumulative lengths of the documents' parts on each rank (tokens).
@@ -94,16 +85,11 @@ class DocumentCut(TokenOrder):
         Args:
             borders: Cumulative lengths of all documents of all rows, equally many in each row
                 (tokens).
-            num_sequences: Number of rows (sequences).
-            seq_length: Length of the rows (tokens).
-            size: Ranks that share the rows (ranks).
+            seq_length: Length of the rows, a multiple of ``2 size`` (tokens).
             longest: Upper bound of the documents' lengths; None means the length of the rows
                 (tokens).
             inner: Number of neighbouring ranks that form one rank of the outer cut; 1 means no
                 outer cut (ranks).
-
-        Raises:
-            ParallelPlanError: If the length is not a multiple of ``2 size``.
         """
         check_context_length(seq_length, size)
         longest = min(longest or seq_length, seq_length)

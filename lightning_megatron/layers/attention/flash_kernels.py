@@ -42,12 +42,7 @@ class FlashCall:
     soft_cap: float = 0.0
 
     def is_plain(self, queries: int, keys: int) -> bool:
-        """Return whether the call is plain attention over whole rows, causal or to all keys.
-
-        Args:
-            queries: Queries of a row (tokens).
-            keys: Keys of a row (tokens).
-        """
+        """Return whether the call is plain attention over whole rows, causal or to all keys."""
         if self.query_borders is not None or self.key_borders is not None or self.soft_cap:
             return False
         if self.causal:
@@ -146,12 +141,8 @@ def attend_with_dropout(
 ) -> Rows:
     """Compute attention with dropped weights by the flash attention of torch, differentiably.
 
-    Flash attention 3 and 4 drop no weights.
-
-    Args:
-        call: Arguments of the kernel; it does not bound scores.
-        dropout: Probability that a weight is dropped, by random numbers of torch's generator of the
-            device.
+    Flash attention 3 and 4 drop no weights. The mask comes from torch's generator of the device;
+    scores are not bounded.
     """
     return _torch_flash(query, key, value, call, dropout)[0]
 

@@ -29,10 +29,8 @@ def attend_by_flex(
     """Compute attention without the scores of all pairs of tokens in memory.
 
     Equal to ``attend_by_operators`` without dropout. The first call for a span of another kind
-    compiles a kernel, which takes seconds.
-
-    Args:
-        span: Description of the attention, laid out or without documents, and without a mask.
+    compiles a kernel, which takes seconds. The span is laid out or has no documents, and has no
+    mask.
     """
     if span.sinks is None:
         mixed: Tensor = _called(query, key, value, span).permute(2, 0, 1, 3)
@@ -49,11 +47,7 @@ def flex_forward(
 ) -> tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch heads seq"]]:
     """Compute attention to a part of the keys and its log-sum-exps, differentiably.
 
-    Equal to ``attention_parts.forward_part``.
-
-    Args:
-        span: Description of the attention; its sinks are ignored.
-        keys: Rows of the keys; None means the rows of the queries.
+    Equal to ``attention.parts.forward_part``; sinks are ignored.
     """
     out, aux = _called(query, key, value, span, keys, return_aux=AuxRequest(lse=True))
     return out.permute(2, 0, 1, 3), aux.lse
@@ -84,13 +78,7 @@ def flex_backward(
     The part computes ``o_p`` and ``l_p`` again, because keeping them for each part would take the
     memory of the outputs of whole rows. Sinks are a part that ``o`` and ``l`` include.
 
-    Equal to ``attention_parts.backward_part``.
-
-    Args:
-        key: Keys of the part.
-        value: Values of the part.
-        span: Description of the attention; its sinks are ignored.
-        keys: Rows of the keys; None means the rows of the queries.
+    Equal to ``attention.parts.backward_part``.
     """
     query, key, value = inputs = tuple(
         tensor.detach().requires_grad_() for tensor in (query, key, value)
@@ -115,7 +103,6 @@ def _called(
     keys: KeyRows | None = None,
     **kernel_options: Any,
 ) -> Any:
-    """Call the kernel with heads before positions."""
     length, num_sequences = query.shape[:2]
     keys = keys or keys_of(span, length)
     options: dict[str, Any] = {

@@ -42,7 +42,6 @@ class TokenCache(Protocol):
 
         Args:
             count: Number of first tokens of a row; tokens at later places are padding (tokens).
-            ranks: Number of ranks that share the rows (ranks).
         """
 
     def extend(
@@ -55,18 +54,10 @@ class TokenCache(Protocol):
         """Store a layer's new keys and values, and return all that the new tokens may attend to.
 
         A second call before the length has grown stores the same tokens again.
-
-        Args:
-            window: Sliding window of the layer; None means none (tokens).
         """
 
     def places(self, window: int | None, count: int, device: torch.device) -> Int[Tensor, " _"]:
-        """Return the place in its row of each token that ``extend`` returns for new tokens.
-
-        Args:
-            window: Sliding window of the layer; None means none (tokens).
-            count: Number of new tokens (tokens).
-        """
+        """Return the places in their rows of the tokens that ``extend`` returns for new tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +65,6 @@ class CachedTokens:
     """New tokens of a call and the cache whose tokens they follow.
 
     Args:
-        cache: Cache of earlier tokens, to which the keys and values of the new tokens are added.
         count: Number of new tokens of each row. Later positions of the call are padding, which is
             not stored (tokens).
         visible: False for padding among the earlier and new tokens; None means no padding.
@@ -95,9 +85,6 @@ class CachedTokens:
 
         Padding after the tokens gets the place of the last token and attends to the same keys, so
         that no position is without keys.
-
-        Args:
-            seq_length: New positions of each row, with padding after the tokens (tokens).
         """
         first = self.cache.length
         places = torch.arange(first, first + seq_length, device=device)
@@ -110,9 +97,6 @@ class KeyValueCache:
     Each layer gets its memory at its first use, for the key/value heads of this rank. A layer with
     a sliding window keeps only the tokens of the window, in a ring buffer. If ranks of cp share the
     rows, ``held`` contains the tokens of this rank.
-
-    Args:
-        max_length: Length of the longest row (tokens).
     """
 
     def __init__(self, max_length: int) -> None:
@@ -129,10 +113,8 @@ class KeyValueCache:
         """Take the place of the one new token of each row from the device, inside the block.
 
         The host reads no value from the device, so a CUDA graph can capture the calls. ``extend``
-        returns all slots, of which slot ``p % slots`` holds the token at place ``p``.
-
-        Args:
-            place: Place of the new token; it must be below ``max_length`` (tokens).
+        returns all slots, of which slot ``p % slots`` holds the token at place ``p``, below
+        ``max_length``.
         """
         self.place = place
         try:
@@ -141,11 +123,7 @@ class KeyValueCache:
             self.place = None
 
     def advance(self, count: int) -> None:
-        """Count new tokens that all layers have stored.
-
-        Args:
-            count: New tokens of each row (tokens).
-        """
+        """Count new tokens of each row that all layers have stored."""
         if self.held is not None:
             self.held.advance(self.length, count)
         self.length += count
@@ -153,12 +131,7 @@ class KeyValueCache:
     def hold(
         self, places: Int[Tensor, "#batch _"], count: int, ranks: int, rank: int
     ) -> HeldTokens:
-        """Distribute the tokens over the ranks that share the rows, and return this rank's part.
-
-        Args:
-            count: Number of first tokens of a row; tokens at later places are padding (tokens).
-            ranks: Number of ranks that share the rows (ranks).
-        """
+        """Distribute the tokens, as :meth:`TokenCache.hold` says, at the first call only."""
         if self.held is None:
             self.held = HeldTokens(places, count, ranks, rank, self.max_length)
         return self.held
@@ -169,11 +142,7 @@ class KeyValueCache:
         self.held = None
 
     def reorder(self, rows: Int[Tensor, " _"]) -> None:
-        """Replace each of the first rows by another one, as a beam search does.
-
-        Args:
-            rows: For each of these rows the number of the row whose tokens it gets.
-        """
+        """Replace each of the first rows by the row of the given number, for a beam search."""
         for buffers in self._layers.values():
             for buffer in buffers:
                 buffer[: len(rows)] = buffer.index_select(0, rows.to(buffer.device))
@@ -193,14 +162,7 @@ class KeyValueCache:
         value: Float[Tensor, "_ batch kv_heads value_dim"],
         window: int | None,
     ) -> KeysAndValues:
-        """Store a layer's new keys and values, and return all that the new tokens may attend to.
-
-        Args:
-            window: Sliding window of the layer; None means none (tokens).
-
-        Raises:
-            ParallelPlanError: If the rows would be longer than the cache.
-        """
+        """Store a layer's new keys and values, and return all that the new tokens may attend to."""
         last = self.length + key.shape[0]
         if last > self.max_length:
             raise ParallelPlanError(
@@ -226,12 +188,7 @@ class KeyValueCache:
         return self._layers[layer]
 
     def places(self, window: int | None, count: int, device: torch.device) -> Int[Tensor, " _"]:
-        """Return the place in its row of each token that ``extend`` returns for new tokens.
-
-        Args:
-            window: Sliding window of the layer; None means none (tokens).
-            count: Number of new tokens (tokens).
-        """
+        """Return the places in their rows of the tokens that ``extend`` returns for new tokens."""
         slots = self._slots(window)
         first = self.length
         if first + count <= slots:
@@ -279,14 +236,11 @@ class KeyValueCache:
 
 
 class HeldTokens:
-    """Tokens that this rank holds of rows that several ranks share.
-
-    They are this rank's part of the first tokens, and every ``ranks``-th later token.
+    """This rank's part of the first tokens of shared rows, and every ``ranks``-th later token.
 
     Args:
+        places: Place in its row of each of the first tokens that this rank holds (tokens).
         count: Number of first tokens of a row; tokens at later places are padding (tokens).
-        ranks: Number of ranks that share the rows (ranks).
-        max_length: Length of the longest row (tokens).
     """
 
     def __init__(
@@ -305,31 +259,20 @@ class HeldTokens:
     def local_indices(self, first: int, count: int) -> list[int]:
         """Return the indices of the new tokens that this rank holds.
 
-        Args:
-            first: Place of the first new token, after the first tokens of the rows (tokens).
-            count: New tokens of each row (tokens).
+        ``first`` is the place of the first new token, after the first tokens of the rows.
         """
         behind = first - self._count
         return [index for index in range(count) if (behind + index) % self._ranks == self._rank]
 
     def places_with(self, first: int, count: int) -> Int[Tensor, "#batch _"]:
-        """Return the places of the tokens that this rank holds after new ones; -1 for padding.
-
-        Args:
-            first: Place of the first new token (tokens).
-            count: New tokens of each row (tokens).
-        """
+        """Return the places of the tokens that this rank holds after new ones; -1 for padding."""
         new = [first + index for index in self.local_indices(first, count)]
         added = torch.tensor(new, dtype=torch.long, device=self._places.device)
         return torch.cat((self._places, added.expand(len(self._places), -1)), 1)
 
     def advance(self, first: int, count: int) -> None:
-        """Count new tokens that all layers have stored.
-
-        Args:
-            first: Place of the first new token (tokens).
-            count: New tokens of each row (tokens).
-        """
+        """Count new tokens of each row that all layers have stored, from the place ``first`` on."""
+        # The first call counts the first tokens, whose places are known from the start.
         if self.cache.length == 0:
             self.cache.advance(self._num_first)
             return
@@ -337,11 +280,7 @@ class HeldTokens:
         self.cache.advance(len(self.local_indices(first, count)))
 
     def reorder(self, rows: Int[Tensor, " _"]) -> None:
-        """Replace each of the first rows by another one, as a beam search does.
-
-        Args:
-            rows: For each of these rows the number of the row whose tokens it gets.
-        """
+        """Replace each of the first rows, as :meth:`KeyValueCache.reorder` does."""
         self.cache.reorder(rows)
         if len(self._places) > 1:
             chosen = self._places.index_select(0, rows.to(self._places.device))

@@ -29,11 +29,7 @@ def attend_by_operators(
 ) -> Float[Tensor, "seq batch heads value_dim"]:
     """Compute attention, with the scores of all pairs of tokens in memory.
 
-    Args:
-        span: Description of the attention, laid out or without documents.
-        dropout: Probability that a weight is dropped.
-        keys: Rows of the keys; None means the rows of the queries.
-        drop: Function that drops weights with a probability.
+    The span is laid out or has no documents.
     """
     scores = masked_scores(query, key, span, keys)
     if span.sinks is not None:
@@ -51,11 +47,7 @@ def masked_scores(
     span: AttentionSpan,
     keys: KeyRows | None = None,
 ) -> Float[Tensor, "batch heads seq _"]:
-    """Return scores with scale, soft cap, biases and mask, in float32 or wider.
-
-    Args:
-        keys: Rows of the keys; None means the rows of the queries.
-    """
+    """Return scores with scale, soft cap, biases and mask, in float32 or wider."""
     length, num_sequences = query.shape[:2]
     scores = raw_scores(query, key, span)
     if span.soft_cap is not None:
@@ -83,11 +75,7 @@ def repeated(
     shared: Float[Tensor, "_ batch kv_heads value_dim"],
     query: Float[Tensor, "seq batch heads head_dim"],
 ) -> Float[Tensor, "_ batch heads value_dim"]:
-    """Return key or value heads, repeated for every query head.
-
-    Args:
-        shared: Key or value heads.
-    """
+    """Return key or value heads, repeated for every query head."""
     repeats = query.shape[2] // shared.shape[2]
     return shared if repeats == 1 else shared.repeat_interleave(repeats, dim=2)
 

@@ -56,8 +56,7 @@ def attend_by_parts(
 ) -> Float[Tensor, "seq batch heads head_dim"]:
     """Compute attention to the keys as one part and to the sinks, if there are any, as another.
 
-    Args:
-        span: Description of the attention, laid out or without documents.
+    The span is laid out or has no documents.
     """
     mixed: Tensor = _Attention.apply(query, key, value, span.sinks, span)
     return mixed
@@ -72,10 +71,8 @@ def attend_to_documents(
 ) -> Float[Tensor, "seq batch heads head_dim"]:
     """Compute attention over documents with dropped weights, by flash attention.
 
-    Equal to :func:`attend_by_parts` whose weights are dropped, before they multiply the values.
-
-    Args:
-        span: Description of the attention, with documents and without soft cap and sinks.
+    Equal to :func:`attend_by_parts` whose weights are dropped, before they multiply the values. The
+    span has documents, but neither soft cap nor sinks.
     """
     call = _flash_call(query, key, span, None)
     queries, keys, values = (_rows(tensor, True) for tensor in (query, key, value))
@@ -94,14 +91,11 @@ def forward_part(
 
     Queries and keys are aligned at the end of their document (of their row, without documents),
     unless ``keys.behind`` shifts them. A query without any visible key has the output 0 and the
-    log-sum-exp minus infinity.
+    log-sum-exp minus infinity. The log-sum-exps are in float32 or wider.
 
     Args:
         span: Description of the attention, laid out or without documents; its sinks are ignored.
         keys: Rows of the keys; None means the rows of the queries.
-
-    Returns:
-        The output, in the dtype of the queries, and the log-sum-exps in float32 or wider.
     """
     core = core_of_part(query, span, keys)
     if core == "flash":
@@ -120,10 +114,7 @@ def forward_by_operators(
 ) -> Part:
     """Compute :func:`forward_part` by operators of torch, with all scores in memory.
 
-    Args:
-        value: Values, whose heads may be smaller than those of queries and keys.
-        span: Description of the attention, which may have a mask.
-        keys: Rows of the keys; None means the rows of the queries.
+    The span may have a mask, and value heads may be smaller than those of queries and keys.
     """
     scores = masked_scores(query, key, span, keys)
     lse = scores.logsumexp(-1)
@@ -141,14 +132,7 @@ def backward_part(
     span: AttentionSpan,
     keys: KeyRows | None = None,
 ) -> Gradients:
-    """Compute the gradients of queries, keys and values of a part.
-
-    Args:
-        key: Keys of the part.
-        value: Values of the part.
-        span: Description of the attention, as in :func:`forward_part`.
-        keys: Rows of the keys; None means the rows of the queries.
-    """
+    """Compute the gradients of queries, keys and values of a part, as of :func:`forward_part`."""
     core = core_of_part(query, span, keys)
     if core == "flash":
         return _flash_backward(grad_out, query, key, value, out, lse, span, keys)
@@ -174,11 +158,7 @@ def core_of_part(
     span: AttentionSpan,
     keys: KeyRows | None = None,
 ) -> Core:
-    """Return the kernel that computes a part; only ``operators`` stores all scores.
-
-    Args:
-        keys: Rows of the keys; None means the rows of the queries.
-    """
+    """Return the kernel that computes a part; only ``operators`` stores all scores."""
     behind = 0 if keys is None else keys.behind
     head_dim = query.shape[-1]
     return choose_part(query.device, query.dtype, span, behind=behind, head_dim=head_dim).core
@@ -290,8 +270,6 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, span: Any
     ) -> Tensor:
-        """Return the output ``(S, B, H, D)``."""
-
         def compute() -> Part:
             out, lse = forward_part(query, key, value, span)
             return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
@@ -303,7 +281,6 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the gradients of queries, keys, values and sinks."""
         query, key, value, sinks, out, lse = ctx.saved_tensors
         (grad_out,) = grads
         gradients = backward_part(grad_out, query, key, value, out, lse, ctx.span)

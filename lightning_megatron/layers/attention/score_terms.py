@@ -37,11 +37,7 @@ class AlibiSlopes:
     heads: range | None = None
 
     def of(self, heads: range) -> AlibiSlopes:
-        """Return the slopes of a range of these heads.
-
-        Args:
-            heads: Range of heads, counted from the first of these heads.
-        """
+        """Return the slopes of a range of these heads, counted from the first of them."""
         available = range(self.num_heads) if self.heads is None else self.heads
         return replace(self, heads=available[heads.start : heads.stop])
 
@@ -49,9 +45,6 @@ class AlibiSlopes:
         """Return the slopes on a device, in float64.
 
         The device computes the slopes, so that a CUDA graph can capture the call.
-
-        Args:
-            device: Device of the scores.
         """
         numbers = range(self.num_heads) if self.heads is None else self.heads
         heads = torch.arange(numbers.start, numbers.stop, dtype=torch.float64, device=device)
@@ -69,10 +62,7 @@ def distance_bias(
 ) -> Float[Tensor, "#batch heads seq _"]:
     """Return the biases that are subtracted from the scores of all pairs of a query and a key.
 
-    Args:
-        queries: Place of each query in its row (tokens).
-        keys: Place of each key in its row (tokens).
-        dtype: Dtype of the scores.
+    The arguments are the places of queries and keys in their rows.
     """
     distances = (queries[:, :, None] - keys[:, None, :]).abs()
     return slopes.to(dtype)[:, None, None] * distances[:, None].to(dtype)
@@ -83,13 +73,7 @@ def add_sinks(
     lse: Float[Tensor, "batch heads seq"],
     sinks: Float[Tensor, " heads"],
 ) -> tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch heads seq"]]:
-    """Merge the sinks into the result of all other parts.
-
-    Args:
-        out: Merged output of all other parts.
-        lse: Merged log-sum-exps of all other parts.
-        sinks: Score of each head's sink.
-    """
+    """Merge the score of each head's sink into the merged result of all other parts."""
     merged = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
     return (out * (lse - merged).exp().permute(2, 0, 1)[..., None]).to(out.dtype), merged
 
@@ -100,11 +84,7 @@ def gradient_of_sinks(
     lse: Float[Tensor, "batch heads seq"],
     sinks: Float[Tensor, " heads"],
 ) -> Float[Tensor, " heads"]:
-    """Compute the gradient of the sinks' scores.
-
-    Args:
-        sinks: Score of each head's sink.
-    """
+    """Compute the gradient of the sinks' scores."""
     delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0)
     shares = (sinks.to(lse.dtype)[None, :, None] - lse).exp()
     return -(shares * delta).sum((0, 2)).to(sinks.dtype)

@@ -140,10 +140,6 @@ class AttentionSpan:
             seq_length: Length of the rows; the rest of a row is padding (tokens).
             num_documents: Columns of the tensor of lengths, equal in all batches for CUDA graphs;
                 None means the largest number of documents in a row.
-
-        Raises:
-            ParallelPlanError: If the lengths of a row exceed the row, or a row has more documents
-                than columns.
         """
         check_lengths(lengths, seq_length)
         most = max(map(len, lengths), default=0)
@@ -173,7 +169,6 @@ class AttentionSpan:
         Args:
             lengths: Number of tokens before the padding of each row; a row of padding alone is
                 taken as a row without padding (tokens).
-            seq_length: Length of the rows (tokens).
         """
         counts = lengths.masked_fill(lengths < 1, seq_length)[:, None]
         return cls(
@@ -192,9 +187,6 @@ class AttentionSpan:
         """Check that the shapes of the fields fit rows of tokens.
 
         The host does not read lengths, which may be on a GPU; :func:`check_lengths` checks them.
-
-        Raises:
-            ParallelPlanError: If a shape differs.
         """
         positions = self.positions
         if positions is not None and tuple(positions.shape) != (num_sequences, seq_length):
@@ -226,11 +218,7 @@ class AttentionSpan:
             )
 
     def over(self, rows: AttentionSpan | None) -> AttentionSpan:
-        """Return a span with this kind of attention and the rows of another span.
-
-        Args:
-            rows: Documents, prefix or mask of the rows; None means whole rows.
-        """
+        """Return a span with this kind of attention and the rows of another span."""
         if rows is None:
             return self
         return replace(
@@ -252,11 +240,6 @@ class AttentionSpan:
         """Return the span with the borders of its documents and its positions, on a device.
 
         The host reads no value, so the result may be computed inside a captured region.
-
-        Args:
-            num_sequences: Number of rows (sequences).
-            seq_length: Length of the rows (tokens).
-            device: Device of the tokens.
         """
         if self.lengths is None:
             return self
@@ -271,10 +254,6 @@ def borders_of(lengths: Int[Tensor, "batch documents"], seq_length: int) -> Int[
     """Return the cumulative lengths of all documents of all rows, from 0 to ``batch seq``.
 
     The rest of a row after its last document is one more document.
-
-    Args:
-        lengths: Lengths of the documents of each row (tokens).
-        seq_length: Length of the rows (tokens).
     """
     num_rows = len(lengths)
     # Lengths that exceed their row must not reach into the next one.
@@ -287,13 +266,7 @@ def borders_of(lengths: Int[Tensor, "batch documents"], seq_length: int) -> Int[
 def document_of_tokens(
     borders: Int[Tensor, " borders"], num_sequences: int, seq_length: int
 ) -> Int[Tensor, "batch seq"]:
-    """Return the index of each token's document among the documents of all rows.
-
-    Args:
-        borders: Cumulative lengths of the documents (tokens).
-        num_sequences: Number of rows (sequences).
-        seq_length: Length of the rows (tokens).
-    """
+    """Return the index of each token's document among the documents of all rows."""
     index = torch.arange(num_sequences * seq_length, device=borders.device, dtype=borders.dtype)
     document = torch.searchsorted(borders[1:].contiguous(), index, right=True)
     return document.view(num_sequences, seq_length)
@@ -310,17 +283,7 @@ def _positions_in_documents(
 def check_lengths(
     lengths: Sequence[Sequence[int]], seq_length: int, longest: int | None = None
 ) -> None:
-    """Check that the lengths of documents fit rows.
-
-    Args:
-        lengths: Lengths of the documents of each row (tokens).
-        seq_length: Length of the rows (tokens).
-        longest: Upper bound of the lengths; None means the length of the rows (tokens).
-
-    Raises:
-        ParallelPlanError: If a length is negative or above the bound, or if the lengths of a row
-            sum up to more than its length.
-    """
+    """Check that the lengths of documents fit rows; ``longest`` is their upper bound."""
     most = seq_length if longest is None else longest
     for number, row in enumerate(lengths):
         if sum(row) > seq_length:

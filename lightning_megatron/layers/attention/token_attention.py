@@ -12,11 +12,7 @@ from lightning_megatron.shapes import Float, Int
 
 
 def reason_against_token_attention(layer_span: AttentionSpan) -> str | None:
-    """Return why a kind of attention does not support places on the device; None if it does.
-
-    Args:
-        layer_span: Attention of a layer over whole rows.
-    """
+    """Return why a kind of attention does not support places on the device; None if it does."""
     if not layer_span.causal:
         return "its attention is not causal"
     parts = {
@@ -45,7 +41,6 @@ def attend_one_token(
         keys: Keys of all slots. Slot ``p % slots`` holds the token at place ``p``.
         place: Place of the new token in its row, on the device (tokens).
         padding: Padding before each row; None means none (tokens).
-        scale: Factor of the scores; None means ``1 / sqrt(head_dim)``.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     kernels = fused_kernels(query)
@@ -62,12 +57,7 @@ def attend_by_mask(
     padding: Int[Tensor, " batch"] | None,
     scale: float,
 ) -> Float[Tensor, "1 batch heads*value_dim"]:
-    """Return the attention of one token by torch's operator and a mask over all slots.
-
-    Args:
-        place: Place of the new token in its row, on the device (tokens).
-        padding: Padding before each row; None means none (tokens).
-    """
+    """Return the attention of one token by torch's operator and a mask over all slots."""
     slots = keys.shape[2]
     index = torch.arange(slots, device=query.device)
     # Slot s holds the latest token whose place is s modulo ``slots``; it is empty if that place is

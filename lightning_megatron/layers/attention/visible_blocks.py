@@ -67,8 +67,6 @@ def visible_blocks(
 
     Args:
         span: Description of the attention, laid out or without documents, and without a mask.
-        num_sequences: Number of rows (sequences).
-        seq_length: Length of the rows of queries (tokens).
         keys: Rows of the keys; None means the rows of the queries.
     """
     is_whole = keys is None and span.borders is None and span.prefix is None
@@ -118,7 +116,6 @@ def _queries_and_keys(
     device: torch.device,
     keys: KeyRows | None,
 ) -> tuple[_Tokens, _Tokens]:
-    """Return the queries and the keys."""
     if keys is None:
         documents = None
         if span.borders is not None:

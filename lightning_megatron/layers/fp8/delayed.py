@@ -170,7 +170,5 @@ class LayerScales:
         return self._factors[use]
 
     def follow_weight(self, magnitude: Int[Tensor, "1"] | None) -> None:
-        """Let the weight's magnitude enter the history, as :meth:`DelayedScales.follow_weight`
-        does.
-        """
+        """Let the weight's magnitude enter the history: :meth:`DelayedScales.follow_weight`."""
         self._model.follow_weight(self._index, magnitude)

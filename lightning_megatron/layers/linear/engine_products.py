@@ -162,9 +162,7 @@ class _EngineProducts:
     def _forward_product(
         self, ctx: Any, hidden: Tensor, weight: Tensor, *, keeps: bool
     ) -> tuple[Tensor, Factor]:
-        """Return the outputs as rows, and the cast inputs for the weight gradient, if it ``keeps``
-        them.
-        """
+        """Return the outputs as rows, and the cast inputs if the weight gradient needs them."""
         scaling = self.scaling
         counts = self.counts
         ctx.dtype = forward_dtype(hidden)

@@ -246,9 +246,7 @@ class _FP8Products:
     def _gathered_gradients(
         self, ctx: Any, grad: Tensor, weight: _KeptWeight
     ) -> tuple[Operands, Tensor | None]:
-        """Return the gradients of output and input, under sequence parallelism with one scale per
-        tensor.
-        """
+        """Return both gradients, under sequence parallelism with one scale per tensor."""
         mesh = ctx.mesh
         scaling = self.scaling
         axes = mesh.cp, mesh.tp
@@ -329,8 +327,7 @@ def gathered_product(
     emulate: bool,
     fast: bool = False,
 ) -> tuple[Operand, Float[Tensor, "rows columns"]]:
-    """All-gather the rows of a factor with one scale, and return them and their product with
-    another.
+    """All-gather the rows of a factor with one scale; return them and their product.
 
     Communication: an all-gather of 8-bit values over tp, which overlaps with the product if the
         tensor axis is configured for it.

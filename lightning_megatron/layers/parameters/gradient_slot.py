@@ -212,9 +212,7 @@ class GradientSlot:
     def add_product(
         self, left: Float[Tensor, "rows out_local"], right: Float[Tensor, "rows in_local"]
     ) -> None:
-        """Add a weight gradient: equal to ``add(left.t() @ right)``, in one product where
-        possible.
-        """
+        """Add ``left.t() @ right``, a weight gradient, in one product where possible."""
         self.add_computed(MatrixProduct(left, right))
 
     @torch.no_grad()
@@ -254,9 +252,7 @@ class GradientSlot:
         return self._first_part
 
     def note_filled(self, rows: tuple[Int[Tensor, "rows"], ...] | None = None) -> None:
-        """Record that a gradient was added to some rows, or to all (None), without a call of the
-        owner.
-        """
+        """Record that a gradient was added to some rows, or all (None); call no owner."""
         self.is_empty = False
         self.rows = None if rows is None or self.rows is None else self.rows + rows
 
@@ -426,8 +422,7 @@ class StackedSlot:
 
 
 def slot_of(parameter: Tensor | None) -> Any:
-    """Return the :class:`GradientSlot` of a parameter, or the :class:`StackedSlot` of a fused
-    weight.
+    """Return the slot of a parameter: for a fused weight a :class:`StackedSlot`.
 
     None if the parameter is frozen or if autograd accumulates its gradient, as for parameters with
     hooks, which autograd runs. Compiled blocks ignore hooks.

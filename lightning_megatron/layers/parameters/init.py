@@ -88,8 +88,7 @@ def initialize_(
     seed: int,
     only: Container[str] | None = None,
 ) -> None:
-    """Initialise every parameter of ``module`` in place; those on the meta device move to
-    ``device``.
+    """Initialise every parameter of ``module`` in place; meta parameters move to ``device``.
 
     Full tensors are drawn one at a time in float32. The seed of each is derived from ``seed`` and
     the name of the parameter in ``module``. All layouts therefore start with the same full weights,
