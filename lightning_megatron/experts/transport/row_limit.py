@@ -118,7 +118,7 @@ class RowLimit:
         return self._excess.start() if self._holds else None
 
     def was_too_small(self) -> bool:
-        """Wait for :meth:`start_read`; return whether any rank lacked rows, the same on all ranks."""
+        """Wait for :meth:`start_read`; return whether any rank lacked rows, the same on all."""
         return self._excess.wait() > 0
 
 
