@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -84,36 +86,27 @@ class LatentAttention(Attention):
         self.sizes = sizes
         self.interleaved = interleaved
 
-        def down(out_features: int) -> ReplicatedLinear:
-            # Under sequence parallelism each rank projects its own positions only.
-            is_partial = mesh.sequence_parallel
-            return ReplicatedLinear(
-                hidden_size,
-                out_features,
-                mesh,
-                partial=is_partial,
-                bias=bias,
-                initializer=initializer,
-            )
+        # Under sequence parallelism each rank projects its own positions down only.
+        down = partial(
+            ReplicatedLinear,
+            hidden_size,
+            mesh=mesh,
+            partial=mesh.sequence_parallel,
+            bias=bias,
+            initializer=initializer,
+        )
 
-        def up(in_features: int, features_of_head: int) -> ColumnParallelLinear:
-            return ColumnParallelLinear(
-                in_features,
-                num_heads * features_of_head,
-                mesh,
-                bias=False,
-                initializer=initializer,
-            )
-
+        up = partial(ColumnParallelLinear, mesh=mesh, bias=False, initializer=initializer)
         self.query_down: ReplicatedLinear | None = None
         self.query_norm: RMSNorm | None = None
         if sizes.query_rank is not None:
-            self.query_down = down(sizes.query_rank)
+            self.query_down = down(out_features=sizes.query_rank)
             self.query_norm = RMSNorm(sizes.query_rank, mesh, eps=sizes.norm_eps)
-        self.query = up(sizes.query_rank or hidden_size, sizes.head_dim)
-        self.key_value_down = down(sizes.key_value_rank + sizes.rotary_dim)
+        self.query = up(sizes.query_rank or hidden_size, num_heads * sizes.head_dim)
+        self.key_value_down = down(out_features=sizes.key_value_rank + sizes.rotary_dim)
         self.key_value_norm = RMSNorm(sizes.key_value_rank, mesh, eps=sizes.norm_eps)
-        self.key_value = up(sizes.key_value_rank, sizes.plain_dim + sizes.value_dim)
+        features = num_heads * (sizes.plain_dim + sizes.value_dim)
+        self.key_value = up(sizes.key_value_rank, features)
         self.output = RowParallelLinear(
             num_heads * sizes.value_dim,
             hidden_size,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -190,13 +191,10 @@ class SelfAttention(Attention):
             heads=widths[0] // head_dim,
             kv_heads=widths[1] // head_dim,
             head_dim=head_dim,
-            span=span or AttentionSpan(causal=causal),
+            span=_of_heads(span or AttentionSpan(causal=causal), ranges[0], head_dim),
             dropout=dropout,
             layer=layer,
         )
-        if self.span.slopes is not None:
-            own_heads = range(ranges[0].start // head_dim, ranges[0].stop // head_dim)
-            self.span = replace(self.span, slopes=self.span.slopes.of(own_heads))
         self.widths = widths
         self.qkv = ColumnParallelLinear(
             hidden_size,
@@ -211,16 +209,10 @@ class SelfAttention(Attention):
         )
         self.norm_over_layer = norm_over_layer
         self.interleaved = interleaved
-        self.query_norm: nn.Module | None = None
-        self.key_norm: nn.Module | None = None
-        if norm_eps is not None:
-            norm = {"eps": norm_eps, "offset": norm_offset}
-            self.query_norm, self.key_norm = self._norms((num_heads, num_kv_heads), ranges, norm)
-        self.sinks: nn.Parameter | None = None
-        if sinks:
-            heads = even_range(num_heads, mesh.tp.size, mesh.tp.rank, what="num_heads")
-            drawn = initializer or Initializer.normal()
-            self.sinks = sharded_parameter((num_heads,), [heads], drawn)
+        self.query_norm, self.key_norm = self._norms(
+            (num_heads, num_kv_heads), ranges, norm_eps, norm_offset
+        )
+        self.sinks = _sinks(num_heads, mesh, initializer) if sinks else None
         self.output = RowParallelLinear(
             num_heads * self.head_dim,
             hidden_size,
@@ -263,27 +255,44 @@ class SelfAttention(Attention):
         return self.output(self.mixed(query, key, value, span, sinks=self.sinks))
 
     def _norms(
-        self, numbers: tuple[int, int], ranges: Sequence[ShardRange], settings: Mapping[str, float]
-    ) -> list[nn.Module]:
-        """Build the norms of the queries and of the keys.
+        self,
+        numbers: tuple[int, int],
+        ranges: Sequence[ShardRange],
+        eps: float | None,
+        offset: float,
+    ) -> tuple[nn.Module, nn.Module] | tuple[None, None]:
+        """Build the norms of the queries and of the keys; without an epsilon there are none.
 
         Args:
             numbers: Number of query heads and of key heads of the full layer (heads).
             ranges: Features of this rank in the fused projection (elements).
-            settings: Epsilon and offset of the norms.
         """
-        norms: list[nn.Module] = []
+        if eps is None:
+            return None, None
+        if not self.norm_over_layer:
+            # Each rank normalises its own heads only. The gradients of these weights must be summed
+            # over tp.
+            sums = self.mesh.tp.size > 1
+            build = partial(RMSNorm, self.head_dim, self.mesh, eps=eps, offset=offset, partial=sums)
+            return build(), build()
+        sizes = [number * self.head_dim for number in numbers]
         # The features of the keys follow those of the queries in the fused projection.
-        first = 0
-        for number, part in zip(numbers, ranges[:2], strict=True):
-            size = number * self.head_dim
-            if self.norm_over_layer:
-                local = replace(part, start=part.start - first, stop=part.stop - first)
-                norms.append(ShardedRMSNorm(size, local, self.mesh, **settings))
-            else:
-                # Each rank normalises its own heads only. The gradients of these weights must be
-                # summed over tp.
-                partial = self.mesh.tp.size > 1
-                norms.append(RMSNorm(self.head_dim, self.mesh, **settings, partial=partial))
-            first += size
-        return norms
+        key = replace(ranges[1], start=ranges[1].start - sizes[0], stop=ranges[1].stop - sizes[0])
+        return (
+            ShardedRMSNorm(sizes[0], ranges[0], self.mesh, eps=eps, offset=offset),
+            ShardedRMSNorm(sizes[1], key, self.mesh, eps=eps, offset=offset),
+        )
+
+
+def _of_heads(span: AttentionSpan, features: ShardRange, head_dim: int) -> AttentionSpan:
+    """Return the span of this rank's query heads, given the range of their features."""
+    if span.slopes is None:
+        return span
+    own_heads = range(features.start // head_dim, features.stop // head_dim)
+    return replace(span, slopes=span.slopes.of(own_heads))
+
+
+def _sinks(num_heads: int, mesh: ParallelMesh, initializer: Initializer | None) -> nn.Parameter:
+    """Return the scores of the sinks of this rank's heads."""
+    heads = even_range(num_heads, mesh.tp.size, mesh.tp.rank, what="num_heads")
+    return sharded_parameter((num_heads,), [heads], initializer or Initializer.normal())

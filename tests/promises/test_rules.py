@@ -115,10 +115,6 @@ NOT_YET = {
         layers/parameters/remade.py models/lora.py models/model_flops.py models/module_mesh.py
         models/relay.py models/side_calls.py
     """,
-    "functions_are_short": """
-        experts/transport/choose_transport.py kernels/triton/adamw.py
-        kernels/triton/normed_rotary.py kernels/triton/route.py layers/latent_attention.py layers/self_attention.py
-    """,
 }
 DRAWER_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # Words that were replaced by a standard term, or had several meanings.

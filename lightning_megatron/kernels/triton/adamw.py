@@ -26,7 +26,16 @@ _ROW = tl.constexpr(8)
 
 
 class AdamKernel:
-    """Adam step over the slices of an optimizer group, with cached tables of their addresses."""
+    """Adam step over the slices of an optimizer group, with cached tables of their addresses.
+
+    Equal to a step of ``torch.optim.AdamW(fused=True)`` (``Adam`` if the decay is not
+    decoupled) on gradients multiplied by the coefficient, followed by a copy of every parameter
+    to its half type. Bias corrections are computed in float64, everything else in float32.
+
+    Moments in bfloat16 are rounded stochastically, with random bits that depend on the step and
+    on the index of the element. With rounding to nearest, a second moment would never fall: a
+    step changes it by less than half of the distance between neighbouring bfloat16 numbers.
+    """
 
     def __init__(self) -> None:
         self._columns: list[list[int]] = []
@@ -51,21 +60,12 @@ class AdamKernel:
         A CUDA graph can capture a step whose tensors are those of an earlier step. Its replays read
         the current values of the tensors, including the settings.
 
-        Equal to a step of ``torch.optim.AdamW(fused=True)`` (``Adam`` if the decay is not
-        decoupled) on gradients multiplied by the coefficient, followed by a copy of every parameter
-        to its half type. Bias corrections are computed in float64, everything else in float32.
-
-        Moments in bfloat16 are rounded stochastically, with random bits that depend on the step and
-        on the index of the element. With rounding to nearest, a second moment would never fall: a
-        step changes it by less than half of the distance between neighbouring bfloat16 numbers.
-
         Shapes: the tensors of a slice have one shape, and all are contiguous.
 
         Args:
             parameters: Main parameters in float32.
             gradients: Gradients of the parameters, of one dtype; not modified.
-            averages: First moments, all in float32 or bfloat16.
-            squares: Second moments, of the dtype of the first moments.
+            averages: First moments, all in float32 or bfloat16, as the second ones.
             steps: Numbers of earlier steps, in float32 on the device; each is increased by 1.
             halves: Destinations of the rounded parameters, all of one half type, or all None.
             coefficient: Factor of the gradients, in float32 on the device; None means 1.
@@ -73,7 +73,6 @@ class AdamKernel:
                 both decay rates of moments, each as a sum of two numbers; first decay rate and 1
                 minus it; the same of the second; eps; factor of the weight decay, which is
                 multiplied by the learning rate if the decay is decoupled; an unused number.
-            has_decay: Whether the factor of the weight decay is not 0.
             is_decoupled: Whether the decay shrinks the parameters (AdamW); otherwise it is added to
                 the gradients.
         """
@@ -81,15 +80,12 @@ class AdamKernel:
         gradient = gradients[0]
         average = averages[0]
         half = halves[0]
-        no_halves = [0] * len(halves)
-        self._find_tables(
-            [
-                *map(_addresses, (parameters, gradients, averages, squares, steps)),
-                no_halves if half is None else _addresses(cast(Sequence[Tensor], halves)),
-                list(map(Tensor.numel, parameters)),
-            ],
-            parameter.device,
-        )
+        of_halves = [0] * len(halves)
+        if half is not None:
+            of_halves = _addresses(cast(Sequence[Tensor], halves))
+        addresses = map(_addresses, (parameters, gradients, averages, squares, steps))
+        sizes = list(map(Tensor.numel, parameters))
+        self._find_tables([*addresses, of_halves, sizes], parameter.device)
         half_type = None if half is None else _TYPES[half.dtype]
         # Without a coefficient the pointer of any tensor is passed, which the kernel does not read.
         coefficient_at = parameter if coefficient is None else coefficient

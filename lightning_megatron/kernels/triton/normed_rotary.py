@@ -151,10 +151,23 @@ def rotation_angles(
     INTERLEAVED: tl.constexpr,
 ) -> tl.tensor:
     """Return the cosine or sine of each element, or ``beyond`` where none is rotated."""
-    # The second half of a table repeats the angles of the first.
+    # The second half of a table repeats the angles of the first, so that a sine of an element and
+    # one of its partner differ only by rounding.
     place = lanes // 2 if INTERLEAVED else lanes
     values = tl.load(table + row * rotated + place, mask=inside & (lanes < rotated), other=beyond)
     return values.to(tl.float32)
+
+
+@triton.jit
+def _read(places: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Return values in float32, and zeros where the mask is false."""
+    return tl.load(places, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _norm_factor(values: tl.tensor, head_dim: tl.tensor, eps: tl.tensor) -> tl.tensor:
+    """Return one over the root mean square of each row."""
+    return 1.0 / tl.sqrt(tl.sum(values * values, 1)[:, None] / head_dim + eps)
 
 
 @triton.jit
@@ -186,16 +199,14 @@ def _forward(
     head = row % num_turned
     partners = rotation_partners(lanes, rotated, INTERLEAVED)
     source = qkv + token * width + head * head_dim
-    values = tl.load(source + lanes, mask=inside, other=0.0).to(tl.float32)
-    partner = tl.load(source + partners, mask=inside, other=0.0).to(tl.float32)
+    values = _read(source + lanes, inside)
+    partner = _read(source + partners, inside)
     if HAS_NORM:
-        factor = 1.0 / tl.sqrt(tl.sum(values * values, 1)[:, None] / head_dim + eps)
+        factor = _norm_factor(values, head_dim, eps)
         of_query = inside & (head < num_heads)
         of_key = inside & (head >= num_heads)
-        scale = tl.load(query_scale + lanes, mask=of_query, other=0.0).to(tl.float32)
-        scale += tl.load(key_scale + lanes, mask=of_key, other=0.0).to(tl.float32)
-        across = tl.load(query_scale + partners, mask=of_query, other=0.0).to(tl.float32)
-        across += tl.load(key_scale + partners, mask=of_key, other=0.0).to(tl.float32)
+        scale = _read(query_scale + lanes, of_query) + _read(key_scale + lanes, of_key)
+        across = _read(query_scale + partners, of_query) + _read(key_scale + partners, of_key)
         values *= factor * scale
         partner *= factor * across
     angle = token // num_sequences * table_sequences + token % num_sequences % table_sequences
@@ -207,19 +218,28 @@ def _forward(
 
 
 @triton.jit
-def _read_gradients(
+def _rows(
     grad: tl.tensor,
     position: tl.tensor,
     sequence: tl.tensor,
     head: tl.tensor,
-    lanes: tl.tensor,
     position_stride: tl.tensor,
     sequence_stride: tl.tensor,
     head_stride: tl.tensor,
-    mask: tl.tensor,
 ) -> tl.tensor:
-    row = grad + position * position_stride + sequence * sequence_stride + head * head_stride
-    return tl.load(row + lanes, mask=mask, other=0.0).to(tl.float32)
+    return grad + position * position_stride + sequence * sequence_stride + head * head_stride
+
+
+@triton.jit
+def _norm_gradients(
+    values: tl.tensor, scale: tl.tensor, grad: tl.tensor, head_dim: tl.tensor, eps: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the gradients of a norm's scale, of each row, and of its input."""
+    factor = _norm_factor(values, head_dim, eps)
+    unit = values * factor
+    scaled = grad * scale
+    mean = tl.sum(scaled * unit, 1)[:, None] / head_dim
+    return grad * unit, (scaled - unit * mean) * factor
 
 
 # fmt: off
@@ -253,47 +273,32 @@ def _backward(
         of_query = inside & (head < num_heads)
         of_key = inside & (head >= num_heads) & (head < num_turned)
         of_value = inside & (head >= num_turned)
-        output_grad = _read_gradients(
-            grad_query, position, sequence, head, lanes, query_position, query_sequence, query_head,
-            of_query,
+        query_row = _rows(
+            grad_query, position, sequence, head, query_position, query_sequence, query_head
+        )
+        key_row = _rows(
+            grad_key, position, sequence, head - num_heads, key_position, key_sequence, key_head
+        )
+        value_row = _rows(
+            grad_value, position, sequence, head - num_turned, value_position, value_sequence,
+            value_head,
         )  # fmt: skip
-        output_grad += _read_gradients(
-            grad_key, position, sequence, head - num_heads, lanes, key_position, key_sequence,
-            key_head, of_key,
-        )  # fmt: skip
-        output_grad += _read_gradients(
-            grad_value, position, sequence, head - num_turned, lanes, value_position,
-            value_sequence, value_head, of_value,
-        )  # fmt: skip
-        partner = _read_gradients(
-            grad_query, position, sequence, head, partners, query_position, query_sequence,
-            query_head, of_query,
-        )  # fmt: skip
-        partner += _read_gradients(
-            grad_key, position, sequence, head - num_heads, partners, key_position, key_sequence,
-            key_head, of_key,
-        )  # fmt: skip
+        output_grad = _read(query_row + lanes, of_query) + _read(key_row + lanes, of_key)
+        output_grad += _read(value_row + lanes, of_value)
+        partner = _read(query_row + partners, of_query) + _read(key_row + partners, of_key)
         angle = position * table_sequences + sequence % table_sequences
         is_turned = of_query | of_key
-        # The gradient is rotated back. Sines may differ within a pair only by rounding of tables,
-        # whose halves are equal.
         cosine = rotation_angles(cosines, angle, lanes, rotated, is_turned, 1.0, INTERLEAVED)
         sine = rotation_angles(sines, angle, partners, rotated, is_turned, 0.0, INTERLEAVED)
         grad = output_grad * cosine + tl.where(partners > lanes, partner, -partner) * sine
         if HAS_NORM:
-            source = qkv + token * (num_all * head_dim) + head * head_dim + lanes
-            value = tl.load(source, mask=is_turned, other=0.0).to(tl.float32)
-            factor = 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / head_dim + eps)
-            unit = value * factor
-            query_sum += tl.sum(tl.where(of_query, grad * unit, 0.0), 0)
-            key_sum += tl.sum(tl.where(of_key, grad * unit, 0.0), 0)
-            scale = tl.load(query_scale + lanes, mask=of_query, other=0.0).to(tl.float32)
-            scale += tl.load(key_scale + lanes, mask=of_key, other=0.0).to(tl.float32)
-            scaled = grad * scale
-            mean = tl.sum(scaled * unit, 1)[:, None] / head_dim
-            grad = tl.where(of_value, output_grad, (scaled - unit * mean) * factor)
-        target = result + row * head_dim + lanes
-        tl.store(target, grad.to(result.dtype.element_ty), mask=inside)
+            value = _read(qkv + (token * num_all + head) * head_dim + lanes, is_turned)
+            scale = _read(query_scale + lanes, of_query) + _read(key_scale + lanes, of_key)
+            of_scale, of_input = _norm_gradients(value, scale, grad, head_dim, eps)
+            query_sum += tl.sum(tl.where(of_query, of_scale, 0.0), 0)
+            key_sum += tl.sum(tl.where(of_key, of_scale, 0.0), 0)
+            grad = tl.where(of_value, output_grad, of_input)
+        tl.store(result + row * head_dim + lanes, grad.to(result.dtype.element_ty), mask=inside)
     if HAS_NORM:
         inner = tl.arange(0, LANES)
         place = sums + program * head_dim + inner

@@ -260,6 +260,46 @@ def _best(
 
 
 @triton.jit
+def _softmax(
+    rows: tl.tensor, columns: tl.tensor, inside: tl.tensor, E: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the logits of rows of tokens, the logsumexp of each row, and the softmax."""
+    x = tl.load(rows + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.where(columns < E, x, float("-inf"))
+    peak = tl.max(x, axis=1)
+    powers = tl.exp(x - peak[:, None])
+    total = tl.sum(powers, axis=1)
+    return x, peak + tl.log(total), powers / total[:, None]
+
+
+@triton.jit
+def _forced(start: tl.tensor, columns: tl.tensor, E: tl.constexpr, K: tl.constexpr) -> tl.tensor:
+    """Select K experts in turn, from a start for each token."""
+    position = (columns - (start % E)[:, None] + E).to(tl.int32) % E
+    return tl.where((columns < E) & (position < K), position, -1)
+
+
+@triton.jit
+def _weights(
+    x: tl.tensor,
+    scores: tl.tensor,
+    is_selected: tl.tensor,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+) -> tl.tensor:
+    """Return the weights of the selected experts, with a sum of 1 if they are normalised."""
+    weights = scores
+    if NORMALIZE:
+        if SOFTMAX:
+            selected = tl.where(is_selected, x, float("-inf"))
+            weights = tl.exp(selected - tl.max(selected, axis=1)[:, None])
+            weights /= tl.sum(weights, axis=1)[:, None]
+        else:
+            weights /= tl.sum(tl.where(is_selected, scores, 0.0), axis=1)[:, None] + 1e-20
+    return weights
+
+
+@triton.jit
 def _route_forward(
     logits: tl.tensor, bias: tl.tensor, probabilities: tl.tensor, experts: tl.tensor,
     loads: tl.tensor, sums: tl.tensor, num_tokens: tl.tensor, round_robin_start: tl.tensor,
@@ -282,26 +322,18 @@ def _route_forward(
         number = start + tl.arange(0, TOKENS)
         token = number.to(tl.int64) * num_sequences + sequence
         inside = (number < num_here)[:, None] & is_expert
-        x = tl.load(logits + token[:, None] * E + columns, mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(is_expert, x, float("-inf"))
-        peak = tl.max(x, axis=1)
-        powers = tl.exp(x - peak[:, None])
-        total = tl.sum(powers, axis=1)
-        normaliser = peak + tl.log(total)
+        x, normaliser, softmax = _softmax(logits + token[:, None] * E, columns, inside, E)
         square_sum += tl.where(number < num_here, normaliser * normaliser, 0.0)
-        if SOFTMAX:
-            scores = powers / total[:, None]
-            shares = scores
-        else:
+        scores = softmax
+        shares = softmax
+        if not SOFTMAX:
             scores = 1.0 / (1.0 + tl.exp(-x))
             shares = scores / (tl.sum(scores, axis=1)[:, None] + 1e-20)
         share_sum += tl.where(inside, shares, 0.0)
         products = tl.where(inside & (shares != 0.0), shares * tl.log(shares), 0.0)
         entropy_sum -= tl.sum(products, axis=1)
         if IS_FORCED:
-            first = (round_robin_start + token * K) % E
-            position = (columns - first[:, None] + E).to(tl.int32) % E
-            position = tl.where(is_expert & (position < K), position, -1)
+            position = _forced(round_robin_start + token * K, columns, E, K)
         else:
             biased = scores
             if HAS_BIAS:
@@ -312,14 +344,7 @@ def _route_forward(
             position = _best(biased, columns, E, K, GROUPS, TOP_GROUPS, BEST, TOKENS, BLOCK)
         is_selected = position >= 0
         load += tl.where(inside & is_selected, 1, 0)
-        weights = scores
-        if NORMALIZE:
-            if SOFTMAX:
-                selected = tl.where(is_selected, x, float("-inf"))
-                weights = tl.exp(selected - tl.max(selected, axis=1)[:, None])
-                weights /= tl.sum(weights, axis=1)[:, None]
-            else:
-                weights /= tl.sum(tl.where(is_selected, scores, 0.0), axis=1)[:, None] + 1e-20
+        weights = _weights(x, scores, is_selected, SOFTMAX, NORMALIZE)
         at = token[:, None] * K + position
         tl.store(probabilities + at, weights * scale, mask=inside & is_selected)
         expert = tl.broadcast_to(columns, (TOKENS, BLOCK)).to(tl.int64)
@@ -379,12 +404,7 @@ def _route_backward(
     token = number.to(tl.int64) * num_sequences + sequence
     is_token = token < num_tokens
     inside = is_token[:, None] & is_expert
-    x = tl.load(logits + token[:, None] * E + columns, mask=inside, other=0.0).to(tl.float32)
-    x = tl.where(is_expert, x, float("-inf"))
-    peak = tl.max(x, axis=1)
-    powers = tl.exp(x - peak[:, None])
-    total = tl.sum(powers, axis=1)
-    softmax = powers / total[:, None]
+    x, normaliser, softmax = _softmax(logits + token[:, None] * E, columns, inside, E)
     scores = softmax
     if not SOFTMAX:
         scores = 1.0 / (1.0 + tl.exp(-x))
@@ -414,16 +434,14 @@ def _route_backward(
             grad_scores = outer
     if HAS_SHARES:
         share_grad = tl.load(grad_shares + sequence * E + columns, mask=is_expert, other=0.0)
-        if SOFTMAX:
-            grad_scores += share_grad
-        else:
+        if not SOFTMAX:
             mass = (tl.sum(scores, axis=1) + 1e-20)[:, None]
-            grad_scores += (share_grad - tl.sum(share_grad * scores / mass, axis=1)[:, None]) / mass
+            share_grad = (share_grad - tl.sum(share_grad * scores / mass, axis=1)[:, None]) / mass
+        grad_scores += share_grad
     if SOFTMAX:
         change += scores * (grad_scores - tl.sum(grad_scores * scores, axis=1)[:, None])
     else:
         change += grad_scores * scores * (1.0 - scores)
     if HAS_SQUARES:
-        normaliser = peak + tl.log(total)
         change += tl.load(grad_squares) * 2.0 * normaliser[:, None] * softmax
     tl.store(result + token[:, None] * E + columns, change, mask=inside)
