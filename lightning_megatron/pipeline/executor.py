@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor
-
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.remote_tensor import with_values
@@ -19,6 +17,7 @@ from lightning_megatron.pipeline.step_run import (
     BackwardObserver,
     BackwardPasses,
     StepRun,
+    new_weight,
 )
 from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
 from lightning_megatron.plan.simulate import ReductionPoint, reduction_points
@@ -54,6 +53,7 @@ class PipelineExecutor:
         after_forwards: Function that is called after the last forward pass of this rank in each
             run, and returns a function that is called after the last pass of the run. None in
             either place calls nothing.
+        actions: Observer of the actions of steps, such as one that replays CUDA graphs.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class PipelineExecutor:
         microbatch_group_size: int | None = None,
         around_passes: Callable[[int], AbstractContextManager[None]] | None = None,
         after_forwards: Callable[[], Callable[[], None] | None] | None = None,
+        actions: ActionObserver | None = None,
     ) -> None:
         self.mesh = mesh
         self.model = model
@@ -74,11 +75,9 @@ class PipelineExecutor:
         self._after_forwards = after_forwards
         self._programs: dict[tuple[int, bool], tuple[Schedule, Program, Points]] = {}
         self.plans = StepPlans(self.call)
-        #: Observer of the actions of steps; None without one.
-        self.actions: ActionObserver | None = None
-        #: Tensor from which attached losses read the weight of every microbatch, as
-        #: :class:`MicrobatchWeights` describes; None makes new tensors in each step.
-        self.fixed_weight: Tensor | None = None
+        self._actions = actions
+        # Graphs read the weight of a microbatch at one address.
+        self._fixed_weight = None if actions is None else new_weight(mesh.device)
 
     def run(
         self,
@@ -119,8 +118,8 @@ class PipelineExecutor:
             microbatches,
             step,
             backward,
-            self.fixed_weight,
-            self.actions,
+            self._fixed_weight,
+            self._actions,
         )
         if self.model is not None and self.mesh.pp.size > 1:
             self._prepare(run, self.model, trial or Trial())
@@ -144,8 +143,8 @@ class PipelineExecutor:
 
     def _run_program(self, run: StepRun, observer: BackwardObserver | None) -> None:
         schedule, program, points = self._program(len(run.microbatches), run.backward is not None)
-        if self.actions is not None:
-            self.actions.begin_step(schedule)
+        if self._actions is not None:
+            self._actions.begin_step(schedule)
         num_actions = 0
         instructions = program.instructions(self.mesh.pp.rank)
         last = None if self._after_forwards is None else _last_forward(instructions)

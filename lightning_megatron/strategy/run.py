@@ -23,6 +23,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.pipeline.action_times import MeasuredStages
 from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.step_run import ActionObserver
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_megatron.strategy.checkpoints.weight_averaging import (
@@ -131,8 +132,6 @@ class Run:
             check_synchronised_norms(module, mesh)
             self.buffers = SharedBuffers(module, mesh)
             self._casts = SharedCasts(layered_modules(module), options)
-            self.executor = self._make_executor()
-            self._choice = self._make_choice()
             attributes = AttributeSync(module, mesh)
             self.state = self._training_state(precision, optimizers, previous)
             undo.callback(self.state.release)
@@ -141,6 +140,8 @@ class Run:
             self.graphs, whole_steps = self._build_graphs(make_backend)
             if self.graphs is not None:
                 undo.callback(self.graphs.close)
+            self.executor = self._make_executor()
+            self._choice = self._make_choice()
             #: Steps whose experts have a limit on their rows; None without a limit.
             self.limited_rows = self._limit_rows()
             #: Comparison of batches between the ranks of a model replica.
@@ -165,6 +166,7 @@ class Run:
             self._options.pipeline.microbatch_group_size,
             self._casts.around,
             read_missing_rows,
+            None if self.graphs is None else self.graphs.actions,
         )
 
     def _make_choice(self) -> ScheduleChoice | None:
@@ -207,15 +209,12 @@ class Run:
             return None, None
         if not self.is_fit:
             settings = replace(settings, optimizer=False)
-        choice = self._choice
         return build_graphs(
-            settings,
-            self.module,
-            self.executor,
-            self.state,
-            make_backend,
-            lambda: choice is None or choice.measured is not None,
+            settings, self.module, self.mesh, self.state, make_backend, self._is_schedule_final
         )
+
+    def _is_schedule_final(self) -> bool:
+        return self._choice is None or self._choice.measured is not None
 
     def _limit_rows(self) -> LimitedRows | None:
         limit = self.mixtures.row_limit
@@ -434,7 +433,7 @@ MakeBackend = Callable[[ParallelMesh], CaptureBackend]
 def build_graphs(
     settings: CudaGraphs,
     module: LightningModule,
-    executor: PipelineExecutor,
+    mesh: ParallelMesh,
     state: TrainingState,
     make_backend: MakeBackend | None,
     is_final: Callable[[], bool],
@@ -448,7 +447,6 @@ def build_graphs(
         is_final: Function that returns whether the schedule of the steps is final; its result is
             the same on all ranks.
     """
-    mesh = executor.mesh
     check_static_experts(settings, module)
     if settings.optimizer:
         check_update(state, module.trainer)
@@ -467,6 +465,7 @@ def build_graphs(
     state.update_graph = update
     captures: StepCaptures
     whole_steps: WholeSteps | None = None
+    actions: ActionObserver | None = None
     if settings.mode == "full":
         captures = WholeCaptures(settings, module, state, mesh, backend, update)
         whole_steps = captures.steps
@@ -474,10 +473,13 @@ def build_graphs(
         num_eager = 0
     else:
         (model,) = layered_modules(module)
-        captures = SegmentCaptures(settings, model, executor, state, backend)
+        captures = SegmentCaptures(settings, model, mesh, state, backend)
+        actions = captures.runner
         num_eager = settings.warmup_steps
     num_capturing = module.trainer.accumulate_grad_batches + 1
-    graphs = RunGraphs(settings, captures, module, mesh, num_eager, num_capturing, is_final, update)
+    graphs = RunGraphs(
+        settings, captures, module, mesh, num_eager, num_capturing, is_final, update, actions
+    )
     return graphs, whole_steps
 
 

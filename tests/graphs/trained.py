@@ -28,7 +28,7 @@ from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.pipeline.executor import BuildSchedule, PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.pipeline.step_run import BackwardPasses, new_weight
+from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.custom_schedule import custom_schedule
@@ -101,11 +101,10 @@ def train(
             module.transport = case.transport
             module.clones = CloneSettings(case.places) if case.places else None
     run = Run(dict(model.named_parameters()), mesh)
-    executor = PipelineExecutor(mesh, model, case.schedule)  # type: ignore[arg-type]
     runner = graph_runner(case, mesh, run, model) if graphs else None
-    if runner is not None:
-        model.runner = executor.actions = runner
-        executor.fixed_weight = new_weight(mesh.device)
+    model.runner = runner
+    schedule: Any = case.schedule
+    executor = PipelineExecutor(mesh, model, schedule, actions=runner)
     mixtures = list(model.mixtures().values())
     losses: list[Tensor] = []
     evaluated: list[Tensor] = []

@@ -23,6 +23,7 @@ from lightning_megatron.graphs.report import GraphReport
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.pipeline.step_run import ActionObserver
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 
 #: Maximum number of warnings about eager parts, because some data has new shapes in every step.
@@ -155,6 +156,8 @@ class RunGraphs:
         is_final: Function that returns whether the schedule of the training steps is final; its
             result is the same on all ranks.
         update: Graph of the parameter update, which itself checks for changes; None without one.
+        actions: Observer of a step's actions, which assigns memory to microbatches; None if none is
+            needed.
     """
 
     def __init__(
@@ -167,7 +170,9 @@ class RunGraphs:
         num_capturing: int = 1,
         is_final: Callable[[], bool] = lambda: True,
         update: UpdateGraph[Any] | None = None,
+        actions: ActionObserver | None = None,
     ) -> None:
+        self.actions = actions
         self._settings = settings
         self._update = update
         self._captures = captures

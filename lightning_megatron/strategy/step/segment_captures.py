@@ -13,9 +13,8 @@ from lightning_megatron.graphs.graph_keys import StepKind
 from lightning_megatron.graphs.interception import interceptions_of
 from lightning_megatron.graphs.report import GraphReport, runs_of
 from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule
-from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.step_run import new_weight
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.optimization.training_state import TrainingState
 
@@ -24,7 +23,6 @@ class SegmentCaptures:
     """CUDA graphs of the parts of one model that can be captured.
 
     Args:
-        executor: Executor of the model's schedule.
         state: Owner of the gradients.
 
     Communication: one all-reduce of a flag on the CPU over the pipeline stages.
@@ -34,13 +32,11 @@ class SegmentCaptures:
         self,
         settings: CudaGraphs,
         model: LayeredModule,
-        executor: PipelineExecutor,
+        mesh: ParallelMesh,
         state: TrainingState,
         backend: CaptureBackend,
     ) -> None:
-        mesh = executor.mesh
         self._model = model
-        self._executor = executor
         mixtures = model.mixtures().values()
         has_transport = settings.captures("experts") and any(
             layer.transport_choice.transport not in ("none", "all_to_all") for layer in mixtures
@@ -60,11 +56,10 @@ class SegmentCaptures:
             wait_for=state.main.gather.wait_for,
             max_shapes=settings.most_shapes,
         )
-        self._runner = GraphRunner(tools, state.reducer, mesh.pp.rank, self._segments)
-        self._runner.permit(None, False)
-        model.runner = self._runner
-        executor.actions = self._runner
-        executor.fixed_weight = new_weight(mesh.device)
+        #: Runner of the model's chunks, which observes the actions of steps.
+        self.runner = GraphRunner(tools, state.reducer, mesh.pp.rank, self._segments)
+        self.runner.permit(None, False)
+        model.runner = self.runner
 
     @property
     def is_joint(self) -> bool:
@@ -74,32 +69,32 @@ class SegmentCaptures:
     @property
     def num_graphs(self) -> int:
         """Return the number of graphs that exist now."""
-        return self._runner.num_graphs
+        return self.runner.num_graphs
 
     @property
     def failure(self) -> str | None:
         """Return the part that could not be captured and the reason; None without a failure."""
-        return self._runner.failure
+        return self.runner.failure
 
     @property
     def eager(self) -> Mapping[tuple[str, str], int]:
         """Return the number of eager runs of captured parts, by part and reason."""
-        return self._runner.eager
+        return self.runner.eager
 
     def begin(self, kind: StepKind) -> None:
         """Start to capture, at the next step of a kind, the graphs that its microbatches need."""
-        self._runner.begin(kind)
+        self.runner.begin(kind)
 
     def permit(self, kind: StepKind, replays: bool) -> None:
         """Permit or forbid captures and replays in the next step, which has this kind."""
-        self._runner.permit(kind, replays)
+        self.runner.permit(kind, replays)
         # The ranks have agreed on equal shapes in this step, or the user guarantees them, so token
         # counts need no comparison.
         self._model.compares_counts = not (replays and self.communicates_across_data)
 
     def end_step(self) -> None:
         """Run other passes without graphs, and compare token counts again."""
-        self._runner.permit(None, False)
+        self.runner.permit(None, False)
         self._model.compares_counts = True
 
     def report(self) -> GraphReport:
@@ -111,18 +106,16 @@ class SegmentCaptures:
             reasons = {place.name: place.reason for place in places if place.reason is not None}
             captured += runs_of([place.name for place in places], reasons)
             eager |= reasons
-        return GraphReport("segments", tuple(captured), self._runner.counts, eager)
+        return GraphReport("segments", tuple(captured), self.runner.counts, eager)
 
     def release(self) -> None:
         """Free all graphs, and capture no more until the next :meth:`begin`."""
-        self._runner.release()
+        self.runner.release()
 
     def close(self) -> None:
         """Free all graphs, and restore eager execution of the model."""
-        self._runner.release()
+        self.runner.release()
         self._model.runner = None
-        self._executor.actions = None
-        self._executor.fixed_weight = None
 
 
 def _shared_buckets(state: TrainingState) -> Iterator[Sequence[nn.Parameter]]:
