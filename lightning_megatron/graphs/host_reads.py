@@ -50,7 +50,8 @@ def host_read_error(name: str) -> UnsupportedError:
     return UnsupportedError(
         f"a captured computation must not read values of tensors on the host: it called {name}. A "
         "replay runs no Python, so that it would repeat the decision of the capture. Compute with "
-        "tensors of fixed shapes, or leave this part outside of the capture."
+        "tensors of fixed shapes, or set is_capturable = False on the module that does, which then "
+        "runs eagerly in mode segments."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.experts.layer import MixtureOfExperts
-from lightning_megatron.graphs.user_hooks import modules_with_user_hooks, user_hook_of
+from lightning_megatron.graphs.user_hooks import reason_against_graphs
 from lightning_megatron.layers.block import Block
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.recomputed_block import is_recomputed
@@ -22,6 +22,7 @@ from lightning_megatron.user_code import is_compiled
 #: Attribute of a module that torch calls in place of the module, if it is set.
 _CALL = "_compiled_call_impl"
 _HOST_READS = "the host reads sizes"
+_FOREIGN = "the layer is not a block of this package"
 _NORMS = (LayerNorm, RMSNorm)
 
 
@@ -88,7 +89,8 @@ def interceptions_of(
     """Return the calls of a chunk at which a graph may begin, or which no graph may hold.
 
     A replay calls no hooks, so calls of modules with hooks of users are not captured. Nor is a
-    layer that is not a block of this package, nor an exchange of tokens whose sizes the host reads.
+    module that says ``is_capturable = False``, a layer that is not a block of this package, or an
+    exchange of tokens whose sizes the host reads.
 
     Args:
         model: A GPT or an encoder.
@@ -104,7 +106,7 @@ def interceptions_of(
     if model.is_last_stage(chunk):
         norm: Any = getattr(model, "final_norm", None)
         if norm is not None:
-            found.append(_call_of(norm, "head", _hook_in(norm)))
+            found.append(_call_of(norm, "head", _reason_in(norm)))
         head: Any = getattr(model, "head", None)
         parameters = () if head is None else tuple(head.parameters())
         reason = _reason(head, "head", chosen)
@@ -116,19 +118,19 @@ def _of_layer(layer: nn.Module, name: str, scopes: Collection[str]) -> list[Inte
     """Return the calls of a layer: the layer itself, or its attention, its MLP and their norms."""
     block: Any = getattr(layer, "_orig_mod", layer)
     if not isinstance(block, Block):
-        return [_call_of(layer, name, _HOST_READS)]
+        return [_call_of(layer, name, reason_against_graphs(layer) or _FOREIGN)]
     parts = _of_block(block, name, scopes)
-    own_hook = user_hook_of(layer)
+    own_reason = reason_against_graphs(layer)
     is_whole = is_recomputed(block) or is_compiled(layer)
     # Of a layer without a captured sublayer, graphs hold nothing.
     sublayers = [part for part in parts if not isinstance(part.owner, _NORMS)]
     is_outside = all(part.reason is not None for part in sublayers)
-    if own_hook is None and not is_whole and not is_outside:
+    if own_reason is None and not is_whole and not is_outside:
         return parts
     # These layers are called as a whole.
     reasons = (part.reason for part in parts)
     first = next((reason for reason in reasons if reason is not None), None)
-    return [_call_of(layer, name, first if own_hook is None else f"hook {own_hook}")]
+    return [_call_of(layer, name, own_reason or first)]
 
 
 def _of_block(block: Block, name: str, scopes: Collection[str]) -> list[Interception]:
@@ -151,9 +153,9 @@ def _of_mixture(
     mixture: MixtureOfExperts, name: str, scopes: Collection[str]
 ) -> list[Interception]:
     """Return the calls of a mixture of experts: its steps, or the exchange of tokens as a whole."""
-    own_hook = user_hook_of(mixture)
-    if own_hook is not None:
-        return [_call_of(mixture, name, f"hook {own_hook}")]
+    own_reason = reason_against_graphs(mixture)
+    if own_reason is not None:
+        return [_call_of(mixture, name, own_reason)]
 
     def step(method: str, scope: str, module: nn.Module | None = None) -> Interception:
         parameters = () if module is None else tuple(module.parameters())
@@ -177,13 +179,13 @@ def _of_mixture(
 
 def _reason(module: nn.Module | None, scope: str | None, scopes: Collection[str]) -> str | None:
     """Return why no graph may hold a part of a scope; None if it may."""
-    hook = None if module is None else _hook_in(module)
-    if hook is not None:
-        return hook
+    reason = None if module is None else _reason_in(module)
+    if reason is not None:
+        return reason
     return f"scope {scope} is not chosen" if scope is not None and scope not in scopes else None
 
 
-def _hook_in(module: nn.Module) -> str | None:
-    """Return the name of a user's hook on a module or inside of it."""
-    hooks = modules_with_user_hooks(module).values()
-    return next((f"hook {hook}" for hook in hooks), None)
+def _reason_in(module: nn.Module) -> str | None:
+    """Return why a module, or a part of it, refuses graphs; None if none does."""
+    reasons = map(reason_against_graphs, module.modules())
+    return next((reason for reason in reasons if reason is not None), None)

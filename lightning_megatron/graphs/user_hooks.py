@@ -1,4 +1,4 @@
-"""Hooks of users on modules, which a replay would not call."""
+"""Modules that no graph may hold: users refuse it, or have hooks, which a replay would not call."""
 
 from __future__ import annotations
 
@@ -29,6 +29,20 @@ def user_hook_of(module: nn.Module) -> str | None:
     return next((_name(hook) for hook in _hooks(module) if not _is_own(hook)), None)
 
 
+def reason_against_graphs(module: nn.Module) -> str | None:
+    """Return why no graph may hold a module; None if a graph may.
+
+    A module refuses graphs by the attribute ``is_capturable = False``, or by a hook of a user.
+
+    Args:
+        module: The module itself; its parts are not searched.
+    """
+    if not getattr(module, "is_capturable", True):
+        return "is_capturable is False"
+    hook = user_hook_of(module)
+    return None if hook is None else f"hook {hook}"
+
+
 def modules_with_user_hooks(root: nn.Module) -> dict[str, str]:
     """Return the name of the first hook of a user, by the name of its module.
 
@@ -44,11 +58,17 @@ def modules_with_user_hooks(root: nn.Module) -> dict[str, str]:
 
 
 def describe_user_hook(root: nn.Module) -> str | None:
-    """Return why a hook of a user prevents one graph of a module; None without such a hook.
+    """Return why a user's module or hook prevents one graph of a module; None if nothing does.
 
     Args:
         root: Module to search, with all its parts.
     """
+    for name, module in root.named_modules():
+        if not getattr(module, "is_capturable", True):
+            return (
+                f"{name or 'the module'} must run eagerly (is_capturable is False). Use mode "
+                "segments, which runs this part eagerly."
+            )
     for name, hook in modules_with_user_hooks(root).items():
         return (
             f"a hook on {name or 'the module'} ({hook}) would not run at a replay. Remove it, or "

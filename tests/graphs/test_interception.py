@@ -12,8 +12,10 @@ from torch import nn
 from lightning_megatron.graphs.chunk_parts import chunk_parts
 from lightning_megatron.graphs.interception import Interception, intercepted, interceptions_of
 from lightning_megatron.graphs.observation import Observation
+from lightning_megatron.graphs.user_hooks import describe_user_hook
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import RandomStreams
+from lightning_megatron.layers.block import PreNormBlock
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.experts import ExpertsConfig
@@ -119,6 +121,41 @@ def test_calls_with_hooks_outside_of_scopes_or_with_sizes_on_the_host_are_held_b
     hooks = reasons_of(model)
     assert set(hooks) == {"layers.1.attention", "layers.2", "layers.3.mlp.route"}
     assert all(reason.startswith("hook ") for reason in hooks.values())
+
+
+class ReadsHost(PreNormBlock):
+    """A user's block whose decision no graph can hold."""
+
+    is_capturable = False
+
+    def forward(self, hidden: torch.Tensor, rotary: Any = None, span: Any = None) -> torch.Tensor:
+        factor = 2.0 if hidden.detach().abs().mean().item() > 0.01 else 1.0
+        return super().forward(hidden * factor, rotary, span)
+
+
+def test_a_users_block_that_is_not_capturable_runs_between_graphs_with_eager_bits():
+    def spoil(model: GPT) -> None:
+        model.layers["1"].__class__ = ReadsHost
+        model.layers["3"].mlp.is_capturable = False
+
+    expected, actual = (
+        train(Case(LLAMA), ParallelMesh.single(), graphs=graphs, spoil=spoil)
+        for graphs in (False, True)
+    )
+    assert actual.runner is not None
+    assert actual.runner.failure is None, actual.runner.failure
+    assert_equal_bits(actual, expected, "a block that reads on the host")
+    # Three graphs of each pass, for the first microbatch of a step and for others.
+    assert actual.runner.num_graphs == 2 * 2 * 3
+    reasons = dict.fromkeys(("layers.1", "layers.3.mlp"), "is_capturable is False")
+    assert reasons_of(actual.model) == reasons
+    assert "layers.1 must run eagerly" in (describe_user_hook(actual.model) or "")
+
+
+def test_a_layer_that_is_not_a_block_says_so():
+    model = GPT(LLAMA, ParallelMesh.single(), seed=1)
+    model.layers["1"] = nn.Linear(16, 16)
+    assert reasons_of(model) == {"layers.1": "the layer is not a block of this package"}
 
 
 def test_a_chunk_is_divided_where_recomputed_layers_begin_and_end(monkeypatch):
