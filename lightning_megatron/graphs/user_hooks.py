@@ -57,7 +57,7 @@ def modules_with_user_hooks(root: nn.Module) -> dict[str, str]:
     return hooks
 
 
-def describe_user_hook(root: nn.Module) -> str | None:
+def find_refusal(root: nn.Module) -> str | None:
     """Return why a user's module or hook prevents one graph of a module; None if nothing does.
 
     Args:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.fused.dropout import hidden_dropout
-from lightning_megatron.layers.norm import norm_recomputed, normalise_for
+from lightning_megatron.layers.norm import add_and_normalise, norm_recomputed
 from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.shapes import Float
 
@@ -16,7 +16,7 @@ from lightning_megatron.shapes import Float
 class Block(nn.Module):
     """Parts of the blocks of all forms: attention, an MLP, and their norms.
 
-    Recomputation, offload and CUDA graphs wrap a block from outside.
+    Offload, CUDA graphs and recomputation of a whole block wrap it from outside.
 
     Args:
         attention: The attention layer, called with (hidden, rotary, span).
@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.scale = scale
         self.dropout = dropout
 
-    def residual(
+    def update_of(
         self, output: Float[Tensor, "seq_local batch hidden"], norm: nn.Module | None = None
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return what a sublayer adds to the residual stream: its output, scaled, with dropout.
@@ -80,7 +80,8 @@ class PreNormBlock(Block):
     """Block whose norms are before the sublayers: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
     Equal to torch.nn.TransformerEncoderLayer with ``norm_first=True``. Norms of the sublayers'
-    outputs may replace those of their inputs, or accompany them.
+    outputs may replace those of their inputs (norm position ``output``), or accompany them
+    (``sandwich``).
 
     Source: Shoeybi et al. 2019, section 5.3, figure 7 (b).
     """
@@ -98,17 +99,19 @@ class PreNormBlock(Block):
             span: Documents, prefix or mask of the rows; None means rows of one document.
         """
         self.begin()
-        hidden, normed, known = normalise_for(self.attention, self.attention_norm, hidden)
+        hidden, normed, extras = add_and_normalise(
+            self.attention_norm, hidden, reader=self.attention
+        )
         with norm_recomputed(self.attention_norm, hidden, normed):
-            update = self.attention(normed, rotary, span, **known)
-        update = self.residual(update, self.attention_output_norm)
+            update = self.attention(normed, rotary, span, **extras)
+        update = self.update_of(update, self.attention_output_norm)
 
-        # The norm adds the update of the attention to the stream: one kernel computes both.
-        hidden, normed, known = normalise_for(self.mlp, self.mlp_norm, hidden, update)
+        # hidden += update; normed = mlp_norm(hidden), in one kernel.
+        hidden, normed, extras = add_and_normalise(self.mlp_norm, hidden, update, reader=self.mlp)
         del update  # The MLP may need its memory.
         with norm_recomputed(self.mlp_norm, hidden, normed):
-            update = self.mlp(normed, **known)
-        return hidden + self.residual(update, self.mlp_output_norm)
+            update = self.mlp(normed, **extras)
+        return hidden + self.update_of(update, self.mlp_output_norm)
 
 
 class PostNormBlock(Block):
@@ -130,9 +133,9 @@ class PostNormBlock(Block):
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the hidden states after this block; see :meth:`PreNormBlock.forward`."""
         self.begin()
-        update = self.residual(self.attention(hidden, rotary, span), self.attention_output_norm)
+        update = self.update_of(self.attention(hidden, rotary, span), self.attention_output_norm)
         hidden = self.attention_norm(hidden, update)
-        update = self.residual(self.mlp(hidden), self.mlp_output_norm)
+        update = self.update_of(self.mlp(hidden), self.mlp_output_norm)
         return self.mlp_norm(hidden, update)
 
 
@@ -153,8 +156,10 @@ class ParallelBlock(Block):
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the residual stream after this block; see :meth:`PreNormBlock.forward`."""
         self.begin()
-        hidden, normed, known = normalise_for(self.attention, self.attention_norm, hidden)
-        hidden, beside, _ = normalise_for(None, self.mlp_norm, hidden)
-        update = self.attention(normed, rotary, span, **known)
-        hidden = hidden + self.residual(update, self.attention_output_norm)
-        return hidden + self.residual(self.mlp(beside), self.mlp_output_norm)
+        hidden, normed, extras = add_and_normalise(
+            self.attention_norm, hidden, reader=self.attention
+        )
+        hidden, beside, _ = add_and_normalise(self.mlp_norm, hidden)
+        update = self.attention(normed, rotary, span, **extras)
+        hidden = hidden + self.update_of(update, self.attention_output_norm)
+        return hidden + self.update_of(self.mlp(beside), self.mlp_output_norm)

@@ -12,7 +12,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.norm import RMSNorm, normalise_for
+from lightning_megatron.layers.norm import RMSNorm, add_and_normalise
 from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.layers.rotary import Rotary, apply_rotary
@@ -135,7 +135,7 @@ class LatentAttention(Attention):
         extras: dict[str, Magnitude] = {}
         if self.query_down is not None:
             latent = self.query_down(hidden)
-            _, hidden, extras = normalise_for(self.query, self.query_norm, latent)
+            _, hidden, extras = add_and_normalise(self.query_norm, latent, reader=self.query)
         query = self.query(hidden, **extras).unflatten(-1, (-1, self.head_dim))
         plain, rotated = query.split([self.sizes.plain_dim, self.sizes.rotary_dim], -1)
         return torch.cat((plain, apply_rotary(rotated, rotary, self.interleaved)), -1)
@@ -145,7 +145,7 @@ class LatentAttention(Attention):
         latent, shared = self.key_value_down(hidden).split(
             [sizes.key_value_rank, sizes.rotary_dim], -1
         )
-        _, latent, extras = normalise_for(self.key_value, self.key_value_norm, latent)
+        _, latent, extras = add_and_normalise(self.key_value_norm, latent, reader=self.key_value)
         heads = self.key_value(latent, **extras)
         plain, value = heads.unflatten(-1, (-1, sizes.plain_dim + sizes.value_dim)).split(
             [sizes.plain_dim, sizes.value_dim], -1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -84,24 +83,6 @@ class _Norm(nn.Module):
     uses_engine: bool = False
     #: Whether the backward pass of the layer that reads the output recomputes it.
     is_recomputed: bool = False
-
-    @overload
-    def forward(
-        self,
-        hidden: Float[Tensor, "*tokens hidden"],
-        update: Float[Tensor, "*tokens hidden"] | None = None,
-        with_stream: Literal[False] = False,
-        magnitudes: Int[Tensor, "parts"] | None = None,
-    ) -> Float[Tensor, "*tokens hidden"]: ...
-
-    @overload
-    def forward(
-        self,
-        hidden: Float[Tensor, "*tokens hidden"],
-        update: Float[Tensor, "*tokens hidden"] | None,
-        with_stream: Literal[True],
-        magnitudes: Int[Tensor, "parts"] | None = None,
-    ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]: ...
 
     def forward(
         self,
@@ -254,23 +235,24 @@ def _replicated(
     )
 
 
-def normalise_for(
-    reader: nn.Module | None,
+def add_and_normalise(
     norm: nn.Module | None,
     hidden: Float[Tensor, "*tokens hidden"],
     update: Float[Tensor, "*tokens hidden"] | None = None,
+    *,
+    reader: nn.Module | None = None,
 ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"], dict[str, Magnitude]]:
-    """Add an update to the residual stream and normalise the sum for a layer.
+    """Add an update to the residual stream, and normalise the sum.
 
     Returns:
         The new residual stream, the normalised vectors, and keyword arguments for the call of the
-        layer: ``magnitude`` if its attribute ``reads_magnitude`` is true.
+        reader: ``magnitude`` if its attribute ``reads_magnitude`` is true.
 
     Args:
-        reader: Layer that is called with the normalised vectors; None if no layer can use the
-            magnitude.
-        norm: The norm; None means that the layer reads the residual stream.
+        norm: The norm; None means that the reader reads the residual stream.
         update: Tensor that is added to the stream; None means no addition.
+        reader: Layer that is called with the normalised vectors; None if it cannot use their
+            magnitude.
     """
     if norm is None:
         stream = hidden if update is None else hidden + update

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.attention.core_results import CoreResults
 from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.layers.block import Block, ParallelBlock, PreNormBlock
+from lightning_megatron.layers.block import Block, PreNormBlock
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.offload import HostOffload
 from lightning_megatron.layers.recompute import replayed
@@ -120,12 +120,10 @@ def _check(block: Block, parts: Parts, offload: HostOffload | None, runs_compile
     """Check that a block can recompute the chosen parts."""
     is_before = isinstance(block, PreNormBlock) and block.attention_norm is not None
     if "norms" in parts and not is_before:
-        is_parallel = isinstance(block, ParallelBlock)
-        where = "in parallel sublayers" if is_parallel else "behind the sublayers"
         raise UnsupportedError(
-            "recompute of norms needs norms before the sublayers, because only a sublayer may "
-            f"read the norm's output: the norm_position of layer {block.layer} is {where!r}. "
-            "Leave norms out of recompute."
+            "recompute of norms needs a norm before each sublayer that only this sublayer reads: "
+            f"layer {block.layer} is a {type(block).__name__} without such norms. Leave norms out "
+            "of recompute."
         )
     if offload is not None and runs_compiled:
         raise UnsupportedError(

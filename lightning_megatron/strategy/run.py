@@ -16,7 +16,7 @@ from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.update_graph import UpdateGraph
-from lightning_megatron.graphs.user_hooks import describe_user_hook
+from lightning_megatron.graphs.user_hooks import find_refusal
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.journal import DeviceCounter
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -490,7 +490,7 @@ def _warn(sentence: str) -> None:
 def _reason_against(settings: CudaGraphs, module: LightningModule) -> str | None:
     """Return the reason why no part of a module can be captured; None if some part can."""
     if settings.mode == "full":
-        hook = describe_user_hook(module)
+        hook = find_refusal(module)
         return None if hook is None else hook[0].upper() + hook[1:]
     models = layered_modules(module)
     if len(models) == 1:

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_megatron.graphs.chunk_parts import chunk_parts
 from lightning_megatron.graphs.interception import Interception, intercepted, interceptions_of
 from lightning_megatron.graphs.observation import Observation
-from lightning_megatron.graphs.user_hooks import describe_user_hook
+from lightning_megatron.graphs.user_hooks import find_refusal
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.layers.block import PreNormBlock
@@ -149,7 +149,7 @@ def test_a_users_block_that_is_not_capturable_runs_between_graphs_with_eager_bit
     assert actual.runner.num_graphs == 2 * 2 * 3
     reasons = dict.fromkeys(("layers.1", "layers.3.mlp"), "is_capturable is False")
     assert reasons_of(actual.model) == reasons
-    assert "layers.1 must run eagerly" in (describe_user_hook(actual.model) or "")
+    assert "layers.1 must run eagerly" in (find_refusal(actual.model) or "")
 
 
 def test_a_layer_that_is_not_a_block_says_so():

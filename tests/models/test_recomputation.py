@@ -145,8 +145,8 @@ def test_settings_that_cannot_be_followed_are_refused():
 
     norms, core = {"parts": "norms"}, {"parts": "full_except_core"}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({**norms, "norm_position": "post"}, "recompute of norms needs norms before the"),
-        ({**norms, "parallel_residual": True}, "recompute of norms needs norms before the"),
+        ({**norms, "norm_position": "post"}, "recompute of norms needs a norm before each"),
+        ({**norms, "parallel_residual": True}, "recompute of norms needs a norm before each"),
         ({**core, "attention_dropout": 0.1}, "layer 1 drops 0.1 of its weights. Use"),
         ({**core, "compiled": True}, "layer 2 is compiled. Use full"),
     ]

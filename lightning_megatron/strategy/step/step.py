@@ -99,7 +99,8 @@ class Step:
     8. Graphs of whole steps, in ``around``, run in the place of 9.
     9. ``executor`` runs the schedule, whose actions call the user's step and its backward passes.
 
-    Gradients are finished after all of them.
+    Gradients are finished after all of them. In a fit, the closure of the optimizer's step calls
+    :meth:`train`: see ``TrainingState.update``.
 
     Args:
         state: Main parameters and gradients of the run, checked before and completed after a step.

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.step_graph import CapturableStep, RanStep, StepGraphs
-from lightning_megatron.graphs.user_hooks import describe_user_hook
+from lightning_megatron.graphs.user_hooks import find_refusal
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
@@ -202,9 +202,9 @@ def refuse_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
             an attribute has changed or a metric was updated. Changes of tensors in place are
             allowed, because replays repeat them.
     """
-    hook = describe_user_hook(module)
-    if hook is not None:
-        raise UnsupportedError(f"a captured {step} must not call user hooks: {hook}")
+    refusal = find_refusal(module)
+    if refusal is not None:
+        raise UnsupportedError(f"no graph may hold a whole {step}: {refusal}")
     state = ModuleState(module)
     metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
     updates = {name: metric._update_count for name, metric in metrics.items()}
