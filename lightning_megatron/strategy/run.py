@@ -159,6 +159,7 @@ class Run:
         order = self._options.custom_order
         limit = self.mixtures.row_limit
         read_missing_rows = None if limit is None else limit.start_read
+        actions = None if self.graphs is None else self.graphs.actions
         return PipelineExecutor(
             self.mesh,
             pipelined_module(self.module, self.mesh),
@@ -166,7 +167,7 @@ class Run:
             self._options.pipeline.microbatch_group_size,
             self._casts.around,
             read_missing_rows,
-            None if self.graphs is None else self.graphs.actions,
+            actions,
         )
 
     def _make_choice(self) -> ScheduleChoice | None:

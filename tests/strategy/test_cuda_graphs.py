@@ -142,7 +142,7 @@ class FailCaptures(pl.Callback):
             raise RuntimeError("no memory")
 
         graphs: Any = strategy_of(trainer).run.graphs
-        graphs._captures._runner._tools.backend.begin = begin
+        graphs._captures.runner._tools.backend.begin = begin
 
 
 def test_failed_captures_and_models_without_segments_leave_the_fit_eager():
