@@ -25,8 +25,8 @@ from lightning_megatron.cli import convert as cli_convert
 from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.swap import build_on_meta
+from lightning_megatron.swap.weights.safetensors_file import DTYPES
 from lightning_megatron.swap.weights.safetensors_folder import (
-    DTYPES,
     INDEX,
     WEIGHTS,
     SafetensorsFolder,
@@ -184,7 +184,7 @@ def join_file(header: object, data: bytes) -> bytes:
 
 ENTRY = b'"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}'
 MALFORMED: tuple[bytes, ...] = (
-    b'{"a":' * 3000 + b"1" + b"}" * 3000, b"[" * 100_000, b'{"a": NaN}', b'{"a\xff": 1}', b"{%s, %s}" % (ENTRY, ENTRY),
+    b'{"a":' * 3000 + b"1" + b"}" * 3000, b"[" * 100_000, b'{"a": NaN}', b'{"a\xff": 1}',
     b"{%s}" % ENTRY.replace(b"[2]", b"[" + b"9" * 5000 + b"]"), b"[]", b"null", b'"\\ud800"',
 )  # fmt: skip
 

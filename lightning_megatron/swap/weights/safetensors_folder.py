@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -19,9 +17,7 @@ from torch import Tensor
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.strict_json import parse_object, read_regular_file
 from lightning_megatron.swap.tensors.mapping import Slices, named
-from lightning_megatron.swap.weights.safetensors_header import DTYPES as DTYPES
-from lightning_megatron.swap.weights.safetensors_header import LENGTH_BYTES as LENGTH_BYTES
-from lightning_megatron.swap.weights.safetensors_header import StoredTensor, read_header
+from lightning_megatron.swap.weights.safetensors_file import StoredTensor, read_header
 from lightning_megatron.swap.weights.scaled_blocks import (
     ReadableTensor,
     is_read_as_numbers,
@@ -65,8 +61,6 @@ class SafetensorsFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._tensors = join_scales(_listed(self.path))
-        self._opened: dict[Path, int] = {}
-        self._opening = Lock()
 
     @staticmethod
     def exists_in(path: str | os.PathLike[str]) -> bool:
@@ -161,16 +155,7 @@ class SafetensorsFolder:
         """
         stored = self._at(name)
         slices = tuple(slice(0, size) for size in stored.shape) if slices is None else slices
-        return stored.read(slices, self._descriptor)
-
-    def _descriptor(self, path: Path) -> int:
-        # Keep the file open: a tensor may be read in hundreds of parts, and opening a file on a
-        # network takes long.
-        with self._opening:
-            if path not in self._opened:
-                self._opened[path] = os.open(path, os.O_RDONLY)
-                weakref.finalize(self, os.close, self._opened[path])
-            return self._opened[path]
+        return stored.read(slices)
 
     def _at(self, name: str) -> ReadableTensor:
         if name not in self._tensors:

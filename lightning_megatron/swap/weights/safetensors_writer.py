@@ -14,12 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.disk_sync import sync_file
-from lightning_megatron.swap.weights.safetensors_folder import (
-    DTYPES,
-    INDEX,
-    LENGTH_BYTES,
-    WEIGHTS,
-)
+from lightning_megatron.swap.weights.safetensors_file import DTYPES, LENGTH_BYTES
+from lightning_megatron.swap.weights.safetensors_folder import INDEX, WEIGHTS
 
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = {"format": "pt"}

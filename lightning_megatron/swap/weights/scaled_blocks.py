@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.swap.tensors.mapping import Slices
-from lightning_megatron.swap.weights.safetensors_header import StoredTensor
+from lightning_megatron.swap.weights.safetensors_file import StoredTensor
 
 #: Positive numbers of 4 bits (1 for the sign, 2 for the exponent, 1 for the mantissa), by their
 #: bits.
@@ -27,8 +26,6 @@ _PACKED = "_blocks"
 _SCALES = "_scales"
 _INVERSE = "_scale_inv"
 
-Descriptors = Callable[[Path], int]
-
 
 class ReadableTensor(Protocol):
     """Tensor of a folder, of which parts can be read."""
@@ -41,7 +38,7 @@ class ReadableTensor(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Return the shape (elements)."""
 
-    def read(self, slices: Slices, descriptor_of: Descriptors) -> Tensor:
+    def read(self, slices: Slices) -> Tensor:
         """Return a part of the tensor."""
 
 
@@ -68,18 +65,12 @@ class FourBitExperts:
         experts, outputs, runs = self.scales.shape
         return experts, runs * _MXFP4_BLOCK, outputs
 
-    def read(self, slices: Slices, descriptor_of: Descriptors) -> Tensor:
-        """Return a part of the weights.
-
-        Args:
-            descriptor_of: Function that opens a file.
-        """
+    def read(self, slices: Slices) -> Tensor:
+        """Return a part of the weights."""
         experts, inputs, outputs = slices
         runs = slice(inputs.start // _MXFP4_BLOCK, -(-inputs.stop // _MXFP4_BLOCK))
-        exponents = self.scales.read((experts, outputs, runs), descriptor_of)
-        packed = self.packed.read(
-            (experts, outputs, runs, slice(0, _MXFP4_BLOCK // 2)), descriptor_of
-        )
+        exponents = self.scales.read((experts, outputs, runs))
+        packed = self.packed.read((experts, outputs, runs, slice(0, _MXFP4_BLOCK // 2)))
         pair = torch.stack((packed & 0xF, packed >> 4), -1)
         positive = torch.tensor(_FOUR_BITS)
         numbers = torch.cat((positive, -positive))[pair.int()].flatten(-2)
@@ -109,19 +100,15 @@ class ScaledSquares:
         """Return the shape (elements)."""
         return self.numbers.shape
 
-    def read(self, slices: Slices, descriptor_of: Descriptors) -> Tensor:
-        """Return a part of the weight.
-
-        Args:
-            descriptor_of: Function that opens a file.
-        """
+    def read(self, slices: Slices) -> Tensor:
+        """Return a part of the weight."""
         whole = tuple(slice(0, size) for size in self.scales.shape)
-        scales = self.scales.read(whole, descriptor_of).float()
+        scales = self.scales.read(whole).float()
         rows, columns = (
             torch.arange(size)[part] // _FP8_BLOCK
             for part, size in zip(slices, self.shape, strict=True)
         )
-        numbers = self.numbers.read(slices, descriptor_of).float()
+        numbers = self.numbers.read(slices).float()
         return (numbers * scales[rows][:, columns]).to(self.dtype)
 
 
