@@ -6,15 +6,15 @@ The header is written last and marks a checkpoint as complete.
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, open_for_writing
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.settings import Pattern, Range, coerced
 from lightning_megatron.strict_json import parse_object
 
 FORMAT = 3
@@ -30,7 +30,25 @@ RANK_STATE = "rank_state."
 _MAX_HEADER_BYTES = 1 << 26
 #: Last second of the year 9999, the largest year of Python's dates (seconds since 1970).
 _MAX_SECONDS = 253402300799
-_CHECKSUM = re.compile("[0-9a-f]{8}")
+_FileName = Annotated[str, Pattern(r"(?!\.{0,2}$)[^/\\\0]+", "that is the name of a file")]
+
+
+class _StoredFile(TypedDict):
+    size: Annotated[int, Range(minimum=0)]
+    checksum: Annotated[str, Pattern("[0-9a-f]{8}", "of eight hexadecimal digits")]
+
+
+class _Stored(TypedDict):
+    """Fields of the JSON object, after its format and checksum were checked."""
+
+    layout: ParallelLayout
+    torch: str
+    files: dict[_FileName, _StoredFile]
+    global_step: int
+    epoch: int
+    saved_at: Annotated[float, Range(minimum=-_MAX_SECONDS, maximum=_MAX_SECONDS)]
+    save_number: NotRequired[int]
+    folder: str
 
 
 @dataclass(frozen=True)
@@ -109,36 +127,11 @@ class Header:
             checksum = fields.pop("checksum")
             if checksum != _sum_of(fields):
                 raise ValueError("its checksum does not match its content")
-            files = {name: _record(name, record) for name, record in fields.pop("files").items()}
-            fields["format"] = FORMAT
-            header = cls(ParallelLayout(**fields.pop("layout")), files=files, **fields)
-            header._check_values()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            stored = coerced("the header", fields, _Stored)
+            files = {name: FileRecord(**record) for name, record in stored.pop("files").items()}
+            return cls(**{**stored, "files": files, "format": FORMAT})
+        except (ValueError, KeyError, TypeError) as error:
             raise _damaged(folder, f"{type(error).__name__}: {error}") from error
-        return header
-
-    def _check_values(self) -> None:
-        for name in ("global_step", "epoch", "save_number"):
-            if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name} must be a whole number: it is {getattr(self, name)!r}")
-        if type(self.saved_at) not in (int, float) or not abs(self.saved_at) <= _MAX_SECONDS:
-            raise ValueError(f"saved_at must be seconds since 1970: it is {self.saved_at!r}")
-        for name in ("torch", "folder"):
-            if type(getattr(self, name)) is not str:
-                raise ValueError(f"{name} must be text: it is {getattr(self, name)!r}")
-
-
-def _record(name: str, record: Any) -> FileRecord:
-    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
-        raise ValueError("it lists values that are not names of files")
-    parsed = FileRecord(**record)
-    if type(parsed.size) is not int or parsed.size < 0:
-        raise ValueError(f"the size of {name} must be a number of bytes: it is {parsed.size!r}")
-    if type(parsed.checksum) is not str or not _CHECKSUM.fullmatch(parsed.checksum):
-        raise ValueError(
-            f"the checksum of {name} must be eight hexadecimal digits: it is {parsed.checksum!r}"
-        )
-    return parsed
 
 
 def _sum_of(fields: Mapping[str, Any]) -> str:

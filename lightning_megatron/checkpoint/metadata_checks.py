@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import prod
-from typing import Any
-
-from torch import Tensor
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
 
 from lightning_megatron.checkpoint.header import Header
-from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.plan.settings import Index, coerced, shown
 from lightning_megatron.swap.hugging_face.own_code import OWN_CODE
 
 #: Key of the optimizers' hyperparameters and parameter names.
@@ -29,171 +28,110 @@ SCALES = "fp8."
 _MAX_PADDING = 1 << 20
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) is int and value >= 0
+class _Group(TypedDict):
+    hyperparameters: dict[str, Any]
+    parameters: list[str]
+    # Checkpoints of earlier versions do not list the states.
+    states: NotRequired[list[str]]
 
 
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+class _Optimizer(TypedDict):
+    groups: list[_Group]
+    values: dict[str, dict[str, Any]]
 
 
-def _is_shape(value: Any) -> bool:
-    # torch counts elements in 64 bits, and the product must fit even if another size is 0.
-    return (
-        isinstance(value, list)
-        and all(map(_is_number, value))
-        and prod(size or 1 for size in value) < 1 << 59
-    )
+class _NumberedGroup(TypedDict):
+    params: list[Index | str]
 
 
-def _is_mapping(value: Any, inner: Callable[[Any], bool] = lambda value: True) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(name, str) and inner(item) for name, item in value.items()
-    )
+class _NumberedOptimizer(TypedDict):
+    """State of an optimizer in a file of Lightning's other strategies, as torch writes it."""
+
+    state: dict[Any, dict[str, Any]]
+    param_groups: list[_NumberedGroup]
 
 
-def _is_loop(value: Any) -> bool:
+class _OneProcess(TypedDict):
+    order: list[str]
+    aliases: dict[str, str]
+    padded_rows: dict[str, Index]
+    empty: NotRequired[dict[str, list[Index]]]
+    # The reason why the numbers are unknown takes the place of the names of an optimizer.
+    numbering: list[str | list[list[str]]]
+
+
+class _OwnCode(TypedDict):
+    tensors: dict[str, str]
+    has_other_format: bool
+
+
+class _Model(TypedDict):
+    architecture: str
+    config: dict[str, Any]
+    adapter: NotRequired[dict[str, Any] | None]
+    own_code: NotRequired[_OwnCode]
+
+
+_KINDS: Mapping[str, Any] = {
+    "epoch": Index,
+    "global_step": Index,
+    "loops": dict[str, dict[str, Any]],
+    "callbacks": dict[str, Any],
+    "lr_schedulers": list[Any],
+    "optimizer_states": list[_NumberedOptimizer],
+    OPTIMIZERS: list[_Optimizer],
+    ONE_PROCESS: _OneProcess,
+    HUGGING_FACE: dict[str, _Model],
+}
+
+
+def _has_counts(value: Any) -> bool:
     """Return whether the counts of batches and steps in a loop's state are valid."""
     if not isinstance(value, Mapping):
         return True
     counts = {"ready", "started", "processed", "completed"}
     parts = {"total", "current"}
-    if not all(_is_number(count) for name, count in value.items() if name in counts):
-        return False
+    for name, count in value.items():
+        if name in counts and (type(count) is not int or count < 0):
+            return False
     if parts & value.keys() and not all(isinstance(value.get(name), Mapping) for name in parts):
         return False
     inner = parts | {"optimizer", "step", "zero_grad"}
     return all(
-        isinstance(part, Mapping) and _is_loop(part) if name in inner else _is_loop(part)
+        isinstance(part, Mapping) and _has_counts(part) if name in inner else _has_counts(part)
         for name, part in value.items()
     )
 
 
-def _is_optimizer(value: Any) -> bool:
-    return (
-        _is_mapping(value)
-        and isinstance(value.get("groups"), list)
-        and all(map(_is_group, value["groups"]))
-        and _is_mapping(value.get("values"), _is_mapping)
-    )
-
-
-def _is_group(value: Any) -> bool:
-    return (
-        _is_mapping(value)
-        and _is_mapping(value.get("hyperparameters"))
-        and _is_names(value.get("parameters"))
-        and _is_names(value.get("states", []))
-    )
-
-
-def _is_plain_optimizer(value: Any) -> bool:
-    """Return whether a value has the form of an optimizer's ``state_dict``."""
-    if not _is_mapping(value) or not isinstance(value.get("state"), Mapping):
-        return False
-    groups = value.get("param_groups")
-    states = list(value["state"].values())
-    if not isinstance(groups, list) or not all(_is_mapping(group) for group in groups):
-        return False
-    if not all(isinstance(group.get("params"), list) for group in groups) or not all(
-        map(_is_mapping, states)
-    ):
-        return False
-    numbers = [number for group in groups for number in group["params"]]
-    if not all(map(_is_number, numbers)) or len(set(numbers)) < len(numbers):
-        return False
-    kinds = {
-        (key, isinstance(state_value, Tensor))
-        for state in states
-        for key, state_value in state.items()
-    }
-    return len(kinds) == len({key for key, _ in kinds})
-
-
-def _is_one_process(value: Any) -> bool:
-    return (
-        _is_mapping(value)
-        and _is_names(value.get("order"))
-        and _is_mapping(value.get("aliases"), lambda name: isinstance(name, str))
-        and _is_mapping(value.get("padded_rows"), _is_number)
-        and _is_mapping(value.get("empty", {}), _is_shape)
-        and isinstance(value.get("numbering"), list)
-        and all(
-            isinstance(entry, str) or (isinstance(entry, list) and all(map(_is_names, entry)))
-            for entry in value["numbering"]
-        )
-    )
-
-
-def _is_model(value: Any) -> bool:
-    return (
-        _is_mapping(value)
-        and isinstance(value.get("architecture"), str)
-        and _is_mapping(value.get("config"))
-        and (value.get("adapter") is None or _is_mapping(value["adapter"]))
-        and (OWN_CODE not in value or _is_own_code(value[OWN_CODE]))
-    )
-
-
-def _is_own_code(value: Any) -> bool:
-    return (
-        _is_mapping(value)
-        and _is_mapping(value.get("tensors"), lambda name: isinstance(name, str))
-        and len(set(value["tensors"].values())) == len(value["tensors"])
-        and isinstance(value.get("has_other_format"), bool)
-    )
-
-
-_LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "epoch": ("a whole number", _is_number),
-    "global_step": ("a whole number", _is_number),
-    "loops": (
-        "a mapping of loops with their counts",
-        lambda v: _is_mapping(v, _is_mapping) and _is_loop(v),
-    ),
-    "callbacks": ("a mapping", _is_mapping),
-    "lr_schedulers": ("a list", lambda value: isinstance(value, list)),
-    "optimizer_states": (
-        "a list of torch optimizer states, each with state and param_groups, with unique parameter "
-        "numbers, in which states of one name are all tensors or all plain values",
-        lambda value: isinstance(value, list) and all(map(_is_plain_optimizer, value)),
-    ),
-    OPTIMIZERS: (
-        "a list of groups and values of optimizers",
-        lambda value: isinstance(value, list) and all(map(_is_optimizer, value)),
-    ),
-    ONE_PROCESS: ("a mapping with order, aliases, padded_rows and numbering", _is_one_process),
-    HUGGING_FACE: (
-        "a mapping of models, each with architecture and config",
-        lambda v: _is_mapping(v, _is_model),
-    ),
-}
-
-
 def check_values(values: Mapping[str, Any], where: str) -> None:
-    """Validate the types of the metadata that this library reads; other values may be anything.
-
-    Args:
-        values: Metadata by name.
-
-    Raises:
-        CorruptDataError: If a value is invalid; the message names it.
-    """
-    for name, (legal, holds) in _LEGAL.items():
-        if name in values and not holds(values[name]):
-            raise _damaged(where, f"{name} must be {legal}: it is {str(values[name])[:200]!r}")
+    """Validate the types of the metadata that this library reads; other values may be anything."""
+    for name, kind in _KINDS.items():
+        if name in values:
+            try:
+                coerced(name, values[name], kind)
+            except ParallelPlanError as error:
+                raise _damaged(where, str(error).rstrip(".")) from error
+    if not _has_counts(values.get("loops")):
+        raise _damaged(where, f"loops must have whole numbers as counts: {shown(values['loops'])}")
+    for optimizer in values.get("optimizer_states", ()):
+        numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+        names = [number for number in numbers if isinstance(number, str)]
+        if names:
+            raise UnsupportedError(
+                "optimizer states of another strategy must number the parameters, as those of ddp "
+                f"and of one process do: {where} names them ({names[0]!r}), as FSDP does. Save "
+                "with ddp, or load only the weights."
+            )
+        if len(set(numbers)) < len(numbers):
+            raise _damaged(where, "optimizer_states must have unique parameter numbers")
+    for name, model in values.get(HUGGING_FACE, {}).items():
+        entries = model.get(OWN_CODE, {}).get("tensors", {}).values()
+        if len(set(entries)) < len(entries):
+            raise _damaged(where, f"the tensors of {HUGGING_FACE}.{name} must differ")
 
 
 def check_metadata(values: Mapping[str, Any], header: Header, where: str) -> None:
-    """Validate the metadata and compare its step and epoch with the header.
-
-    Args:
-        values: Metadata by name.
-        header: Header of the same checkpoint.
-
-    Raises:
-        CorruptDataError: If a value is invalid or contradicts the header; the message names it.
-    """
+    """Validate the metadata and compare its step and epoch with the header."""
     check_values(values, where)
     for name, number in (("global_step", header.global_step), ("epoch", header.epoch)):
         if name in values and values[name] != number:
@@ -206,16 +144,12 @@ def check_names(
     shapes: Mapping[str, Sequence[int]],
     where: str,
 ) -> None:
-    """Check that the names in the record of one process match the tensors of the checkpoint.
+    """Check that no tensor would be dropped, invented or used twice in one process.
 
     Args:
         one_process: The checkpoint's record of the model in one process.
         optimizers: The checkpoint's records of its optimizers.
         shapes: Full shapes of all tensors, by entry.
-
-    Raises:
-        CorruptDataError: If a tensor would be dropped, invented or used twice; the message names
-            it.
     """
     names = one_process["order"]
     aliases = one_process["aliases"]
@@ -231,7 +165,8 @@ def check_names(
         )
         wrong = {name for name, shape in one_process["empty"].items() if 0 not in shape}
         _check_same_names("tensors without values have elements", wrong, where)
-    _check_same_names("a name occurs twice", _duplicates(names), where)
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    _check_same_names("a name occurs twice", twice, where)
     for name, rows in one_process["padded_rows"].items():
         shape = shapes.get(f"{MODEL}{name}")
         if shape is not None and (not shape or not shape[0] <= rows <= 2 * shape[0] + _MAX_PADDING):
@@ -285,27 +220,13 @@ def _check_optimizers(
 def check_states(
     index: int, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Iterable[str]], where: str
 ) -> None:
-    """Check that each saved optimizer state is listed in the parameter group of its parameter.
-
-    Args:
-        groups: Parameter groups with the names of parameters and of their states.
-        saved: Names of the saved states of every parameter.
-        where: Name of the checkpoint in errors.
-
-    Raises:
-        CorruptDataError: If a state is not listed; the message names it.
-    """
+    """Check that each saved optimizer state is listed in the parameter group of its parameter."""
     group_of = {name: group for group in groups for name in group["parameters"]}
     for name, keys in saved.items():
         # Checkpoints of earlier versions do not list the states.
         known = None if name not in group_of else group_of[name].get("states", keys)
         wrong = [f"{key} of {name}" for key in keys if known is None or key not in known]
         _check_same_names(f"the groups of optimizer {index} do not know", wrong, where)
-
-
-def _duplicates(names: Iterable[str]) -> set[str]:
-    earlier: set[str] = set()
-    return {name for name in names if name in earlier or earlier.add(name)}  # type: ignore[func-returns-value]
 
 
 def _check_same_names(what: str, names: Iterable[str], where: str) -> None:

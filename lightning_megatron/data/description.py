@@ -6,16 +6,16 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError
+from lightning_megatron.plan.settings import Pattern, Range, coerce_fields, shown
 from lightning_megatron.strict_json import (
     MAX_BYTES,
     parse_json,
+    parse_object,
     read_first_bytes,
     read_regular_file,
 )
@@ -28,6 +28,12 @@ REMEDY = (
 )
 CHECKSUMS = ("bin_crc32", "idx_sha256", "fields_crc32")
 log = logging.getLogger(__name__)
+
+
+_Text = Annotated[str, Pattern(".{1,4096}", "of 1 to 4096 characters")]
+_Crc32 = Annotated[str, Pattern("[0-9a-f]{8}", "of 8 hexadecimal digits")]
+_Sha256 = Annotated[str, Pattern("[0-9a-f]{64}", "of 64 hexadecimal digits")]
+_Count = Annotated[int, Range(minimum=0, maximum=2**63 - 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +50,21 @@ class CorpusDescription:
         num_documents: Number of documents, empty ones included.
         num_tokens: Number of tokens of all documents.
         num_bytes: Size of the text in UTF-8, to compute bits per byte (bytes).
-        bin_crc32: CRC-32 of ``.bin`` as 8 hexadecimal digits.
-        idx_sha256: SHA-256 of ``.idx`` as 64 hexadecimal digits.
-        fields_crc32: CRC-32 of all other fields as 8 hexadecimal digits.
+        bin_crc32: CRC-32 of ``.bin``.
+        idx_sha256: SHA-256 of ``.idx``.
+        fields_crc32: CRC-32 of all other fields.
     """
 
-    tokenizer: str | None
-    tokenizer_fingerprint: str | None
-    vocab_size: int | None
-    eod: int | None
-    num_documents: int
-    num_tokens: int
-    num_bytes: int
-    bin_crc32: str | None = dataclasses.field(default=None, compare=False)
-    idx_sha256: str | None = dataclasses.field(default=None, compare=False)
-    fields_crc32: str | None = dataclasses.field(default=None, compare=False)
+    tokenizer: _Text | None
+    tokenizer_fingerprint: _Text | None
+    vocab_size: Annotated[int, Range(minimum=1, maximum=2**31)] | None
+    eod: _Count | None
+    num_documents: _Count
+    num_tokens: _Count
+    num_bytes: _Count
+    bin_crc32: _Crc32 | None = dataclasses.field(default=None, compare=False)
+    idx_sha256: _Sha256 | None = dataclasses.field(default=None, compare=False)
+    fields_crc32: _Crc32 | None = dataclasses.field(default=None, compare=False)
 
     def checksum_of_fields(self) -> str:
         """Return the CRC-32 of all fields except ``fields_crc32``."""
@@ -66,6 +72,31 @@ class CorpusDescription:
             dataclasses.asdict(dataclasses.replace(self, fields_crc32=None)), sort_keys=True
         )
         return f"{zlib.crc32(content.encode()):08x}"
+
+    def check(self, source: str) -> None:
+        """Check the types and ranges of the fields, and that those of the tokenizer fit together.
+
+        Args:
+            source: Name of the file, for errors.
+
+        Raises:
+            CorruptDataError: If a field has a wrong type or is out of range.
+        """
+        try:
+            coerce_fields(self, f"{source}: ")
+        except ParallelPlanError as error:
+            raise CorruptDataError(f"{error} {REMEDY}") from error
+        required = (self.tokenizer, self.tokenizer_fingerprint, self.vocab_size)
+        if None in required and (*required, self.eod) != (None, None, None, None):
+            raise CorruptDataError(
+                f"{source}: tokenizer, tokenizer_fingerprint and vocab_size must all be given, or "
+                f"all be null as well as eod: they are {required} and {self.eod}. {REMEDY}"
+            )
+        if self.eod is not None and self.eod >= (self.vocab_size or 0):
+            raise CorruptDataError(
+                f"{source}: eod must be below vocab_size ({self.vocab_size}): it is {self.eod}. "
+                f"{REMEDY}"
+            )
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(CorpusDescription))
@@ -98,9 +129,7 @@ def read_description(prefix: str | os.PathLike[str]) -> CorpusDescription | None
             path,
         )
         return None
-    content = parse_json(read_regular_file(path, REMEDY), str(path), REMEDY)
-    fields = check_fields(content, str(path))
-    return CorpusDescription(**{name: fields[name] for name in FIELDS if name in fields})
+    return _described(parse_object(read_regular_file(path, REMEDY), str(path), REMEDY), str(path))
 
 
 def write_description(prefix: str | os.PathLike[str], description: CorpusDescription) -> None:
@@ -124,17 +153,12 @@ def write_description(prefix: str | os.PathLike[str], description: CorpusDescrip
             f"{path} exists and is not a corpus description. Move it away, or choose another "
             "output."
         )
-    content = content_of(description)
-    check_fields(content, str(path))
+    complete = dataclasses.replace(description, fields_crc32=description.checksum_of_fields())
+    complete.check(str(path))
+    content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(complete)}
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
-
-
-def content_of(description: CorpusDescription) -> dict[str, Any]:
-    """Return the JSON object of a description, including the checksum of its fields."""
-    complete = dataclasses.replace(description, fields_crc32=description.checksum_of_fields())
-    return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(complete)}
 
 
 def _is_replaceable(path: Path) -> bool:
@@ -168,82 +192,34 @@ def _start_of(path: Path) -> bytes | None:
         return None
 
 
-def check_fields(content: Any, source: str) -> dict[str, Any]:
-    """Validate the names, types and ranges of a description's fields, and return the fields.
-
-    Args:
-        content: Parsed JSON.
-        source: Name of the file, for errors.
-
-    Raises:
-        CorruptDataError: If a field is missing, unknown, of a wrong type or out of range.
-    """
-    if not isinstance(content, dict):
+def _described(content: dict[str, Any], source: str) -> CorpusDescription:
+    """Return the description in the object of a file, after a check of its names and values."""
+    given = {name: content.get(name) for name in ("format", "version")}
+    if given["format"] != FORMAT or type(given["version"]) is not int:
         raise CorruptDataError(
-            f"{source} must be one JSON object: it is {_shown(content)}. {REMEDY}"
+            f"{source}: format must be {FORMAT!r}, and version a whole number: they are "
+            f"{shown(given['format'])} and {shown(given['version'])}. {REMEDY}"
         )
-    if content.get("format") != FORMAT:
+    version = given["version"]
+    if version not in (1, VERSION):
         raise CorruptDataError(
-            f"{source}: format must be {FORMAT!r}: it is {_shown(content.get('format'))}. {REMEDY}"
+            f"{source}: version must be 1 or {VERSION}: it is {shown(version)}. {REMEDY}"
         )
-    version = content.get("version")
-    if type(version) is not int or version not in (1, VERSION):
-        raise CorruptDataError(
-            f"{source}: version must be 1 or {VERSION}: it is {_shown(version)}. {REMEDY}"
-        )
-    expected = {"format", "version", *FIELDS} - (set(CHECKSUMS) if version == 1 else set())
+    newer = CHECKSUMS if version == 1 else ()
+    expected = {"format", "version", *FIELDS} - {*newer}
     if set(content) != expected:
         missing = sorted(expected - set(content))
         unknown = sorted(set(content) - expected)
         raise CorruptDataError(
             f"{source}: version {version} has the fields {', '.join(sorted(expected))}: missing "
-            f"are {missing}, unknown are {_shown(unknown)}. {REMEDY}"
+            f"are {missing}, unknown are {shown(unknown)}. {REMEDY}"
         )
-    for name, (rule, holds) in _rules(content, version).items():
-        if not holds(content[name]):
-            raise CorruptDataError(
-                f"{source}: {name} must be {rule}: it is {_shown(content[name])}. {REMEDY}"
-            )
-    return content
-
-
-def _rules(content: dict[str, Any], version: int) -> dict[str, tuple[str, Callable[[Any], bool]]]:
-    has_tokenizer = version == 1 or content["tokenizer"] is not None
-    vocab_size = content["vocab_size"] if type(content["vocab_size"]) is int else 0
-    text = ("a text of 1 to 4096 characters", lambda v: isinstance(v, str) and 0 < len(v) <= 4096)
-    unknown: tuple[str, Callable[[Any], bool]] = ("null where tokenizer is", lambda v: v is None)
-    eod_rule, is_eod = _integer(0, vocab_size - 1)
-    rules = {
-        "tokenizer": text,
-        "tokenizer_fingerprint": text,
-        "vocab_size": _integer(1, 2**31),
-        "eod": (f"null or {eod_rule}", lambda v: v is None or is_eod(v)),
-    }
-    if not has_tokenizer:
-        rules = dict.fromkeys(rules, unknown)
-    for count in ("num_documents", "num_tokens", "num_bytes"):
-        rules[count] = _integer(0, 2**63 - 1)
-    if version != 1:
-        for name in CHECKSUMS:
-            rules[name] = _digits(64 if "sha256" in name else 8)
-    return rules
-
-
-def _integer(low: int, high: int) -> tuple[str, Callable[[Any], bool]]:
-    # `type` instead of `isinstance`, because True is an instance of int.
-    return (
-        f"a whole number in [{low}, {high}]",
-        lambda value: type(value) is int and low <= value <= high,
-    )
-
-
-def _digits(count: int) -> tuple[str, Callable[[Any], bool]]:
-    def holds(value: Any) -> bool:
-        return isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{count}}}", value) is not None
-
-    return f"{count} hexadecimal digits", holds
-
-
-def _shown(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    required = ("tokenizer",) if version == 1 else CHECKSUMS
+    absent = [name for name in required if content[name] is None]
+    if absent:
+        raise CorruptDataError(
+            f"{source}: {', '.join(absent)} of version {version} must be text: it is null. {REMEDY}"
+        )
+    description = CorpusDescription(**{n: content[n] for n in FIELDS if n in content})
+    description.check(source)
+    return description

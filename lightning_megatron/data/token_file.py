@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from lightning_megatron.data.description import (
     CorpusDescription,
-    check_fields,
-    content_of,
     description_path,
     read_description,
     write_description,
@@ -238,7 +236,7 @@ class TokenFileWriter:
         self._documents: list[int] = [0]
         self._crc32 = 0
         # Validate the description of the tokenizer now, instead of after hours of tokenization.
-        check_fields(content_of(self._describe("0" * 64)), f"the description of {self.prefix}")
+        self._describe("0" * 64).check(f"the description of {self.prefix}")
 
     def __enter__(self) -> TokenFileWriter:
         bin_path(self.prefix).parent.mkdir(parents=True, exist_ok=True)

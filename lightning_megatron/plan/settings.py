@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import reprlib
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,17 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import timedelta
 from difflib import get_close_matches
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from lightning_megatron.errors import ParallelPlanError
 
@@ -100,6 +111,21 @@ class Range:
         return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """Texts that a regular expression matches as a whole, and their description in errors."""
+
+    regex: str
+    words: str
+
+    def holds(self, value: str) -> bool:
+        """Return whether a text matches."""
+        return re.fullmatch(self.regex, value, re.DOTALL) is not None
+
+    def __str__(self) -> str:
+        return self.words
+
+
 #: A number of items, at least one.
 Count = Annotated[int, Range(minimum=1, maximum=MOST)]
 #: An index, counted from 0.
@@ -158,8 +184,9 @@ def coerced(name: str, value: Any, kind: Any) -> Any:
     Args:
         value: Value that the user gave.
         kind: Annotation: bool, int, float, str, None, timedelta, ``Literal``, ``Annotated`` with a
-            :class:`Range`, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, ``Callable``, a
-            dataclass, ``Any``, or a union of these.
+            :class:`Range` or a :class:`Pattern`, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``,
+            ``Callable``, a dataclass, a ``TypedDict``, whose mapping may have further names, any
+            other class, ``Any``, or a union of these.
 
     Raises:
         ParallelPlanError: As for :func:`coerce_fields`.
@@ -212,14 +239,14 @@ class _ShortRepr(reprlib.Repr):
         return repr(x) if digits <= 40 else f"a whole number of {digits} digits"
 
 
-def _alternatives(kind: Any) -> list[tuple[Any, Range | None]]:
+def _alternatives(kind: Any) -> list[tuple[Any, Range | Pattern | None]]:
     """List the types that an annotation allows, each with its range of values."""
     origin = get_origin(kind)
     args = get_args(kind)
     if origin in (Union, types.UnionType):
         return [alternative for member in args for alternative in _alternatives(member)]
     if origin is Annotated:
-        bounds = next((note for note in args[1:] if isinstance(note, Range)), None)
+        bounds = next((note for note in args[1:] if isinstance(note, Range | Pattern)), None)
         return [(bare, bounds) for bare, _ in _alternatives(args[0])]
     return [(kind, None)]
 
@@ -245,6 +272,8 @@ def _is_of(value: Any, kind: Any) -> bool:
         return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
     if is_dataclass(kind):
         return isinstance(value, Mapping | kind)
+    if is_typeddict(kind):
+        return isinstance(value, Mapping)
     return isinstance(value, Mapping if origin is dict else kind)
 
 
@@ -303,6 +332,8 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
         }
     if is_dataclass(kind) and isinstance(value, Mapping):
         return _record(name, value, kind)
+    if is_typeddict(kind):
+        return _typed_mapping(name, value, kind)
     return value
 
 
@@ -328,15 +359,29 @@ def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
             raise ParallelPlanError(
                 f"{name} has no setting {shown(key)}. Its settings are {', '.join(known)}.{hint}"
             )
-    missing = [field for field in required if field not in value]
-    if missing:
-        raise ParallelPlanError(
-            f"{name} must have {', '.join(missing)}: it has {', '.join(value) or 'nothing'}."
-        )
+    _check_has(name, value, required)
     return kind(**value)
 
 
-def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
+def _typed_mapping(name: str, value: Mapping[Any, Any], kind: Any) -> dict[Any, Any]:
+    """Return a mapping whose named values have the types that a ``TypedDict`` gives them."""
+    kinds = get_type_hints(kind, include_extras=True)
+    _check_has(name, value, [key for key in kinds if get_origin(kinds[key]) is not NotRequired])
+    converted = dict(value)
+    for key in kinds.keys() & value.keys():
+        bare = get_args(kinds[key])[0] if get_origin(kinds[key]) is NotRequired else kinds[key]
+        converted[key] = coerced(f"{name}.{key}", value[key], bare)
+    return converted
+
+
+def _check_has(name: str, value: Mapping[Any, Any], required: Sequence[str]) -> None:
+    missing = [key for key in required if key not in value]
+    if missing:
+        present = ", ".join(map(str, value)) or "nothing"
+        raise ParallelPlanError(f"{name} must have {', '.join(missing)}: it has {present[:200]}.")
+
+
+def _words(kind: Any, bounds: Range | Pattern | None, value: Any) -> tuple[str, ...]:
     """Return descriptions of the legal values of one type."""
     origin = get_origin(kind)
     args = get_args(kind)
@@ -354,6 +399,8 @@ def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
         return ("a function",)
     if is_dataclass(kind):
         return (f"{_type_name(kind)} or a mapping of its settings",)
+    if is_typeddict(kind):
+        return (f"a mapping with {', '.join(get_type_hints(kind))}",)
     names = {
         bool: "True or False",
         int: "a whole number",
@@ -366,8 +413,10 @@ def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
     return ("None" if kind in (None, type(None)) else _type_name(kind),)
 
 
-def _shown_bounds(bounds: Range, value: Any) -> str:
+def _shown_bounds(bounds: Range | Pattern, value: Any) -> str:
     """Return a range in words, without the limit of an integer type unless the value exceeds it."""
+    if isinstance(bounds, Pattern):
+        return str(bounds)
     breaks = (
         bounds.maximum is not None and isinstance(value, int | float) and value > bounds.maximum
     )

@@ -148,22 +148,22 @@ def setter_of(value: Any, *keys: str) -> Callable[[dict[str, Any]], Any]:
     return edit
 
 
-RANDOM = "random must be a seed and a position of whole numbers: it is"
-STATES = "generators must be states of the generators of torch, NumPy and Python: it is"
 EDITS: tuple[tuple[Callable[[dict[str, Any]], Any], str], ...] = (
-    (lambda values: values.pop("random"), "random is missing"),
-    (setter_of({}, "dataloaders"), "dataloaders must be a list: it is"),
-    (setter_of("7", "random", "seed"), RANDOM),
-    (setter_of(True, "random", "seed"), RANDOM),
-    (setter_of({"step": 0.5}, "random", "position"), RANDOM),
-    (setter_of(-1, "random", "position", "step"), RANDOM),
-    (setter_of({}, "generators"), STATES),
-    (setter_of(torch.zeros(4), "generators", "torch"), STATES),
-    (setter_of(torch.full((624,), -1), "generators", "numpy", "keys"), STATES),
-    (setter_of(10**30, "generators", "numpy", "position"), STATES),
-    (setter_of(float("nan"), "generators", "numpy", "gauss"), STATES),
-    (setter_of("2", "generators", "python", "version"), STATES),
-    (setter_of(torch.full((625,), 999), "generators", "python", "internal"), STATES),
+    (
+        lambda values: values.pop("random"),
+        "rank_state must have random: it has generators, dataloa",
+    ),
+    (setter_of({}, "dataloaders"), "dataloaders must be a list"),
+    (setter_of("7", "random", "seed"), "random.seed must be a whole number: it is '7'"),
+    (setter_of(True, "random", "seed"), "random.seed must be a whole number: it is True"),
+    (setter_of({"step": 0.5}, "random", "position"), r"random.position\['step'\] must be"),
+    (setter_of(-1, "random", "position", "step"), r"random.position\['step'\] must be"),
+    (setter_of({}, "generators"), "generators must have torch, numpy, python: it has nothing"),
+    (setter_of([1], "generators", "torch"), "generators.torch must be Tensor"),
+    (setter_of(None, "generators", "numpy", "keys"), "generators.numpy.keys must be Tensor"),
+    (setter_of(10**30, "generators", "numpy", "position"), "numpy.position must be a whole number"),
+    (setter_of(float("nan"), "generators", "numpy", "gauss"), "gauss must be a finite number"),
+    (setter_of("2", "generators", "python", "version"), "python.version must be 3: it is '2'"),
 )
 
 
@@ -172,7 +172,7 @@ def test_damaged_values_of_a_rank_state_are_refused_by_name():
         values = intact_state()
         check_rank_state(values, "rank 0 in a")
         edit(values)
-        words = f"that of rank 0 in a is damaged: {message}.*Use another checkpoint"
+        words = f"that of rank 0 in a is damaged: .*{message}.*Use another checkpoint"
         with pytest.raises(CorruptDataError, match=words):
             check_rank_state(values, "rank 0 in a")
 
@@ -189,8 +189,11 @@ def test_a_fit_does_not_resume_from_a_rank_state_with_missing_values(tmp_path, m
 
 def test_invalid_generator_states_are_refused_and_change_no_generator():
     before = torch.get_rng_state()
-    for state in (torch.zeros(3, dtype=torch.uint8), torch.full_like(before, 255)):
-        values = {**intact_state()["generators"], "torch": state}
+    bytes_of_torch = (torch.zeros(3, dtype=torch.uint8), torch.full_like(before, 255))
+    changes = [{"torch": state} for state in bytes_of_torch]
+    changes += [{"python": {"version": 3, "internal": torch.full((625,), 999), "next_gauss": None}}]
+    for change in changes:
+        values = intact_state()["generators"] | change
         message = "rank 0 in a is damaged: a random generator does not accept its state"
         with pytest.raises(CorruptDataError, match=message), name_damaged_states("rank 0 in a"):
             restore_random_states(values, CPU)
@@ -261,17 +264,18 @@ READ_EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "callbacks": (lambda values: values.update(callbacks=b"x"), "callbacks must be a mapping"),
     "schedules": (lambda values: values.update(lr_schedulers=1), "lr_schedulers must be a list"),
     "epoch": (lambda values: values.update(epoch=-1), "epoch must be a whole number"),
-    "optimizers": (lambda values: values.update(optimizer_states=[-1]), "a list of torch optimizer states"),
-    "state": (lambda values: first_state(values).update(exp_avg=1.5), "optimizer_states must be"),
-    "step": (lambda values: first_state(values).update(step=None), "optimizer_states must be"),
+    "optimizers": (lambda values: values.update(optimizer_states=[-1]), r"optimizer_states\[0\] must be"),
+    "named": (
+        lambda values: optimizer_of(values)["param_groups"][0].update(params=["weight"]), "FSDP.*Save with ddp",
+    ),
     "numbers": (
         lambda values: values["optimizer_states"][0]["param_groups"][0]["params"].append(0), "unique parameter numbers",
     ),
-    "count": (lambda values: fit_loop_of(values)["epoch_progress"]["total"].update(completed="x"), "loops must be"),
-    "current": (lambda values: fit_loop_of(values)["epoch_progress"].pop("current"), "loops must be"),
+    "count": (lambda values: fit_loop_of(values)["epoch_progress"]["total"].update(completed="x"), "loops must have"),
+    "current": (lambda values: fit_loop_of(values)["epoch_progress"].pop("current"), "loops must have"),
     "optimizer of a loop": (
         lambda values: fit_loop_of(values)["epoch_loop.automatic_optimization.optim_progress"].update(optimizer=None),
-        "loops must be",
+        "loops must have",
     ),
 }  # fmt: skip
 
@@ -293,6 +297,8 @@ def all_moments(values: dict[str, Any], function: Any) -> None:
 
 #: Edits that resuming refuses.
 RESUME_EDITS: dict[str, tuple[Any, str]] = {
+    "a moment is plain": (lambda values: first_state(values).update(exp_avg=1.5), "'exp_avg' of 'model.*other param"),
+    "a step is None": (lambda values: first_state(values).update(step=None), "'step' of 'model.*other param"),
     "a moment is missing": (lambda values: first_matrix(values).pop("exp_avg_sq"), "'exp_avg_sq' of 'model"),
     "a moment is a number": (lambda values: replace_moment(values, torch.sum), "'exp_avg' of 'model.*other parameter"),
     "a moment is flat": (lambda values: replace_moment(values, torch.flatten), "'exp_avg' of 'model.*other parameter"),

@@ -298,7 +298,8 @@ class RunCheckpoints:
         state = load_rank_state(stored, mesh, self.weights_only)
         self._loaded_from = f"rank {state.rank} in {stored.checkpoint.path}"
         check_rank_state(state.values, self._loaded_from)
-        mesh.random.load_state_dict(state.values["random"])
+        with name_damaged_states(self._loaded_from):
+            mesh.random.load_state_dict(state.values["random"])
         if state.same_data:
             self._random_states = state.values["generators"]
         else:

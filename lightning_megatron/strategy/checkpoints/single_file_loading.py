@@ -168,8 +168,7 @@ def load_full_optimizer(
         for number, name in zip(group["params"], named_numbers(group, group_names), strict=True):
             state_of[name] = saved["state"].get(number, {})
             _check_shapes(name, state_of[name], full)
-    is_of_torch = type(optimizer).__module__.startswith("torch.optim")
-    check_states(names, state_of, full, is_of_torch)
+    check_states(names, state_of, full)
     complaints = _load_states(optimizer, main, models, state_of, full)
     # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
     all_complaints = [

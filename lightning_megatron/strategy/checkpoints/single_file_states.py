@@ -4,69 +4,63 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from torch import Tensor
 
-from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CorruptDataError,
+    ParallelPlanError,
+)
+from lightning_megatron.plan.settings import Index, Pattern, coerced, shown
 
-#: States of torch's optimizers that have the shape of their parameter.
-_SHAPED = frozenset(
-    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta"}
-    | {"grad_avg", "exp_inf", "prev"}
+#: States of schedulers from which rates are computed.
+_OF_RATES = ("last_epoch", "_step_count", "base_lrs", "lr_lambdas", "_schedulers", "milestones")
+
+
+class _Counts(TypedDict):
+    ready: Index
+    completed: Index
+
+
+class _Progress(TypedDict):
+    total: _Counts
+    current: _Counts
+
+
+_FitLoop = TypedDict(
+    "_FitLoop", {"epoch_progress": _Progress, "epoch_loop.batch_progress": _Progress}
 )
 
-#: Counts in Lightning's checkpoint that decide where a fit resumes.
-_PROGRESS = ("epoch_progress", "epoch_loop.batch_progress")
+
+class _Loops(TypedDict):
+    fit_loop: _FitLoop
+
+
+#: Entries that Lightning reads, and those that it reads only if a fit resumes.
+_READ: Mapping[str, Any] = {
+    "pytorch-lightning_version": Annotated[str, Pattern(r"\d.*", "that begins with a digit")]
+}
+_RESUMED: Mapping[str, Any] = {"loops": _Loops, "lr_schedulers": list[Any]}
 
 
 def check_entries(checkpoint: Mapping[str, Any], path: str, *, is_resumed: bool) -> None:
-    """Refuse a file without the entries that Lightning reads.
-
-    Args:
-        checkpoint: Content of the file.
-        path: Path of the file, for errors.
-        is_resumed: Whether a fit resumes from the file.
-
-    Raises:
-        CorruptDataError: If an entry is missing or has no legal value.
-    """
-    reason = None
-    version = checkpoint.get("pytorch-lightning_version")
-    if not (isinstance(version, str) and version[:1].isdigit()):
-        reason = f"pytorch-lightning_version is {version!r} and must be the version that wrote it"
-    loops = checkpoint.get("loops")
-    if is_resumed and not isinstance(loops, Mapping):
-        reason = f"loops is {loops!r} and must be a mapping of loops with their counts"
-    elif is_resumed and isinstance(loops, Mapping):
-        if "lr_schedulers" not in checkpoint:
-            reason = "lr_schedulers is missing"
-        loop = loops.get("fit_loop")
-        counts = loop if isinstance(loop, Mapping) else {}
-        missing = [name for name in _PROGRESS if not _has_counts(counts.get(name))]
-        if missing:
-            reason = f"loops.fit_loop has no complete counts {missing[0]!r}"
-    if reason is not None:
-        raise CorruptDataError(
-            f"a checkpoint file must be written by Lightning: in {path} {reason}. The file is "
-            "damaged or edited. Use another checkpoint, or load the weights in your module."
-        )
+    """Refuse a file without the entries that Lightning reads."""
+    for name, kind in {**_READ, **(_RESUMED if is_resumed else {})}.items():
+        try:
+            coerced(name, checkpoint.get(name), kind)
+        except ParallelPlanError as error:
+            raise CorruptDataError(
+                f"a checkpoint file must be written by Lightning: in {path} {error} The file is "
+                "damaged or edited. Use another checkpoint, or load the weights in your module."
+            ) from error
 
 
 def check_training_states(
     checkpoint: Mapping[str, Any], optimizers: Sequence[Any], schedulers: Sequence[Any]
 ) -> None:
-    """Refuse a file whose optimizers and schedulers are not those of the module.
-
-    Args:
-        checkpoint: Content of the file.
-        optimizers: Optimizers of the module.
-        schedulers: Learning rate schedulers of the module.
-
-    Raises:
-        CheckpointMismatchError: If the file has another number of optimizers.
-        CorruptDataError: If the state of a scheduler lacks a value that rates are computed from.
-    """
+    """Refuse a file whose optimizers and schedulers are not those of the module."""
     states = checkpoint["optimizer_states"]
     if len(optimizers) != len(states):
         raise CheckpointMismatchError(
@@ -74,14 +68,29 @@ def check_training_states(
             f"configure_optimizers returns {len(optimizers)}. States would be loaded into the "
             "wrong optimizers. Restore configure_optimizers as it was, or load only the weights."
         )
-    _check_schedulers(schedulers, checkpoint.get("lr_schedulers", ()))
+    # Further states of schedulers in the file are ignored, as by Lightning.
+    for scheduler, state in zip(schedulers, checkpoint.get("lr_schedulers", ()), strict=False):
+        for key, current in scheduler.state_dict().items():
+            saved = state.get(key) if isinstance(state, Mapping) else state
+            if key in _OF_RATES and not _is_like(saved, current):
+                raise CorruptDataError(
+                    "the state of a learning rate scheduler must have the form in which it was "
+                    f"saved: {key} of {type(scheduler).__name__} is {shown(saved)} in the file, "
+                    f"and {shown(current)} in the new scheduler. The fit would continue with other "
+                    "learning rates. Restore configure_optimizers as it was, use another "
+                    "checkpoint, or load only the weights."
+                )
+
+
+def _is_like(saved: Any, current: Any) -> bool:
+    is_list = isinstance(current, list)
+    return type(saved) is type(current) and (not is_list or len(saved) == len(current))
 
 
 def check_states(
     groups: Sequence[Sequence[str]],
     states: Mapping[str, Mapping[str, Any]],
     full: Mapping[str, Any],
-    is_of_torch: bool,
 ) -> None:
     """Refuse states that differ in kind between parameters of one group.
 
@@ -92,11 +101,6 @@ def check_states(
         groups: Names of the parameters of each group.
         states: States of each parameter by key, complete tensors.
         full: Complete parameters.
-        is_of_torch: Whether the optimizer is one of ``torch.optim``, whose moments have the shape
-            of their parameter.
-
-    Raises:
-        CorruptDataError: If a state is missing, or has another kind than that of other parameters.
     """
     for names in groups:
         for num_dims in {full[name].dim() for name in names}:
@@ -115,57 +119,6 @@ def check_states(
                     f"for {len(forms) - len(wrong)} other parameter(s). The checkpoint is damaged "
                     "or edited. Use another one, or load only the weights."
                 )
-    for name, state in states.items():
-        for key, value in state.items():
-            is_sound = isinstance(value, Tensor) and _has_same_form(value, full[name])
-            if is_of_torch and key in _SHAPED and value is not None and not is_sound:
-                actual = (
-                    f"{tuple(value.shape)} and {value.dtype}"
-                    if isinstance(value, Tensor)
-                    else repr(value)[:40]
-                )
-                raise CorruptDataError(
-                    f"an optimizer's state must have the shape and dtype of its parameter: {key!r} "
-                    f"of {name!r} is {actual}, the parameter is {tuple(full[name].shape)} and "
-                    f"{full[name].dtype}. The checkpoint is damaged or edited, or its parameters "
-                    "were numbered in another order. Use another one, or load only the weights."
-                )
-
-
-def _check_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> None:
-    """Refuse states without the values that rates are computed from.
-
-    Further states in the file are ignored, as by Lightning.
-    """
-    for number, (scheduler, state) in enumerate(zip(schedulers, saved, strict=False)):
-        reason = None
-        if not isinstance(state, Mapping):
-            reason = f"{state!r} is not a mapping"
-        else:
-            for key, current in scheduler.state_dict().items():
-                if key in ("last_epoch", "_step_count") and type(state.get(key)) is not int:
-                    reason = f"{key} is {state.get(key)!r} and must be a whole number"
-                is_list = key in ("lr_lambdas", "_schedulers", "milestones")
-                if is_list and type(state.get(key)) is not type(current):
-                    reason = f"{key} is {state.get(key)!r} and must be a {type(current).__name__}"
-                if key == "base_lrs" and not _are_rates(state.get(key), current):
-                    reason = (
-                        f"{key} is {state.get(key)!r} and must be a list of {len(current)} rates"
-                    )
-        if reason is not None:
-            raise CorruptDataError(
-                "the state of a learning rate scheduler must have the form in which it was saved: "
-                f"in the state of scheduler {number} ({type(scheduler).__name__}) {reason}. The "
-                "fit would continue with other learning rates. Restore configure_optimizers as it "
-                "was, use another checkpoint, or load only the weights."
-            )
-
-
-def _has_counts(progress: Any) -> bool:
-    return isinstance(progress, Mapping) and all(
-        isinstance(progress.get(part), Mapping) and {"ready", "completed"} <= progress[part].keys()
-        for part in ("total", "current")
-    )
 
 
 def _kind_of(key: str, value: Any, parameter: Tensor) -> tuple[Any, ...]:
@@ -175,18 +128,3 @@ def _kind_of(key: str, value: Any, parameter: Tensor) -> tuple[Any, ...]:
     is_like = tuple(value.shape) == tuple(parameter.shape)
     shape = "like" if is_like and key != "step" and parameter.dim() else value.dim()
     return True, shape, value.is_floating_point(), value.is_complex()
-
-
-def _has_same_form(value: Tensor, parameter: Tensor) -> bool:
-    return value.shape == parameter.shape and (
-        value.is_floating_point() == parameter.is_floating_point()
-        and value.is_complex() == parameter.is_complex()
-    )
-
-
-def _are_rates(value: Any, current: Sequence[Any]) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == len(current)
-        and all(isinstance(rate, (int, float, Tensor)) for rate in value)
-    )
