@@ -27,9 +27,6 @@ def read_first_bytes(path: Path, num_bytes: int, remedy: str = "") -> bytes:
         path: Regular file, or a link to one.
         num_bytes: Largest number of bytes to read.
         remedy: Last sentence of an error, with a way to obtain an intact file.
-
-    Raises:
-        CorruptDataError: If the path is missing, unreadable, a directory, a pipe or a device.
     """
     try:
         # Check the kind before opening: opening a pipe would block until a writer appears.
@@ -50,10 +47,6 @@ def read_regular_file(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> by
         path: Regular file, or a link to one.
         remedy: Last sentence of an error, with a way to obtain an intact file.
         max_bytes: Largest accepted size.
-
-    Raises:
-        CorruptDataError: If the path is missing, unreadable, a directory, a pipe or a device, or
-            the file is too large.
     """
     content = read_first_bytes(path, max_bytes + 1, remedy)
     if len(content) > max_bytes:
@@ -64,22 +57,14 @@ def read_regular_file(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> by
 
 
 def read_json(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> Any:
-    """Return the value of a small JSON file that obeys the rules of ``parse_json``.
-
-    Raises:
-        CorruptDataError: If the file cannot be read, is too large, or is not strict JSON.
-    """
+    """Return the value of a small JSON file that obeys the rules of ``parse_json``."""
     return parse_json(read_regular_file(path, remedy, max_bytes), str(path), remedy)
 
 
 def parse_object(
     content: bytes, source: str, remedy: str, max_signs: int = MAX_SIGNS
 ) -> dict[str, Any]:
-    """Return the object of a JSON text that obeys the rules of ``parse_json``.
-
-    Raises:
-        CorruptDataError: If the text breaks one of the rules, or is not an object.
-    """
+    """Return the object of a JSON text that obeys the rules of ``parse_json``."""
     value = parse_json(content, source, remedy, max_signs)
     if not isinstance(value, dict):
         raise CorruptDataError(
@@ -99,9 +84,6 @@ def parse_json(content: bytes, source: str, remedy: str, max_signs: int = MAX_SI
         source: Name of the file in errors.
         remedy: Last sentence of an error.
         max_signs: Largest accepted number of commas and colons.
-
-    Raises:
-        CorruptDataError: If the text breaks one of the rules.
     """
     try:
         if content.count(b",") + content.count(b":") > max_signs:

@@ -41,7 +41,6 @@ def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list
     """Run ``action`` on every rank and return all results; if any rank fails, all ranks raise.
 
     Args:
-        action: Function that runs the step on this rank, without communication.
         what: Description of the step in errors, such as "saving ...".
 
     Raises:
@@ -67,9 +66,6 @@ def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list
 
 def run_on_first(action: Callable[[], T], axis: MeshAxis) -> T:
     """Run ``action`` on the first rank and return its result on all ranks.
-
-    Args:
-        action: Function that the first rank runs, without communication.
 
     Raises:
         Exception: On all ranks, the error of the first rank.

@@ -44,11 +44,7 @@ _TRAINING_KEYS = (OPTIMIZERS, "callbacks", "lr_schedulers", "MegatronPrecision",
 
 @dataclass(frozen=True)
 class WrittenSize:
-    """Size of a checkpoint that was written.
-
-    Args:
-        num_bytes: Size of all tensors (bytes).
-    """
+    """Size of a checkpoint that was written."""
 
     num_tensors: int
     num_bytes: int
@@ -67,18 +63,9 @@ def consolidate(
     a few of them are in memory at a time.
 
     Args:
-        out: File to write, on a mounted file system.
         weights_only: Whether to omit optimizer states and all else that only training needs.
         dtype: Dtype of the floating-point weights; None keeps the saved dtype, which is full
             precision under mixed precision.
-
-    Raises:
-        CheckpointMismatchError: If the checkpoint is incomplete or has no record of the model in
-            one process, or ``out`` is a directory.
-        CorruptDataError: If the checkpoint is damaged; the message names the file.
-        UnsupportedError: If the checkpoint contains objects other than tensors and plain values
-            and ``unsafe`` is not set, or optimizer states that do not exist in one process and
-            ``weights_only`` is not set.
     """
     verify_checkpoint(path)
     metadata = load_metadata(path, weights_only=not unsafe)
@@ -178,12 +165,7 @@ def without_training(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_one_by_one(stored: OpenCheckpoint, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Read full tensors with at most a gigabyte in memory at a time, or one larger tensor.
-
-    Args:
-        stored: Checkpoint to read.
-        names: Names of the entries to read.
-    """
+    """Read full tensors with at most a gigabyte in memory at a time, or one larger tensor."""
     batch: list[str] = []
     size = 0
     for name in names:
@@ -205,7 +187,6 @@ class _TensorsOnDisk:
     Args:
         one_process: The checkpoint's record of the model in one process: the number of rows of
             padded tensors, and the shapes of tensors without elements.
-        saved: All entries of the checkpoint.
     """
 
     def __init__(
@@ -227,10 +208,8 @@ class _TensorsOnDisk:
         """Store a full tensor, with the padding of the model in one process.
 
         Args:
-            entry: Name of the tensor in the checkpoint.
             name: Name of the parameter; for an optimizer state, the parameter to which the state
                 belongs.
-            full: Tensor without padding.
         """
         shape = list(full.shape)
         weights = self._saved.get(f"{MODEL}{name}")

@@ -41,13 +41,7 @@ _NEW_HEADER = f"{HEADER}.new"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Complete checkpoint that is ready to be read.
-
-    Args:
-        path: Path or URL of the checkpoint.
-        header: Header of the checkpoint.
-        folder: Folder of the checkpoint's files.
-    """
+    """Complete checkpoint that is ready to be read."""
 
     path: str
     header: Header
@@ -189,13 +183,7 @@ def is_sharded_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Return the checkpoint at ``path`` for reading.
-
-    Raises:
-        CheckpointMismatchError: If there is no complete checkpoint.
-        CorruptDataError: If the header is damaged.
-        UnsupportedError: If the checkpoint has an unknown format version.
-    """
+    """Return the checkpoint at ``path`` for reading."""
     root = _readable(path)
     if not root.exists(HEADER):
         raise CheckpointMismatchError(
@@ -221,7 +209,6 @@ def link_checkpoint(link: str | os.PathLike[str], target: str | os.PathLike[str]
     Args:
         link: Path of the link. A link or file there is replaced atomically; a directory is removed
             first.
-        target: Checkpoint to which the link points.
     """
     path = Path(link)
     new = unfinished_path(path)

@@ -23,7 +23,6 @@ class Entry:
 
     Args:
         tensor: Local tensor; a ``FlatSlice`` has one dimension.
-        placement: Placement of the local tensor in the full tensor.
         is_exclusive: Whether, among the data-parallel ranks (for expert parameters: among the ranks
             with the same experts), only this rank has these elements, and therefore writes them.
             Otherwise these ranks have equal tensors, and each of them writes some pieces.
@@ -77,10 +76,6 @@ def assign_writers(sizes: Sequence[int], num_writers: int) -> list[int]:
 
     The first writer gets all small pieces. The others are assigned in order of decreasing size,
     each to the writer with the smallest load.
-
-    Args:
-        sizes: Size of every piece (bytes).
-        num_writers: Number of ranks with the same pieces.
 
     Returns:
         Index of the writer of every piece

@@ -56,16 +56,10 @@ class Header:
     """Description of a complete checkpoint.
 
     Args:
-        layout: Layout of the job that saved the checkpoint.
-        torch: Version of torch that saved the checkpoint.
-        files: Size and checksum of every other file, by name.
-        global_step: Number of optimizer steps taken.
-        epoch: Epoch in which the checkpoint was saved.
         saved_at: Time of the save (seconds since 1970).
         save_number: Number of the save, larger than those of all checkpoints beside it at that
             time; 0 if a version without these numbers saved it.
         folder: Folder of the files, relative to the header; "." is the header's own folder.
-        format: Version of the directory's format.
     """
 
     layout: ParallelLayout
@@ -96,12 +90,7 @@ class Header:
 
     @classmethod
     def read(cls, folder: Folder) -> Header:
-        """Read the header of a folder.
-
-        Raises:
-            CorruptDataError: If the header is missing or damaged.
-            UnsupportedError: If it has another format version.
-        """
+        """Read the header of a folder."""
         try:
             with folder.open(HEADER) as file:
                 content = file.read(_MAX_HEADER_BYTES + 1)

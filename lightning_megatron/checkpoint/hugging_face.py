@@ -45,10 +45,6 @@ from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Describe every Hugging Face model inside a module: its class, configuration and adapter.
 
-    Args:
-        module: LightningModule or other root module.
-        one_process: Names of the tensors that the module has in one process.
-
     Returns:
         Record of each model for the metadata of a checkpoint, by name of the model
     """
@@ -65,13 +61,7 @@ def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[s
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Hugging Face model of a checkpoint whose layers were replaced by layers of this package.
-
-    Args:
-        prefix: Prefix of the names of its entries.
-        family: Family of the model, which maps its tensors.
-        adapter: Adapter of the model, if it has one.
-    """
+    """Hugging Face model of a checkpoint whose layers were replaced by layers of this package."""
 
     path: str | os.PathLike[str]
     prefix: str
@@ -81,12 +71,7 @@ class SavedModel:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], name: str, record: Mapping[str, Any]) -> SavedModel:
-        """Return a model of a checkpoint.
-
-        Args:
-            name: Attribute of the LightningModule with the model.
-            record: Record of the model in the checkpoint.
-        """
+        """Return a model of a checkpoint."""
         family = family_of(record["architecture"])
         adapter = record.get("adapter")
         prefix = f"{MODEL}{name}." if name else MODEL
@@ -135,16 +120,7 @@ class SavedModel:
 def find_model(
     path: str | os.PathLike[str], name: str | None = None, unsafe: bool = False
 ) -> SavedModel | SavedOwnCodeModel:
-    """Return a Hugging Face model of a checkpoint.
-
-    Args:
-        path: Checkpoint of this library.
-        name: Attribute of the LightningModule with the model; None selects the only one.
-
-    Raises:
-        CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
-        UnsupportedError: If the model's layers were not replaced, and peft has wrapped them.
-    """
+    """Return a Hugging Face model of a checkpoint."""
     metadata = load_metadata(path, weights_only=not unsafe)
     name, record = _chosen(metadata.get(HUGGING_FACE) or {}, name, path)
     if OWN_CODE in record:
@@ -164,17 +140,10 @@ def export_model(
     """Write a model of a checkpoint as a folder for ``from_pretrained``, or its adapter for peft.
 
     Args:
-        out: Folder to write; it must not contain weights.
-        name: Attribute of the LightningModule with the model; None selects the only one.
         dtype: Dtype of the weights; None keeps the saved dtype, which is full precision under mixed
             precision.
         max_file_bytes: Maximum size of a file, unless it has a single larger tensor (bytes).
         merge: Whether to write the whole model with its adapter merged, instead of the adapter.
-
-    Raises:
-        CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
-        CorruptDataError: If the checkpoint is damaged; the message names the file.
-        UnsupportedError: If ``out`` contains weights, or there is no adapter to merge.
     """
     verify_checkpoint(path)
     saved = find_model(path, name, unsafe)
@@ -211,16 +180,6 @@ def import_model(
     """Write the weights of a local Hugging Face folder as a checkpoint.
 
     The checkpoint has no optimizer: validate, test and predict accept it as ``ckpt_path``.
-
-    Args:
-        folder: Folder of safetensors files.
-        out: Checkpoint to write; an existing one is replaced when the new one is complete.
-        name: Attribute of the LightningModule with the model.
-        dtype: Dtype of the weights; None keeps the dtype of the files.
-
-    Raises:
-        CheckpointMismatchError: If files or tensors are missing or unexpected.
-        UnsupportedError: If the family is unknown, or the model needs an unsupported feature.
     """
     source = SafetensorsFolder(folder)
     family = family_of(_architecture(source))

@@ -37,27 +37,14 @@ PieceKey: TypeAlias = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Shape and dtype of a stored piece of a tensor.
-
-    Args:
-        shape: Shape of the piece (elements).
-        dtype: Dtype of the elements.
-    """
+    """Shape and dtype of a stored piece of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
-    """Check that a tensor index is consistent and matches the files of the checkpoint.
-
-    Args:
-        index: Index that was read.
-        files: Files that the header lists.
-
-    Raises:
-        ValueError: If a check fails; the message gives the reason.
-    """
+    """Check that a tensor index is consistent and matches the files of the checkpoint."""
     if type(index.state_dict_metadata) is not dict or type(index.storage_data) is not dict:
         raise ValueError("it is not a list of tensors and their places")
     smallest: dict[tuple[str, tuple[int, ...] | None], int] = {}
@@ -81,10 +68,6 @@ def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
 
 def check_ranks(index: Metadata, world_size: int) -> None:
     """Check that the index has values of all ranks of the saved job, or only weights.
-
-    Args:
-        index: Index that was read.
-        world_size: Number of ranks of the job that saved the checkpoint (ranks).
 
     Raises:
         ValueError: If values of ranks are missing or unexpected.

@@ -39,7 +39,6 @@ class RankState:
     """Values that the rank of the saved job with the closest coordinates stored.
 
     Args:
-        values: Argument ``rank_state`` of the save on the saved rank.
         rank: Global rank of the saved rank.
         same_data: Whether the saved job divided its data among the same number of ranks. Otherwise
             the values about consumed samples are not valid for this rank.
@@ -51,12 +50,7 @@ class RankState:
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read the header of a checkpoint: layout, step, epoch and files, without unpickling.
-
-    Raises:
-        CheckpointMismatchError: If there is no complete checkpoint.
-        CorruptDataError: If the header is damaged.
-    """
+    """Read the header of a checkpoint: layout, step, epoch and files, without unpickling."""
     return find_checkpoint(path).header
 
 
@@ -64,15 +58,9 @@ def load_metadata(source: Source, weights_only: bool | None = None) -> dict[str,
     """Read the metadata of a checkpoint: the values of the whole job.
 
     Args:
-        source: Checkpoint to read.
         weights_only: False unpickles objects of any type, which can run code from the file. True
             and None accept only tensors, plain values, and types registered with
             ``torch.serialization.add_safe_globals``.
-
-    Raises:
-        CheckpointMismatchError: If there is no complete checkpoint.
-        UnsupportedError: If the file contains objects of other types; the message names them.
-        CorruptDataError: If the file is damaged.
     """
     checkpoint = (
         source.checkpoint if isinstance(source, OpenCheckpoint) else find_checkpoint(source)
@@ -113,7 +101,6 @@ def load_tensors(
 
     Raises:
         CheckpointMismatchError: On all ranks, with names and shapes.
-        CorruptDataError: If a file is damaged; the message names it.
 
     Communication: one gather of names over tp x pp; reading needs none.
     """
@@ -130,20 +117,11 @@ def load_stored(
 ) -> Match:
     """Load tensors in place from an opened checkpoint, as :func:`load_tensors` does.
 
-    Args:
-        stored: Opened checkpoint, saved under any layout.
-        tensors: Same as for :func:`load_tensors`.
-        mesh: Same as for :func:`load_tensors`.
-        strict: Same as for :func:`load_tensors`.
-        prefix: Same as for :func:`load_tensors`.
-        expected: Same as for :func:`load_tensors`.
-
     Returns:
         Names of found, missing and unexpected entries
 
     Raises:
         CheckpointMismatchError: On all ranks, with names and shapes.
-        CorruptDataError: If a file is damaged; the message names it.
 
     Communication: one gather of names over tp x pp; reading needs none.
     """
@@ -168,14 +146,6 @@ def copy_full_tensors(
 ) -> Match:
     """Load tensors in place from full tensors in memory, such as those of a single-file checkpoint.
 
-    Args:
-        full: Full tensors by the names of their entries.
-        tensors: Same as for :func:`load_tensors`.
-        mesh: Same as for :func:`load_tensors`.
-        strict: Same as for :func:`load_tensors`.
-        prefix: Same as for :func:`load_tensors`.
-        expected: Same as for :func:`load_tensors`.
-
     Raises:
         CheckpointMismatchError: On all ranks, with names and shapes.
 
@@ -192,16 +162,7 @@ def copy_full_tensors(
 def read_full(
     path: str | os.PathLike[str], names: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
-    """Read full tensors into the memory of this process.
-
-    Args:
-        path: Checkpoint, saved under any layout.
-        names: Names of the entries to read; None reads all.
-
-    Raises:
-        CheckpointMismatchError: If the checkpoint lacks an entry.
-        CorruptDataError: If a file is damaged; the message names it.
-    """
+    """Read full tensors into the memory of this process."""
     return OpenCheckpoint.open(path).read_full(names)
 
 
@@ -212,9 +173,6 @@ def load_rank_state(
 
     If the saved layout is smaller along an axis and lacks this rank's coordinate, 0 takes its
     place.
-
-    Args:
-        weights_only: Same as for :func:`load_metadata`.
     """
     stored = open_source(source)
     saved = stored.checkpoint.header.layout
@@ -239,9 +197,7 @@ def load_rank_states(
     """Read the per-rank values of some or all ranks of the saved job.
 
     Args:
-        source: Checkpoint to read.
         ranks: Ranks of the saved job, counted from its first rank; None reads all.
-        weights_only: Same as for :func:`load_metadata`.
     """
     stored = open_source(source)
     checkpoint = stored.checkpoint
@@ -280,12 +236,6 @@ def saved_hyper_parameters(path: str) -> Mapping[str, Any] | None:
     """Return the hyperparameters of the module in a checkpoint; None if there is no checkpoint.
 
     The result is empty if the checkpoint has no hyperparameters.
-
-    Args:
-        path: Single file, directory of a sharded checkpoint, or anything else.
-
-    Raises:
-        CorruptDataError: If the checkpoint is damaged.
     """
     if Path(path).is_file():
         content = read_single_file(path)

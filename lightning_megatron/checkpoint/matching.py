@@ -20,8 +20,6 @@ class Match:
 
     Args:
         sources: Name of the entry for every tensor of this rank's stage that the checkpoint has.
-        missing: Names of the tensors that any rank needs and the checkpoint lacks.
-        unexpected: Names of the entries that no rank needs.
     """
 
     sources: dict[str, str]
@@ -46,7 +44,6 @@ def match(
         saved: Full shape of every entry of the checkpoint.
         expected: Placements of the tensors of this rank's stage, including those of other data
             ranks.
-        strict: Whether missing and unexpected entries raise an error.
         prefix: Prefix of the names of entries that may be reported as unexpected.
 
     Raises:

@@ -147,8 +147,6 @@ def check_names(
     """Check that no tensor would be dropped, invented or used twice in one process.
 
     Args:
-        one_process: The checkpoint's record of the model in one process.
-        optimizers: The checkpoint's records of its optimizers.
         shapes: Full shapes of all tensors, by entry.
     """
     names = one_process["order"]

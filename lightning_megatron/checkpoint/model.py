@@ -21,10 +21,6 @@ def model_tensors(module: nn.Module, main: MainParameters) -> dict[str, Entry]:
     The entry of a trained parameter is its main parameter, so that a checkpoint of half-precision
     training has full precision. If the main parameter is divided among the data-parallel ranks, the
     entry is this rank's slice. Every rank has persistent buffers in full.
-
-    Args:
-        module: Module with the parameters.
-        main: Main parameters of the module, under the same names.
     """
     entries = {}
     trained = set(main.trained)
@@ -58,11 +54,6 @@ def load_model(
     strict: bool = True,
 ) -> Match:
     """Load the main parameters, half-precision parameters and buffers of a model.
-
-    Args:
-        source: Checkpoint, saved under any layout and in any precision.
-        module: Module with the parameters.
-        strict: Whether missing and unexpected entries raise an error.
 
     Raises:
         CheckpointMismatchError: On all ranks, with names and shapes.

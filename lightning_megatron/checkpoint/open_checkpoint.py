@@ -25,12 +25,7 @@ from lightning_megatron.groups.shard_spec import replicated_spec
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Shape and dtype of a full tensor in a checkpoint.
-
-    Args:
-        shape: Shape of the full tensor (elements).
-        dtype: Dtype of the full tensor.
-    """
+    """Shape and dtype of a full tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,25 +33,14 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """Checkpoint opened for reading.
-
-    Args:
-        checkpoint: Path, header and folder of the checkpoint.
-        index: Tensor index, which passed :func:`check_index`.
-    """
+    """Checkpoint opened for reading."""
 
     checkpoint: Checkpoint
     index: Metadata
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> OpenCheckpoint:
-        """Open the checkpoint at ``path``.
-
-        Raises:
-            CheckpointMismatchError: If there is no complete checkpoint.
-            CorruptDataError: If the header or tensor index is damaged or inconsistent; the message
-                names the file.
-        """
+        """Open the checkpoint at ``path``."""
         checkpoint = find_checkpoint(path)
         content = io.BytesIO(content_of(checkpoint, TENSOR_INDEX))
         try:
@@ -77,23 +61,11 @@ class OpenCheckpoint:
         }
 
     def read(self, planner: LoadPlanner) -> None:
-        """Read the items that a planner requests.
-
-        Raises:
-            CorruptDataError: If a file is damaged; the message names it.
-        """
+        """Read the items that a planner requests."""
         read_tensors(self.checkpoint, self.index, planner)
 
     def read_full(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Read full tensors into the memory of this process.
-
-        Args:
-            names: Names of the entries to read; None reads all.
-
-        Raises:
-            CheckpointMismatchError: If the checkpoint lacks an entry.
-            CorruptDataError: If a file is damaged; the message names it.
-        """
+        """Read full tensors into the memory of this process."""
         saved = self.tensors
         chosen = list(saved) if names is None else list(names)
         absent = [name for name in chosen if name not in saved]
@@ -120,9 +92,5 @@ def open_source(source: Source) -> OpenCheckpoint:
     """Open a checkpoint, or return the one that is already open.
 
     Code that reads several times should pass an opened checkpoint, whose index is parsed once.
-
-    Raises:
-        CheckpointMismatchError: If there is no complete checkpoint.
-        CorruptDataError: If the header or tensor index is damaged or inconsistent.
     """
     return source if isinstance(source, OpenCheckpoint) else OpenCheckpoint.open(source)

@@ -39,12 +39,6 @@ def optimizer_tensors(
 
     The name of an entry is ``optimizer.{index}.state.{parameter}.{key}``. A state tensor with the
     shape of its main parameter has the same placement. Every rank has a scalar in full.
-
-    Args:
-        optimizer: Optimizer over ``main``, after ``main.attach``.
-
-    Raises:
-        UnsupportedError: If a parameter is sharded and its state has another shape.
     """
     entries = {}
     for name, parameter in _parameters_of(optimizer, main):
@@ -63,20 +57,14 @@ def optimizer_metadata(
 ) -> dict[str, Any]:
     """Collect what an optimizer's state has besides tensors: parameter groups and plain values.
 
-    Args:
-        optimizer: Optimizer over ``main``, after ``main.attach``.
-
     Returns:
         ``{"groups": [...], "values": {name: {key: value}}}``, where a group is
         ``{"hyperparameters": {...}, "parameters": [names], "states": [keys of tensors]}``,
         merged over the pipeline stages by group index
 
-    Raises:
-        CheckpointMismatchError: If the optimizers of the stages have different numbers of groups,
-            or groups of the same number with different hyperparameters.
-
     Communication: one gather over the data axis, or over the world if ep is above 1, and one over
-        pp."""
+        pp.
+    """
     groups: list[dict[str, Any]] = []
     values: dict[str, Any] = {}
     for group, names in zip(optimizer.param_groups, main.names_of(optimizer), strict=True):
@@ -121,7 +109,6 @@ def load_optimizer(
     """Load the state of an optimizer in place, and remove state that was not saved.
 
     Args:
-        optimizer: Optimizer over ``main``, after ``main.attach``.
         metadata: Result of :func:`optimizer_metadata` at the save.
 
     Raises:
@@ -202,10 +189,6 @@ def _placement(
         shape: Shape of the state tensor.
         part_shape: Shape of this rank's main parameter or slice of it.
         placement: Placement of this rank's main parameter or slice.
-
-    Raises:
-        UnsupportedError: If the parameter is sharded and its state has neither the shape of the
-            parameter nor is a scalar.
     """
     spec = placement.spec if isinstance(placement, FlatSlice) else placement
     if shape == part_shape:

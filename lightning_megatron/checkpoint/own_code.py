@@ -26,8 +26,6 @@ class SavedOwnCodeModel:
     """Hugging Face model of a checkpoint, with the tensor names of its class.
 
     Args:
-        architecture: Name of the model's class.
-        entries: Name of the entry of each tensor, by the name of the tensor in the model.
         empty: Shapes of the tensors without elements, which are not stored, by entry.
         form: Conversion between the tensors of the model and of its files; None if they are equal.
     """
@@ -43,17 +41,7 @@ class SavedOwnCodeModel:
     def of(
         cls, path: str | os.PathLike[str], record: Mapping[str, Any], one_process: Mapping[str, Any]
     ) -> SavedOwnCodeModel:
-        """Return a model of a checkpoint.
-
-        Args:
-            record: Record of the model in the checkpoint.
-            one_process: Record of the module's tensors in one process.
-
-        Raises:
-            CheckpointMismatchError: If the checkpoint lacks a tensor of the model.
-            UnsupportedError: If peft has wrapped layers of the model, or its class is needed and
-                unknown.
-        """
+        """Return a model of a checkpoint."""
         name = record["architecture"]
         config = record["config"]
         names = record[OWN_CODE]
@@ -83,10 +71,8 @@ class SavedOwnCodeModel:
         """Write the model as a folder that ``from_pretrained`` reads.
 
         Args:
-            out: Folder to write; it must not contain weights.
             max_file_bytes: Limit of a file's size, except for a file with one larger tensor
                 (bytes).
-            dtype: Dtype of the floating-point weights; None keeps the saved dtype.
         """
         saved = OpenCheckpoint.open(self.path).tensors
         shapes = {
@@ -119,15 +105,9 @@ class SavedOwnCodeModel:
     def gap(self, folder: str) -> float:
         """Return the largest difference between a folder's tensors and those of the checkpoint.
 
-        Args:
-            folder: Folder to load with ``from_pretrained``.
-
         Returns:
             Largest difference, relative to the largest element of the tensor; infinity if tensors
             are missing, unexpected or of another shape
-
-        Raises:
-            UnsupportedError: If transformers does not have the class.
         """
         library: Any = import_extra("transformers", "hf")
         kind = getattr(library, self.architecture, None)

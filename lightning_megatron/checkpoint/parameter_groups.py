@@ -27,9 +27,6 @@ def different_hyperparameters(
 ) -> tuple[int, str, list[Any]] | None:
     """Return the first hyperparameter that differs between the pipeline stages.
 
-    Args:
-        stages: Hyperparameters of every group, by stage. All stages have equally many groups.
-
     Returns:
         Index of the group, name of the hyperparameter, and its values by stage (None where a stage
         lacks it); None if all hyperparameters are equal.
@@ -47,14 +44,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_same_groups(stages: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Check that the optimizers of all pipeline stages have the same parameter groups.
-
-    Args:
-        stages: Parameter groups of each stage.
-
-    Raises:
-        CheckpointMismatchError: If numbers of groups or their hyperparameters differ.
-    """
+    """Check that the optimizers of all pipeline stages have the same parameter groups."""
     counts = [len(groups) for groups in stages]
     if len(set(counts)) > 1:
         raise CheckpointMismatchError(
@@ -82,8 +72,6 @@ def check_saved_groups(
     """Compare the parameter groups of all ranks with the saved ones.
 
     Args:
-        names_of_groups: Names of this rank's parameters, by group.
-        groups: Saved groups.
         original: Name of the saved parameter for each name of this rank.
 
     Raises:
@@ -130,14 +118,6 @@ def check_hyperparameters(
     """Check that saved hyperparameters have the types of the optimizer's current ones.
 
     Values may differ. A hyperparameter that is None in the optimizer may have any type.
-
-    Args:
-        groups: Parameter groups of the optimizer.
-        saved: Saved hyperparameters of each group.
-        index: Index of the optimizer in errors.
-
-    Raises:
-        CheckpointMismatchError: If a hyperparameter has another type.
     """
     which = "" if index is None else f" of optimizer {index}"
     for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):

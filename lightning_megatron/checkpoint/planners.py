@@ -33,15 +33,7 @@ from lightning_megatron.groups.shard_spec import Box, Placement
 
 @dataclass(frozen=True)
 class BoxToWrite:
-    """Piece of a full tensor that this rank writes.
-
-    Args:
-        name: Name of the entry in the checkpoint.
-        full_shape: Shape of the full tensor (elements).
-        box: Offsets and sizes of the piece in the full tensor.
-        view: View of the local tensor with the elements of the piece.
-        changes_in_forward: Whether a forward pass may change the tensor.
-    """
+    """Piece of a full tensor that this rank writes."""
 
     name: str
     full_shape: tuple[int, ...]
@@ -54,10 +46,6 @@ class ShardSavePlanner(DefaultSavePlanner):
     """Planner of a save of pieces of full tensors and of pickled objects.
 
     If several ranks list the same box, the lowest rank writes it.
-
-    Args:
-        boxes: Pieces that this rank writes.
-        objects: Pickled objects by entry.
     """
 
     def __init__(self, boxes: Iterable[BoxToWrite], objects: Mapping[str, bytes]) -> None:
@@ -88,13 +76,7 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class TensorToRead:
-    """Local tensor and the entry from which it is loaded.
-
-    Args:
-        source: Name of the entry in the checkpoint.
-        tensor: Local tensor, overwritten in place.
-        placement: Placement of the local tensor in the full tensor.
-    """
+    """Local tensor and the entry from which it is loaded."""
 
     source: str
     tensor: Tensor
@@ -107,7 +89,6 @@ class ShardLoadPlanner(LoadPlanner):
     The boxes may differ from those of the save in any way.
 
     Args:
-        tensors: Tensors to load, by names that the caller chooses.
         objects: Names of entries to read as bytes; ``bytes_of`` has them afterwards.
     """
 

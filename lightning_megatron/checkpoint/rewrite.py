@@ -61,17 +61,7 @@ def rewrite(
     time.
 
     Args:
-        out: Directory or URL of the copy; an existing checkpoint is replaced when the copy is
-            complete.
-        num_files: Number of tensor files, which get about the same size.
-        weights_only: Whether to omit optimizer states and all else that only training needs.
         dtype: Dtype of the floating-point weights; None keeps the saved dtype.
-
-    Raises:
-        CheckpointMismatchError: If there is no complete checkpoint.
-        CorruptDataError: If the checkpoint is damaged; the message names the file.
-        UnsupportedError: If the checkpoint contains objects other than tensors and plain values
-            and ``unsafe`` is not set.
     """
     verify_checkpoint(path)
     stored = OpenCheckpoint.open(path)
@@ -112,10 +102,6 @@ def write_checkpoint(
     """Write full tensors as a checkpoint, which becomes visible when it is complete.
 
     Args:
-        out: Directory or URL; an existing checkpoint is replaced.
-        tensors: Names of entries and their full tensors.
-        objects: Pickled objects by entry.
-        metadata: Picklable values of the job.
         header: Header of the checkpoint, without its list of files.
     """
     target = checkpoint_path_of(out)

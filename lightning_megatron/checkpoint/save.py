@@ -40,10 +40,7 @@ class RankSnapshot:
     """Data that one rank writes in a save.
 
     Args:
-        rank_state: Pickled values of the rank.
         metadata: Pickled values of the job; only those of the first rank are written.
-        global_step: Number of optimizer steps taken.
-        epoch: Epoch of the job.
         save_number: Number of the save; 0 on all ranks but the first.
         ready: Function that blocks until the pieces can be read.
     """
@@ -69,12 +66,7 @@ def gather_content(
     """Collect the data that this rank writes, without communication.
 
     Args:
-        tensors: Entries of this rank.
-        metadata: Picklable values of the job, with ``global_step`` and ``epoch``.
-        rank_state: Picklable values of this rank.
-        number: Function that returns the number of the save, called on the first rank.
         copy: Function that copies pieces; None uses the original tensors.
-        ready: Function that blocks until the copies can be read.
     """
     pieces = boxes_to_write(tensors, mesh)
     if copy is not None:
@@ -100,10 +92,8 @@ class CollectiveSave:
     The save can run in any thread, because no other code uses its process group.
 
     Args:
-        path: Directory or URL to create or replace.
         content: Function that returns the data of this rank, or raises the error that occurred
             while the data was collected.
-        token: Token of the folder to which all ranks write, set by ``run``.
     """
 
     path: str | os.PathLike[str]
@@ -227,13 +217,9 @@ def save_checkpoint(
     until then.
 
     Args:
-        path: Directory to create or replace, on a file system that all ranks share, or an fsspec
-            URL.
         tensors: Entries of this rank by names that do not depend on the layout. Ranks of different
             tp or pp rank may have different entries. Entries that are not exclusive must be the
             same, in the same order, on all data-parallel ranks with the same tp and pp rank.
-        metadata: Picklable values of the whole job; those of rank 0 are saved.
-        rank_state: Picklable values of this rank, restored on the rank with the same coordinates.
 
     Raises:
         CheckpointSaveError: On all ranks, if any rank cannot write.

@@ -19,17 +19,7 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 def read_single_file(
     path: str | os.PathLike[str], weights_only: bool | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint file of another strategy; tensors are memory-mapped if possible.
-
-    Args:
-        path: Path or URL of the file.
-        weights_only: False unpickles objects of any type, which can run code from the file. True
-            and None accept only tensors and plain values.
-
-    Raises:
-        CorruptDataError: If the file is damaged or not a checkpoint.
-        UnsupportedError: If it contains objects other than tensors and plain values.
-    """
+    """Read a checkpoint file of another strategy; tensors are memory-mapped if possible."""
     text = os.fspath(path)
     with _name_damaged_file(text):
         content = _load(text, safe=weights_only is not False)
@@ -47,9 +37,6 @@ def verify_single_file(path: str | os.PathLike[str]) -> int:
 
     Returns:
         Size of the file (bytes)
-
-    Raises:
-        CorruptDataError: If the file is damaged or not a checkpoint.
     """
     text = os.fspath(path)
     with _name_damaged_file(text), zipfile.ZipFile(text) as file:

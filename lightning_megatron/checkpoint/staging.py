@@ -44,7 +44,8 @@ class HostCopies:
         """Start to copy pieces, and return them with host tensors in place of their views.
 
         The previous copies are overwritten. On a GPU, call :meth:`wait_for_snapshot` before a
-        tensor is changed, and :meth:`wait` before a copy is read."""
+        tensor is changed, and :meth:`wait` before a copy is read.
+        """
         hosts = self._host_tensors([piece.view for piece in pieces])
         if self.device.type != "cuda":
             for piece, host in zip(pieces, hosts, strict=True):

@@ -34,10 +34,6 @@ class FileRecord:
     other damage except for one case in 2^32. It runs at 4.3 GB/s and releases the interpreter lock;
     SHA-256 with hardware support reaches 1.8 GB/s and BLAKE2b 0.9 GB/s. CRC-32 does not detect
     manipulation, and loading does not rely on it for safety.
-
-    Args:
-        size: Size of the file (bytes).
-        checksum: CRC-32 as eight hexadecimal digits.
     """
 
     size: int
@@ -281,11 +277,7 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 @contextmanager
 def open_for_writing(folder: Folder, name: str) -> Iterator[HashingStream]:
-    """Open a file of a folder for writing; the ``record`` of the stream is final after the block.
-
-    Raises:
-        OSError: With the file's path, if the file cannot be written.
-    """
+    """Open a file for writing; the ``record`` of the stream is final after the block."""
     stream: HashingStream | None = None
     try:
         with folder.create(name) as file:

@@ -29,10 +29,6 @@ class TensorFileWriter(StorageWriter):
     """Writer of one file for each rank, and of the tensor index on the first rank.
 
     The attribute ``records`` has the size and checksum of each file that this rank has written.
-
-    Args:
-        rank: Index of this rank among the ranks of the save.
-        ready: Function that blocks until the tensors can be read.
     """
 
     def __init__(self, folder: Folder, rank: int, ready: Callable[[], None]) -> None:
@@ -98,11 +94,7 @@ class TensorFileWriter(StorageWriter):
 
 
 def read_tensors(checkpoint: Checkpoint, index: Metadata, planner: LoadPlanner) -> None:
-    """Read the items that a planner requests; every stored piece is read once.
-
-    Raises:
-        CorruptDataError: If a file is missing, truncated or damaged; the message names it.
-    """
+    """Read the items that a planner requests; every stored piece is read once."""
     planner.set_up_planner({}, index)
     plan = planner.finish_plan(planner.create_local_plan())
     tensors = {item.storage_index.fqn for item in plan.items if item.type == LoadItemType.TENSOR}
@@ -125,11 +117,7 @@ def read_tensors(checkpoint: Checkpoint, index: Metadata, planner: LoadPlanner) 
 
 
 def check_size(checkpoint: Checkpoint, name: str) -> None:
-    """Check that a file exists and has the size recorded in the header.
-
-    Raises:
-        CorruptDataError: If the file is missing or has another size; the message names it.
-    """
+    """Check that a file exists and has the size recorded in the header."""
     expected = checkpoint.header.files[name].size
     try:
         size = checkpoint.folder.size(name)
@@ -235,11 +223,7 @@ def _alone(data: Tensor) -> Tensor:
 
 
 def content_of(checkpoint: Checkpoint, name: str) -> bytes:
-    """Return the content of a small file after comparing it with its checksum.
-
-    Raises:
-        CorruptDataError: If the file is missing or damaged; the message names it.
-    """
+    """Return the content of a small file after comparing it with its checksum."""
     expected = checkpoint.header.files.get(name)
     if expected is None:
         raise damaged(checkpoint, name, "the header does not list it")

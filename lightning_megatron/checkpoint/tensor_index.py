@@ -83,11 +83,7 @@ def _refuse(state: Any) -> NoReturn:
 
 
 def read_index(file: IO[bytes]) -> Metadata:
-    """Read a tensor index.
-
-    Raises:
-        pickle.UnpicklingError: If the pickle names another class, or is not a tensor index.
-    """
+    """Read a tensor index."""
     metadata = _IndexUnpickler(file).load()
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise pickle.UnpicklingError("it is not a list of tensors")

@@ -37,15 +37,9 @@ def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
     """Unpickle a value that :func:`to_bytes` pickled.
 
     Args:
-        data: Pickled value.
-        what: Origin of the data in errors.
         weights_only: False unpickles objects of any type, which can run code from the data. True
             and None accept only tensors, plain values, and types registered with
             ``torch.serialization.add_safe_globals``.
-
-    Raises:
-        UnsupportedError: If the data contain objects of other types; the message names them.
-        CorruptDataError: If the data are damaged.
     """
     try:
         return torch.load(
@@ -68,12 +62,7 @@ def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
 
 
 def unsafe_keys(values: Mapping[str, Any], data: bytes) -> list[str]:
-    """Return the keys of values that cannot be loaded safely, each with the types that prevent it.
-
-    Args:
-        values: Values to save; nested mappings are searched.
-        data: The same values, pickled by :func:`to_bytes`.
-    """
+    """Return the keys of values that cannot be loaded safely, with the types that prevent it."""
     if _is_safe(data):
         return []
     return [

@@ -26,16 +26,12 @@ def verify_checkpoint(
     """Check that every file of a checkpoint is intact.
 
     Args:
-        path: Checkpoint to verify.
-        deep: Whether to read all files and compare checksums; otherwise only sizes are compared.
         mesh: Mesh whose ranks divide the files among them and call this function together; None
             reads all files in this process.
 
     Raises:
         CorruptDataError: If a file is damaged; the message names the file. With a mesh, all ranks
             raise.
-        CheckpointMismatchError: If there is no complete checkpoint.
-        UnsupportedError: If it has an unknown format version.
 
     Communication: with a mesh, one gather over the world.
     """
@@ -46,15 +42,10 @@ def verify_checkpoint(
 def verify_together(check: Callable[[], object], axis: MeshAxis) -> None:
     """Run a check of files on every rank; if it fails on one rank, all ranks raise.
 
-    Args:
-        check: Function that checks files on this rank, without communication.
-
     Raises:
         CorruptDataError: On all ranks, if a file is damaged or cannot be read on one.
         CheckpointMismatchError: On all ranks, if the check raises it on one.
         UnsupportedError: On all ranks, if the check raises it on one.
-        BaseException: On a rank that was interrupted (KeyboardInterrupt and similar), the same
-            interrupt; on the others KeyboardInterrupt.
 
     Communication: one gather of errors.
     """
@@ -70,11 +61,6 @@ def find_newest(
 
     The newest checkpoint is the one that was saved last, whatever its step. A damaged checkpoint is
     skipped with a warning.
-
-    Args:
-        folder: Directory or fsspec URL.
-        whole: Whether to compare the checksums of all files; otherwise only sizes are compared.
-        mesh: Mesh whose ranks divide the files among them and call this function together.
 
     Returns:
         Path of the checkpoint; None without one

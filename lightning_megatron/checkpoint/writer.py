@@ -69,12 +69,6 @@ class CheckpointWriter:
         """Write a checkpoint as :func:`save_checkpoint` does, after the previous save has ended.
 
         Args:
-            path: Directory or fsspec URL to create or replace.
-            tensors: Entries of this rank.
-            metadata: Picklable values of the job; those of rank 0 are saved.
-            rank_state: Picklable values of this rank.
-            background: Whether to copy all data to host memory and return, while a thread writes
-                them. Later changes of the original tensors do not affect the checkpoint.
             folders: Folders of older checkpoints of the run, apart from that of ``path``; the first
                 save reads their headers on the first rank.
 
@@ -196,10 +190,6 @@ class CheckpointWriter:
         """Link a path to a checkpoint on rank 0; during a background save, only after it succeeds.
 
         Until then the path keeps its previous target. Failure to link is logged as a warning.
-
-        Args:
-            path: Link to create or replace, on a mounted file system.
-            target: Checkpoint, which may be the one of the background save.
         """
         self._change(_DeferredChange(path, target))
 

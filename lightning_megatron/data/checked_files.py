@@ -37,9 +37,6 @@ def check_once(
         files: Files that ``check`` reads.
         check: Function that raises CorruptDataError if the files are damaged.
         in_charge: Whether this process runs the check if ``results`` cannot be written.
-
-    Raises:
-        CorruptDataError: If the files are damaged.
     """
     key = _key_of(files)
     if key is None:
@@ -98,11 +95,7 @@ def _check_and_store(record: Path, check: Callable[[], None]) -> None:
 
 
 def _has_passed(record: Path) -> bool:
-    """Return whether the stored result says that the files are intact; False without a result.
-
-    Raises:
-        CorruptDataError: If the stored result says that the files are damaged.
-    """
+    """Return whether the stored result says that the files are intact; False without a result."""
     try:
         content = read_json(record, "It is written again.")
     except CorruptDataError:
@@ -125,9 +118,6 @@ def locate_installed(distribution: str, path: str, extra: str) -> Path:
         distribution: Name of the distribution on the package index.
         path: Path inside site-packages.
         extra: Extra of lightning-megatron that installs the distribution.
-
-    Raises:
-        MissingExtraError: If the distribution is not installed, or does not have the path.
     """
     try:
         installed = Path(str(metadata.distribution(distribution).locate_file(path)))
@@ -146,9 +136,6 @@ def check_sha256(path: Path, expected: str) -> bytes:
 
     Args:
         expected: SHA-256 as 64 hexadecimal digits.
-
-    Raises:
-        CorruptDataError: If the contents have another hash.
     """
     content = path.read_bytes()
     actual = hashlib.sha256(content).hexdigest()

@@ -78,9 +78,6 @@ class CorpusDescription:
 
         Args:
             source: Name of the file, for errors.
-
-        Raises:
-            CorruptDataError: If a field has a wrong type or is out of range.
         """
         try:
             coerce_fields(self, f"{source}: ")
@@ -115,10 +112,6 @@ def read_description(prefix: str | os.PathLike[str]) -> CorpusDescription | None
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
-
-    Raises:
-        CorruptDataError: If a field is missing, unknown, of a wrong type or out of range, or the
-            file is not JSON.
     """
     path = description_path(prefix)
     if not os.path.lexists(path):
@@ -141,9 +134,6 @@ def write_description(prefix: str | os.PathLike[str], description: CorpusDescrip
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
         description: Fields to write.
-
-    Raises:
-        CorruptDataError: If the file name belongs to another file, or a field is invalid.
     """
     path = description_path(prefix)
     if os.path.lexists(path) and not _is_replaceable(path):

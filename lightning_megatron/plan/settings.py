@@ -51,11 +51,7 @@ def powers_of_two_around(number: int) -> list[int]:
 
 
 def require_positive(name: str, value: int) -> None:
-    """Check that a size is an integer of at least 1.
-
-    Raises:
-        ParallelPlanError: For zero, negative numbers and values that are not integers.
-    """
+    """Check that a size is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ParallelPlanError(
             f"{name} must be a whole number of at least 1: it is {value!r}. Use {name} of 1 or "
@@ -64,11 +60,7 @@ def require_positive(name: str, value: int) -> None:
 
 
 def require_index(name: str, index: int, size_name: str, size: int) -> None:
-    """Check that 0 <= index < size.
-
-    Raises:
-        ParallelPlanError: For an index out of range.
-    """
+    """Check that 0 <= index < size."""
     if not 0 <= index < size:
         raise ParallelPlanError(
             f"{name} must be a position on its axis: it is {index}, {size_name} is {size}. Use "
@@ -150,10 +142,6 @@ def coerce_fields(record: Any, prefix: str = "") -> None:
     Args:
         record: Instance of a frozen dataclass.
         prefix: Prefix of its field names in errors, such as ``experts.``.
-
-    Raises:
-        ParallelPlanError: For a value of another type or out of its range; the message names the
-            field and the legal values.
     """
     kinds = get_type_hints(type(record), include_extras=True)
     for field in fields(record):
@@ -168,9 +156,6 @@ def coerced_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -
         function: Function with annotations.
         values: Arguments by name, such as ``locals()`` at the start of the function; names without
             an annotation are omitted.
-
-    Raises:
-        ParallelPlanError: As for :func:`coerce_fields`.
     """
     kinds = get_type_hints(function, include_extras=True)
     return {
@@ -187,9 +172,6 @@ def coerced(name: str, value: Any, kind: Any) -> Any:
             :class:`Range` or a :class:`Pattern`, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``,
             ``Callable``, a dataclass, a ``TypedDict``, whose mapping may have further names, any
             other class, ``Any``, or a union of these.
-
-    Raises:
-        ParallelPlanError: As for :func:`coerce_fields`.
     """
     for bare, bounds in _alternatives(kind):
         if not _is_of(value, bare):

@@ -309,22 +309,22 @@ RESUME_EDITS: dict[str, tuple[Any, str]] = {
     "a second optimizer": (
         lambda values: values["optimizer_states"].append(copy.deepcopy(optimizer_of(values))), "2 were saved, ",
     ),
-    "no base rates": (lambda values: values["lr_schedulers"][0].update(base_lrs=[]), "must be a list of 1 rate"),
-    "no count of steps": (lambda values: values["lr_schedulers"][0].pop("last_epoch"), "last_epoch is None and must"),
-    "no factors of rates": (lambda values: values["lr_schedulers"][0].pop("lr_lambdas"), "lr_lambdas is None and must"),
+    "no base rates": (lambda values: values["lr_schedulers"][0].update(base_lrs=[]), r"base_lrs of LambdaLR is \[\] in"),
+    "no count of steps": (lambda values: values["lr_schedulers"][0].pop("last_epoch"), "last_epoch of LambdaLR is None in"),
+    "no factors of rates": (lambda values: values["lr_schedulers"][0].pop("lr_lambdas"), "lr_lambdas of LambdaLR is None in"),
     "a weight is missing": (lambda values: values["state_dict"].pop("model.final_norm.weight"), "final_norm"),
     "a weight is flat": (
         lambda values: values["state_dict"].update({"model.final_norm.weight": torch.ones(1)}), "final_norm",
     ),
-    "no version": (lambda values: values.pop("pytorch-lightning_version"), "pytorch-lightning_version is None"),
-    "no loops": (lambda values: values.pop("loops"), "loops is None and must be"),
-    "no schedules": (lambda values: values.pop("lr_schedulers"), "lr_schedulers is missing"),
-    "no loop": (lambda values: values["loops"].pop("fit_loop"), "loops.fit_loop has no complete counts"),
+    "no version": (lambda values: values.pop("pytorch-lightning_version"), "pytorch-lightning_version must be text that begins with a digit"),
+    "no loops": (lambda values: values.pop("loops"), "loops must be a mapping with fit_loop: it is None"),
+    "no schedules": (lambda values: values.pop("lr_schedulers"), "lr_schedulers must be a list"),
+    "no loop": (lambda values: values["loops"].pop("fit_loop"), "loops must have fit_loop"),
     "no counts of batches": (
-        lambda values: fit_loop_of(values).pop("epoch_loop.batch_progress"), "no complete counts 'epoch_loop.batch_progr",
+        lambda values: fit_loop_of(values).pop("epoch_loop.batch_progress"), "fit_loop must have epoch_loop.batch_progress",
     ),
     "half of the counts": (
-        lambda values: fit_loop_of(values)["epoch_progress"]["current"].pop("completed"), "no complete counts 'epoch_pr",
+        lambda values: fit_loop_of(values)["epoch_progress"]["current"].pop("completed"), "epoch_progress.current must have completed",
     ),
 }  # fmt: skip
 

@@ -20,11 +20,7 @@ from lightning_megatron.models.stage import pipelined_modules
 
 
 def scale_tensors(module: LightningModule) -> dict[str, Entry]:
-    """Return the checkpoint entries of this rank's histories; empty before the first step ends.
-
-    Args:
-        module: Module with the layers.
-    """
+    """Return the checkpoint entries of this rank's histories; empty before the first step ends."""
     return {
         name: Entry(history, replicated_spec(history), changes_in_forward=True)
         for scales, names in _scales(module)
@@ -38,10 +34,6 @@ def load_scales(stored: OpenCheckpoint, module: LightningModule, mesh: ParallelM
 
     A longer history contributes its last steps. If the checkpoint has no history for some layer,
     all layers compute the scales of the first step from their current tensors.
-
-    Args:
-        stored: Checkpoint, saved under any layout and with any recipe.
-        module: Module with the layers.
 
     Communication: one gather of names over tp x pp, if there are such layers.
     """

@@ -33,17 +33,8 @@ def find_last(
     Numbers in the headers give the order, because clocks of hosts may differ.
     ``fit`` skips checkpoints that contain only weights.
 
-    Args:
-        trainer: The Trainer, whose callbacks and loggers know their folders.
-        weights_only: False unpickles objects of any type, which can run code from the file. True
-            and None accept only tensors and plain values.
-
     Returns:
         The checkpoint; None if none exists.
-
-    Raises:
-        CorruptDataError: If checkpoints exist and all of them are damaged. A new start would
-            overwrite them.
 
     Communication: broadcasts and gathers over the world.
     """
@@ -83,9 +74,6 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
     scheduler stops it. A logger may create a new folder for every run, such as ``version_0`` and
     ``version_1``. The folders of earlier runs are then included, because a restarted run has a new
     folder.
-
-    Args:
-        trainer: The Trainer, whose callbacks and loggers know their folders.
     """
     folders = [
         callback.dirpath

@@ -46,7 +46,6 @@ def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> lis
     Args:
         stages: Names on each stage, first to last, in module order, such as
             ``layers.3.mlp.weight``.
-        descends: Whether numbered parts come in descending order.
     """
     if len(stages) == 1:
         return list(dict.fromkeys(stages[0]))
@@ -95,11 +94,6 @@ def order_groups(
     Args:
         stages: Names in each optimizer group, in the optimizer's order, for each stage and each
             expert shard.
-        order: Names of the whole model, in module order.
-
-    Raises:
-        CheckpointMismatchError: If a group of a pipelined or expert-parallel model is not in the
-            model's order. The order in a single process is then unknown.
     """
     if len(stages) == 1:
         return [list(names) for names in stages[0]]
@@ -125,11 +119,7 @@ def named_numbers(group: Mapping[str, object], names: Sequence[str]) -> list[str
     """Return the names of the parameters of a saved optimizer group, number by number.
 
     Args:
-        group: Entry of ``param_groups`` in a torch optimizer's state dict.
         names: Current parameter names of the group, in the order of a single process.
-
-    Raises:
-        CheckpointMismatchError: If the saved group has more or fewer parameters.
     """
     numbers = group["params"]
     assert isinstance(numbers, Sequence), "torch lists the parameters of a group by number"

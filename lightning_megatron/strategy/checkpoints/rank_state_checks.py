@@ -47,14 +47,7 @@ class _RankState(TypedDict):
 
 
 def check_rank_state(values: Mapping[str, Any], where: str) -> None:
-    """Refuse per-rank values that are missing or invalid.
-
-    Args:
-        where: Description of the checkpoint for error messages.
-
-    Raises:
-        CorruptDataError: If a value is missing or invalid; the message names it.
-    """
+    """Refuse per-rank values that are missing or invalid."""
     try:
         coerced("rank_state", values, _RankState)
     except ParallelPlanError as error:

@@ -47,14 +47,7 @@ from lightning_megatron.strategy.process.random_states import random_states, res
 
 
 def refuse_storage_options(storage_options: object) -> None:
-    """Refuse options of Lightning's file writers, which this package does not use.
-
-    Args:
-        storage_options: Options given to ``Trainer.save_checkpoint``.
-
-    Raises:
-        TypeError: If options are given.
-    """
+    """Refuse options of Lightning's file writers, which this package does not use."""
     if storage_options is not None:
         raise TypeError(
             "`Trainer.save_checkpoint(..., storage_options=...)` is not supported, because every "
@@ -97,13 +90,8 @@ class RunCheckpoints:
         """Write Lightning's checkpoint as a directory that any layout can load.
 
         Args:
-            path: The directory or URL.
             checkpoint: Lightning's checkpoint dictionary. Tensors come from the module and the
                 optimizers, except weights that ``on_save_checkpoint`` removed, changed or added.
-            module: The module that is saved.
-            optimizers: Its optimizers, which train main parameters.
-            dataloaders: States of this rank's resumable dataloaders.
-            background: Whether to return after copying the tensors, and write in the background.
 
         Raises:
             CheckpointSaveError: On all ranks, if one cannot write; with ``background``,
@@ -171,20 +159,12 @@ class RunCheckpoints:
         return self._writer
 
     def poll(self) -> None:
-        """Finish a background save if all ranks have written; all ranks call it between batches.
-
-        Raises:
-            CheckpointSaveError: If it failed on any rank.
-        """
+        """Finish a background save if all ranks have written; all ranks call it between batches."""
         if self._writer is not None:
             self._writer.poll()
 
     def wait(self) -> None:
-        """Wait for the background save to finish; called on all ranks.
-
-        Raises:
-            CheckpointSaveError: If it failed on any rank.
-        """
+        """Wait for the background save to finish; called on all ranks."""
         if self._writer is not None:
             self._writer.wait()
 
@@ -260,17 +240,8 @@ class RunCheckpoints:
         """Load module and optimizers from a sharded checkpoint; return the entries for Lightning.
 
         Args:
-            stored: Opened checkpoint. Its header and tensor index serve all reads.
-            module: The module to load into.
-            optimizers: Its optimizers, which train main parameters; empty outside of a fit.
             before_optimizers: Function that receives Lightning's entries before optimizers are
                 loaded, to create missing parameter groups.
-
-        Raises:
-            CheckpointMismatchError: If the checkpoint is one of another model.
-            CorruptDataError: If a file is damaged; the message names it.
-            UnsupportedError: If it has other objects than tensors and plain values, unless
-                ``weights_only`` is False.
 
         Communication: collective over all ranks.
         """

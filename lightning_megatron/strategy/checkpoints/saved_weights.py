@@ -40,7 +40,6 @@ class SavedWeights:
     """Weights of a model that are saved.
 
     Args:
-        tensors: Entries that this rank saves.
         removed: Names that no rank saves.
         added: Names of tensors that are not in the model.
     """
@@ -98,8 +97,6 @@ def weights_to_save(
     way.
 
     Args:
-        state_dict: ``state_dict`` of the checkpoint after all hooks.
-        module: Module that is saved.
         all_changed: Whether no tensor is the module's own. Averages may equal the weights on some
             ranks only.
 
@@ -300,9 +297,6 @@ def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool
 
     If so, a GPU may run forward and backward passes while a save still copies weights and states.
     User hooks may change anything, so a hook in between makes the step wait for the copies.
-
-    Args:
-        trainer: Trainer of the module.
     """
     if not module.automatic_optimization:
         return False

@@ -41,19 +41,7 @@ _NOT_LOADED = frozenset(
 
 
 def read_entries(path: str, needs_optimizers: bool, weights_only: bool | None) -> dict[str, Any]:
-    """Read a single-file checkpoint, with full tensors and entries as Lightning expects them.
-
-    Args:
-        path: Path or URL of the file.
-        needs_optimizers: Whether a training continues from it.
-        weights_only: False unpickles objects of any type, which can run code from the file. True
-            and None accept only tensors and plain values.
-
-    Raises:
-        CheckpointMismatchError: If optimizer states are needed and the file has none.
-        CorruptDataError: If the file is damaged or not a checkpoint.
-        UnsupportedError: If it contains objects other than tensors and plain values.
-    """
+    """Read a single-file checkpoint, with full tensors and entries as Lightning expects them."""
     checkpoint = read_single_file(path, weights_only)
     if needs_optimizers and "optimizer_states" not in checkpoint:
         raise no_optimizers(path)
@@ -79,11 +67,6 @@ def load_full_weights(
     strict: bool,
 ) -> None:
     """Load this rank's parameters and buffers from full tensors.
-
-    Args:
-        full: Full tensors of the checkpoint by name.
-        module: Module to fill.
-        strict: Whether the names in the checkpoint must equal those of the module.
 
     Raises:
         CheckpointMismatchError: On all ranks, naming tensors and shapes.
@@ -136,16 +119,10 @@ def load_full_optimizer(
     """Load an optimizer from its torch state dict, which numbers the parameters.
 
     Args:
-        optimizer: Optimizer of the main parameters.
         saved: State dict of a torch optimizer, with ``state`` and ``param_groups``.
         full: Full tensors of the module in the file, by name, in module order.
         module: Module that is trained. For a Hugging Face model that has been replaced, the file
             contains the tensors of the original class.
-
-    Raises:
-        CheckpointMismatchError: If groups, parameter counts or shapes do not match.
-        CorruptDataError: If states of parameters of one group differ in kind.
-        UnsupportedError: If a state tensor cannot be sharded like its parameter.
 
     Communication: one gather of names over pp, or over the world if ep is above 1, and one gather
     of failures over the world.

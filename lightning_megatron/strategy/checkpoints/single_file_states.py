@@ -98,9 +98,7 @@ def check_states(
     without any state have not been trained.
 
     Args:
-        groups: Names of the parameters of each group.
         states: States of each parameter by key, complete tensors.
-        full: Complete parameters.
     """
     for names in groups:
         for num_dims in {full[name].dim() for name in names}:
@@ -112,10 +110,10 @@ def check_states(
             common = Counter(forms.values()).most_common(1)[0][0] if forms else frozenset()
             wrong = [name for name, form in forms.items() if form != common]
             if wrong:
-                shown = sorted(key for key, *_ in forms[wrong[0]] ^ common)
+                keys = sorted(key for key, *_ in forms[wrong[0]] ^ common)
                 raise CorruptDataError(
                     "an optimizer's states must be of the same kind for all parameters of a group: "
-                    f"{shown[0]!r} of {wrong[0]!r} is missing, or has another shape or dtype than "
+                    f"{keys[0]!r} of {wrong[0]!r} is missing, or has another shape or dtype than "
                     f"for {len(forms) - len(wrong)} other parameter(s). The checkpoint is damaged "
                     "or edited. Use another one, or load only the weights."
                 )

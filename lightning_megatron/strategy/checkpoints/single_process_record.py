@@ -31,10 +31,6 @@ def single_process_record(
 ) -> dict[str, Any]:
     """Collect names and order of the tensors in a single process.
 
-    Args:
-        module: Module to describe.
-        optimizers: Optimizers of the module.
-
     Returns:
         A dictionary with these keys:
 

@@ -27,7 +27,6 @@ class CheckpointSource:
     """Checkpoint from which a run loads.
 
     Args:
-        path: Path or URL.
         is_single_file: Whether it is a file of another strategy, with full tensors. Otherwise, it
             is a directory of this strategy, with an entry for each full tensor.
     """
@@ -38,9 +37,6 @@ class CheckpointSource:
     @classmethod
     def find(cls, path: str | os.PathLike[str], mesh: ParallelMesh) -> CheckpointSource:
         """Return the checkpoint at a path or URL, as rank 0 sees it; its content is not read.
-
-        Args:
-            path: Path or URL.
 
         Raises:
             CheckpointMismatchError: On all ranks, if there is neither a sharded checkpoint nor a
@@ -88,19 +84,11 @@ class CheckpointSource:
             verify_single_file(self.path)
 
     def open(self) -> OpenCheckpoint:
-        """Open a directory for reading, after it has been verified.
-
-        Raises:
-            CorruptDataError: If its tensor index is inconsistent.
-        """
+        """Open a directory for reading, after it has been verified."""
         return OpenCheckpoint.open(self.path)
 
     def has_optimizers(self, weights_only: bool | None, mesh: ParallelMesh) -> bool:
         """Return whether optimizer states were saved, as rank 0 sees it.
-
-        Args:
-            weights_only: False unpickles objects of any type, which can run code from the file.
-                True and None accept only tensors and plain values.
 
         Raises:
             CorruptDataError: On all ranks, if the file that names them is damaged.

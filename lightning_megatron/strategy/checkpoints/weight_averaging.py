@@ -83,9 +83,6 @@ def average_main_parameters(
 ) -> None:
     """Let callbacks average this rank's part of the model, and main parameters in half precision.
 
-    Args:
-        trainer: Trainer whose averaging callbacks are changed, if it has any.
-
     Communication: one all-reduce per dtype over the data ranks.
     """
     source = _FullMainParameters(module, main, mesh)

@@ -21,21 +21,13 @@ _BLOCK = re.compile(r".*?\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class FileFormat:
-    """Conversion of a model's tensors to those that ``save_pretrained`` writes, by block.
-
-    Args:
-        twin: Model of the same class and configuration on the meta device.
-    """
+    """Conversion of a model's tensors to those that ``save_pretrained`` writes, by block."""
 
     twin: Any
 
     @classmethod
     def of(cls, model: Any) -> FileFormat | None:
-        """Return the format of a model's files; None if the files have the model's tensors.
-
-        Args:
-            model: Model; this rank may have only a part of it.
-        """
+        """Return the format of a model's files; None if the files have the model's tensors."""
         if not has_other_format(model):
             return None
         file_format = cls(_on_meta(type(model), model.config))

@@ -98,11 +98,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     the end of the file, and that each has the size that its shape and dtype require. No check can
     detect that two tensors of the same shape and dtype were exchanged, or that the header declares
     another dtype of the same width.
-
-    Raises:
-        CorruptDataError: If the file is damaged, truncated or of another format.
-        UnsupportedError: If a tensor has an element type that torch does not support.
-        MissingExtraError: If the library of the format is not installed.
     """
     library: Any = import_extra("safetensors", "hf")
     try:

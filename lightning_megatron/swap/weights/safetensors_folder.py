@@ -47,15 +47,6 @@ class SafetensorsFolder:
     Any thread may read tensors. Weights in MXFP4, and weights in 8 bits with a scale for every 128
     rows and columns, are read as bfloat16. Damage that a header does not reveal
     (:func:`read_header`) is not detected.
-
-    Args:
-        path: Folder with ``model.safetensors`` or ``model.safetensors.index.json`` and its files.
-
-    Raises:
-        CheckpointMismatchError: If there are no weights, a file that the index names is missing or
-            elsewhere, or index and files do not have the same tensors.
-        CorruptDataError: If a file does not have the format of its name.
-        UnsupportedError: If the weights are in another format.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -83,12 +74,7 @@ class SafetensorsFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the content of ``config.json``, without quantization that reading undoes.
-
-        Raises:
-            CheckpointMismatchError: If there is no such file.
-            CorruptDataError: If the file is not JSON, or has more than eight megabytes.
-        """
+        """Return the content of ``config.json``, without quantization that reading undoes."""
         if not (self.path / CONFIG).is_file():
             raise CheckpointMismatchError(
                 f"a Hugging Face folder must have a {CONFIG}, which describes the model: "
@@ -108,12 +94,6 @@ class SafetensorsFolder:
         Weights are floating-point numbers, and a model has only one of two dtypes of the same
         width. Without this check, a header that declares a wrong dtype for a tensor would pass as
         valid.
-
-        Args:
-            names: Names of the tensors that contain weights.
-
-        Raises:
-            CorruptDataError: For such a combination; the message names a tensor of each dtype.
         """
         examples: dict[torch.dtype, str] = {}
         for name in names:
@@ -148,11 +128,7 @@ class SafetensorsFolder:
         return self._at(name).dtype
 
     def read(self, name: str, slices: Slices | None = None) -> Tensor:
-        """Map a part of a tensor into memory, on the CPU; by default all of it.
-
-        Raises:
-            CheckpointMismatchError: If there is no such tensor.
-        """
+        """Map a part of a tensor into memory, on the CPU; by default all of it."""
         stored = self._at(name)
         slices = tuple(slice(0, size) for size in stored.shape) if slices is None else slices
         return stored.read(slices)

@@ -32,13 +32,7 @@ def write_file(
     shapes: Mapping[str, tuple[int, ...]],
     name: str,
 ) -> None:
-    """Write tensors to one file.
-
-    Args:
-        folder: Folder of the file.
-        shapes: Shapes of the tensors, by name (elements).
-        name: Name of the file.
-    """
+    """Write tensors to one file."""
     no_limit = sys.maxsize
     writer = TensorWriter(folder, no_limit, shapes, no_limit)
     writer.write(tensors)
@@ -49,8 +43,6 @@ class TensorWriter:
     """Writer of tensors into files of limited size, which does not buffer files in memory.
 
     Args:
-        max_file_bytes: Size limit of a file (bytes).
-        shapes: Shapes of the tensors, by name (elements).
         max_header_bytes: Maximum space that is reserved for a file's header (bytes).
     """
 
@@ -85,7 +77,6 @@ class TensorWriter:
 
         Args:
             dtype: Dtype of the floating-point tensors; None keeps the dtype of each tensor.
-            kept: Fixed dtypes of single tensors, by name.
         """
         kept_dtypes = kept or {}
         try:
@@ -142,11 +133,7 @@ class TensorWriter:
         self._size = 0
 
     def publish(self, single: str = WEIGHTS) -> None:
-        """Give the files their final names, and write the index if there are several.
-
-        Args:
-            single: Name of the file if there is only one.
-        """
+        """Give the files their final names, and write the index if there are several."""
         count = len(self._files)
         names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
         names = [single] if count == 1 else names

@@ -113,11 +113,7 @@ class ScaledSquares:
 
 
 def join_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor]:
-    """Join each weight in 4 or 8 bits with its scales to one tensor; keep all other tensors.
-
-    Args:
-        tensors: Tensors of the files, by name.
-    """
+    """Join each weight in 4 or 8 bits with its scales to one tensor; keep all other tensors."""
     joined: dict[str, ReadableTensor] = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith(_PACKED):
@@ -136,11 +132,7 @@ def join_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor
 
 
 def is_read_as_numbers(quantization: Any) -> bool:
-    """Return whether weights of a ``quantization_config`` are read as floating-point numbers.
-
-    Args:
-        quantization: Mapping, or object of transformers.
-    """
+    """Return whether weights of a ``quantization_config`` are read as floating-point numbers."""
     if hasattr(quantization, "to_dict"):
         quantization = quantization.to_dict()
     if not isinstance(quantization, Mapping):
