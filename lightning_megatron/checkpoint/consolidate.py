@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.header import METADATA
+from lightning_megatron.checkpoint.index_checks import SavedTensor
 from lightning_megatron.checkpoint.load import load_metadata
 from lightning_megatron.checkpoint.metadata_checks import (
     CURRENT,
@@ -24,7 +25,7 @@ from lightning_megatron.checkpoint.metadata_checks import (
     OPTIMIZERS,
     check_names,
 )
-from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint, SavedTensor
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.swap.hugging_face.class_tensors import (

@@ -120,7 +120,7 @@ class Header:
             files = {name: FileRecord(**record) for name, record in stored.pop("files").items()}
             return cls(**{**stored, "files": files, "format": FORMAT})
         except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(folder, f"{type(error).__name__}: {error}") from error
+            raise _damaged(folder, str(error).rstrip(".")) from error
 
 
 def _sum_of(fields: Mapping[str, Any]) -> str:

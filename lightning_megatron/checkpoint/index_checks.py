@@ -36,8 +36,8 @@ PieceKey: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class StoredPiece:
-    """Shape and dtype of a stored piece of a tensor."""
+class SavedTensor:
+    """Shape and dtype of a full tensor in a checkpoint, or of one of its pieces."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -192,23 +192,19 @@ def _check_places(
                 f"before it ends at byte {ends[stored.relative_path]}"
             )
         ends[stored.relative_path] += length
-    _check_ends(ends, files)
-
-
-def _check_ends(ends: Mapping[str, int], files: Mapping[str, FileRecord]) -> None:
     for name, end in ends.items():
         if end != files[name].size:
             raise ValueError(f"{name} has {files[name].size} bytes, but its tensors have {end}")
 
 
-def pieces_of(index: Metadata, names: Iterable[str]) -> dict[PieceKey, StoredPiece]:
+def pieces_of(index: Metadata, names: Iterable[str]) -> dict[PieceKey, SavedTensor]:
     """Return the expected shape and dtype of the stored pieces of the named tensors."""
     pieces = {}
     for name in names:
         entry = index.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
         for chunk in entry.chunks:
-            pieces[name, tuple(chunk.offsets)] = StoredPiece(
+            pieces[name, tuple(chunk.offsets)] = SavedTensor(
                 tuple(chunk.sizes), entry.properties.dtype
             )
     return pieces

@@ -17,11 +17,11 @@ from torch import Tensor
 from lightning_megatron.checkpoint.directory import find_checkpoint, is_sharded_checkpoint
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, Header
+from lightning_megatron.checkpoint.index_checks import SavedTensor
 from lightning_megatron.checkpoint.matching import Match, match
 from lightning_megatron.checkpoint.metadata_checks import check_metadata
 from lightning_megatron.checkpoint.open_checkpoint import (
     OpenCheckpoint,
-    SavedTensor,
     Source,
     open_source,
 )
@@ -104,27 +104,7 @@ def load_tensors(
 
     Communication: one gather of names over tp x pp; reading needs none.
     """
-    return load_stored(open_source(source), tensors, mesh, strict, prefix, expected)
-
-
-def load_stored(
-    stored: OpenCheckpoint,
-    tensors: Mapping[str, Entry],
-    mesh: ParallelMesh,
-    strict: bool = True,
-    prefix: str = "",
-    expected: Mapping[str, Placement] | None = None,
-) -> Match:
-    """Load tensors in place from an opened checkpoint, as :func:`load_tensors` does.
-
-    Returns:
-        Names of found, missing and unexpected entries
-
-    Raises:
-        CheckpointMismatchError: On all ranks, with names and shapes.
-
-    Communication: one gather of names over tp x pp; reading needs none.
-    """
+    stored = open_source(source)
     shapes = {name: entry.shape for name, entry in stored.tensors.items()}
     matched = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
     targets = {

@@ -15,20 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint
 from lightning_megatron.checkpoint.header import TENSOR_INDEX
-from lightning_megatron.checkpoint.index_checks import check_index, check_ranks
+from lightning_megatron.checkpoint.index_checks import SavedTensor, check_index, check_ranks
 from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
 from lightning_megatron.checkpoint.tensor_files import content_of, damaged, read_tensors
 from lightning_megatron.checkpoint.tensor_index import read_index
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.shard_spec import replicated_spec
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """Shape and dtype of a full tensor in a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

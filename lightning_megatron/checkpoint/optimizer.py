@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.load import load_stored
+from lightning_megatron.checkpoint.index_checks import SavedTensor
+from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.metadata_checks import check_states
 from lightning_megatron.checkpoint.open_checkpoint import (
     OpenCheckpoint,
-    SavedTensor,
     Source,
     open_source,
 )
@@ -145,7 +145,7 @@ def load_optimizer(
     entries = _create_state(
         index, optimizer, main, {name: saved.get(original[name], {}) for name in original}, mesh
     )
-    load_stored(stored, entries, mesh, prefix=_prefix(index), expected=expected)
+    load_tensors(stored, entries, mesh, prefix=_prefix(index), expected=expected)
     for name, parameter in _parameters_of(optimizer, main):
         values = metadata["values"].get(original[name], {})
         if values and _held(main, name) is not None:

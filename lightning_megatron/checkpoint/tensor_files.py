@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.directory import Checkpoint
 from lightning_megatron.checkpoint.header import TENSOR_INDEX
-from lightning_megatron.checkpoint.index_checks import PieceKey, StoredPiece, pieces_of
+from lightning_megatron.checkpoint.index_checks import PieceKey, SavedTensor, pieces_of
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, open_for_writing
 from lightning_megatron.checkpoint.tensor_index import write_index
 from lightning_megatron.errors import CorruptDataError
@@ -141,7 +141,7 @@ def _read_file(
     checkpoint: Checkpoint,
     name: str,
     items: list[tuple[_StorageInfo, ReadItem]],
-    pieces: Mapping[PieceKey, StoredPiece],
+    pieces: Mapping[PieceKey, SavedTensor],
     planner: LoadPlanner,
 ) -> None:
     check_size(checkpoint, name)
@@ -163,7 +163,7 @@ def _read_file(
 
 
 def _stored_tensor(
-    checkpoint: Checkpoint, name: str, file: Any, stored: _StorageInfo, piece: StoredPiece
+    checkpoint: Checkpoint, name: str, file: Any, stored: _StorageInfo, piece: SavedTensor
 ) -> Tensor:
     """Read one piece and check its shape and dtype against the tensor index."""
     file.seek(stored.offset)

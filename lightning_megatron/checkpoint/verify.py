@@ -1,4 +1,4 @@
-"""Verification of checkpoints, and search for the newest intact one."""
+"""Verification of checkpoints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import os
 from collections.abc import Callable
 
-from lightning_megatron.checkpoint.collective_steps import CaughtError, describe, run_on_first
-from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint, list_checkpoints
+from lightning_megatron.checkpoint.collective_steps import CaughtError, describe
+from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint
 from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX
 from lightning_megatron.checkpoint.storage import read_record
 from lightning_megatron.checkpoint.tensor_files import check_size, damaged
@@ -49,43 +49,18 @@ def verify_together(check: Callable[[], object], axis: MeshAxis) -> None:
 
     Communication: one gather of errors.
     """
-    error = _agree(check, axis)
-    if error is not None:
-        raise error
-
-
-def find_newest(
-    folder: str | os.PathLike[str], whole: bool = True, mesh: ParallelMesh | None = None
-) -> str | None:
-    """Return the path of the newest intact checkpoint directly in a folder.
-
-    The newest checkpoint is the one that was saved last, whatever its step. A damaged checkpoint is
-    skipped with a warning.
-
-    Returns:
-        Path of the checkpoint; None without one
-
-    Communication: with a mesh, a broadcast and gathers over the world.
-    """
-    axis = _SINGLE_RANK if mesh is None else mesh.world_cpu
-    # Use the listing of one rank: a shared file system may show new files to other ranks later.
-    for path in run_on_first(lambda: _newest_first(folder), axis):
-        damage = _agree(lambda path=path: _verify(path, whole, axis), axis)  # type: ignore[misc]
-        if damage is None:
-            return str(path)
-        if axis.rank == 0:
-            logger.warning("%s is skipped: %s", path, damage)
-    return None
-
-
-def _newest_first(folder: str | os.PathLike[str]) -> list[str]:
-    ages = {}
-    for path in list_checkpoints(folder):
-        try:
-            ages[path] = find_checkpoint(path).header.age
-        except (CorruptDataError, UnsupportedError, CheckpointMismatchError) as error:
-            logger.warning("%s is skipped: %s", path, error)
-    return sorted(ages, key=ages.__getitem__, reverse=True)
+    with CaughtError(BaseException) as caught:
+        check()
+    local_error = caught.error
+    # All ranks raise the error of the first rank that failed: they must continue in the same way.
+    errors = [
+        error for error in all_gather_objects(_to_send(local_error), axis) if error is not None
+    ]
+    if local_error is not None and not isinstance(local_error, Exception):
+        raise local_error
+    interrupts = [error for error in errors if not isinstance(error, Exception)]
+    if errors:
+        raise (interrupts or errors)[0]
 
 
 def _verify(path: str | os.PathLike[str], deep: bool, axis: MeshAxis) -> None:
@@ -112,25 +87,6 @@ def _check_content(checkpoint: Checkpoint, name: str) -> None:
             name,
             f"its checksum is {actual.checksum}, but {expected.checksum} was written",
         )
-
-
-def _agree(check: Callable[[], object], axis: MeshAxis) -> Exception | None:
-    """Run a check on every rank and return the error of the first rank that failed, or None.
-
-    All ranks return an error of the same type, because they must continue in the same way.
-    """
-    with CaughtError(BaseException) as caught:
-        check()
-    local_error = caught.error
-    errors = [
-        error for error in all_gather_objects(_to_send(local_error), axis) if error is not None
-    ]
-    if local_error is not None and not isinstance(local_error, Exception):
-        raise local_error
-    for error in errors:
-        if not isinstance(error, Exception):
-            raise error
-    return errors[0] if errors else None
 
 
 def _to_send(error: BaseException | None) -> BaseException | None:

@@ -177,9 +177,10 @@ def coerced(name: str, value: Any, kind: Any) -> Any:
         if not _is_of(value, bare):
             continue
         converted = _converted(name, value, bare)
-        if bounds is None or bounds.holds(
-            converted.total_seconds() if isinstance(converted, timedelta) else converted
-        ):
+        measured: Any = converted
+        if isinstance(converted, timedelta):
+            measured = converted.total_seconds()
+        if bounds is None or bounds.holds(measured):
             return converted
         raise ParallelPlanError(
             f"{name} must be {describe(kind, converted)}: it is {shown(value)}."
@@ -348,12 +349,18 @@ def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
 def _typed_mapping(name: str, value: Mapping[Any, Any], kind: Any) -> dict[Any, Any]:
     """Return a mapping whose named values have the types that a ``TypedDict`` gives them."""
     kinds = get_type_hints(kind, include_extras=True)
-    _check_has(name, value, [key for key in kinds if get_origin(kinds[key]) is not NotRequired])
+    _check_has(name, value, _required(kind))
     converted = dict(value)
     for key in kinds.keys() & value.keys():
         bare = get_args(kinds[key])[0] if get_origin(kinds[key]) is NotRequired else kinds[key]
         converted[key] = coerced(f"{name}.{key}", value[key], bare)
     return converted
+
+
+def _required(kind: Any) -> list[str]:
+    """Return the names that every mapping of a ``TypedDict`` has."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [key for key, hint in hints.items() if get_origin(hint) is not NotRequired]
 
 
 def _check_has(name: str, value: Mapping[Any, Any], required: Sequence[str]) -> None:
@@ -382,7 +389,7 @@ def _words(kind: Any, bounds: Range | Pattern | None, value: Any) -> tuple[str, 
     if is_dataclass(kind):
         return (f"{_type_name(kind)} or a mapping of its settings",)
     if is_typeddict(kind):
-        return (f"a mapping with {', '.join(get_type_hints(kind))}",)
+        return (f"a mapping with {', '.join(_required(kind))}",)
     names = {
         bool: "True or False",
         int: "a whole number",

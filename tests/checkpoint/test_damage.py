@@ -1,5 +1,4 @@
-"""A damaged or edited checkpoint gives exactly the saved values, or an error that names one of its files;
-the newest undamaged checkpoint is found.
+"""A damaged or edited checkpoint gives exactly the saved values, or an error that names one of its files.
 
 Edited files get valid checksums, so values that only checksums protect may change unnoticed.
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import logging
 import os
 import pickle
 import random
@@ -18,7 +16,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,15 +25,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_megatron.checkpoint import (
-    find_newest,
-    list_checkpoints,
     load_metadata,
     load_rank_states,
     read_full,
     save_checkpoint,
     verify_checkpoint,
 )
-from lightning_megatron.checkpoint import save as save_module
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.header import _sum_of
 from lightning_megatron.checkpoint.rewrite import rewrite
@@ -389,25 +383,3 @@ def test_a_file_that_the_header_does_not_list_is_damage(tmp_path):
     put_header(tmp_path / "a", fields)
     with pytest.raises(CorruptDataError, match="the header does not list it"):
         verify_checkpoint(tmp_path / "a")
-
-
-def test_the_newest_undamaged_checkpoint_is_the_one_that_was_saved_last(
-    tmp_path, caplog, monkeypatch
-):
-    assert find_newest(tmp_path) is None
-    (tmp_path / "logs").mkdir()
-    # The clock runs backwards, and the job returns to an earlier step.
-    clock = SimpleNamespace(time=iter((9.0, 8.0, 7.0, 6.0, 5.0)).__next__)
-    monkeypatch.setattr(save_module, "time", clock)
-    for name, step in (("z", 5), ("a", 7), ("m", 12), ("k", 9)):
-        save_checkpoint(tmp_path / name, entries(float(step)), {"global_step": step}, {}, MESH)
-    assert list_checkpoints(tmp_path) == [str(tmp_path / name) for name in "akmz"]
-    assert find_newest(tmp_path) == str(tmp_path / "k")
-    flip(tmp_path / "k" / "__0_0.distcp")
-    assert find_newest(tmp_path, whole=False) == str(tmp_path / "k")
-    with caplog.at_level(logging.WARNING):
-        assert find_newest(tmp_path) == str(tmp_path / "m")
-    assert f"{tmp_path / 'k'} is skipped" in caplog.text
-    cut(tmp_path / "m" / "checkpoint.json")
-    (tmp_path / "a" / "meta.pt").unlink()
-    assert find_newest(tmp_path) == str(tmp_path / "z")

@@ -14,7 +14,6 @@ import pytest
 from lightning_megatron.checkpoint import (
     CheckpointWriter,
     clean_unfinished,
-    find_newest,
     is_sharded_checkpoint,
     list_checkpoints,
     load_metadata,
@@ -101,14 +100,12 @@ def test_cleaning_removes_only_files_of_interrupted_remote_saves(memory):
 def test_damage_is_named_and_skipped_and_cleaning_keeps_the_damaged_files(memory):
     for step in (1, 2):
         save_checkpoint(f"{ROOT}/step={step}", entries(), {"global_step": step}, {}, MESH)
-    assert find_newest(ROOT) == f"{ROOT}/step=2"
     files = memory.find("/run/checkpoints/step=2")
     for name, damaged in (("meta.pt", r"save-[0-9a-f]+/meta\.pt"), (HEADER, HEADER)):
         path = next(path for path in files if path.endswith(name))
         memory.pipe_file(path, memory.cat_file(path)[:-9])
         with pytest.raises(CorruptDataError, match=rf"step=2/{damaged}"):
             verify_checkpoint(f"{ROOT}/step=2")
-        assert find_newest(ROOT) == f"{ROOT}/step=1"
     clean_unfinished(ROOT)
     assert memory.find("/run/checkpoints/step=2") == files
     save_checkpoint(f"{ROOT}/step=2", entries(2.0), {}, {}, MESH)

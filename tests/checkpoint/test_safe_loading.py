@@ -185,7 +185,7 @@ def test_a_checkpoint_cannot_name_files_outside_of_its_folder(tmp_path):
             load_metadata(path)
         files = {**header.files, outside: header.files["meta.pt"]}
         replace(header, files=files).write(LocalFolder(path))
-        with pytest.raises(CorruptDataError, match="not names of files"):
+        with pytest.raises(CorruptDataError, match="that is the name of a file"):
             read_full(path)
 
 

@@ -182,7 +182,7 @@ def test_a_fit_does_not_resume_from_a_rank_state_with_missing_values(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(run_checkpoints, "random_states", lambda device: None)
         run_job(job)
-    words = "rank 0 in .*saved.ckpt is damaged: generators"
+    words = "rank 0 in .*saved.ckpt is damaged: rank_state.generators must be a mapping"
     with pytest.raises(CorruptDataError, match=words):
         run_job(replace(job, steps=STEPS, resume=job.save, save=None))
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_megatron.checkpoint import (
     CheckpointWriter,
     Entry,
-    find_newest,
     load_metadata,
     load_optimizer,
     load_rank_state,
@@ -292,7 +291,6 @@ def damage_files(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
         save_checkpoint(folder / f"step={step}", sliced(mesh, step), metadata, {}, mesh)
     path, outcomes = folder / "step=2", {}
     verify_checkpoint(path, mesh=mesh)
-    assert find_newest(folder, mesh=mesh) == str(path)
     for name in (".metadata", "__3_0.distcp"):
         content = (path / name).read_bytes()
         barrier(mesh.world_cpu)
@@ -300,7 +298,6 @@ def damage_files(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
             (path / name).write_bytes(content[:-9] + b"_" + content[-8:])
         barrier(mesh.world_cpu)
         outcomes[name] = error_of(partial(verify_checkpoint, path, mesh=mesh))
-        assert find_newest(folder, mesh=mesh) == str(folder / "step=1")
         barrier(mesh.world_cpu)
         if rank == 0:
             (path / name).write_bytes(content)

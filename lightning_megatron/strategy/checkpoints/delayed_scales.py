@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.load import load_stored
+from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.metadata_checks import SCALES
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -46,7 +46,7 @@ def load_scales(stored: OpenCheckpoint, module: LightningModule, mesh: ParallelM
         for name, history in zip(names, scales.history, strict=True)
     }
     entries = {name: Entry(history, replicated_spec(history)) for name, history in read.items()}
-    missing = load_stored(stored, entries, mesh, strict=False, prefix=SCALES).missing
+    missing = load_tensors(stored, entries, mesh, strict=False, prefix=SCALES).missing
     for scales, names in named_scales:
         scales.start_with([read[name] for name in names], is_complete=not missing)
     if missing:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_megatron.checkpoint import model_placements, model_tensors
 from lightning_megatron.checkpoint.consolidate import CURRENT
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.load import load_stored
+from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.model import STATE_DICT
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.collectives import all_reduce_
@@ -53,7 +53,7 @@ def load_current_weights(
     if any(name.startswith(CURRENT) for name in stored.tensors):
         current = {_current(name): entry for name, entry in model_tensors(module, main).items()}
         expected = {_current(name): place for name, place in model_placements(module, main).items()}
-        load_stored(stored, current, mesh, module.strict_loading, CURRENT, expected)
+        load_tensors(stored, current, mesh, module.strict_loading, CURRENT, expected)
         main.publish()
         metadata["current_model_state"] = module.state_dict()
 
