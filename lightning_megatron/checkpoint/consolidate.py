@@ -77,7 +77,12 @@ def consolidate(
     check_names(one_process, metadata.get(OPTIMIZERS, ()), shapes, stored.checkpoint.file(METADATA))
     models = ClassTensors.from_checkpoint(metadata.pop(HUGGING_FACE, {}))
     metadata = without_training(metadata) if weights_only else metadata
-    target = _new_file(out)
+    target = Path(out)
+    if target.is_dir():
+        raise CheckpointMismatchError(
+            f"a checkpoint is written as one file: {target} is a directory. Pass the name of a "
+            "file."
+        )
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         tensors = _TensorsOnDisk(Path(folder), one_process, saved)
         names = [
@@ -126,7 +131,8 @@ def _copy_to_disk(
     for entry, full in read_one_by_one(stored, names):
         is_weight = entry.startswith((MODEL, CURRENT))
         weight = entry.removeprefix(MODEL).removeprefix(CURRENT)
-        name = weight if is_weight else _parameter_of(entry)
+        # An optimizer state is padded as its parameter.
+        name = weight if is_weight else _STATE.sub("", entry).rpartition(".")[0]
         converted = is_weight and dtype is not None and full.is_floating_point()
         tensors.add(entry, name, full.to(dtype) if converted else full)
 
@@ -143,21 +149,6 @@ def _weights(
         name: tensors.get(f"{prefix}{aliases.get(name, name)}") for name in one_process["order"]
     }
     return to_class_names(models, state)
-
-
-def _parameter_of(entry: str) -> str:
-    """Return the name of the parameter to which the optimizer state of an entry belongs."""
-    return _STATE.sub("", entry).rpartition(".")[0]
-
-
-def _new_file(out: str | os.PathLike[str]) -> Path:
-    target = Path(out)
-    if target.is_dir():
-        raise CheckpointMismatchError(
-            f"a checkpoint is written as one file: {target} is a directory. Pass the name of a "
-            "file."
-        )
-    return target
 
 
 def without_training(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from lightning_megatron.strategy.checkpoints.run_checkpoints import (
 )
 from lightning_megatron.strategy.checkpoints.saved_weights import only_steps_change_weights
 from lightning_megatron.strategy.checkpoints.single_file_loading import (
+    check_training_states,
     load_full_optimizer,
     load_full_weights,
     read_entries,
 )
-from lightning_megatron.strategy.checkpoints.single_file_states import check_training_states
 from lightning_megatron.strategy.checkpoints.source import CheckpointSource
 from lightning_megatron.strategy.checkpoints.weight_averaging import average_loaded_weights
 from lightning_megatron.strategy.checks.callback_checks import (

@@ -1,9 +1,10 @@
-"""Loading of shards and optimizers from single-file checkpoints, such as those of ``ddp``."""
+"""Loading of weights and optimizers from single files, as ``ddp`` and one process write them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,17 +14,22 @@ from torch.optim import Optimizer
 from lightning_megatron.checkpoint import copy_full_tensors, model_placements, model_tensors
 from lightning_megatron.checkpoint.parameter_groups import check_hyperparameters
 from lightning_megatron.checkpoint.single_file import read_single_file
-from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CorruptDataError,
+    ParallelPlanError,
+    UnsupportedError,
+)
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer.main_parameters import MainParameters, MainSlice
 from lightning_megatron.optimizer.shared_gradients import original_name
+from lightning_megatron.plan.settings import Index, Pattern, coerced, shown
 from lightning_megatron.strategy.checkpoints.name_order import (
     gather_parts,
     named_numbers,
     order_groups,
 )
-from lightning_megatron.strategy.checkpoints.single_file_states import check_entries, check_states
 from lightning_megatron.swap.hugging_face.class_tensors import (
     ClassTensors,
     class_name_in,
@@ -40,14 +46,56 @@ _NOT_LOADED = frozenset(
 )
 
 
+#: States of schedulers from which rates are computed.
+_OF_RATES = ("last_epoch", "_step_count", "base_lrs", "lr_lambdas", "_schedulers", "milestones")
+
+
+class _Counts(TypedDict):
+    ready: Index
+    completed: Index
+
+
+class _Progress(TypedDict):
+    total: _Counts
+    current: _Counts
+
+
+_FitLoop = TypedDict(
+    "_FitLoop", {"epoch_progress": _Progress, "epoch_loop.batch_progress": _Progress}
+)
+
+
+class _Loops(TypedDict):
+    fit_loop: _FitLoop
+
+
+#: Entries that Lightning reads, and those that it reads only if a fit resumes.
+_READ: Mapping[str, Any] = {
+    "pytorch-lightning_version": Annotated[str, Pattern(r"\d.*", "that begins with a digit")]
+}
+_RESUMED: Mapping[str, Any] = {"loops": _Loops, "lr_schedulers": list[Any]}
+
+
 def read_entries(path: str, needs_optimizers: bool, weights_only: bool | None) -> dict[str, Any]:
     """Read a single-file checkpoint, with full tensors and entries as Lightning expects them."""
     checkpoint = read_single_file(path, weights_only)
     if needs_optimizers and "optimizer_states" not in checkpoint:
         raise no_optimizers(path)
-    check_entries(checkpoint, path, is_resumed=needs_optimizers)
+    _check_entries(checkpoint, path, is_resumed=needs_optimizers)
     _translate_precision(checkpoint)
     return checkpoint
+
+
+def _check_entries(checkpoint: Mapping[str, Any], path: str, *, is_resumed: bool) -> None:
+    """Refuse a file without the entries that Lightning reads."""
+    for name, kind in {**_READ, **(_RESUMED if is_resumed else {})}.items():
+        try:
+            coerced(name, checkpoint.get(name), kind)
+        except ParallelPlanError as error:
+            raise CorruptDataError(
+                f"a checkpoint file must be written by Lightning: in {path} {error} The file is "
+                "damaged or edited. Use another checkpoint, or load the weights in your module."
+            ) from error
 
 
 def no_optimizers(path: str) -> CheckpointMismatchError:
@@ -57,6 +105,36 @@ def no_optimizers(path: str) -> CheckpointMismatchError:
         "with save_weights_only=True. Load it with validate, test or predict, or continue from a "
         "full checkpoint."
     )
+
+
+def check_training_states(
+    checkpoint: Mapping[str, Any], optimizers: Sequence[Any], schedulers: Sequence[Any]
+) -> None:
+    """Refuse a file whose optimizers and schedulers are not those of the module."""
+    states = checkpoint["optimizer_states"]
+    if len(optimizers) != len(states):
+        raise CheckpointMismatchError(
+            f"a module must have the optimizers that were saved: {len(states)} were saved, "
+            f"configure_optimizers returns {len(optimizers)}. States would be loaded into the "
+            "wrong optimizers. Restore configure_optimizers as it was, or load only the weights."
+        )
+    # Further states of schedulers in the file are ignored, as by Lightning.
+    for scheduler, state in zip(schedulers, checkpoint.get("lr_schedulers", ()), strict=False):
+        for key, current in scheduler.state_dict().items():
+            saved = state.get(key) if isinstance(state, Mapping) else state
+            if key in _OF_RATES and not _is_like(saved, current):
+                raise CorruptDataError(
+                    "the state of a learning rate scheduler must have the form in which it was "
+                    f"saved: {key} of {type(scheduler).__name__} is {shown(saved)} in the file, "
+                    f"and {shown(current)} in the new scheduler. The fit would continue with other "
+                    "learning rates. Restore configure_optimizers as it was, use another "
+                    "checkpoint, or load only the weights."
+                )
+
+
+def _is_like(saved: Any, current: Any) -> bool:
+    is_list = isinstance(current, list)
+    return type(saved) is type(current) and (not is_list or len(saved) == len(current))
 
 
 def load_full_weights(
@@ -145,7 +223,7 @@ def load_full_optimizer(
         for number, name in zip(group["params"], named_numbers(group, group_names), strict=True):
             state_of[name] = saved["state"].get(number, {})
             _check_shapes(name, state_of[name], full)
-    check_states(names, state_of, full)
+    _check_states(names, state_of, full)
     complaints = _load_states(optimizer, main, models, state_of, full)
     # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
     all_complaints = [
@@ -156,6 +234,47 @@ def load_full_optimizer(
     check_hyperparameters(optimizer.param_groups, groups)
     for group, taken in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in taken.items() if key not in _NOT_LOADED})
+
+
+def _check_states(
+    groups: Sequence[Sequence[str]],
+    states: Mapping[str, Mapping[str, Any]],
+    full: Mapping[str, Any],
+) -> None:
+    """Refuse states that differ in kind between parameters of one group.
+
+    An optimizer has the same states for parameters with the same number of dimensions. Parameters
+    without any state have not been trained.
+
+    Args:
+        states: States of each parameter by key, complete tensors.
+    """
+    for names in groups:
+        for num_dims in {full[name].dim() for name in names}:
+            similar = [name for name in names if full[name].dim() == num_dims and states[name]]
+            forms = {}
+            for name in similar:
+                items = states[name].items()
+                forms[name] = frozenset((key, *_kind_of(key, v, full[name])) for key, v in items)
+            common = Counter(forms.values()).most_common(1)[0][0] if forms else frozenset()
+            wrong = [name for name, form in forms.items() if form != common]
+            if wrong:
+                keys = sorted(key for key, *_ in forms[wrong[0]] ^ common)
+                raise CorruptDataError(
+                    "an optimizer's states must be of the same kind for all parameters of a group: "
+                    f"{keys[0]!r} of {wrong[0]!r} is missing, or has another shape or dtype than "
+                    f"for {len(forms) - len(wrong)} other parameter(s). The checkpoint is damaged "
+                    "or edited. Use another one, or load only the weights."
+                )
+
+
+def _kind_of(key: str, value: Any, parameter: Tensor) -> tuple[Any, ...]:
+    """Return the kind of a state value, which similar parameters must share."""
+    if not isinstance(value, Tensor):
+        return (False,)
+    is_like = tuple(value.shape) == tuple(parameter.shape)
+    shape = "like" if is_like and key != "step" and parameter.dim() else value.dim()
+    return True, shape, value.is_floating_point(), value.is_complex()
 
 
 def _load_states(
