@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from lightning_megatron.checkpoint import is_sharded_checkpoint
 from lightning_megatron.checkpoint.hugging_face import (
     SavedModel,
+    SavedOwnCodeModel,
     export_model,
     find_model,
     import_model,
 )
-from lightning_megatron.checkpoint.own_code import SavedOwnCodeModel
 from lightning_megatron.cli.checkpoint import DTYPES
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra

@@ -12,6 +12,8 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lightning_megatron import MegatronStrategy, ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
@@ -113,6 +115,20 @@ ODD = (
     timedelta(-1),
     timedelta.max,
 )
+ANY = st.one_of(
+    st.sampled_from(ODD),
+    st.integers(max_value=0),
+    st.integers(min_value=2**31),
+    st.floats(),
+    st.text(max_size=20),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+        ),
+        max_leaves=5,
+    ),
+)
 PLAIN = (bool, int, float, str, tuple, list, dict, timedelta)
 
 
@@ -171,6 +187,13 @@ def test_every_odd_value_becomes_its_setting_type_or_an_error_that_names_the_set
     for record, name in FIELDS:
         for value in ODD:
             check_taken_or_refused(record, name, value)
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(ANY)
+def test_any_value_becomes_its_setting_type_or_an_error_that_names_the_setting(value):
+    for record, name in FIELDS:
+        check_taken_or_refused(record, name, value)
 
 
 def test_numpy_numbers_and_integers_become_python_numbers():
