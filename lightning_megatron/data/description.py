@@ -84,7 +84,9 @@ class CorpusDescription:
         except ParallelPlanError as error:
             raise CorruptDataError(f"{error} {REMEDY}") from error
         required = (self.tokenizer, self.tokenizer_fingerprint, self.vocab_size)
-        if None in required and (*required, self.eod) != (None, None, None, None):
+        is_known = None not in required
+        is_unknown = self.eod is None and set(required) == {None}
+        if not (is_known or is_unknown):
             raise CorruptDataError(
                 f"{source}: tokenizer, tokenizer_fingerprint and vocab_size must all be given, or "
                 f"all be null as well as eod: they are {required} and {self.eod}. {REMEDY}"
@@ -196,7 +198,7 @@ def _described(content: dict[str, Any], source: str) -> CorpusDescription:
             f"{source}: version must be 1 or {VERSION}: it is {shown(version)}. {REMEDY}"
         )
     newer = CHECKSUMS if version == 1 else ()
-    expected = {"format", "version", *FIELDS} - {*newer}
+    expected = {"format", "version", *FIELDS} - set(newer)
     if set(content) != expected:
         missing = sorted(expected - set(content))
         unknown = sorted(set(content) - expected)
