@@ -84,7 +84,7 @@ def run_block(block: Block, folder: Path) -> str:
     if command is not None:
         run = run_python(["-m", "lightning_megatron", *command], folder, environment, timeout=280)
     elif block.language == "python":
-        script = folder / f"{block.name.replace(' ', '_')}.py"
+        script = folder / (re.sub(r"\W+", "_", block.name) + ".py")
         script.write_text(block.program)
         run = run_script(script, folder, environment, timeout=280)
     else:
