@@ -22,12 +22,7 @@ _REENTRANT = CheckpointFunction.forward.__code__
 
 
 class ModuleProxy:
-    """Proxy of a module inside a block.
-
-    Args:
-        stored: Tensors that blocks store as attributes, with the list of the blocks.
-        path: Name of the module in the block; empty for the block itself.
-    """
+    """Proxy of a module inside a block, at a path that is empty for the block itself."""
 
     _stored: StoredTensors
     _blocks: CutBlocks
@@ -39,12 +34,7 @@ class ModuleProxy:
         vars(self).update(_stored=stored, _blocks=stored.blocks, _index=index, _path=path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module.
-
-        Raises:
-            UnsupportedError: If the module has parameters or buffers and a step is running, because
-                other stages do not have them.
-        """
+        """Run the module; one with tensors is refused in a step, because other stages lack them."""
         is_bare = next(self._module.parameters(), next(self._module.buffers(), None)) is None
         if self._blocks.cursor is not None and not is_bare:
             self._refuse(
@@ -72,10 +62,6 @@ class ModuleProxy:
         """Set an attribute of the module, if it is on this stage, and of its copy without values.
 
         Hooks, and steps up to the call of the block, run on every stage, also on that of the block.
-
-        Raises:
-            UnsupportedError: If the value is a module, a parameter or a tensor of another stage, or
-                if the block has already run in this step.
         """
         if isinstance(value, (nn.Module, nn.Parameter)):
             self._refuse(
@@ -93,11 +79,7 @@ class ModuleProxy:
             setattr(module, name, value.to("meta") if is_meta else value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute of the module, as :meth:`__setattr__` sets one.
-
-        Raises:
-            UnsupportedError: If the block has already run in this step.
-        """
+        """Delete an attribute of the module, as :meth:`__setattr__` sets one."""
         self._check_unused(name)
         for module in self._copies:
             delattr(module, name)
@@ -166,9 +148,7 @@ class ModuleProxy:
 class BlockProxy(ModuleProxy):
     """Proxy of a block, which the list of blocks returns to the user's code.
 
-    Args:
-        stored: Same as for :class:`ModuleProxy`.
-        call: Function that runs a block, given its index, positional and keyword arguments.
+    ``call`` runs a block, given its index, positional and keyword arguments.
     """
 
     _call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
@@ -211,9 +191,6 @@ def check_checkpoint() -> None:
 
     The reentrant form computes gradients only if an input requires gradients, but placeholders for
     tensors of other stages do not require gradients.
-
-    Raises:
-        UnsupportedError: If a block runs under a reentrant checkpoint; the error names the line.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -231,12 +208,6 @@ def check_listing(name: str) -> None:
 
     Code of torch (which lists parameters), Lightning (which looks for metrics) and torchmetrics may
     list modules.
-
-    Args:
-        name: Name of the list of blocks, for the error.
-
-    Raises:
-        UnsupportedError: If the user's code lists modules; the error names the line.
     """
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_name in ("named_modules", "modules"):

@@ -60,14 +60,8 @@ class ModelConfig:
     def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
         """Return the number of layers of each virtual stage, given by the layout or else by cost.
 
-        Args:
-            layout: Sizes of the axes.
-            loss_chunk: Number of tokens whose logits exist at once; None stores all logits. It has
-                no effect on encoders.
-
-        Raises:
-            ParallelPlanError: If the layout gives another total number of layers, or the model has
-                fewer layers than virtual stages.
+        ``loss_chunk`` is the number of tokens whose logits exist at once; None stores all logits.
+        It has no effect on encoders.
         """
         return partition_of(self._costs(loss_chunk, layout.tp), layout)
 
@@ -76,14 +70,7 @@ class ModelConfig:
     ) -> None:
         """Raise if this model cannot be divided over a layout. No process group is needed.
 
-        Args:
-            layout: Sizes of the axes.
-            sequence_parallel: Whether activations are sharded along the sequence.
-            seq_length: Length of the sequences, if it is known (tokens).
-
-        Raises:
-            ParallelPlanError: If a size of the model does not divide over the layout.
-            UnsupportedError: If the model cannot be cut along an axis of the layout.
+        The length of sequences (tokens) is checked if it is known.
         """
         attention_ranges(self.num_heads, self.kv_heads, self.head_size, layout.tp, 0)
         even_range(self.ffn_size, layout.tp, 0, what="ffn_hidden_size")
@@ -95,27 +82,13 @@ class ModelConfig:
     def check_seq_length(self, seq_length: int, sequence_shards: int = 1, cp: int = 1) -> None:
         """Raise if sequences are too long, or do not divide over the ranks that share them.
 
-        Args:
-            seq_length: Length of the sequences (tokens).
-            sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
-            cp: Ranks that share a sequence (ranks).
-
-        Raises:
-            ParallelPlanError: If the length is too large or not divisible.
+        ``sequence_shards`` is the size of tp under sequence parallelism, else 1.
         """
         check_length(seq_length, self.max_seq_length, sequence_shards, cp)
 
 
 def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> None:
-    """Raise if the experts cannot be divided over the expert axes of a layout.
-
-    Args:
-        layout: Sizes of the axes.
-        experts: Mixture of experts of the model; None for a model without experts.
-
-    Raises:
-        ParallelPlanError: If sizes do not divide, or the layout has expert axes without experts.
-    """
+    """Raise if a model's experts, or their absence, do not fit the expert axes of a layout."""
     if experts is not None:
         even_range(experts.num_experts, layout.ep, 0, what="num_experts", axis="ep")
         even_range(
@@ -135,14 +108,7 @@ def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> 
 def check_length(seq_length: int, max_seq_length: int, sequence_shards: int, cp: int = 1) -> None:
     """Raise if sequences are too long, or do not divide over the ranks that share them.
 
-    Args:
-        seq_length: Length of the sequences (tokens).
-        max_seq_length: Longest sequence that the model supports (tokens).
-        sequence_shards: Size of tp under sequence parallelism, else 1 (ranks).
-        cp: Ranks that share a sequence (ranks).
-
-    Raises:
-        ParallelPlanError: If the length is too large or not divisible.
+    ``sequence_shards`` is the size of tp under sequence parallelism, else 1.
     """
     if seq_length > max_seq_length:
         multiple = context_multiple(cp, sequence_shards)
@@ -168,33 +134,14 @@ def check_length(seq_length: int, max_seq_length: int, sequence_shards: int, cp:
 
 
 def check_padding(padding_id: int | None, vocab_size: int) -> None:
-    """Raise if the padding token is not in the vocabulary.
-
-    Args:
-        padding_id: Padding token; None means no such token.
-        vocab_size: Size of the vocabulary (tokens).
-
-    Raises:
-        ParallelPlanError: If the token is not in the vocabulary.
-    """
+    """Raise if the padding token is not in the vocabulary."""
     is_legal = padding_id is None or 0 <= padding_id < vocab_size
     rule = f"be in [0, {vocab_size}) or None"
     require(is_legal, "padding_id", padding_id, rule, "it is a token of the vocabulary")
 
 
 def check_heads(hidden_size: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
-    """Raise if the numbers of heads do not divide the hidden size or each other.
-
-    Args:
-        hidden_size: Size of the residual stream (elements).
-        num_heads: Number of query heads (heads).
-        kv_heads: Number of key/value heads (heads).
-        head_dim: Size of a head; None means hidden_size / num_heads (elements).
-
-    Raises:
-        ParallelPlanError: If ``num_heads`` does not divide ``hidden_size``, or ``kv_heads`` does
-            not divide ``num_heads``.
-    """
+    """Raise if the numbers of heads do not divide the hidden size or each other."""
     if head_dim is None and hidden_size % num_heads:
         raise ParallelPlanError(
             f"hidden_size ({hidden_size}) must be a multiple of num_heads ({num_heads}), because "
@@ -205,15 +152,7 @@ def check_heads(hidden_size: int, num_heads: int, kv_heads: int, head_dim: int |
 
 
 def check_latent_attention(latent: LatentAttentionConfig, fields: Mapping[str, object]) -> None:
-    """Raise if other fields contradict the sizes of latent attention.
-
-    Args:
-        latent: Sizes of latent vectors and heads.
-        fields: Fields of the model's configuration by name.
-
-    Raises:
-        ParallelPlanError: If a field has another value; the message names the field.
-    """
+    """Raise if other fields of the configuration contradict the sizes of latent attention."""
     heads = fields["num_heads"]
     rules: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
         ("position", ("rotary",), "be rotary", "a part of each head has rotary positions"),
@@ -232,15 +171,7 @@ def check_latent_attention(latent: LatentAttentionConfig, fields: Mapping[str, o
 
 
 def check_positions(position: str, fields: Mapping[str, object]) -> None:
-    """Raise if fields of another kind of position encoding are set.
-
-    Args:
-        position: Kind of position encoding.
-        fields: Fields of the model's configuration by name.
-
-    Raises:
-        ParallelPlanError: If such a field is set; the message names the field.
-    """
+    """Raise if fields of another kind of position encoding are set."""
     kinds: dict[str, tuple[str, Mapping[str, object]]] = {
         "rotary": ("rotary angles", _ROTARY_FIELDS),
         "alibi": ("slopes", _ALIBI_FIELDS),
@@ -252,17 +183,7 @@ def check_positions(position: str, fields: Mapping[str, object]) -> None:
 
 
 def check_norms(norm: str, norm_offset: float, norm_position: str, parallel_residual: bool) -> None:
-    """Raise if the norms contradict each other or the residual sums.
-
-    Args:
-        norm: Kind of the norms.
-        norm_offset: Constant added to the weights of RMSNorms.
-        norm_position: Position of the norms.
-        parallel_residual: Whether attention and MLP of a block read the same residual stream.
-
-    Raises:
-        ParallelPlanError: If fields contradict each other; the message names one of them.
-    """
+    """Raise if the norms contradict each other or the residual sums."""
     is_legal = not norm_offset or norm == "rmsnorm"
     why = f"norm ({norm}) adds no offset to its weight"
     require(is_legal, "norm_offset", norm_offset, "be 0", why)
@@ -272,16 +193,7 @@ def check_norms(norm: str, norm_offset: float, norm_position: str, parallel_resi
 
 
 def check_rotary(head_size: int, rotary_dim: int | None, scaling: RotaryScaling | None) -> None:
-    """Raise if the elements of a head cannot be rotated in pairs.
-
-    Args:
-        head_size: Size of a head (elements).
-        rotary_dim: Number of rotated elements of a head; None means all (elements).
-        scaling: Scaling of rotary angles; None means no scaling.
-
-    Raises:
-        ParallelPlanError: If a size is odd or too large, or factors do not match the pairs.
-    """
+    """Raise if the elements of a head cannot be rotated in pairs."""
     if rotary_dim is None and head_size % 2:
         raise ParallelPlanError(
             f"head_dim ({head_size}) must be even, because rotary positions rotate pairs of "
@@ -305,18 +217,7 @@ def check_rotary_layers(
     sliding_window: int | None,
     num_layers: int,
 ) -> None:
-    """Raise if settings of rotary positions for some layers do not match the layers.
-
-    Args:
-        rotary_layers: For each layer, whether it rotates; None means that all layers do.
-        window_base: Base of layers with a sliding window; None means that of the other layers.
-        sliding_window: Number of positions to which a query attends; None means all (tokens).
-        num_layers: Number of Transformer blocks (layers).
-
-    Raises:
-        ParallelPlanError: If the number of flags differs from the number of layers, or a base is
-            set without a window.
-    """
+    """Raise if settings of rotary positions for some layers do not match the layers."""
     if rotary_layers is not None:
         num_flags = len(rotary_layers)
         why = f"each of num_layers ({num_layers}) needs a flag"
@@ -332,17 +233,7 @@ def check_rotary_layers(
 def check_windows(
     window_layers: Sequence[bool] | None, sliding_window: int | None, num_layers: int
 ) -> None:
-    """Raise if the settings of sliding windows for some layers do not match the layers.
-
-    Args:
-        window_layers: For each layer, whether it has the window; None means that all layers do.
-        sliding_window: Number of positions to which a query attends; None means all (tokens).
-        num_layers: Number of Transformer blocks (layers).
-
-    Raises:
-        ParallelPlanError: If the number of flags differs from the number of layers, or flags are
-            set without a window.
-    """
+    """Raise if the settings of sliding windows for some layers do not match the layers."""
     if window_layers is None:
         return
     num_flags = len(window_layers)
@@ -354,17 +245,9 @@ def check_windows(
 
 
 def require(holds: bool, name: str, value: object, rule: str, why: str) -> None:
-    """Raise if a setting breaks a rule.
+    """Raise a ``ParallelPlanError`` if a setting breaks a rule.
 
-    Args:
-        holds: Whether the rule holds.
-        name: Name of the setting.
-        value: Value of the setting.
-        rule: Rule, as the words after "must".
-        why: Reason for the rule, as the words after "because".
-
-    Raises:
-        ParallelPlanError: If the rule does not hold.
+    ``rule`` are the words after "must", ``why`` those after "because".
     """
     if not holds:
         raise ParallelPlanError(f"{name} ({value}) must {rule}, because {why}. Change {name}.")

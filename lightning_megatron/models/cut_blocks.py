@@ -24,12 +24,7 @@ def leave_to_other_stage(twin: nn.Module, state: dict[str, Any], prefix: str) ->
     """Remove the tensors of a module of another stage from a state dict that is being loaded.
 
     Names that the module does not have stay, so that torch reports them as unexpected. The stage
-    that holds the module reports missing ones.
-
-    Args:
-        twin: Copy of the module on the meta device.
-        state: State dict that is being loaded.
-        prefix: Name of the module in it, with a dot at the end.
+    that holds the module reports missing ones. ``prefix`` ends with a dot.
     """
     for name in twin.state_dict(prefix=prefix):
         state.pop(name, None)
@@ -38,12 +33,9 @@ def leave_to_other_stage(twin: nn.Module, state: dict[str, Any], prefix: str) ->
 class CutBlocks(PipelinedModule):
     """Blocks of this rank, named by their indices, and copies of all blocks on the meta device.
 
-    Placeholders represent modules and tensors of other stages. A subclass runs the blocks.
-
-    Args:
-        name: Name of the list, for errors.
-        source: List of blocks; those of other stages move to the meta device.
-        twins: Copies of all blocks on the meta device.
+    Placeholders represent modules and tensors of other stages. A subclass runs the blocks. The
+    blocks of ``source`` that are on other stages move to the meta device; ``twins`` are copies
+    there.
     """
 
     def __init__(
@@ -123,11 +115,7 @@ class CutBlocks(PipelinedModule):
     def infer_outputs(
         self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> OutputSpec:
-        """Return the specification of the outputs of a module that is on another stage.
-
-        Raises:
-            UnsupportedError: If a shape depends on values.
-        """
+        """Return the specification of the outputs of a module that is on another stage."""
         try:
             spec = self.shape_inference.of_module(twin, self.mesh.device, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -144,13 +132,9 @@ class CutBlocks(PipelinedModule):
         return spec
 
     def placeholders(self, spec: OutputSpec, value_name: str, name: str, stage: int) -> Any:
-        """Return placeholders for a result, or the values that have arrived.
+        """Return placeholders for a result of a virtual stage, or the values that have arrived.
 
-        Args:
-            spec: Specification of the outputs.
-            value_name: Name under which its tensors are sent between stages.
-            name: Description of the result, for errors.
-            stage: Virtual stage that computes the result.
+        Stages send its tensors under ``value_name``; errors describe it by ``name``.
         """
         cursor = self.current()
 

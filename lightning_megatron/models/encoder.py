@@ -63,9 +63,7 @@ class EncoderCall:
     """Inputs of one call of an encoder, which are the same on all stages.
 
     Args:
-        rows: Tokens or vectors, positions and padding.
-        labels: Target tokens of a masked language model, or ``ignore_index``.
-        ignore_index: Label whose loss is zero.
+        labels: Target tokens of a masked language model, or ``ignore_index``, whose loss is zero.
         num_joined: Number of rows that the layers process as one; None means that they do not.
     """
 
@@ -184,11 +182,7 @@ class Encoder(LayeredModule):
         layers: Mapping[int, LayerInputs],
         has_head: bool,
     ) -> Any:
-        """Run the embedding, some layers and the head; see :meth:`LayeredModule.run_layers`.
-
-        Returns:
-            The hidden states; with the head an :class:`EncoderResult`.
-        """
+        """Run the embedding, some layers and the head, which returns an :class:`EncoderResult`."""
         if hidden is None:
             hidden = self.embed(call.rows)
         for index, given in layers.items():
@@ -270,11 +264,7 @@ class Encoder(LayeredModule):
         return join_parts(columns, cp).transpose(0, 1)
 
     def embed(self, rows: EncoderInput) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the input of the first layer.
-
-        Args:
-            rows: Inputs of the model.
-        """
+        """Return the input of the first layer."""
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         positions = self._positions(rows)
         types = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
@@ -339,14 +329,10 @@ class Encoder(LayeredModule):
         ignore_index: int,
         num_joined: int | None,
     ) -> EncoderResult:
-        """Return the outputs of the head.
+        """Return the outputs of the head for the output of the last norm.
 
-        Args:
-            hidden: Output of the last norm.
-            labels: Target tokens of a masked language model, or ``ignore_index``.
-            ignore_index: Label whose loss is zero.
-            num_joined: Number of rows that the layers have processed as one; None means that they
-                have not (rows).
+        ``num_joined`` is the number of rows that the layers have processed as one, None if they
+        have not.
         """
         head: Any = self.head
         if num_joined is not None:

@@ -54,11 +54,7 @@ def build_embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbeddi
 
 
 def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> Block:
-    """Build this rank's part of a layer of an encoder: a block of a GPT that is not causal.
-
-    Args:
-        index: Index of the layer in the whole model.
-    """
+    """Build this rank's part of a layer of an encoder: a block of a GPT that is not causal."""
     same = GPTConfig(
         vocab_size=config.vocab_size,
         max_seq_length=config.max_seq_length,
@@ -151,11 +147,8 @@ class SpanHead(nn.Module):
 class MaskedLMHead(nn.Module):
     """Head of a masked language model, which computes this rank's shard of the logits.
 
-    Equals Hugging Face's BertLMPredictionHead and RobertaLMHead with tied weights.
-
-    Args:
-        holds_copy: Whether the head has a copy of the token embedding's weight, because the
-            embedding is on another stage.
+    Equal to Hugging Face's BertLMPredictionHead and RobertaLMHead with tied weights. It holds a
+    copy of the token embedding's weight if the embedding is on another stage.
 
     Communication: that of ``column_linear``.
     """
@@ -186,12 +179,7 @@ class MaskedLMHead(nn.Module):
         hidden: Float[Tensor, "seq_local batch hidden"],
         embedding: Float[Tensor, "vocab_local hidden"] | None,
     ) -> Float[Tensor, "seq batch vocab_local"]:
-        """Return the logits.
-
-        Args:
-            hidden: Output of the last layer.
-            embedding: Weight of the token embedding; None if the head has a copy.
-        """
+        """Return the logits; no ``embedding`` is needed if the head has a copy of that weight."""
         weight = embedding if self.weight is None else self.weight
         assert weight is not None, "a head without a copy is on the rank of the embedding"
         hidden = self.norm(activated(self.dense(hidden), self.config.head_activation))
@@ -201,11 +189,7 @@ class MaskedLMHead(nn.Module):
 class PretrainingHead(MaskedLMHead):
     """Head for pre-training BERT: a masked language model and the order of two segments.
 
-    Equals Hugging Face's BertPooler and BertPreTrainingHeads with tied weights.
-
-    Args:
-        holds_copy: Whether the head has a copy of the token embedding's weight, because the
-            embedding is on another stage.
+    Equal to Hugging Face's BertPooler and BertPreTrainingHeads with tied weights.
 
     Source: Lan et al. 2019 (ALBERT), section 3.1, for the order of segments.
     """
@@ -218,21 +202,13 @@ class PretrainingHead(MaskedLMHead):
     def order_logits(
         self, hidden: Float[Tensor, "seq_local batch hidden"]
     ) -> Float[Tensor, "batch 2"]:
-        """Return the logits of "in order" and "swapped" for each pair of segments.
-
-        Args:
-            hidden: Output of the last layer.
-        """
+        """Return the logits of "in order" and "swapped" for each pair of segments."""
         logits: Tensor = self.order(self.pooler(hidden))
         return logits
 
 
 def build_head(config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -> nn.Module | None:
-    """Build the head that a configuration names; None for ``none``.
-
-    Args:
-        holds_copy: Whether the head needs a copy of the token embedding's weight.
-    """
+    """Build the head that a configuration names; None for ``none``."""
     if config.head == "pooler":
         return Pooler(config, mesh)
     if config.head == "classifier":
@@ -249,11 +225,7 @@ def build_head(config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -
 def activated(
     hidden: Float[Tensor, "*shape"], activation: EncoderActivation
 ) -> Float[Tensor, "*shape"]:
-    """Apply an activation.
-
-    Args:
-        hidden: Any tensor.
-    """
+    """Apply an activation."""
     return (
         F.relu(hidden)
         if activation == "relu"

@@ -87,11 +87,7 @@ class EncoderInput:
         return index < self.lengths[:, None]
 
     def joined(self, positions: Int[Tensor, "batch seq"]) -> EncoderInput:
-        """Return the inputs as one row, without a description of padding.
-
-        Args:
-            positions: Position of each token in its row.
-        """
+        """Return the inputs as one row, without a description of padding."""
         given = (self.tokens, self.vectors, positions, self.token_types)
         tokens, vectors, places, types = (
             None if tensor is None else tensor.flatten(0, 1)[None] for tensor in given
@@ -101,12 +97,7 @@ class EncoderInput:
 
 @dataclass(frozen=True)
 class RowAttention:
-    """Attention of an encoder to rows with padding, by lengths or by a mask.
-
-    Args:
-        context: Transport of attention over cp in all layers.
-        head_dim: Size of a head (elements).
-    """
+    """Attention of an encoder to rows with padding, by lengths or by a mask."""
 
     mesh: ParallelMesh
     context: ContextChoice

@@ -30,10 +30,7 @@ class EvaluatedSet:
     def of(cls, module: Any, part: str, index: int | None) -> EvaluatedSet:
         """Return the set of a dataloader, whose name comes from ``set_names`` of the data module.
 
-        Args:
-            module: LightningModule that logs.
-            part: ``val`` or ``test``.
-            index: Index of the dataloader; None if there is only one.
+        The index is None if there is only one dataloader.
         """
         names = _names(module, part)
         if names:
@@ -79,12 +76,9 @@ class EvaluatedSet:
 
 
 def log_means_of_all_sets(module: Any, part: str, means: Iterable[tuple[str, str]]) -> None:
-    """Log the weighted means over all named sets of an evaluation.
+    """Log the weighted means over all named sets of an evaluation, by name and unit of the weights.
 
-    Args:
-        module: LightningModule that has logged each set with :meth:`EvaluatedSet.log`.
-        part: ``val`` or ``test``.
-        means: Names of the means, each with the unit that weights the sets.
+    The module must have logged each set with :meth:`EvaluatedSet.log`.
     """
     logged = module.trainer.callback_metrics
     means = list(means)

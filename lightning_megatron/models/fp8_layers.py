@@ -40,14 +40,8 @@ def set_fp8(
 ) -> list[str]:
     """Make linear layers of a model compute in 8 bits; return the names of those on this rank.
 
-    Args:
-        settings: Selection of the layers, and format of the products.
-        emulate: Whether matrix products are computed in the precision of the device.
-        device: Device of the run, to which the model will move.
-
-    Raises:
-        ParallelPlanError: If 8-bit products do not support the sizes of a layer, or a pattern
-            matches no layer.
+    With ``emulate``, matrix products are computed in the precision of the device. The model will
+    move to ``device``.
     """
     num_layers = sum(model.partition.counts)
     linears = {name: (index, linear) for index, name, linear in _linears(model)}
@@ -78,8 +72,7 @@ def unset_fp8(
 ) -> None:
     """Make all layers of a model compute in the precision of the run, after a run in 8 bits.
 
-    Args:
-        device: Device of the run; needed only for Transformer Engine.
+    The device is needed only for Transformer Engine.
     """
     for _, _, linear in _linears(model):
         linear.scaling = (
@@ -92,11 +85,7 @@ def unset_fp8(
 def weights_in_eight_bits(module: nn.Module) -> dict[tuple[str, ...], Linear]:
     """Return the linear layers whose weights shall be stored in 8 bits, by the weights' names.
 
-    Args:
-        module: The module of the user.
-
-    Raises:
-        UnsupportedError: If such a weight has a parametrization, or another module reads it, too.
+    A weight that has a parametrization, or that another module reads, too, is refused.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -127,11 +116,7 @@ def _check_one_reader(layer: str, readers: list[str]) -> None:
 
 
 def set_norms(model: LayeredModule, backend: Backend) -> int:
-    """Make the norms of a model compute with a library; return their number on this rank.
-
-    Args:
-        backend: Library of the norms.
-    """
+    """Make the norms of a model compute with a library; return their number on this rank."""
     norms = [norm for norm in model.modules() if isinstance(norm, LayerNorm | RMSNorm)]
     for norm in norms:
         norm.uses_engine = backend == "te"
@@ -153,16 +138,7 @@ def _delayed_scales(
 def check_fp8_config(
     config: ModelConfig, settings: FP8, tp: int, backend: Backend = "native"
 ) -> None:
-    """Check the sizes and name patterns of 8-bit layers before the model is built.
-
-    Args:
-        settings: Selection of the layers, and format of the products.
-        tp: Tensor-parallel size (ranks).
-
-    Raises:
-        ParallelPlanError: If 8-bit products do not support the sizes of a layer, a pattern matches
-            no layer, or the heads do not divide over tp.
-    """
+    """Check the sizes and name patterns of 8-bit layers before the model is built."""
     shape = _shape_of(config)
     if shape is None:
         return
@@ -195,9 +171,7 @@ def _shape_of(config: ModelConfig) -> ModelShape | None:
 def _check_patterns(settings: FP8, kinds: AbstractSet[str], num_layers: int) -> None:
     """Raise if a pattern matches no linear layer in any block of the model.
 
-    Args:
-        kinds: Names of linear layers within a block; empty if this rank has none.
-        num_layers: Number of blocks of the whole model.
+    ``kinds`` are the names of linear layers within a block; empty if this rank has none.
     """
     anywhere = [f"layers.{index}.{kind}" for index in range(num_layers) for kind in kinds]
     known = ", ".join(f"layers.N.{kind}" for kind in sorted(kinds))

@@ -244,11 +244,7 @@ class GPT(LayeredModule):
         layers: Mapping[int, LayerInputs],
         has_head: bool,
     ) -> Any:
-        """Run the embedding, some layers and the head; see :meth:`LayeredModule.run_layers`.
-
-        Returns:
-            The hidden states; with the head the losses, their sum, or the logits.
-        """
+        """Run the embedding, some layers and the head; see :meth:`LayeredModule.run_layers`."""
         if hidden is None:
             hidden = self.embed(call.tokens, call.vectors, call.positions, call.order)
         for index, given in layers.items():
@@ -292,8 +288,7 @@ class GPT(LayeredModule):
         """Return the input of the first layer.
 
         Args:
-            tokens: Token ids; None if vectors are given.
-            vectors: Vectors that replace the token embeddings.
+            tokens: Token ids; None if vectors, which replace their embeddings, are given.
             positions: Position of each token in its row; None counts along the row.
             order: Positions of the rows that each rank of cp holds; None means equal parts.
         """
@@ -352,10 +347,8 @@ class GPT(LayeredModule):
     def tokens_at_once(self, num_tokens: int) -> int | None:
         """Return the number of tokens of which the head and the loss compute the logits at once.
 
-        The result is the same on all stages. None means that the logits of all tokens are stored.
-
-        Args:
-            num_tokens: Tokens of a microbatch in the part of the rows on one rank of cp (tokens).
+        The result is the same on all stages; None means that all logits are stored. ``num_tokens``
+        counts a microbatch in the part of the rows on one rank of cp.
         """
         config = self.config
         tp = self.mesh.tp.size
@@ -369,11 +362,7 @@ class GPT(LayeredModule):
     def logits(
         self, hidden: Float[Tensor, "seq_local batch hidden"]
     ) -> Float[Tensor, "seq batch vocab_local"]:
-        """Return this rank's shard of the logits; only the last virtual stage can compute it.
-
-        Args:
-            hidden: Output of the last norm.
-        """
+        """Return this rank's shard of the logits; only the last virtual stage can compute it."""
         return self._form.applied(self._read_head(hidden, partial(vocab_logits, mesh=self.mesh)))
 
     def _logits_at_place(self, hidden: Tensor, place: int, order: TokenOrder | None) -> Tensor:

@@ -79,9 +79,8 @@ def build_block(
 ) -> Block:
     """Build this rank's part of a block.
 
-    Args:
-        output_initializer: Initializer of the layers whose outputs are added to the residual
-            stream; None means that of GPT, which is scaled by the number of layers.
+    ``output_initializer`` is for the layers whose outputs are added to the residual stream; None
+    means that of GPT, which is scaled by the number of layers.
     """
     initializers: dict[str, Initializer] = {
         "initializer": Initializer.normal(config.init_std),

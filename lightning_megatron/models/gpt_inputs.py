@@ -21,8 +21,7 @@ class GPTCall:
     """Inputs of one call of a GPT, which are the same on all stages.
 
     Args:
-        tokens: Token ids; None if vectors are given.
-        vectors: Vectors that replace the token embeddings.
+        tokens: Token ids; None if vectors, which replace their embeddings, are given.
         positions: Position of each token in its row; None counts along the row.
         order: Positions of the rows that each rank of cp holds; None means equal parts.
         targets: Labels and settings of the loss; None means that the call returns logits.
@@ -43,14 +42,7 @@ class GPTCall:
 def tokens_or_embeddings(
     tokens: Int[Tensor, "batch seq"] | None, embeddings: Float[Tensor, "batch seq hidden"] | None
 ) -> Shaped[Tensor, "batch seq ..."]:
-    """Return the tokens, or the embeddings if these are given instead.
-
-    Args:
-        embeddings: Vectors that replace the token embeddings.
-
-    Raises:
-        UnsupportedError: If neither or both are given.
-    """
+    """Return the tokens, or the embeddings if these are given instead; refuse neither or both."""
     inputs = embeddings if tokens is None else tokens
     if inputs is None or (tokens is not None and embeddings is not None):
         raise UnsupportedError(
@@ -61,11 +53,7 @@ def tokens_or_embeddings(
 
 
 def continues_cache(span: AttentionSpan | None) -> bool:
-    """Return whether rows continue the tokens of a cache, so that cp does not divide them.
-
-    Args:
-        span: Documents, padding and positions of the rows; None means rows without these.
-    """
+    """Return whether rows continue the tokens of a cache, so that cp does not divide them."""
     return span is not None and span.past is not None and span.past.cache.length > 0
 
 
@@ -75,16 +63,7 @@ def laid_out(
     mesh: ParallelMesh,
     choice: ContextChoice,
 ) -> AttentionSpan | None:
-    """Return a span with document borders and positions, and over cp with the order of tokens.
-
-    Args:
-        span: Documents, padding and positions of the rows; None means rows without these.
-        inputs: Tokens or embeddings.
-        choice: Transport of attention over cp.
-
-    Raises:
-        ParallelPlanError: If a shape of the span differs from that of the rows.
-    """
+    """Return a span with document borders and positions, and over cp with the order of tokens."""
     if span is None:
         return None
     num_sequences, length = inputs.shape[:2]

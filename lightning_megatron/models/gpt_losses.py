@@ -22,8 +22,7 @@ class Targets:
     """Labels of the tokens of a microbatch.
 
     Args:
-        labels: Id of the token that follows each token, or ``ignore_index``.
-        ignore_index: Label whose loss is zero.
+        labels: Id of the token that follows each token, or ``ignore_index``, whose loss is zero.
         cut: Order in which the ranks of cp hold the tokens of packed documents; None means that cp
             divides each row.
         are_summed: Whether the result is the sum of the losses of all tokens.
@@ -40,9 +39,8 @@ class Targets:
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, ""]:
         """Return the loss of each token of the whole sequences, or the sum of losses.
 
-        Args:
-            logits: This rank's shard of the logits, whose memory the gradient may overwrite.
-            vocab: Vocabulary size without padding (tokens).
+        The gradient may overwrite the memory of the logits. ``vocab`` does not count padding
+        (tokens).
 
         Communication: that of ``vocab_parallel_cross_entropy``, and a gather over cp.
         """
@@ -68,12 +66,9 @@ class Targets:
         *,
         early_gradients: bool = False,
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, ""]:
-        """Return the same as :meth:`losses`, without storing the logits of all tokens.
+        """Return the same as :meth:`losses`, with the logits of only ``chunk`` tokens at once.
 
         Args:
-            weight: This rank's shard of the weight of the head.
-            vocab: Vocabulary size without padding (tokens).
-            chunk: Number of tokens whose logits exist at once (tokens).
             form: Scale and soft cap of the logits; None means neither.
             early_gradients: Whether the forward pass already computes the gradients of a sum.
 

@@ -37,14 +37,7 @@ _UNCHANGED_ERRORS = (
 
 
 def read_config(path: str) -> Any:
-    """Read the configuration of a folder with ``AutoConfig``, without running code of the folder.
-
-    Raises:
-        UnsupportedError: If the path is not a folder with ``config.json``.
-        CorruptDataError: If ``config.json`` is not valid JSON.
-        CheckpointMismatchError: If transformers rejects the configuration.
-        MissingExtraError: If transformers is not installed.
-    """
+    """Read the configuration of a folder with ``AutoConfig``, without running its code."""
     # Unlike pathlib, os.path returns False for names that are too long or have illegal characters.
     if not os.path.isfile(os.path.join(path, _CONFIG)):
         raise UnsupportedError(
@@ -58,18 +51,10 @@ def read_config(path: str) -> Any:
 
 
 def load_model(path: str, config: Any, dtype: str) -> nn.Module:
-    """Load the model of a folder with its weights.
+    """Load the model of a folder with its weights; the dtype ``auto`` means that of the folder.
 
     Under MegatronStrategy the weights may not be read yet, so that each rank later reads only its
-    shards.
-
-    Args:
-        config: Configuration from :func:`read_config`.
-        dtype: Dtype of the weights; ``auto`` means that of the folder.
-
-    Raises:
-        CheckpointMismatchError: If transformers rejects the folder, or weights are missing, which
-            transformers would initialise at random.
+    shards. Missing weights are refused, because transformers would initialise them at random.
     """
     with name_folder_in_errors(path, "a folder must have a model that transformers can load"):
         model, loading_info = _library().AutoModelForCausalLM.from_pretrained(
@@ -88,15 +73,9 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
 
 
 def random_model(path: str, config: Any, dtype: str) -> nn.Module:
-    """Build the model of a configuration with random weights.
+    """Build the model of a configuration with random weights; the path is for errors.
 
-    Args:
-        path: Path of the folder, for errors.
-        config: Configuration from :func:`read_config`.
-        dtype: Dtype of the weights; ``auto`` means that of the configuration.
-
-    Raises:
-        CheckpointMismatchError: If transformers rejects the configuration.
+    The dtype ``auto`` means that of the configuration.
     """
     with name_folder_in_errors(
         path, "config.json must describe a model that transformers can build"
@@ -110,10 +89,7 @@ def random_model(path: str, config: Any, dtype: str) -> nn.Module:
 
 @contextmanager
 def name_folder_in_errors(path: str, rule: str) -> Iterator[None]:
-    """Convert errors of transformers into errors that name the folder.
-
-    Args:
-        rule: Requirement on the folder, which begins the message.
+    """Convert errors of transformers into errors that name the folder and begin with a rule.
 
     Raises:
         CorruptDataError: If ``config.json`` is not valid JSON.

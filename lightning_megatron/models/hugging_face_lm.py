@@ -190,10 +190,8 @@ def positions_in_documents(
 ) -> Int[Tensor, "batch seq"]:
     """Return the position of each token in its document, counted from 0.
 
-    Args:
-        lengths: Lengths of the documents of each row, padded with 0 (tokens). The remaining tokens
-            of a row count as a document.
-        length: Length of the rows (tokens).
+    The lengths of the documents of each row (tokens) are padded with 0. The remaining tokens of a
+    row count as a document.
     """
     ends = lengths.cumsum(1)
     index = torch.arange(length, device=lengths.device).repeat(len(lengths), 1)

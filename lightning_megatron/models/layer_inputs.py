@@ -32,12 +32,11 @@ def layer_inputs(
     *,
     dropout: float,
 ) -> dict[int, LayerInputs]:
-    """Return the rotary tables and the attention spans of layers, by their index.
+    """Return the rotary tables and attention spans of layers, by their index in the whole model.
 
     Layers with the same angles share tables, and layers with the same window share a span.
 
     Args:
-        layers: Indices of the layers in the whole model.
         like: Tensor with the dtype and on the device of the residual stream.
         shape: Number of rows, and their length (tokens).
         span: Documents, padding and positions of the rows, as ``gpt_inputs.laid_out`` returns them;

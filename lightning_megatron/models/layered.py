@@ -31,9 +31,8 @@ from lightning_megatron.shapes import Float, Int, Shaped
 class LayerInputs:
     """Inputs of one layer besides the hidden states.
 
-    Args:
-        rotary: Cosines and sines; None means no rotary embedding.
-        span: Attention span of the rows; None means rows of one document.
+    ``rotary`` are cosines and sines, None without rotary embedding; no span means rows of one
+    document.
     """
 
     rotary: tuple[Float[Tensor, "..."], Float[Tensor, "..."]] | None
@@ -53,8 +52,7 @@ class ChunkRunner(Protocol):
     ) -> Any:
         """Run a chunk. Outputs and gradients equal those of :meth:`LayeredModule.run_layers`.
 
-        Args:
-            hidden: Hidden states of the previous virtual stage; None on the first one.
+        ``hidden`` is None on the first virtual stage.
         """
 
 
@@ -73,9 +71,6 @@ class LayeredModule(PipelinedModule):
     Args:
         mesh: The groups of this rank; None means a single process with the whole model.
         seed: Seed of the initial weights, equal on all ranks; None means ``torch.initial_seed()``.
-
-    Raises:
-        ParallelPlanError: If the model cannot be divided over the layout.
     """
 
     #: Layers of this rank by their index in the whole model.
@@ -117,10 +112,6 @@ class LayeredModule(PipelinedModule):
         """Activations that the backward pass recomputes.
 
         Assigning the name of a part selects this part in all layers.
-
-        Raises:
-            ParallelPlanError: If the settings are invalid.
-            UnsupportedError: If the layers do not have such a part.
         """
         return self._recompute
 
@@ -190,12 +181,8 @@ class LayeredModule(PipelinedModule):
     ) -> Any:
         """Run a chunk by the runner, if there is one; otherwise :meth:`run_layers`.
 
-        Args:
-            hidden: Hidden states of the previous virtual stage; None on the first one.
-            is_varying: Whether the shapes differ in each call, so that a runner has no use.
-
-        Returns:
-            The hidden states; on the last virtual stage the result of the model.
+        ``hidden`` is None on the first virtual stage; the last one returns the result of the model.
+        If ``is_varying``, the shapes differ in each call, so that a runner has no use.
         """
         if self.runner is None or self.watches_layers or is_varying:
             return self.run_layers(hidden, call, layers, self.is_last_stage(chunk))
@@ -208,11 +195,7 @@ class LayeredModule(PipelinedModule):
         layers: Mapping[int, LayerInputs],
         has_head: bool,
     ) -> Any:
-        """Run the embedding, some layers and the head.
-
-        Args:
-            hidden: Hidden states before these layers; None begins with the embedding.
-            has_head: Whether the head follows these layers.
+        """Run the embedding if ``hidden`` is None, some layers, and the head if it follows them.
 
         Returns:
             The hidden states; with the head the result of the model.
@@ -229,14 +212,9 @@ class LayeredModule(PipelinedModule):
         tokens: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"],
         parts: int | None = None,
     ) -> tuple[torch.Size, torch.dtype]:
-        """Return the shape and dtype of the hidden states between stages.
+        """Return the shape ``(seq_local, batch, hidden)`` and dtype that cross stage boundaries.
 
-        Shapes:
-            The hidden states are ``(seq_local, batch, hidden)``.
-
-        Args:
-            tokens: Tokens or vectors of whole rows.
-            parts: Number of ranks that divide each row; None means the size of cp (ranks).
+        ``tokens`` are those of whole rows; ``parts`` ranks divide each row, None means all of cp.
         """
         num_sequences, seq_length = tokens.shape[:2]
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
@@ -261,12 +239,7 @@ class LayeredModule(PipelinedModule):
     def absent(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> Shaped[Tensor, "..."]:
-        """Return a placeholder for a result that another stage computes.
-
-        Args:
-            shape: Shape of the result.
-            name: Description of the result, for errors.
-        """
+        """Return a placeholder for a result that another stage computes, with a name for errors."""
         like = torch.empty(shape, dtype=dtype, device="meta")
         return RemoteTensor.of(like, self, f"{name} of an earlier call of the model")
 
@@ -305,10 +278,6 @@ def dtype_of_products(hidden: Float[Tensor, "..."]) -> torch.dtype:
 
 
 def single_mesh(seed: int) -> ParallelMesh:
-    """Return the mesh of a single process on the default device, or the CPU instead of meta.
-
-    Args:
-        seed: Seed of the random streams.
-    """
+    """Return the mesh of a single process on the default device, or the CPU instead of meta."""
     ambient = torch.empty(0).device
     return ParallelMesh.single("cpu" if ambient.type == "meta" else ambient, seed=seed)

@@ -58,10 +58,6 @@ class LoraSettings:
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """Return the base model of a peft model, or the model itself if it has no adapters.
-
-    Args:
-        model: Any model.
-    """
+    """Return the base model of a peft model, or the model itself if it has no adapters."""
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model

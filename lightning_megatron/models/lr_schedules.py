@@ -27,13 +27,10 @@ DecayShape = Literal["linear", "cosine", "1-sqrt"]
 
 
 def decay_factor(shape: DecayShape, done: float) -> float:
-    """Return the factor of a decay from 1 to 0.
+    """Return the factor of a decay from 1 to 0, of which a fraction from 0 to 1 is done.
 
     It is ``1 - done`` for ``linear``, ``(1 + cos(pi * done)) / 2`` for ``cosine``, and
     ``1 - sqrt(done)`` for ``1-sqrt``.
-
-    Args:
-        done: Completed fraction of the decay, from 0 to 1.
     """
     if shape == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))
@@ -70,11 +67,7 @@ class WarmedUpScheduler(StepScheduler):
     Args:
         optimizer: Optimizer whose groups have the peak as ``lr``.
         settings: Checked settings: ``warmup_steps``, ``initial_lr`` and, if the rate has a floor,
-            ``min_lr`` and ``min_ratio``.
-
-    Raises:
-        ParallelPlanError: If the floor or the initial rate is above the peak of a group, or both
-            ``min_lr`` and ``min_ratio`` are given.
+            ``min_lr`` and ``min_ratio``, which exclude each other.
     """
 
     def __init__(self, optimizer: Optimizer, settings: dict[str, Any]) -> None:
@@ -102,12 +95,7 @@ class WarmedUpScheduler(StepScheduler):
         return [self.rate(self.last_epoch, float(peak)) for peak in self.base_lrs]
 
     def rate(self, step: int, peak: float) -> float:
-        """Return the learning rate after a number of optimizer steps.
-
-        Args:
-            step: Number of completed optimizer steps (steps).
-            peak: Highest learning rate.
-        """
+        """Return the learning rate after a number of completed optimizer steps, given its peak."""
         if step < self.warmup_steps:
             return self.initial_lr + (peak - self.initial_lr) * step / self.warmup_steps
         floor = self.min_ratio * peak if self.min_lr is None else self.min_lr
@@ -115,13 +103,7 @@ class WarmedUpScheduler(StepScheduler):
 
     @abstractmethod
     def rate_after_warmup(self, step: int, peak: float, floor: float) -> float:
-        """Return the learning rate after ``warmup_steps`` or more optimizer steps.
-
-        Args:
-            step: Number of completed optimizer steps (steps).
-            peak: Highest learning rate.
-            floor: Lowest learning rate.
-        """
+        """Return the learning rate after ``warmup_steps`` or more optimizer steps."""
 
 
 class ConstantSchedule(WarmedUpScheduler):
@@ -355,13 +337,8 @@ class WarmupSchedule:
     """Learning rate with a linear warm-up and a decay to a minimum, at which it stays.
 
     Args:
-        shape: Shape of the decay: ``cosine``, ``linear``, or ``constant`` for no decay.
-        warmup_steps: Length of the warm-up (steps).
-        num_steps: Step at which the decay ends; not needed for ``constant`` (steps).
+        num_steps: Step at which the decay ends; not needed for ``constant``, which has no decay.
         min_ratio: Minimum of the learning rate as a fraction of its peak.
-
-    Raises:
-        UnsupportedError: If the shape is unknown, or the end of the decay is not known.
     """
 
     shape: Literal["cosine", "linear", "constant"]
@@ -382,11 +359,7 @@ class WarmupSchedule:
             )
 
     def factor(self, step: int) -> float:
-        """Return the learning rate as a fraction of its peak; it is positive at every step.
-
-        Args:
-            step: Number of completed optimizer steps (steps).
-        """
+        """Return the learning rate as a fraction of its peak; it is positive at every step."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.num_steps is None or self.shape == "constant":

@@ -14,9 +14,6 @@ from lightning_megatron.models.layered import LayeredModule, single_mesh
 def mesh_of_module(module: Any) -> ParallelMesh:
     """Return the process groups that MegatronStrategy set, or those of a single process.
 
-    Args:
-        module: LightningModule that builds a model.
-
     Raises:
         UnsupportedError: If another strategy has set a device mesh of another kind.
     """
@@ -35,10 +32,6 @@ def advance_streams(module: Any, model: LayeredModule | None) -> None:
     """Advance the random streams of a model to a training batch, unless MegatronStrategy does so.
 
     Dropout masks are those of MegatronStrategy, if its ranks take the samples of a batch in turn.
-
-    Args:
-        module: LightningModule that trains the model.
-        model: The model that ``configure_model`` has built.
     """
     assert model is not None, "configure_model builds the model before its first use"
     if module.device_mesh is None:

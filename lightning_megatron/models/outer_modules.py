@@ -107,10 +107,7 @@ class RemoteModule(nn.Module):
     def register_arrival(self, name: str) -> None:
         """Register a placeholder for a tensor of this module that the step will receive.
 
-        Tensors of other modules are ignored.
-
-        Args:
-            name: Name of the tensor in the whole model.
+        Other tensors, by their names in the whole model, are ignored.
         """
         source, blocks = self._source_and_blocks
         prefix, _, key = name.rpartition(".")
@@ -121,9 +118,7 @@ class RemoteModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return placeholders with the shapes of the module's results.
 
-        Raises:
-            UnsupportedError: If the call is between the blocks, or after the blocks for a module of
-                the first stage, or before the blocks for a module of the last stage.
+        Calls between the blocks are refused, and those on the wrong side of them.
         """
         source, blocks = self._source_and_blocks
         cursor = blocks.current()
@@ -213,12 +208,7 @@ class RemoteModuleList(RemoteModule):
 
 
 class LocalModule:
-    """Module outside of the blocks on this stage, and the proxy that replaces it in probes.
-
-    Args:
-        key: Name of the module in its parent.
-        remote: Proxy of the module.
-    """
+    """Module outside of the blocks on this stage, and the proxy that replaces it in probes."""
 
     def __init__(
         self, parent: nn.Module, key: str, remote: RemoteModule, blocks: CutBlocks
@@ -250,11 +240,7 @@ class LocalModule:
         self._parent._modules[self._key] = self._module
 
     def tensor(self, name: str) -> Tensor | None:
-        """Return a parameter or buffer; None if it is not in the module, or is sharded.
-
-        Args:
-            name: Name of the tensor in the whole model.
-        """
+        """Return a tensor by its name in the whole model; None if it is not here, or is sharded."""
         prefix, _, key = name.rpartition(".")
         if not f"{prefix}.".startswith(f"{self._remote.name}."):
             return None
@@ -293,14 +279,7 @@ def _refuse_copy(name: str) -> NoReturn:
 
 
 class FirstStageParameter:
-    """Parameter of a module that contains the blocks. Only the first stage has it.
-
-    Args:
-        owner: Module that contains the parameter.
-        key: Name of the parameter in this module.
-        name: Name of the parameter in the whole model.
-        is_local: Whether this rank is on the first stage.
-    """
+    """Parameter of a module that contains the blocks. Only the first stage has it."""
 
     def __init__(
         self, owner: nn.Module, key: str, name: str, blocks: CutBlocks, is_local: bool
@@ -356,13 +335,9 @@ class FirstStageParameter:
 
 
 def convert_meta(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply the dtype change of a conversion to the meta tensors of a module.
+    """Apply the dtype change of a conversion to the meta tensors of a module, which stay there.
 
-    The tensors stay on the meta device.
-
-    Args:
-        module: Module with tensors on the meta device.
-        fn: Conversion of a tensor, as for ``torch.nn.Module._apply``.
+    ``fn`` converts a tensor, as for ``torch.nn.Module._apply``.
     """
     module._apply(
         lambda tensor: (
@@ -372,11 +347,7 @@ def convert_meta(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def meta_copy_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a module on the meta device, which needs no memory for tensors.
-
-    Args:
-        module: Module to copy.
-    """
+    """Return a copy of a module on the meta device, which needs no memory for tensors."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
