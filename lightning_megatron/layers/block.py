@@ -23,8 +23,7 @@ class Block(nn.Module):
         mlp: The MLP, or a mixture of experts.
         attention_norm: Norm of the attention's input, or of its residual sum in a
             :class:`PostNormBlock`; None means no such norm.
-        mlp_norm: Norm of the MLP's input, or of its residual sum in a :class:`PostNormBlock`; None
-            means no such norm.
+        mlp_norm: The same for the MLP.
         output_norms: Norms of the outputs of the attention and of the MLP before their residual
             additions; None means no such norms.
         scale: Factor of the outputs of the attention and of the MLP.
@@ -59,12 +58,7 @@ class Block(nn.Module):
     def update_of(
         self, output: Float[Tensor, "seq_local batch hidden"], norm: nn.Module | None = None
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return what a sublayer adds to the residual stream: its output, scaled, with dropout.
-
-        Args:
-            output: Output of the sublayer.
-            norm: Norm of the output; None means no such norm.
-        """
+        """Return what a sublayer adds to the residual stream: its output, scaled, with dropout."""
         output = output if norm is None else norm(output)
         output = output if self.scale == 1.0 else output * self.scale
         return hidden_dropout(output, self.dropout, self.training, self.mesh)
@@ -131,7 +125,6 @@ class PostNormBlock(Block):
         rotary: Rotary | None = None,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the hidden states after this block; see :meth:`PreNormBlock.forward`."""
         self.begin()
         update = self.update_of(self.attention(hidden, rotary, span), self.attention_output_norm)
         hidden = self.attention_norm(hidden, update)
@@ -154,7 +147,6 @@ class ParallelBlock(Block):
         rotary: Rotary | None = None,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the residual stream after this block; see :meth:`PreNormBlock.forward`."""
         self.begin()
         hidden, normed, extras = add_and_normalise(
             self.attention_norm, hidden, reader=self.attention

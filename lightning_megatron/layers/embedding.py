@@ -33,15 +33,8 @@ class VocabParallelEmbedding(nn.Module):
     are not part of the full tensor, and cannot be looked up.
 
     Args:
-        vocab_size: The true vocabulary (tokens).
-        hidden_size: Size of each vector (elements).
-        multiple: Rows of each rank are a multiple of this (rows).
-        initializer: Initializer of the full table.
         padding_id: Token whose row gets no gradient from lookups, like ``padding_idx`` of
             torch.nn.Embedding.
-
-    Raises:
-        IndexError: In forward, if an id is outside the vocabulary (on CPU; a CUDA kernel asserts).
 
     Communication: see ``leave_tensor_region``.
     Source: Shoeybi et al. 2019, section 3.
@@ -64,7 +57,6 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = vocab_parameter(vocab_size, hidden_size, mesh, multiple, initializer)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the vector of every token."""
         check_ids(tokens, self.vocab_size)
         num_rows = self.weight.shape[0]
         ids = tokens.t()
@@ -155,11 +147,6 @@ class PositionEmbedding(nn.Module):
     """Learned position embedding, replicated on every tensor-parallel rank.
 
     Equal to torch.nn.Embedding(max_seq_length, hidden_size) of consecutive positions.
-
-    Args:
-        max_seq_length: Rows of the table (tokens).
-        hidden_size: Size of each vector (elements).
-        initializer: Initializer of the table.
     """
 
     def __init__(
@@ -187,12 +174,7 @@ class PositionEmbedding(nn.Module):
 
         Args:
             seq_length: Length of the whole sequence (tokens).
-            offset: First position (tokens).
             positions: Position of every token, which replaces the range.
-
-        Raises:
-            ParallelPlanError: If the range exceeds the table.
-            IndexError: If ``positions`` exceed the table (on CPU; a CUDA kernel asserts).
         """
         if positions is not None:
             check_ids(positions, self.weight.shape[0])
@@ -214,9 +196,7 @@ class InputEmbedding(nn.Module):
     """Sum of scaled token embeddings and position embeddings, normed, followed by dropout.
 
     Args:
-        word: The token embedding.
         position: The position embedding; None for models without learned positions.
-        dropout: Probability that an element is dropped.
         scale: Factor of the token vectors, rounded to their dtype.
         scales_vectors: Whether vectors that replace token vectors get the factor, too.
         norm: Norm of the sum; None means no norm.
@@ -254,8 +234,7 @@ class InputEmbedding(nn.Module):
 
         Args:
             tokens: Token ids; None if vectors are given.
-            offset: Position of the first token (tokens).
-            positions: Position of every token; None counts from ``offset``.
+            offset: Position of the first token, unless all positions are given (tokens).
             vectors: Full tensor that replaces the token vectors.
         """
         self.mesh.random.seek(0)
@@ -281,10 +260,7 @@ class VocabParallelHead(nn.Module):
     Equal to torch.nn.Linear(hidden_size, vocab_size, bias=False), with padded and sharded outputs.
 
     Args:
-        vocab_size: The true vocabulary (tokens).
-        hidden_size: Size of each vector (elements).
         multiple: Rows of each rank are a multiple of this (rows).
-        initializer: Initializer of the full weight.
         tied_to: Name of the parameter of the first stage that this weight is tied to; None means
             not tied.
     """
@@ -358,11 +334,6 @@ class EncoderEmbedding(nn.Module):
 
     Equal to Hugging Face's BertEmbeddings and RobertaEmbeddings; without a norm to
     MegatronBertEmbeddings.
-
-    Args:
-        word: The token embedding.
-        norm: The norm of the sum; None means no norm.
-        dropout: Probability that an element is dropped.
     """
 
     def __init__(
@@ -393,8 +364,6 @@ class EncoderEmbedding(nn.Module):
         """Return the residual stream of the first block.
 
         Args:
-            tokens: Token ids; None if vectors are given.
-            positions: Position of every token.
             vectors: Full tensor that replaces the token vectors.
         """
         self.mesh.random.seek(0)

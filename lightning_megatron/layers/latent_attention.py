@@ -33,24 +33,15 @@ class LatentAttention(Attention):
     Without sequence parallelism all ranks compute the same latent vectors.
 
     Args:
-        hidden_size: Size of each vector (elements).
-        num_heads: Heads of the full layer (heads).
-        sizes: Sizes of latent vectors and heads.
         bias: Whether the projections to latent vectors add a bias.
         output_bias: Whether the output projection adds a bias.
         interleaved: Whether the rotary embedding pairs neighbouring elements of a head.
         span: Attention of the layer over whole rows; None means causal attention.
-        initializer: Initializer of the projections to latent vectors and to heads.
-        output_initializer: Initializer of the output weight.
-
-    Raises:
-        ParallelPlanError: If the number of heads cannot be divided by tp.
 
     Communication: under sequence parallelism forward an all-gather over tp of each kind of latent
         vectors (for queries without latent vectors, of the hidden states) and of the rotated keys,
         backward reduce-scatters of their gradients. Otherwise backward an all-reduce of the
-        gradient of each of these tensors.
-        The output projection communicates as in SelfAttention.
+        gradient of each of these tensors. The output projection communicates as in SelfAttention.
     Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
     """
 
@@ -121,12 +112,6 @@ class LatentAttention(Attention):
         rotary: Rotary,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the attention output of every position.
-
-        Args:
-            rotary: Cosines and sines from ``rotary_tables``.
-            span: Documents, prefix or mask of the rows; None means rows of one document.
-        """
         query = self._queries(hidden, rotary)
         key, value = self._keys_and_values(hidden, rotary)
         return self.output(self.mixed(query, key, value, span))

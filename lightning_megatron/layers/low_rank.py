@@ -30,14 +30,7 @@ class LowRank(nn.Module):
     factor in full, so only tensors with ``rank`` features are communicated.
 
     Shapes: the input is that of the base; the output has this rank's outputs of the base that are
-        among ``rows``.
-
-    Args:
-        base: The layer whose outputs are updated.
-        rows: Updated outputs, as rows of the base's full weight.
-        rank: Number of rows of A and of columns of B.
-        scale: Factor of the update.
-        dropout: Probability that an element of the input is dropped.
+        among ``rows``, the updated rows of the base's full weight.
 
     Communication: the same as the base (``column_linear`` or ``row_linear``), on tensors with
         ``rank`` features.
@@ -99,7 +92,6 @@ class LowRank(nn.Module):
         self.outputs = range(before, before + width)
 
     def forward(self, hidden: Float[Tensor, "... in_local"]) -> Float[Tensor, "... out_local"]:
-        """Return the update of the outputs."""
         if self.training and self.dropout > 0.0:
             numbers = self._numbers(hidden)
             hidden = drop_numbered(hidden, self.dropout, self.mesh, numbers, "low rank")
@@ -132,12 +124,7 @@ class LowRankUpdates(nn.ModuleDict):
     def forward(
         self, hidden: Float[Tensor, "... in_local"], output: Float[Tensor, "*tokens out_local"]
     ) -> Float[Tensor, "*tokens out_local"]:
-        """Return the outputs of the layer with all updates added.
-
-        Args:
-            hidden: The layer's input.
-            output: The layer's outputs on this rank.
-        """
+        """Return the outputs of the layer with all updates added."""
         if not self.is_enabled:
             return output
         pieces = []

@@ -37,7 +37,6 @@ def apply_swiglu(
     The fused kernel finds magnitudes in the pass over memory that computes the values.
 
     Args:
-        gate_up: The features.
         magnitudes: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude of
             the output; None computes no magnitude.
         of_gradient: Object in which the backward pass stores the largest magnitude of the gradient
@@ -106,22 +105,10 @@ class _ClampedSwiGLU(torch.autograd.Function):
 class MLP(nn.Module):
     """Feed-forward network of two linear layers with an activation between them.
 
-    Equal to Linear, GELU (or ReLU), Linear. With ``swiglu`` equal to
+    Equal to Linear, GELU (or ReLU), Linear; ``gelu`` is exact. With ``swiglu`` equal to
     ``down(silu(gate(x)) * up(x))``, where gate and up are one fused layer. ``geglu`` and
     ``geglu_tanh`` use GELU in place of SiLU; ``clamped_swiglu`` uses
     :func:`~lightning_megatron.layers.mlp.apply_clamped_swiglu`.
-
-    Args:
-        hidden_size: Size of each vector (elements).
-        ffn_hidden_size: Inner features (elements).
-        activation: Activation without a gate (``gelu``, ``gelu_tanh``, ``relu``) or with one
-            (``swiglu``, ``geglu``, ``geglu_tanh``, ``clamped_swiglu``); ``gelu`` is exact.
-        bias: Whether both projections add a bias.
-        initializer: Initializer of the first weight.
-        output_initializer: Initializer of the second weight.
-
-    Raises:
-        ParallelPlanError: If the inner features cannot be divided by tp.
 
     Communication: one all-reduce over tp forward, one backward; see ``layers.linear.regions`` for
         sequence parallelism.
@@ -182,11 +169,6 @@ class MLP(nn.Module):
         hidden: Float[Tensor, "seq_local *batch hidden"],
         magnitude: Magnitude | None = None,
     ) -> Float[Tensor, "seq_local *batch hidden"]:
-        """Return the output of every position.
-
-        Args:
-            magnitude: Largest magnitude of the input; None if it is not known.
-        """
         first = self._first
         run: Callable[[Tensor], Tensor] = partial(activate, activation=self.activation)
         of_gradient = None
@@ -221,10 +203,7 @@ def is_gated(activation: Activation) -> bool:
 def activate(
     hidden: Float[Tensor, "*tokens features"], activation: Activation
 ) -> Float[Tensor, "*tokens ffn"]:
-    """Apply an activation.
-
-    Shapes: gated activations halve the features.
-    """
+    """Apply an activation; gated activations halve the features."""
     if is_gated(activation):
         return gated_activation(hidden, activation)
     if activation == "relu":

@@ -28,7 +28,6 @@ class ShardedRMSNorm(nn.Module):
     is computed in float32.
 
     Args:
-        num_features: Features of the full vectors (elements).
         part: Features that this rank holds; ranks may hold copies of them (elements).
         offset: Number that is added to the weight; the weight starts at 1 minus it.
 
@@ -58,11 +57,6 @@ class ShardedRMSNorm(nn.Module):
     def forward(
         self, features: Float[Tensor, "seq batch in_local"]
     ) -> Float[Tensor, "seq batch in_local"]:
-        """Return this rank's features of the normalised vectors in the dtype of the input.
-
-        Args:
-            features: This rank's features.
-        """
         wide = features.to(torch.promote_types(features.dtype, torch.float32))
         # Every rank's result depends on the sum, so the gradient of the sum is summed, too.
         squares = reduce_from_axis(wide.square().sum(-1, keepdim=True), self.mesh.tp)
@@ -144,11 +138,6 @@ class LayerNorm(_Norm):
 
     Equal to torch.nn.LayerNorm(hidden_size, eps, bias=bias). Statistics of half types are computed
     in float32.
-
-    Args:
-        hidden_size: Size of each vector (elements).
-        eps: Number that is added to the variance.
-        bias: Whether to add a bias.
     """
 
     is_rms = False
@@ -179,7 +168,6 @@ class RMSNorm(_Norm):
     Shapes: ``hidden`` is ``head_dim`` for norms of the heads of this rank.
 
     Args:
-        hidden_size: Size of each vector (elements).
         offset: Number that is added to the weight, in float32 for half types; the weight starts at
             1 minus it.
         partial: Whether the ranks normalise different vectors, so that their gradients must be
@@ -244,14 +232,12 @@ def add_and_normalise(
 ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"], dict[str, Magnitude]]:
     """Add an update to the residual stream, and normalise the sum.
 
-    Returns:
-        The new residual stream, the normalised vectors, and keyword arguments for the call of the
-        reader: ``magnitude`` if its attribute ``reads_magnitude`` is true.
+    The results are the new stream, the normalised vectors (the stream itself without a norm), and
+    keyword arguments for the call of the layer: ``magnitude`` if its attribute ``reads_magnitude``
+    is true.
 
     Args:
-        norm: The norm; None means that the reader reads the residual stream.
-        update: Tensor that is added to the stream; None means no addition.
-        reader: Layer that is called with the normalised vectors; None if it cannot use their
+        reader: Layer that is called with the normalised vectors; None if no layer can use the
             magnitude.
     """
     if norm is None:
@@ -273,11 +259,6 @@ def norm_recomputed(
     """Return a context in which operators recompute a norm's output instead of keeping it.
 
     The norm's attribute ``is_recomputed`` chooses that; otherwise the context does nothing.
-
-    Args:
-        norm: The norm; None means that there is none.
-        stream: The residual stream.
-        normed: Output of the norm for this stream.
     """
     if norm is None or not getattr(norm, "is_recomputed", False):
         return nullcontext()

@@ -33,11 +33,7 @@ class Copies(Protocol):
 
 
 class StreamCopies:
-    """Copies through pinned memory, on one CUDA stream for each direction.
-
-    Args:
-        device: The GPU.
-    """
+    """Copies through pinned memory, on one CUDA stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._leaving = torch.cuda.Stream(device)
@@ -145,9 +141,7 @@ class HostOffload:
     def save_on_host(self, hidden: Shaped[Tensor, "..."], layer: int) -> Iterator[None]:
         """Make autograd save ``hidden`` in host memory for operators inside the block.
 
-        Args:
-            hidden: Input of a layer, which the block does not write to.
-            layer: Index of the layer.
+        It is the input of a layer, which the block does not write to.
         """
         # Autograd keeps the functions, so they must not refer to the tensor.
         storage = hidden.untyped_storage()._cdata

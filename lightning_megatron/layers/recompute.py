@@ -26,7 +26,6 @@ def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *a
     Args:
         function: Function to recompute; it must not depend on state that changes before the
             backward pass.
-        layer: Layer of the function's draws, as passed to ``RandomStreams.seek``.
         args: Tensors and plain values. Tensors that the function reads from elsewhere, such as a
             closure, stay in memory.
 
@@ -51,7 +50,6 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
     Args:
         function: Function to recompute; it must not depend on state that changes before the
             backward pass.
-        args: Tensors and plain values.
 
     Communication: that of ``function``, a second time in the backward pass.
     Source: Chen et al. 2016.
@@ -65,11 +63,10 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
 def output_recomputed(output: Shaped[Tensor, "..."], again: Callable[[], Tensor]) -> Iterator[None]:
     """Recompute ``output`` in the backward pass of operators inside the block.
 
-    Every operator that would save ``output`` for its backward pass recomputes it there instead.
-    Compiled operators save what their compiler decides.
+    Every operator that would save ``output``, the result of a cheap function without random
+    numbers, recomputes it instead. Compiled operators save what their compiler decides.
 
     Args:
-        output: Result of a cheap function without random numbers.
         again: Function that computes equal values from tensors that stay in memory anyway.
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and output.requires_grad):

@@ -75,20 +75,14 @@ class RecomputedForward:
 
 
 def is_recomputed(block: nn.Module) -> bool:
-    """Return whether a backward pass runs a block a second time as a whole.
-
-    Args:
-        block: Any module.
-    """
+    """Return whether a backward pass runs a block a second time as a whole."""
     return isinstance(block.forward, RecomputedForward)
 
 
 def recompute_parts(layer: nn.Module, parts: Parts, offload: HostOffload | None = None) -> None:
-    """Choose what the backward passes of a block recompute.
+    """Choose what the backward passes of a block, or of its compiled module, recompute.
 
     Args:
-        layer: The block, or its compiled module.
-        parts: Parts that are recomputed.
         offload: Host storage for the input of a fully recomputed block; None keeps the input on the
             device.
 
@@ -117,7 +111,6 @@ def recompute_parts(layer: nn.Module, parts: Parts, offload: HostOffload | None 
 
 
 def _check(block: Block, parts: Parts, offload: HostOffload | None, runs_compiled: bool) -> None:
-    """Check that a block can recompute the chosen parts."""
     is_before = isinstance(block, PreNormBlock) and block.attention_norm is not None
     if "norms" in parts and not is_before:
         raise UnsupportedError(

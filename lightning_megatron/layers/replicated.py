@@ -20,12 +20,8 @@ class ReplicatedLinear(nn.Module):
     Equal to torch.nn.Linear(in_features, out_features, bias).
 
     Args:
-        in_features: Size of each input vector (elements).
-        out_features: Size of each output vector (elements).
         partial: Whether the ranks multiply different vectors, so that their gradients must be
             summed.
-        bias: Whether to add a bias.
-        initializer: Initializer of the weight; the bias starts at zero.
     """
 
     def __init__(
@@ -51,7 +47,6 @@ class ReplicatedLinear(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "*tokens in_features"]
     ) -> Float[Tensor, "*tokens out_features"]:
-        """Return the outputs."""
         output = F.linear(hidden, self.weight, self.bias)
         return output if self.low_rank is None else self.low_rank(hidden, output)
 
@@ -60,16 +55,8 @@ class TableEmbedding(nn.Module):
     """Embedding with a small table, for example of positions or token types.
 
     Equal to torch.nn.Embedding(num_rows, hidden_size, padding_idx=untrained), with the output
-    transposed to sequence first.
-
-    Args:
-        num_rows: Number of rows of the table (rows).
-        hidden_size: Size of each vector (elements).
-        untrained: Index of a row that gets no gradient; None means that all rows get one.
-        initializer: Initializer of the table.
-
-    Raises:
-        IndexError: In forward, if an id is outside the table (on CPU; a CUDA kernel asserts).
+    transposed to sequence first. The row ``untrained`` gets no gradient; None means that all rows
+    get one.
     """
 
     def __init__(
@@ -93,7 +80,6 @@ class TableEmbedding(nn.Module):
         )
 
     def forward(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the vectors of this rank's positions."""
         check_ids(ids, self.weight.shape[0])
         return F.embedding(local_ids(ids, self.mesh), self.weight, padding_idx=self.untrained)
 

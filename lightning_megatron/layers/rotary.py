@@ -44,15 +44,11 @@ def rotary_tables(
     the results rounded to ``dtype`` once.
 
     Args:
-        seq_length: Number of positions (tokens).
         head_dim: Number of rotated elements of a head; even (elements).
-        offset: First position (tokens).
         scaling: Scaling of the angles for long sequences; None means none.
-        dtype: Dtype of the results.
-        device: Device of the results.
 
-    Source: Su et al. 2021, section 3.2.2; elements ``i`` and ``i + rotary_dim / 2``
-        are a pair, as in Llama.
+    Source: Su et al. 2021, section 3.2.2; elements ``i`` and ``i + rotary_dim / 2`` are a pair, as
+        in Llama.
     """
     is_long = scaling is not None and seq_length > (scaling.original_length or seq_length)
     frequencies = rotary_frequencies(head_dim, base, scaling, is_long=is_long, device=device)
@@ -71,12 +67,6 @@ def position_tables(
     """Compute the cosines and sines of given positions.
 
     Equal to ``rotary_tables`` for the positions ``0 .. S`` in every row.
-
-    Args:
-        positions: Position of every token.
-        head_dim: Number of rotated elements of a head; even (elements).
-        scaling: Scaling of the angles for long sequences; None means none.
-        dtype: Dtype of the results.
     """
     frequencies = rotary_frequencies(head_dim, base, scaling, device=positions.device)
     if scaling is not None and scaling.kind == "longrope" and scaling.original_length is not None:
@@ -122,7 +112,6 @@ class RotaryTables:
 
     Args:
         head_dim: Number of rotated elements of a head; even (elements).
-        scaling: Scaling of the angles for long sequences; None means none.
         context: Ranks that share a sequence, each of which gets the tables of its positions; None
             means whole sequences.
     """
@@ -152,8 +141,6 @@ class RotaryTables:
 
         Args:
             seq_length: Number of positions of whole sequences, if none are given (tokens).
-            hidden: Hidden states that determine dtype and device.
-            positions: Position of every token; None counts from 0.
             cut: Positions that each rank holds, only with ``positions``; None means that rows are
                 cut without regard to documents.
         """
@@ -207,8 +194,6 @@ def apply_rotary(
     """Rotate pairs of the first elements of every head.
 
     Args:
-        heads: Heads of queries or keys.
-        tables: Cosines and sines from ``rotary_tables``.
         interleaved: Whether neighbouring elements ``(2 i, 2 i + 1)`` are a pair; otherwise
             ``(i, i + rotary_dim / 2)`` are.
     """
@@ -249,9 +234,7 @@ def split_heads(
     A fused kernel may overwrite ``qkv``, so the caller must not use it afterwards.
 
     Args:
-        qkv: Output of the fused query/key/value projection.
         widths: Number of query, key and value features (elements).
-        head_dim: Size of a head (elements).
         tables: Cosines and sines from ``rotary_tables``; None means no rotation.
         norms: Modules that normalise queries and keys before the rotation; None means no norms.
         norms_layer: Whether the norms normalise the features of all heads together; otherwise they

@@ -25,7 +25,6 @@ def rotary_frequencies(
 
     Args:
         dim: Number of rotated elements of a head; even (elements).
-        scaling: Scaling of the angles for long sequences; None means none.
         is_long: Whether the sequence is longer than ``scaling.original_length``; only longrope uses
             this.
     """

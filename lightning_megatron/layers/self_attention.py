@@ -33,7 +33,6 @@ class Attention(nn.Module):
     Args:
         heads: Query heads of this rank (heads).
         kv_heads: Key/value heads of this rank (heads).
-        head_dim: Size of a query or key head (elements).
         value_dim: Size of a value head, at most ``head_dim``; None means ``head_dim`` (elements).
         span: Attention of the layer over whole rows; None means causal attention.
     """
@@ -131,11 +130,8 @@ class SelfAttention(Attention):
     rotary tables are given. Equal to Hugging Face's LlamaAttention if rotary tables are given.
 
     Args:
-        hidden_size: Size of each vector (elements).
-        num_heads: Query heads of the full layer (heads).
         num_kv_heads: Key/value heads of the full layer; None means as many as query heads (heads).
         head_dim: Size of a head; None means ``hidden_size / num_heads`` (elements).
-        bias: Whether the projections to queries, keys and values add a bias.
         output_bias: Whether the output projection adds a bias; None means the same as ``bias``.
         causal: Whether a position attends only to itself and to earlier positions, if no span is
             given.
@@ -149,11 +145,6 @@ class SelfAttention(Attention):
         interleaved: Whether the rotary embedding pairs neighbouring elements of a head.
         sinks: Whether each query head has an attention sink: a learned score that takes part in the
             softmax and has no value.
-        initializer: Initializer of the fused query/key/value weight.
-        output_initializer: Initializer of the output weight.
-
-    Raises:
-        ParallelPlanError: If the number of heads cannot be divided by tp.
 
     Communication: one all-reduce over tp forward, one backward; see ``layers.linear.regions`` for
         sequence parallelism.
@@ -236,7 +227,6 @@ class SelfAttention(Attention):
         """Return the attention output of every position.
 
         Args:
-            rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
             span: Documents, prefix or mask of the rows; None means whole rows.
             magnitude: Largest magnitude of the input; None if it is not known.
         """

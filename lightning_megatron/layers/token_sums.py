@@ -21,10 +21,6 @@ class TokenSums:
     Ranks that can write into each other's memory send their products from the kernels that compute
     them. Other ranks run an all-reduce.
 
-    Args:
-        kernels: The fused kernels.
-        width: Size of the residual stream (elements).
-
     Communication: on GPUs, the constructor allocates shared memory, so it must not be called in the
         capture of a CUDA graph.
     """
@@ -46,11 +42,7 @@ class TokenSums:
         return self._region is not None
 
     def begin(self, num_sums: int) -> None:
-        """Begin a pass.
-
-        Args:
-            num_sums: Number of calls of :meth:`embed` and :meth:`add_norm` in the pass.
-        """
+        """Begin a pass with a number of calls of :meth:`embed` and :meth:`add_norm`."""
         self._number = 0
         if self._region is not None:
             # The kernels add the number of a sum in its pass to the first number of the region.
@@ -60,9 +52,6 @@ class TokenSums:
         self, tokens: Int[Tensor, "1 1"], table: Float[Tensor, "vocab_local hidden"], norm: RMSNorm
     ) -> tuple[Float[Tensor, "1 1 hidden"], Float[Tensor, "1 1 hidden"]]:
         """Return the vector of a token, and the normalised vector; only if sums are sent.
-
-        Args:
-            table: Vectors of this rank.
 
         Communication: an all-reduce.
         """
@@ -82,14 +71,6 @@ class TokenSums:
         """Add the product of all ranks to the residual stream, and normalise the sum.
 
         Equal to ``norm(stream, row_linear(vector, weight), with_stream=True)``.
-
-        Returns:
-            The new residual stream and the normalised vector.
-
-        Args:
-            vector: Input of this rank.
-            weight: Columns of the weight of this rank.
-            stream: The residual stream.
 
         Communication: an all-reduce.
         """

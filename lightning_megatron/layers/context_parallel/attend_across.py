@@ -45,12 +45,7 @@ def attend_across(
 
     Args:
         span: Description of which tokens attend to which in whole sequences.
-        choice: Transport of the layer.
         drop: Dropout of weights where torch's kernels do not drop them; None draws at random.
-
-    Raises:
-        UnsupportedError: If the user chose a transport that computes in parts, and the span has a
-            mask of pairs, a prefix, documents of keys or a window to both sides.
 
     Communication: that of the transport, over the ranks of cp that share documents.
     """
@@ -91,9 +86,6 @@ def cut_documents(
 
     Args:
         span: Documents of the rows, laid out.
-        num_sequences: Number of rows (sequences).
-        seq_length: Length of the rows (tokens).
-        choice: Transport of the layers.
         group: Neighbouring ranks of cp that share documents (ranks).
     """
     if span.borders is None or span.cut is not None:
@@ -123,10 +115,6 @@ def transport_of(
     span: AttentionSpan, mesh: ParallelMesh, choice: ContextChoice
 ) -> ContextTransport:
     """Return the transport of a layer over a span, which may need whole rows.
-
-    Args:
-        span: Description of which tokens attend to which in whole sequences.
-        choice: Transport of the layers.
 
     Raises:
         UnsupportedError: If the user chose a transport that computes in parts, and the span has a
@@ -160,13 +148,6 @@ def group_size(
 
     All ranks with the same rows compute the same number, without communication. The host waits for
     the device only if it does not know the lengths.
-
-    Args:
-        lengths: Lengths of the documents of each row. The rest of a row is one more document
-            (tokens).
-        seq_length: Length of the rows (tokens).
-        cp: Number of ranks that share the rows (ranks).
-        host: Host copies of values of tensors on the device.
     """
     borders = borders_of(host.read(lengths), seq_length)
     return ContextGroups.of(borders.tolist(), seq_length, cp).size
@@ -182,8 +163,6 @@ def in_groups(
 
     Args:
         span: Documents of the rows, laid out; none of them lies in two windows.
-        num_sequences: Number of rows (sequences).
-        groups: Cut of the rows into windows.
         rank: This rank's place among the ranks that share the rows.
     """
     assert span.borders is not None, "rows without documents have no windows"

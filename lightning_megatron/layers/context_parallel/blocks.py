@@ -29,7 +29,6 @@ class Block:
         queries: Positions of the queries in this rank's part.
         keys: Positions of the keys in the tensor that holds them.
         span: Which tokens attend to which, with the documents of these queries.
-        key_rows: Description of the rows of these keys.
     """
 
     queries: Rows
@@ -43,10 +42,7 @@ def ring_blocks(
 ) -> list[list[Block]]:
     """Return the attention of a rank's queries to the keys of every rank of a ring.
 
-    Args:
-        span: Attention of the layer over whole rows; its documents have no window.
-        seq_part: Positions of a row that a rank holds (tokens).
-        size: Ranks of the ring (ranks).
+    A span with documents has no window. ``seq_part`` counts the tokens of a row that a rank holds.
     """
     cut = span.cut
     rows = ContextCut(size, size * seq_part)
@@ -73,13 +69,7 @@ def ring_blocks(
 def gathered_blocks(
     span: AttentionSpan, seq_part: int, size: int, rank: int, device: torch.device
 ) -> list[Block]:
-    """Return the attention of a rank's queries to the keys of whole rows, in their order.
-
-    Args:
-        span: Attention of the layer over whole rows.
-        seq_part: Positions of a row that a rank holds (tokens).
-        size: Ranks that share the rows (ranks).
-    """
+    """Return the attention of a rank's queries to the keys of whole rows, in their order."""
     length = size * seq_part
     rows = ContextCut(size, length)
     if hides_keys(span):
@@ -100,9 +90,6 @@ def hides_keys(span: AttentionSpan) -> bool:
     """Return whether a span is bidirectional attention to the keys that a boolean mask shows.
 
     Its mask is the same for all queries of a row, so parts of the rows need no mask of pairs.
-
-    Args:
-        span: Description of which tokens attend to which.
     """
     mask = span.mask
     if mask is None or mask.dtype != torch.bool or mask.shape[2] != 1:
@@ -156,11 +143,7 @@ def _of_whole_documents(
 
 
 def taken(tensor: Shaped[Tensor, "seq batch ..."], rows: Rows) -> Shaped[Tensor, "_ batch ..."]:
-    """Return some positions of a tensor, which may differ between the rows of the batch.
-
-    Args:
-        rows: Positions in the sequence.
-    """
+    """Return some positions of a tensor, which may differ between the rows of the batch."""
     if isinstance(rows, slice):
         return tensor[rows]
     index = in_flat_order(rows)
@@ -170,12 +153,7 @@ def taken(tensor: Shaped[Tensor, "seq batch ..."], rows: Rows) -> Shaped[Tensor,
 def add_at(
     tensor: Shaped[Tensor, "seq batch ..."], rows: Rows, values: Shaped[Tensor, "_ batch ..."]
 ) -> None:
-    """Add values to some positions of a contiguous tensor, in place.
-
-    Args:
-        rows: Positions in the sequence, each of them once.
-        values: Values for these positions.
-    """
+    """Add values to some positions of a contiguous tensor, each of them once, in place."""
     if isinstance(rows, slice):
         tensor[rows] += values
     else:
@@ -186,12 +164,7 @@ def add_at(
 def put_at(
     tensor: Shaped[Tensor, "seq batch ..."], rows: Rows, values: Shaped[Tensor, "_ batch ..."]
 ) -> None:
-    """Replace some positions of a contiguous tensor, in place.
-
-    Args:
-        rows: Positions in the sequence, each of them once.
-        values: New values of these positions.
-    """
+    """Replace some positions of a contiguous tensor, each of them once, in place."""
     if isinstance(rows, slice):
         tensor[rows] = values
     else:
@@ -200,11 +173,7 @@ def put_at(
 
 
 def in_flat_order(rows: Int[Tensor, "batch seq"]) -> Int[Tensor, "seq batch"]:
-    """Return the indices of positions in a tensor whose first two dimensions are flattened.
-
-    Args:
-        rows: Positions of every sequence.
-    """
+    """Return the indices of positions in a tensor whose first two dimensions are flattened."""
     num_sequences = len(rows)
     return rows.t() * num_sequences + torch.arange(num_sequences, device=rows.device)
 

@@ -28,9 +28,7 @@ def store_first(
 ) -> None:
     """Store the keys and values of this rank's part of the first tokens of rows.
 
-    Args:
-        span: Description of the attention with ``past``, whose cache is empty.
-        axis: Ranks that share the rows.
+    The span has ``past``, whose cache is empty.
     """
     past = span.past
     assert past is not None, "the tokens have a cache"
@@ -53,12 +51,11 @@ def attend_to_held(
 
     All ranks have all new tokens. Each rank computes attention to the tokens that it holds, and the
     results are merged exactly, as in
-    :class:`~lightning_megatron.layers.context_parallel.ring.PartialSum`. No gradients flow
-    to the keys of other ranks.
+    :class:`~lightning_megatron.layers.context_parallel.ring.PartialSum`. No gradients flow to the
+    keys of other ranks.
 
     Args:
         span: Description of the attention with ``past``, from :func:`held_span`.
-        axis: Ranks that share the rows.
 
     Communication: an all-gather of the results of one part for each query.
     """
@@ -130,7 +127,6 @@ def _held(held: HeldTokens | None) -> HeldTokens:
 def _held_places(
     order: TokenOrder | None, seq_part: int, axis: MeshAxis, device: torch.device
 ) -> Int[Tensor, "#batch seq_part"]:
-    """Return the place in its row of each token of this rank."""
     if order is not None:
         return order.order[:, axis.rank]
     cut = ContextCut(axis.size, axis.size * seq_part)

@@ -63,15 +63,12 @@ def hierarchical_attention(
 ) -> Float[Tensor, "seq_part batch heads*head_dim"]:
     """Compute attention with an all-to-all over neighbours and a ring across them.
 
-    The ranks of ``inner`` divide the heads and join their positions. Their joined positions are the
-    part of one rank of the cut over ``outer``, whose ranks form a ring for these heads.
+    The ranks of ``inner``, such as those of one host, divide the heads and join their positions.
+    Their joined positions are the part of one rank of the cut over ``outer``, whose ranks form a
+    ring for these heads.
 
     Equal to :func:`~lightning_megatron.layers.context_parallel.ring.ring_attention` over all ranks.
-
-    Args:
-        inner: Neighbouring ranks of the cut, such as the ranks of one host.
-        outer: Ranks with the same place among their neighbours.
-        span: Which tokens attend to which in whole rows; a cut of documents has an outer cut.
+    A cut of documents must have an outer cut.
 
     Communication: two all-to-alls over ``inner`` and a ring over ``outer``, forward and backward.
     Source: Fang and Zhao 2024 (unified sequence parallelism).
@@ -91,13 +88,7 @@ def hierarchical_attention(
 
 
 def of_own_heads(span: AttentionSpan, heads: int, axis: MeshAxis) -> AttentionSpan:
-    """Return the span for the heads that this rank computes during attention.
-
-    Args:
-        span: Span of all heads.
-        heads: Query heads that are divided (heads).
-        axis: Ranks that divide the heads.
-    """
+    """Return the span for the heads that this rank computes during attention."""
     share = split_heads_over(heads, axis.size)[axis.rank]
     if span.sinks is not None:
         span = replace(span, sinks=span.sinks[share.start : share.stop])

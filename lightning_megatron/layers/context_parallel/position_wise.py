@@ -105,11 +105,7 @@ def position_wise(module: T) -> T:
 
 
 def foreign_parts(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """List the modules inside a decoder that may mix positions, each with its name and the reason.
-
-    Args:
-        root: Decoder of this package, or a subclass of one.
-    """
+    """List the modules in a decoder that may mix positions, each with its name and the reason."""
     pending = [(name, child) for name, child in root.named_children()]
     while pending:
         name, module = pending.pop(0)
@@ -127,11 +123,7 @@ def foreign_parts(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def mixing_of(module: nn.Module) -> str:
-    """Return how a module mixes positions, judged by its class; empty if no mixing is found.
-
-    Args:
-        module: Module of torch, or of a user.
-    """
+    """Return how a module mixes positions, judged by its class; empty if no mixing is found."""
     for kinds, what in _MIXING:
         if isinstance(module, kinds):
             return what
@@ -141,11 +133,7 @@ def mixing_of(module: nn.Module) -> str:
 
 
 def check_declared(root: nn.Module) -> None:
-    """Check the declared modules of a decoder at their first calls.
-
-    Args:
-        root: Decoder of this package, on its mesh.
-    """
+    """Check the declared modules of a decoder at their first calls."""
     for name, module in root.named_modules():
         if getattr(module, _MARK, False):
             _check_first_call(name, module)

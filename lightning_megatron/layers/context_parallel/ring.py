@@ -48,9 +48,6 @@ class PartialSum:
 
     is attention over their union, exactly. A query without keys has ``l = -inf`` and ``o = 0``. The
     sums are in float32 for half types, and in the dtype of the queries otherwise.
-
-    Args:
-        query: Queries of the whole sum.
     """
 
     def __init__(self, query: Float[Tensor, "seq batch heads head_dim"]) -> None:
@@ -69,13 +66,7 @@ class PartialSum:
         out: Float[Tensor, "rows batch heads head_dim"],
         log_sum: Float[Tensor, "batch heads rows"],
     ) -> None:
-        """Add the attention of some queries to keys that were not added for them before.
-
-        Args:
-            rows: Rows of the queries.
-            out: Partial attention.
-            log_sum: Logarithm of the sum of the exponentiated scores.
-        """
+        """Add the attention of some queries to keys that were not added for them before."""
         before = taken(self._log_sum, rows)
         added = log_sum.permute(2, 0, 1).to(before.dtype)
         total = torch.logaddexp(before, added)
@@ -133,9 +124,6 @@ def gathered_attention(
 
     Equal to :func:`ring_attention`. It needs one message instead of several, and memory for the
     keys and values of the whole sequence, which suits few key/value heads.
-
-    Args:
-        span: Which tokens attend to which in whole rows, as for :func:`ring_attention`.
 
     Communication: an all-gather of keys and values forward, a reduce-scatter of their gradients
         backward.

@@ -23,12 +23,8 @@ def own_part(
     its positions, and the mean over the data ranks, which include the ranks of cp, adds the shares.
 
     Args:
-        tensor: Tensor with the whole sequence along ``dim``.
         dim: Dimension of the sequence; with documents 0 or 1, and the other one is the batch.
         cut: Positions that each rank holds; None means that whole sequences are cut.
-
-    Raises:
-        ParallelPlanError: If the length is not a multiple of twice the ranks.
     """
     if axis.size == 1 or (cut is not None and cut.size == 1):
         return tensor
@@ -45,12 +41,7 @@ def join_parts(
 
     The backward pass sums the gradients of all ranks for a piece. If all ranks compute the same
     loss from the result, each piece gets ``axis.size`` times the gradient of that loss, which the
-    mean over the data ranks divides by ``axis.size``.
-
-    Args:
-        tensor: This rank's pieces along ``dim``.
-        dim: Dimension of the sequence; with documents 0 or 1, and the other one is the batch.
-        cut: Positions that each rank holds; None means that whole sequences are cut.
+    mean over the data ranks divides by ``axis.size``. The arguments are those of :func:`own_part`.
 
     Communication: an all-gather forward, a reduce-scatter backward.
     """
@@ -67,12 +58,7 @@ def at_place(
     axis: MeshAxis,
     cut: TokenOrder | None = None,
 ) -> Shaped[Tensor, "batch ..."]:
-    """Return the vector of one position of each row, on every rank.
-
-    Args:
-        part: This rank's pieces.
-        place: Index of the position in whole rows.
-        cut: Positions that each rank holds; None means that whole sequences are cut.
+    """Return the vector of one position of whole rows, on every rank.
 
     Communication: an all-reduce forward, none backward.
     """
@@ -98,9 +84,6 @@ def of_first_rank(value: Shaped[Tensor, "..."], axis: MeshAxis) -> Shaped[Tensor
     The backward pass gives that rank the sum of the gradients of all ranks, and the other ranks
     zeros, as in :func:`join_parts`.
 
-    Args:
-        value: Value that each rank computes from the first of its tokens.
-
     Communication: an all-gather forward, a reduce-scatter backward.
     """
     return value if axis.size == 1 else all_gather_sequence(value[None], axis)[0]
@@ -112,8 +95,6 @@ def in_sequence_order(
     """Sort joined parts of ranks into the order of the sequence, along the first dimension.
 
     Args:
-        joined: Parts of the ranks, one after the other.
-        cut: Cut of the whole sequence.
         ranks: Ranks of the cut whose parts these are; None means all.
     """
     if isinstance(cut, TokenOrder):
@@ -127,13 +108,7 @@ def in_sequence_order(
 def in_rank_order(
     ordered: Shaped[Tensor, "..."], cut: ContextCut | TokenOrder, ranks: range | None = None
 ) -> Shaped[Tensor, "..."]:
-    """Return the parts of ranks, one after the other; the inverse of :func:`in_sequence_order`.
-
-    Args:
-        ordered: Pieces of the ranks in the order of the sequence, along the first dimension.
-        cut: Cut of the whole sequence.
-        ranks: Ranks of the cut whose parts these are; None means all.
-    """
+    """Return the parts of ranks, one after the other; the inverse of :func:`in_sequence_order`."""
     if isinstance(cut, TokenOrder):
         # The place of each row of the parts among the sorted positions of these ranks.
         held = _held_by(cut, ranks)
@@ -145,16 +120,11 @@ def in_rank_order(
 
 
 def length_multiple(mesh: ParallelMesh, *, is_cut: bool = True) -> int:
-    """Return the divisor of all legal row lengths (tokens).
-
-    Args:
-        is_cut: Whether the ranks of cp hold parts of the rows; otherwise each of them holds all.
-    """
+    """Return the divisor of all legal lengths of rows (tokens), which cp cuts if ``is_cut``."""
     cp = mesh.cp.size if is_cut else 1
     return context_multiple(cp, mesh.tp.size if mesh.sequence_parallel else 1)
 
 
 def _held_by(cut: TokenOrder, ranks: range | None) -> Tensor:
-    """Return the positions that ranks hold, one rank after the other."""
     ranks = range(cut.size) if ranks is None else ranks
     return cut.order[:, ranks.start : ranks.stop].flatten(1)
