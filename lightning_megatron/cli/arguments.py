@@ -10,14 +10,7 @@ from lightning_megatron.cli.draw_layout import PICTURE_SUFFIXES
 
 
 def at_least_one(text: str) -> int:
-    """Parse an argument as a whole number of at least 1.
-
-    Args:
-        text: Argument.
-
-    Raises:
-        ArgumentTypeError: If the argument is not a whole number of at least 1.
-    """
+    """Parse an argument as a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: it is {text!r}")
     return int(text)
@@ -27,11 +20,7 @@ def new_file(text: str, suffixes: Sequence[str]) -> Path:
     """Parse an argument as the path of a file to write.
 
     Args:
-        text: Argument.
         suffixes: Legal extensions of the file, in lower case, such as ``.png``.
-
-    Raises:
-        ArgumentTypeError: If the file has another extension, or its folder does not exist.
     """
     path = Path(text)
     if path.suffix.lower() not in suffixes:

@@ -41,15 +41,7 @@ EXAMPLE = """examples:
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the subcommand with its arguments; exit with status 1 if a checkpoint is damaged.
-
-    Args:
-        args: Arguments after the name of the subcommand.
-
-    Raises:
-        CheckpointMismatchError: If a path is not a complete checkpoint.
-        UnsupportedError: If a checkpoint contains objects that cannot be unpickled safely.
-    """
+    """Run the subcommand with its arguments; exit with status 1 if a checkpoint is damaged."""
     options = checkpoint_parser().parse_args(args)
     try:
         options.run(options)

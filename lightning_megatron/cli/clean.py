@@ -10,17 +10,7 @@ from lightning_megatron.tasks.corpus import CleaningOptions, clean
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the subcommand.
-
-    Args:
-        args: Arguments after the name of the subcommand.
-
-    Raises:
-        CorruptDataError: If an input line is not valid; the message names file and line.
-        UnsupportedError: If an input does not exist or an output does.
-        MissingExtraError: If the extra ``clean`` is needed and not installed.
-        ParallelPlanError: If a number is out of its range.
-    """
+    """Run the subcommand."""
     arguments = clean_parser().parse_args(args)
     options = CleaningOptions(
         json_key=arguments.json_key,

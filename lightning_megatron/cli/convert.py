@@ -50,17 +50,7 @@ _TOLERANCE = 1e-3
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the subcommand.
-
-    Args:
-        args: Arguments after the name of the subcommand.
-
-    Raises:
-        CheckpointMismatchError: If a path is neither a checkpoint nor a folder, or the result
-            exists already.
-        UnsupportedError: If the model cannot be converted, options cannot be combined, or
-            ``--verify`` finds that the checkpoint and the folder differ.
-    """
+    """Run the subcommand."""
     options = convert_parser().parse_args(args)
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if Path(options.out).exists():
@@ -185,10 +175,6 @@ def convert_parser() -> argparse.ArgumentParser:
 @torch.no_grad()
 def compare(saved: SavedModel, folder: str) -> float:
     """Return the largest difference between the outputs of a checkpoint and a Hugging Face folder.
-
-    Args:
-        saved: Model in the checkpoint.
-        folder: Hugging Face folder of the same model.
 
     Returns:
         Largest absolute difference in float32, divided by the largest absolute output

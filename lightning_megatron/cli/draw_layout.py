@@ -73,13 +73,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class NodeMap:
-    """Coordinates of nodes and ranks in a panel, in inches from its upper left corner.
-
-    Args:
-        num_ranks: Number of ranks in the layout.
-        rank_offset: Global rank of the first rank.
-        gpus_per_node: Ranks per node.
-    """
+    """Coordinates of nodes and ranks in a panel, in inches from its upper left corner."""
 
     num_ranks: int
     rank_offset: int
@@ -146,13 +140,8 @@ def draw_layout(
     colour form a group.
 
     Args:
-        layout: Layout to draw.
         path: File to write; its suffix (.png, .svg, .pdf) selects the format.
-        gpus_per_node: Ranks per node.
         experts: Whether to draw the expert grid.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
     """
     figures = import_extra("matplotlib.figure", "plot")
     patches = import_extra("matplotlib.patches", "plot")

@@ -29,17 +29,7 @@ _DEFAULT_WINDOW = 1024
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the subcommand; every rank runs it with the same arguments.
-
-    Args:
-        args: Arguments after the name of the subcommand.
-
-    Raises:
-        CheckpointMismatchError: If the model is neither a folder nor a checkpoint.
-        UnsupportedError: If options do not fit the task, or the model has no tokenizer.
-        CorruptDataError: If a line of the data is not valid; the message names file and line.
-        ParallelPlanError: If the layout does not fit the model or the devices.
-    """
+    """Run the subcommand; every rank runs it with the same arguments."""
     options = evaluate_parser().parse_args(args)
     _check_options(options)
     model = OpenedModel.at(options.model, dtype_of(options))

@@ -29,19 +29,7 @@ _OF_DRAWS = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the subcommand; every rank runs it with the same arguments.
-
-    Args:
-        args: Arguments after the name of the subcommand.
-
-    Raises:
-        CheckpointMismatchError: If the model is neither a folder nor a checkpoint.
-        UnsupportedError: If options cannot be combined, a prompt is empty, or the model has no
-            tokenizer or no GPT.
-        CorruptDataError: If a line of the file of prompts is not valid.
-        ParallelPlanError: If a value is out of range, a prompt is too long, or the layout does not
-            fit the model or the devices.
-    """
+    """Run the subcommand; every rank runs it with the same arguments."""
     options = generate_parser().parse_args(args)
     _check_options(options)
     model = OpenedModel.at(options.ckpt, dtype_of(options))

@@ -28,17 +28,7 @@ EXAMPLE = """examples:
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the subcommand; every rank runs it with the same arguments.
-
-    Args:
-        args: Arguments after the name of the subcommand.
-
-    Raises:
-        CheckpointMismatchError: If the model is neither a folder nor a checkpoint.
-        MissingExtraError: If lm-eval is not installed.
-        UnsupportedError: If there is no such task, or the model has no tokenizer or no GPT.
-        ParallelPlanError: If the layout does not fit the model or the devices.
-    """
+    """Run the subcommand; every rank runs it with the same arguments."""
     options = harness_parser().parse_args(args)
     # Check the names of the tasks here, so that errors are raised before other processes start.
     tasks = _manager(options)
@@ -54,11 +44,7 @@ def main(args: Sequence[str]) -> None:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a line for each metric of each task: task, metric and value.
-
-    Args:
-        results: Values by task and metric.
-    """
+    """Return a line for each metric of each task: task, metric and value."""
     rows = [
         (task, metric, f"{value:.6g}")
         for task, values in results.items()

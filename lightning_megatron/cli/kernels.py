@@ -41,15 +41,7 @@ EXAMPLE = """examples:
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the subcommand.
-
-    Args:
-        args: Arguments after the name of the subcommand.
-
-    Raises:
-        MissingExtraError: If a compiler or CUTLASS is not installed.
-        UnsupportedError: If the kernels cannot be built, found or run.
-    """
+    """Run the subcommand."""
     options = kernels_parser().parse_args(args)
     options.run(options)
 
@@ -177,12 +169,7 @@ def run_show(options: argparse.Namespace) -> None:
 
 
 def run_check(options: argparse.Namespace) -> None:
-    """Load the library and check that the GPU of this machine can run it.
-
-    Raises:
-        UnsupportedError: If the library was not built or cannot be loaded, or the GPU is of
-            another architecture.
-    """
+    """Load the library and check that the GPU of this machine can run it."""
     sources = read_sources()
     library = find_library(options.cache, sources)
     if library is None:

@@ -20,11 +20,7 @@ EXPERT_GROUPS = ("etp", "ep", "edp")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the subcommand.
-
-    Args:
-        args: Arguments after the name of the subcommand; None uses those of this process.
-    """
+    """Run the subcommand."""
     run_layout(layout_parser().parse_args(args))
 
 
@@ -80,12 +76,7 @@ def layout_parser() -> argparse.ArgumentParser:
 
 
 def run_layout(options: argparse.Namespace) -> None:
-    """Print the layout of the given options, and draw it if ``--png`` names a file.
-
-    Raises:
-        ParallelPlanError: If the sizes do not fit together.
-        MissingExtraError: If ``--png`` is given and matplotlib is not installed.
-    """
+    """Print the layout of the given options, and draw it if ``--png`` names a file."""
     layout = ParallelLayout(
         options.world_size,
         tp=options.tp,
@@ -118,10 +109,8 @@ def describe_layout(
     """Return the text that the subcommand prints.
 
     Args:
-        layout: Layout to describe.
         experts: Whether to show the expert grid.
         gpus_per_node: Ranks per node; if given, groups that cross nodes are marked.
-        width: Longest line, in characters.
     """
     lines = [_header(layout, experts)]
     if gpus_per_node is not None:

@@ -25,11 +25,7 @@ _AXES = {
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the layout, the devices and the precision.
-
-    Args:
-        parser: Parser of a subcommand that runs a model.
-    """
+    """Add the options of the layout, the devices and the precision."""
     add = parser.add_argument
     for name, what in _AXES.items():
         add(f"--{name}", type=at_least_one, default=1, metavar="N", help=what)
@@ -51,20 +47,12 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def axis_sizes(options: argparse.Namespace) -> dict[str, int]:
-    """Return the sizes of the layout's axes by their names.
-
-    Args:
-        options: Options of :func:`add_layout`.
-    """
+    """Return the sizes of the layout's axes by their names."""
     return {name: getattr(options, name) for name in _AXES}
 
 
 def dtype_of(options: argparse.Namespace) -> str:
-    """Return the dtype in which a Hugging Face folder is read.
-
-    Args:
-        options: Options of :func:`add_layout`.
-    """
+    """Return the dtype in which a Hugging Face folder is read."""
     return _DTYPES.get(options.precision, "float32")
 
 
@@ -72,7 +60,6 @@ def trainer_for(options: argparse.Namespace, *, has_progress: bool = False) -> T
     """Return a Trainer of the given layout that writes no file.
 
     Args:
-        options: Options of :func:`add_layout`.
         has_progress: Whether the Trainer shows a progress bar.
     """
     sizes: Any = axis_sizes(options)
@@ -103,7 +90,6 @@ class ModelCall(LightningModule):
     replaced, sharded, with the weights of the checkpoint and in the Trainer's precision.
 
     Args:
-        source: Module that builds the model.
         call: Function that receives the model. The attribute ``result`` holds its
             return value on this rank.
     """
@@ -135,7 +121,6 @@ class ModelCall(LightningModule):
         """Run the function under a Trainer, and return its return value on this rank.
 
         Args:
-            trainer: Trainer, see :func:`trainer_for`.
             checkpoint: Checkpoint with the weights; None if the source reads them itself.
         """
         # The Trainer calls no hook for a dataset of length 0, so the dataset has no length.

@@ -21,8 +21,6 @@ class OpenedModel:
     """Language model in a checkpoint or Hugging Face folder, before its weights are read.
 
     Args:
-        path: Path of the checkpoint or folder.
-        module: Module that builds the model.
         checkpoint: Checkpoint with the weights; None if the module reads them itself.
         folder: Hugging Face folder with configuration and tokenizer; None for a ``CausalLM``.
     """
@@ -38,12 +36,6 @@ class OpenedModel:
 
         Args:
             path: Hugging Face folder, or checkpoint of this strategy or of another strategy.
-            dtype: Dtype of the weights of a Hugging Face model.
-
-        Raises:
-            CheckpointMismatchError: If the path is neither a folder nor a checkpoint.
-            UnsupportedError: If the checkpoint is of another module than ``CausalLM`` or
-                ``HuggingFaceCausalLM``.
         """
         if Path(path, "config.json").is_file():
             arguments: Any = {"path": path, "dtype": dtype}
@@ -95,9 +87,6 @@ class OpenedModel:
         """Return the token that precedes texts without a context; None if there is none.
 
         It is the beginning-of-text token of the folder's tokenizer, or else an end-of-text token.
-
-        Args:
-            tokenizer: Tokenizer of the model.
         """
         file = Path(self.folder or "", "tokenizer_config.json")
         if self.folder is not None and isinstance(tokenizer, FileTokenizer) and file.is_file():
@@ -115,9 +104,6 @@ class OpenedModel:
 
         Args:
             given: Name or path that the user gave; None means the tokenizer of the folder.
-
-        Raises:
-            UnsupportedError: If ``given`` is None and the model has no folder.
         """
         name = given or self.folder
         if name is None:

@@ -13,16 +13,7 @@ from lightning_megatron.data.worker_pool import default_workers
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the subcommand.
-
-    Args:
-        args: Arguments after the name of the subcommand.
-
-    Raises:
-        CorruptDataError: If an input line is not valid; the message names file and line.
-        UnsupportedError: If an input or tokenizer does not exist.
-        MissingExtraError: If the extra ``text`` is needed and not installed.
-    """
+    """Run the subcommand."""
     run(preprocess_parser().parse_args(args))
 
 

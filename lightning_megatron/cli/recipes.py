@@ -9,11 +9,7 @@ from lightning_megatron.recipe_files import recipe_summaries
 
 
 def main(args: Sequence[str]) -> None:
-    """Print the name and the first comment line of each recipe.
-
-    Args:
-        args: Arguments after the name of the subcommand.
-    """
+    """Print the name and the first comment line of each recipe."""
     parser = argparse.ArgumentParser(
         prog="lightning-megatron recipes",
         description="List the recipes of this package. Train one from any folder with: "

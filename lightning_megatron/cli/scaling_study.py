@@ -44,9 +44,6 @@ def draw_scaling(records: Sequence[Mapping[str, Any]], picture: Path) -> None:
     Args:
         records: Records of the rows; rows without a result are left out.
         picture: File to write; its extension selects the format.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
     """
     figure = import_extra("matplotlib.figure", "plot").Figure(
         figsize=(9, 3.8), layout="constrained"
@@ -81,16 +78,7 @@ _SET_BY_STUDY = {"tp", "recompute"}
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the subcommand.
-
-    Args:
-        args: Arguments after the name of the subcommand.
-
-    Raises:
-        CorruptDataError: If the options of the strategy are not a JSON object.
-        UnsupportedError: If there are fewer than two replicas, or an option of the strategy is
-            unknown or set by the study.
-    """
+    """Run the subcommand."""
     options = study_parser().parse_args(args)
     on_gpu = torch.cuda.is_available()
     options.devices = options.devices or (torch.cuda.device_count() if on_gpu else 2)
@@ -194,15 +182,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def strategy_options(text: str) -> dict[str, Any]:
-    """Return the options of ``MegatronStrategy`` that a JSON text gives.
-
-    Args:
-        text: JSON object of names and values.
-
-    Raises:
-        CorruptDataError: If the text is not a JSON object.
-        UnsupportedError: If the strategy has no option of that name, or the study sets it.
-    """
+    """Return the options of ``MegatronStrategy`` that a JSON text gives."""
     options = parse_object(text.encode(), "--strategy", 'Pass {"cuda_graphs": "segments"}.')
     legal = set(inspect.signature(MegatronStrategy).parameters) - _SET_BY_STUDY
     if unknown := sorted(options.keys() - legal):

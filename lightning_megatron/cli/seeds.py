@@ -16,16 +16,7 @@ EXAMPLE = """example:
 
 
 def main(args: Sequence[str]) -> None:
-    """Run the subcommand.
-
-    Args:
-        args: Arguments after the name of the subcommand. Arguments that the subcommand does not
-            know are options of each fit.
-
-    Raises:
-        CheckpointMismatchError: If scores are missing, or belong to different data.
-        UnsupportedError: If a fit fails.
-    """
+    """Run the subcommand."""
     options, fit_options = seeds_parser().parse_known_args(args)
     first = options.first_seed
     runs = [

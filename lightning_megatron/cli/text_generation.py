@@ -19,24 +19,14 @@ from lightning_megatron.groups.collectives import all_gather_objects
 
 
 class PromptText(NamedTuple):
-    """Prompt, as text and as tokens.
-
-    Args:
-        text: Text of the prompt.
-        tokens: Token ids of the prompt.
-    """
+    """Prompt, as text and as tokens."""
 
     text: str
     tokens: list[int]
 
 
 class SampledRow(NamedTuple):
-    """Row of a batch: one sample of one prompt.
-
-    Args:
-        prompt: Index of the prompt.
-        sample: Index of the sample among those of the prompt.
-    """
+    """Row of a batch: one sample of one prompt."""
 
     prompt: int
     sample: int
@@ -50,11 +40,7 @@ class TextGeneration:
     depends on the batches, not on the layout.
 
     Args:
-        prompts: Prompts to continue.
-        tokenizer: Tokenizer of the model.
-        settings: Selection of tokens, and when to stop.
         stop_strings: Strings that end a row; they are not printed.
-        num_samples: Number of samples per prompt.
         batch_size: Number of rows that a replica continues at once (rows).
         prints_json: Whether each row is printed as a JSON object on one line.
     """
@@ -69,9 +55,6 @@ class TextGeneration:
 
     def __call__(self, model: nn.Module) -> None:
         """Continue the prompts and print them; all ranks call this.
-
-        Args:
-            model: Model that contains a GPT.
 
         Communication: that of the model, and one gather of objects over dp for each round of
             batches.
@@ -102,12 +85,7 @@ class TextGeneration:
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def text_of(self, row: SampledRow, tokens: Sequence[int]) -> str:
-        """Return the text of the new tokens of a row.
-
-        Args:
-            row: The row.
-            tokens: New tokens of the row, including the stop token.
-        """
+        """Return the text of the new tokens of a row."""
         stream = self._stream(row)
         return "".join([*map(stream.push, self._spoken(tokens)), stream.finish()])
 
@@ -190,12 +168,7 @@ class TextGeneration:
 
 
 def seed_of_batch(seed: int, number: int) -> int:
-    """Return the seed for sampling in a batch; batch 0 uses the seed of the run.
-
-    Args:
-        seed: Seed of the run.
-        number: Index of the batch.
-    """
+    """Return the seed for sampling in a batch; batch 0 uses the seed of the run."""
     if number == 0:
         return seed
     # The shift drops one bit, because generation settings accept seeds below 2^31.

@@ -26,7 +26,7 @@ _MAX_CTAS = (4, 8, 16)
 EXAMPLE = """example:
   lightning-megatron tune -c recipe:finetune_hf --model.path FOLDER --trainer.strategy.tp 2"""
 _STRATEGY = "lightning_megatron.MegatronStrategy"
-_TIMER = "lightning_megatron.tasks.scaling.scaling_job.StepTimer"
+_TIMER = "lightning_megatron.tasks.scaling.measured_job.StepTimer"
 
 
 @dataclass(frozen=True)

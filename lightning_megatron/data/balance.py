@@ -49,9 +49,6 @@ class RowBalance:
 
         Args:
             numbers: Sample numbers of a global batch; the number of ranks must divide their count.
-
-        Raises:
-            ParallelPlanError: If the rows cannot be divided evenly.
         """
         work = dict(enumerate(map(self.work, numbers)))
         by_rank = balanced_shares(list(work.values()), self.num_ranks)
@@ -70,18 +67,11 @@ class RowBalance:
         return balanced
 
     def work(self, number: int) -> int:
-        """Return the attention work of a row; see :func:`attention_work`.
-
-        Args:
-            number: Number of the sample.
-        """
+        """Return the attention work of a row; see :func:`attention_work`."""
         return attention_work(self.samples.lengths(number), self.samples.seq_length)
 
     def imbalance(self, batches: Iterable[Sequence[int]]) -> tuple[float, float]:
         """Return the mean ratio of the busiest rank's work to the mean work of the ranks.
-
-        Args:
-            batches: Sample numbers of some global batches.
 
         Returns:
             Ratio for contiguous shares of each batch, and ratio for the shares of :meth:`shares`.
@@ -122,14 +112,10 @@ def balanced_shares(work: Sequence[int], num_shares: int) -> list[list[int]]:
     the largest work.
 
     Args:
-        work: Work of each item, in any unit.
         num_shares: Number of shares, which must divide the number of items.
 
     Returns:
         Ascending indices of the items of each share; the shares are sorted by their first item.
-
-    Raises:
-        ParallelPlanError: If the items cannot be divided evenly.
 
     Source: Karmarkar and Karp 1982 (differencing); Michiels et al. 2003 (shares of equal size).
     """

@@ -26,10 +26,6 @@ def blend(weights: Sequence[float], size: int) -> npt.NDArray[np.int16]:
 
     Args:
         weights: Weight of each dataset, exact in its decimal notation.
-        size: Number of samples.
-
-    Raises:
-        UnsupportedError: If a weight is negative or not finite, or all are zero.
     """
     shares = integer_weights(weights)
     return _choose(shares, size, limits=[size] * len(shares))
@@ -39,9 +35,6 @@ def blend_exhaustively(sizes: Sequence[int]) -> npt.NDArray[np.int16]:
     """Return the dataset of each sample, so that every sample of every dataset is used once.
 
     The samples of each dataset are spread evenly over the result.
-
-    Args:
-        sizes: Number of samples of each dataset.
     """
     return _choose(list(sizes), sum(sizes), limits=list(sizes))
 
@@ -50,9 +43,6 @@ def integer_weights(weights: Sequence[float]) -> list[int]:
     """Convert weights to the smallest integers of the same proportion.
 
     The decimal notation of a weight is its exact value: 0.1 is one tenth.
-
-    Raises:
-        UnsupportedError: If a weight is negative or not finite, or all are zero.
     """
     if not weights or any(not math.isfinite(w) or w < 0 for w in weights) or not any(weights):
         raise UnsupportedError(

@@ -79,14 +79,8 @@ def blend_samples(
         weights: Share of each corpus in the samples, exact in its decimal notation. In the order
             "megatron" it is a double (see ``megatron_order.py``). None uses the sizes of the
             corpora.
-        options: Options for cutting the corpora.
         num_samples: Number of samples; None uses one pass over every corpus. The order "megatron"
             without weights returns at most one pass.
-
-    Raises:
-        UnsupportedError: If the number of weights differs from the number of corpora, or weights
-            are invalid.
-        CorruptDataError: If a corpus has too few tokens for one window.
     """
     if len(corpora) == 1 and (weights is None or options.order != "megatron"):
         return GPTSamples(corpora[0][0], options, corpora[0][1], num_samples)

@@ -73,9 +73,6 @@ def check_sources(train: object, val: object, test: object, split: object, corpu
         test: Token files of the test part, or None.
         split: Weights that divide ``train`` into all parts, or None.
         corpus: Name of a bundled corpus, or None.
-
-    Raises:
-        UnsupportedError: If no data are given, or a source conflicts with another one.
     """
     if not (train or val or test or corpus):
         raise UnsupportedError(
@@ -98,11 +95,7 @@ def check_one_tokenizer(corpora: Sequence[TokenFile], tokenizer: Tokenizer | Non
     """Check that all corpora were written with the same tokenizer.
 
     Args:
-        corpora: Token files of a run.
         tokenizer: Tokenizer of the run; None compares the corpora with each other only.
-
-    Raises:
-        CorruptDataError: If a corpus was written with another tokenizer.
     """
     fingerprints: dict[str, str] = {}
     for corpus in corpora:
@@ -139,12 +132,7 @@ def check_corpus_once(corpus: TokenFile, results: Path, in_charge: bool) -> None
     """Compare the files of a corpus with their checksums, unless an earlier run has done so.
 
     Args:
-        corpus: Token file. A file without checksums passes.
-        results: Directory that stores the result.
         in_charge: Whether this process reads the files if ``results`` cannot be written.
-
-    Raises:
-        CorruptDataError: If a file does not match its checksum.
     """
     if corpus.description is None or corpus.description.fields_crc32 is None:
         return
@@ -156,12 +144,8 @@ def split_corpus(corpus: TokenFile, weights: str, order: str) -> tuple[range, ..
     """Return the ranges of documents for training, validation and test.
 
     Args:
-        corpus: Token file to split.
         weights: Comma-separated weights of the parts, such as "980,15,5".
         order: Order of samples; "megatron" splits sequences instead of documents.
-
-    Raises:
-        UnsupportedError: If the weights cannot be parsed or are all zero.
     """
     if order == "megatron":
         return split_as_megatron(len(corpus), weights)
@@ -169,12 +153,7 @@ def split_corpus(corpus: TokenFile, weights: str, order: str) -> tuple[range, ..
 
 
 def check_split(weights: str, order: str) -> None:
-    """Validate the weights of a split.
-
-    Raises:
-        UnsupportedError: If there are more than three weights, one is not a decimal number, or all
-            are zero.
-    """
+    """Validate the weights of a split."""
     if len(weights.split(",")) > 3:
         raise UnsupportedError(
             "split weights must be at most three, for train, val and test: they are "

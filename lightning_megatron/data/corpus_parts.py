@@ -31,7 +31,6 @@ class CorpusParts:
         order: Order of samples; "megatron" splits sequences instead of documents.
         corpus: Name of a bundled corpus; None means that ``prefixes`` names the files.
         tokenizer_spec: Name or path of the tokenizer; None uses the one recorded with the files.
-        data_dir: Directory to which a bundled corpus is written.
         cache_dir: Directory of the index cache; None uses ``index_cache`` next to the first file.
         checksums: Whether to compare each file with its checksum.
         sets: Prefixes of the named sets of each part; ``prefixes`` has them, too.
@@ -78,14 +77,7 @@ class CorpusParts:
         return Path(self.cache_dir or Path(self._all_prefixes()[0]).parent / "index_cache")
 
     def tokenizer_field(self, name: Literal["vocab_size", "eod"]) -> Any:
-        """Return a field of the tokenizer that is given or recorded with the files.
-
-        Args:
-            name: Name of the field.
-
-        Raises:
-            UnsupportedError: If no tokenizer is known.
-        """
+        """Return a field of the tokenizer that is given or recorded with the files."""
         known = self.tokenizer or self._description()
         if known is None:
             raise UnsupportedError(
@@ -108,12 +100,8 @@ class CorpusParts:
         """Return the files of a part, each with the range of its documents (None for all).
 
         Args:
-            part: Part of the run.
             in_charge: Whether this process compares checksums if the result cannot be stored.
             name: Name of a set, to return only its files; None returns all files of the part.
-
-        Raises:
-            CorruptDataError: If a file is damaged, or was written with another tokenizer.
         """
         self.locate()
         self._check(part, in_charge)

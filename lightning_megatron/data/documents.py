@@ -130,10 +130,6 @@ def read_lines(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[i
         path: File; ``.gz`` is decompressed.
         offset: Offset of the first line to read, in the decompressed file. A ``.gz`` file is
             decompressed from its beginning (bytes).
-        number: Number of lines before this offset.
-
-    Raises:
-        CorruptDataError: If the file cannot be opened, or is a damaged ``.gz``.
     """
     try:
         with _open(path) as file:
@@ -224,12 +220,7 @@ def parse_text(content: bytes, place: str, json_key: str | None) -> str:
     """Return the text of a document.
 
     Args:
-        content: Line of JSON lines, or plain text.
-        place: File and line, for errors.
         json_key: Key of the text in JSON lines; None for plain text.
-
-    Raises:
-        CorruptDataError: If a line is not a JSON object with this key, or text is not UTF-8.
     """
     try:
         text = content.decode("utf-8")
@@ -262,15 +253,7 @@ def parse_text(content: bytes, place: str, json_key: str | None) -> str:
 
 
 def text_under(entry: Any, place: str, json_key: str) -> str:
-    """Return the text of a JSON object.
-
-    Args:
-        entry: Parsed object.
-        place: File and line, for errors.
-
-    Raises:
-        CorruptDataError: If the entry is not an object, or has no text under the key.
-    """
+    """Return the text of a JSON object."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get(json_key), str):
         keys = sorted(entry) if isinstance(entry, Mapping) else type(entry).__name__
         raise CorruptDataError(

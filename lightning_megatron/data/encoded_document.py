@@ -33,9 +33,6 @@ def split_sentences(text: str) -> list[str]:
     ("U.S.", "J. Adams"), of a known abbreviation ("Mr.", "Oct."), or of an abbreviation such as
     "No." before a number does not end a sentence. A line break inside a paragraph counts as a
     space. The sentences contain all characters of the text except the spaces between them.
-
-    Args:
-        text: Text of one document.
     """
     return [
         sentence
@@ -75,10 +72,7 @@ def encode_document(
     """Return the token ids of each sequence of a document; an empty list for an empty document.
 
     Args:
-        text: Text of the document.
-        tokenizer: Tokenizer of the token file.
         by_sentence: Whether each sentence is a sequence; otherwise the document is one sequence.
-        end: Tokens to append to the last sequence.
     """
     texts = split_sentences(text) if by_sentence else [text]
     sequences = [tokens for tokens in map(tokenizer.encode, texts) if tokens]

@@ -136,9 +136,6 @@ def crc32_of(path: Path) -> str:
     """Return the CRC-32 of a file as 8 hexadecimal digits.
 
     10 GB take some seconds if the disk is fast enough.
-
-    Raises:
-        CorruptDataError: If the file cannot be read.
     """
     value = 0
     chunk = memoryview(bytearray(CHUNK_BYTES))

@@ -27,11 +27,7 @@ SURPLUS = 0.005
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Divide weights by their sum in float64.
-
-    Raises:
-        UnsupportedError: If a weight is not positive, as in Megatron-Core.
-    """
+    """Divide weights by their sum in float64."""
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise UnsupportedError(
             "weights of a blend in the order 'megatron' must be finite and positive: they are "
@@ -42,15 +38,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def split_as_megatron(count: int, weights: str) -> tuple[range, ...]:
-    """Divide sequences into training, validation and test parts with float64 bounds.
-
-    Args:
-        weights: Comma-separated weights of the parts.
-
-    Raises:
-        UnsupportedError: If there are more than three weights, one is not a decimal number, or all
-            are zero.
-    """
+    """Divide sequences into training, validation and test parts with float64 bounds."""
     parts = [part.strip() for part in weights.split(",")]
     if len(parts) > 3 or not all(
         re.fullmatch(r"\d+\.?\d*|\.\d+", part, re.ASCII) for part in parts
@@ -73,31 +61,17 @@ def split_as_megatron(count: int, weights: str) -> tuple[range, ...]:
 
 
 def sizes_as_megatron(weights: Sequence[float], size: int) -> list[int]:
-    """Return the number of windows to build of each corpus, on which its shuffle depends.
-
-    Args:
-        weights: Weights of the corpora.
-        size: Number of windows in the blend.
-    """
+    """Return the number of windows to build of each corpus, on which its shuffle depends."""
     return [math.ceil(math.ceil(size * weight) * (1 + SURPLUS)) for weight in normalize(weights)]
 
 
 def blend_as_megatron(weights: Sequence[float], size: int) -> npt.NDArray[np.int16]:
-    """Return the dataset of each of ``size`` samples, in the float64 arithmetic of Megatron-Core.
-
-    Args:
-        weights: Weight of each dataset.
-        size: Number of samples.
-    """
+    """Return the dataset of each of ``size`` samples, in Megatron-Core's float64 arithmetic."""
     return _choose(normalize(weights), size, [size] * len(weights))
 
 
 def blend_exhaustively_as_megatron(sizes: Sequence[int]) -> npt.NDArray[np.int16]:
-    """Return the dataset of each sample, so that every sample of every dataset is used once.
-
-    Args:
-        sizes: Number of samples of each dataset.
-    """
+    """Return the dataset of each sample, so that every sample of every dataset is used once."""
     total = float(sum(sizes))
     return _choose([float(size) / total for size in sizes], sum(sizes), list(sizes))
 

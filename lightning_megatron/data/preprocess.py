@@ -28,7 +28,6 @@ class EncodingOptions:
     """Options of tokenization; each worker process builds its tokenizer from them.
 
     Args:
-        tokenizer: Name or path of the tokenizer.
         append_eod: Whether to append the end-of-document token to each document.
         eod: Text of the end-of-document token; None looks for one of the usual ones.
         by_sentence: Whether each sentence is a sequence of its document; otherwise a document is
@@ -80,16 +79,9 @@ def preprocess(
     without tokens are left out, and the end-of-document token follows the last sentence.
 
     Args:
-        inputs: Files, directories and globs.
         output: Path without ``.bin`` and ``.idx``.
-        document: Unit of plain text that is a document.
         workers: Number of worker processes that tokenize. It does not affect the result.
         progress: Whether to show a progress bar.
-
-    Raises:
-        CorruptDataError: If a line is not valid; the message names file and line.
-        UnsupportedError: If an input matches no file, or the tokenizer has no end-of-document
-            token.
     """
     tokenizer = tokenizer_of(options)
     paths = find_inputs(inputs)
@@ -136,11 +128,7 @@ def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
 
 @lru_cache(maxsize=2)
 def tokenizer_of(options: EncodingOptions) -> Tokenizer:
-    """Return the tokenizer for some options; a process loads it once.
-
-    Raises:
-        UnsupportedError: If ``append_eod`` is set, and the tokenizer has no end-of-document token.
-    """
+    """Return the tokenizer for some options; a process loads it once."""
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
     if options.append_eod and tokenizer.eod is None:
         raise UnsupportedError(

@@ -69,11 +69,6 @@ def read_rows(path: Path, start: FilePosition = BEGINNING) -> Iterator[FileRow]:
 
     Args:
         path: File of JSON lines (also ``.gz``) or Parquet, or folder of ``save_to_disk``.
-        start: Position of the first row.
-
-    Raises:
-        CorruptDataError: If the file cannot be read.
-        MissingExtraError: If pyarrow or datasets is needed and not installed.
     """
     if not path.is_dir() and path.suffix != ".parquet":
         for line, content, offset in read_lines(path, start.offset, start.number):
@@ -157,14 +152,7 @@ def _parquet_rows(path: Path, skipped: int) -> Iterator[Mapping[str, Any]]:
 
 
 def is_dataset_folder(path: Path) -> bool:
-    """Return whether a path is a folder written by ``Dataset.save_to_disk``.
-
-    Args:
-        path: Any path.
-
-    Raises:
-        UnsupportedError: If the folder was written by ``DatasetDict.save_to_disk`` and has splits.
-    """
+    """Return whether a path is a folder written by ``Dataset.save_to_disk``."""
     if (path / _SPLITS).is_file():
         splits = sorted(state.parent.name for state in path.glob(f"*/{_STATE}"))
         raise UnsupportedError(
@@ -189,10 +177,6 @@ def dataset_rows(path: Path, skipped: int = 0) -> Iterator[dict[str, Any]]:
     Args:
         path: Folder that ``Dataset.save_to_disk`` has written.
         skipped: Number of rows to skip at the start (rows).
-
-    Raises:
-        CorruptDataError: If the folder cannot be read.
-        MissingExtraError: If datasets is not installed.
     """
     datasets = import_extra("datasets", "datasets")
     try:

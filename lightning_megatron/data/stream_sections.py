@@ -24,10 +24,6 @@ class SectionPosition(NamedTuple):
     """Position between two sections of a stream.
 
     Args:
-        passes: Whole passes over the files before it.
-        sections: Sections of the current pass before it.
-        files: Whole files of the current pass before it.
-        number: Lines or rows of the current file before it.
         offset: Bytes of the current file before it; 0 in files without lines (bytes).
     """
 
@@ -40,12 +36,7 @@ class SectionPosition(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Consecutive rows of a stream, all of one pass over the files.
-
-    Args:
-        start: Position of the first row.
-        end: Position of the next section.
-    """
+    """Consecutive rows of a stream, all of one pass over the files."""
 
     start: SectionPosition
     end: SectionPosition
@@ -137,11 +128,7 @@ class RowStream:
 
 
 class SectionReader:
-    """Reader of the sections of a stream; with workers, a thread prefetches the next section.
-
-    Args:
-        start: Position of the first section.
-    """
+    """Reader of the sections of a stream; with workers, a thread prefetches the next section."""
 
     def __init__(self, stream: RowStream, start: SectionPosition) -> None:
         self._stop = Event()

@@ -20,12 +20,7 @@ from lightning_megatron.errors import CheckpointMismatchError
 
 @dataclass(frozen=True)
 class SectionStart:
-    """State of a stream before a section, from which reading can continue.
-
-    Args:
-        first: Number of the first sample of the section.
-        counts: Counts of the current pass before the section.
-    """
+    """State of a stream before a section, from which reading can continue."""
 
     position: SectionPosition = SectionPosition()
     first: int = 0
@@ -37,14 +32,7 @@ class SectionStart:
 
     @classmethod
     def of(cls, state: Any) -> SectionStart:
-        """Restore the state of a checkpoint.
-
-        Args:
-            state: Return value of :meth:`state`.
-
-        Raises:
-            CheckpointMismatchError: If :meth:`state` did not return this value.
-        """
+        """Restore the state of a checkpoint."""
         names = {*SectionPosition._fields, *StreamCounts._fields, "first"}
         if not (
             isinstance(state, Mapping)
@@ -229,7 +217,6 @@ class StreamedSamples(ABC, Generic[Found]):
         """Return the samples of a section.
 
         Args:
-            rows: Rows of the section.
             random: Random number generator that shuffles rows and samples; None keeps their order.
         """
 

@@ -119,7 +119,6 @@ class RowMessages(Protocol):
         """Return how many rows were read and left out, and how many samples they make.
 
         Args:
-            counts: Counts of a pass.
             seq_length: Tokens that a row predicts (tokens).
         """
 
@@ -127,8 +126,6 @@ class RowMessages(Protocol):
         """Return the error for a pass without any row to train on.
 
         Args:
-            names: Names of the files.
-            counts: Counts of the pass.
             seq_length: Tokens that a row predicts (tokens).
         """
 

@@ -30,11 +30,7 @@ class TextEncoder:
     options: EncodingOptions
 
     def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
-        """Return the tokens of a document; None for fewer than two tokens, which predict nothing.
-
-        Raises:
-            CorruptDataError: If the row has no text under the key; the message names file and row.
-        """
+        """Return the tokens of a document; None for fewer than two, which predict nothing."""
         key = self.options.json_key
         if isinstance(row.content, bytes):
             text = parse_text(row.content, row.place, key)
@@ -72,12 +68,7 @@ class TextSamples(TextRows):
     """One pass over the documents of some files in a fixed shuffled order, all in memory.
 
     Args:
-        files: Files of documents.
-        encoder: Encoder of documents.
         seq_length: Tokens that a packed row predicts (tokens).
-
-    Raises:
-        CorruptDataError: If a row has no text, or no document has at least two tokens.
     """
 
     def __init__(

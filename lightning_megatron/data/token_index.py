@@ -58,9 +58,6 @@ def write_index(
     """Write the index of sequences that are stored without gaps.
 
     Args:
-        file: Open file to write to.
-        dtype: Token type.
-        lengths: Tokens of each sequence.
         documents: Index of the first sequence of each document, and the number of sequences.
     """
     code = next(code for code, token_dtype in DTYPES.items() if token_dtype == dtype)
@@ -80,9 +77,6 @@ def read_index(
     Returns:
         Token type, lengths of sequences (tokens), offsets of sequences (bytes), document entries
         (sequences).
-
-    Raises:
-        CorruptDataError: If the file is missing, truncated or not an index.
     """
     header, size = _header_and_size(path)
     if len(header) < HEADER.size:
@@ -147,13 +141,6 @@ def check_index(
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
-        dtype: Token type.
-        lengths: Tokens of each sequence.
-        offsets: Offset of each sequence in bytes.
-        documents: Document entries.
-
-    Raises:
-        CorruptDataError: If a check fails.
     """
     index = idx_path(prefix)
     if len(lengths) and int(lengths.min()) < 0:
@@ -194,15 +181,7 @@ def check_index(
 
 
 def map_file(path: Path, dtype: np.dtype) -> npt.NDArray:
-    """Memory-map a whole file; return an empty array for an empty file, which numpy cannot map.
-
-    Args:
-        dtype: Type of the elements.
-
-    Raises:
-        CorruptDataError: If the file cannot be opened, or its size is not a multiple of the element
-            size.
-    """
+    """Memory-map a whole file; return an empty array for an empty file, which numpy cannot map."""
     try:
         if path.stat().st_size == 0:
             return np.zeros(0, dtype=dtype)

@@ -15,8 +15,6 @@ def position_after(loader: TokenLoader, progress: Any, num_steps: int) -> dict[s
     """Return the position in the training data after the Trainer's last finished batch.
 
     Args:
-        loader: Loader of the training batches.
-        progress: Progress tracker of the Trainer's training batches.
         num_steps: Number of optimizer steps so far (steps).
     """
     sampler = loader.sampler
@@ -48,7 +46,6 @@ def samples_of_steps(state: Mapping[str, Any], max_steps: int, batch: GlobalBatc
     Args:
         state: Restored position; empty for a run from the start.
         max_steps: Number of optimizer steps of the whole training (steps).
-        batch: Samples of each optimizer step over all ranks.
     """
     if state.get("epoch", 0):
         # The first epoch is over. The order of later epochs depends on the same number of samples.
@@ -61,9 +58,6 @@ def steps_of_epochs(trainer: Any, sampler: TokenBatchSampler) -> int | None:
     """Return the number of optimizer steps of a Trainer with a limit of epochs (steps).
 
     Epochs with growing batches have different numbers of them.
-
-    Args:
-        sampler: Order of the samples.
 
     Returns:
         Number of steps; None if the Trainer has no limit of epochs.

@@ -24,7 +24,6 @@ class WindowIndex:
     """Index of the windows of a corpus.
 
     Args:
-        documents: Documents in the order of the row.
         starts: Start of each window as (position in ``documents``, offset in that document). One
             more entry is the last token of the last window.
         shuffle: Order of the windows; empty for the order of the row.
@@ -48,7 +47,6 @@ class WindowIndex:
         """Return the range of tokens of each document in a window, in order.
 
         Args:
-            index: Number of the window in the shuffled order.
             bounds: Index of the first token of each document, and the total number of tokens.
 
         Returns:
@@ -73,7 +71,6 @@ def num_windows(num_tokens: int, seq_length: int, drop_last: bool = True) -> int
     """Return the number of windows in a row of tokens.
 
     Args:
-        num_tokens: Tokens of the row.
         drop_last: Whether to drop the remaining tokens; otherwise they form a shorter window.
 
     Source: Megatron-Core core/datasets/helpers.cpp. Without drop_last, Megatron-Core rounds in
@@ -84,11 +81,7 @@ def num_windows(num_tokens: int, seq_length: int, drop_last: bool = True) -> int
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """Return the number of passes over the documents that a number of windows needs.
-
-    Args:
-        tokens_per_epoch: Tokens of one pass.
-    """
+    """Return the number of passes over the documents that a number of windows needs."""
     return max(-(-(num_samples * seq_length + 1) // tokens_per_epoch), 1)
 
 
@@ -99,7 +92,6 @@ def window_starts(
 
     Args:
         documents: Documents in the order of the row, repeated for each pass.
-        count: Number of windows.
 
     Returns:
         Array (count + 1, 2) of the position in ``documents`` and the offset in that document. The
@@ -118,10 +110,6 @@ def window_starts(
 def shuffle_windows(first: int, total: int, random: np.random.RandomState) -> Integers:
     """Return an order in which the windows [0, first) and [first, total) are shuffled separately.
 
-    Args:
-        first: Number of windows in the first range.
-        total: Number of all windows.
-
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_shuffle_index).
     """
     order = np.arange(total, dtype=np.int32 if total < 2**31 else np.int64)
@@ -137,7 +125,6 @@ def shuffle_documents(
     """Return the documents of several epochs in a common shuffled order.
 
     Args:
-        count: Number of documents.
         final_apart: Whether to shuffle the last epoch separately from the others.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_document_index).
@@ -239,11 +226,7 @@ def split_range(count: int, weights: str) -> tuple[range, ...]:
     doubles and may place a bound one sequence later (see ``split_as_megatron``).
 
     Args:
-        count: Number of documents.
         weights: Comma-separated weights, such as "980,15,5".
-
-    Raises:
-        UnsupportedError: If a weight is negative or not a decimal number, or all are zero.
     """
     parts = [part.strip() for part in weights.split(",")]
     # Limit the number of digits, because a huge power of ten would take hours to compute.

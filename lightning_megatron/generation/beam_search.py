@@ -34,9 +34,7 @@ class BeamSearch:
     is its log-probability, divided by its number of new tokens to the power of ``length_penalty``.
 
     Args:
-        settings: Number of beams, length penalty and stop tokens.
         vocab_size: Vocabulary size (tokens).
-        device: Device of the logits.
         stop_function: Function that takes the new tokens of a sequence and returns whether the
             sequence ends; None means that only stop tokens and ``max_new_tokens`` end it.
     """

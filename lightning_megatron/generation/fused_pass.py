@@ -151,7 +151,6 @@ class FusedPass:
     heads and the storage of the token.
 
     Args:
-        gpt: A model for which :func:`reason_against_fused_pass` has no reason.
         cache: Cache of the earlier tokens; it must not be empty.
 
     Communication: two sums of a vector over tp for each layer, one of the embedding, and an
@@ -182,7 +181,6 @@ class FusedPass:
         """Store the keys and values of a new token in the cache, and return the next logits.
 
         Args:
-            tokens: The new token.
             place: Its place in the row (tokens).
         """
         gpt = self._gpt

@@ -23,7 +23,6 @@ class PromptRows:
     The padding makes all prompts end at the same position.
 
     Args:
-        tokens: Tokens of the prompts, and the new tokens.
         padding: Padding before each prompt; None means no padding (tokens).
         multiple: Number that must divide the row length of the first forward pass; padding is
             appended to reach such a length (tokens).
@@ -49,7 +48,6 @@ class PromptRows:
         """Return the padded rows of prompts.
 
         Args:
-            device: Device of the model.
             num_rows: Number of rows; filler rows of zeros follow the rows of the prompts.
             length: Length of the rows, at least that of the longest prompt (tokens).
             multiple: Number that must divide the row length of the first forward pass (tokens).
@@ -62,11 +60,7 @@ class PromptRows:
         return cls(torch.tensor(rows, device=device), padding, multiple, later_multiple)
 
     def prefill_inputs(self, cache: KeyValueCache) -> tuple[Tensor, AttentionSpan]:
-        """Return the tokens of the prompts, and the attention span that stores them in a cache.
-
-        Args:
-            cache: Empty cache.
-        """
+        """Return the tokens of the prompts, and the attention span that stores them in a cache."""
         count = self.tokens.shape[1]
         tokens = F.pad(self.tokens, (0, -count % self.multiple))
         past = CachedTokens(cache, count)
@@ -77,11 +71,7 @@ class PromptRows:
         return tokens, AttentionSpan(lengths, positions=positions, restarts=False, past=past)
 
     def appended(self, tokens: Int[Tensor, " batch"]) -> PromptRows:
-        """Return the rows with one more token each.
-
-        Args:
-            tokens: Next token of each row.
-        """
+        """Return the rows with one more token each."""
         return replace(self, tokens=torch.cat((self.tokens, tokens[:, None]), 1))
 
     def reordered(self, rows: Int[Tensor, " _"]) -> PromptRows:
@@ -95,11 +85,7 @@ class PromptRows:
         return replace(self, tokens=self.tokens[torch.cat((rows, rest))])
 
     def decode_inputs(self, cache: KeyValueCache) -> tuple[Tensor, AttentionSpan]:
-        """Return the last token of each row, and its attention span after the cached tokens.
-
-        Args:
-            cache: Cache of all earlier tokens.
-        """
+        """Return the last token of each row, and its attention span after the cached tokens."""
         tokens = F.pad(self.tokens[:, -1:], (0, -1 % self.later_multiple))
         visible = None
         if self.padding is not None:
@@ -122,10 +108,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
 
     Args:
         vocab_size: Vocabulary size (tokens).
-
-    Raises:
-        UnsupportedError: If there is no prompt, or one is empty or has a token outside the
-            vocabulary.
     """
     if not prompts:
         raise UnsupportedError("generate needs at least one prompt: there is none. Pass one.")

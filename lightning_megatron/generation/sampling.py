@@ -68,10 +68,6 @@ class Sampler:
 
     Ranks with the same logits choose the same tokens, because their random number generators have
     the same seed.
-
-    Args:
-        settings: Settings of sampling.
-        device: Device of the logits.
     """
 
     def __init__(self, settings: GenerationSettings, device: torch.device) -> None:
@@ -79,11 +75,7 @@ class Sampler:
         self._generator = torch.Generator(device).manual_seed(settings.seed)
 
     def __call__(self, logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:
-        """Return the next token of each row.
-
-        Args:
-            logits: Next-token logits of each row.
-        """
+        """Return the next token of each row."""
         if not self.settings.sample:
             return argmax(logits)
         probabilities = sampling_logits(logits.float(), self.settings).softmax(-1)
@@ -95,9 +87,6 @@ def argmax(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:
 
     Equals ``logits.argmax(-1)``. The logits of a row are first divided into groups, because a
     reduction of few long rows uses few multiprocessors of a GPU.
-
-    Args:
-        logits: Logits of each row.
     """
     if logits.shape[-1] % _GROUP:
         return logits.argmax(-1)
@@ -112,10 +101,6 @@ def sampling_logits(
     """Return logits for sampling: scaled, and minus infinity for tokens that are excluded.
 
     Equals the logits processors of Hugging Face for temperature, then top-k, then top-p.
-
-    Args:
-        logits: Next-token logits.
-        settings: Settings of sampling.
     """
     logits = logits / settings.temperature
     if settings.top_k is not None and settings.top_k < logits.shape[-1]:

@@ -123,8 +123,6 @@ class GenerationSession:
 
         Args:
             candidates: Candidates on the last stage; None on others.
-            num_candidates: Candidates per prompt.
-            beams: Beams per prompt.
 
         Communication: two broadcasts from the last stage over pp.
         """
@@ -142,11 +140,7 @@ class GenerationSession:
         return Candidates(*received)
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
-        """Copy tokens, cached keys and cached values between the rows of this rank.
-
-        Args:
-            rows: Index of the row to copy to each row.
-        """
+        """Copy tokens, cached keys and cached values between the rows of this rank."""
         self._cache.reorder(rows)
         self._rows = self._rows.reordered(rows)
 

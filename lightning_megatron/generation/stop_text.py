@@ -36,11 +36,7 @@ class StopStrings:
         self.strings = tuple(strings)
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Return whether the text of the tokens contains a stop string.
-
-        Args:
-            tokens: New tokens of a row.
-        """
+        """Return whether the text of the tokens contains a stop string."""
         text = self._decode(tokens)
         return any(string in text for string in self.strings)
 
@@ -78,11 +74,7 @@ class TextStream:
         self._has_stopped = False
 
     def push(self, token: int) -> str:
-        """Add a token, and return the text that has become final.
-
-        Args:
-            token: Next token of the row.
-        """
+        """Add a token, and return the text that has become final."""
         self._window.append(token)
         text = self._decode(self._window)
         certain = text.rstrip(_REPLACEMENT)

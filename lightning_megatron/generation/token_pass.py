@@ -136,9 +136,6 @@ class TokenPass:
         """Append the keys and values of new tokens to the cache, and return the logits.
 
         The logits of a replay are valid until the next call.
-
-        Args:
-            tokens: New token of each row.
         """
         self._tokens.copy_(tokens[:, None])
         self._position.fill_(self._cache.length)

@@ -103,8 +103,8 @@ MAX_FUNCTION_LINES = 60
 # finds a subcommand by the name of its module, or they alone of their folder import torch.
 SMALL_FILES = set(
     """
-    __main__.py building_blocks.py cli/arguments.py cli/recipes.py disk_sync.py errors.py extras.py
-    families.py graphs/user_hooks.py half_types.py kernels/cuda/load.py
+    __main__.py building_blocks.py cli/arguments.py cli/recipes.py cli/seeds.py disk_sync.py
+    errors.py extras.py families.py graphs/user_hooks.py half_types.py kernels/cuda/load.py
     layers/attention/core_results.py layers/fused/vector_product.py layers/parameters/remade.py
     models/lora.py models/model_flops.py models/module_mesh.py once.py plan/columns.py
     public_names.py shapes.py version.py

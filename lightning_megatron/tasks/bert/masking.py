@@ -23,10 +23,6 @@ class WordPieces:
     """Special tokens and continuing pieces of a WordPiece vocabulary.
 
     Args:
-        padding: Id of [PAD].
-        start: Id of [CLS].
-        separator: Id of [SEP].
-        mask: Id of [MASK].
         continues: Mask of the ids whose pieces continue a word, such as "##ing".
     """
 
@@ -43,14 +39,7 @@ class WordPieces:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> WordPieces:
-        """Return the special tokens and continuing pieces of a tokenizer.
-
-        Args:
-            tokenizer: Tokenizer of the corpus.
-
-        Raises:
-            UnsupportedError: If the tokenizer lacks a special token of BERT.
-        """
+        """Return the special tokens and continuing pieces of a tokenizer."""
         texts = tokenizer.texts() if isinstance(tokenizer, FileTokenizer) else []
         ids = {text: number for number, text in enumerate(texts) if text is not None}
         needed = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
@@ -99,7 +88,6 @@ class NGramMasking:
         """Return the masked tokens, and labels that are -100 except at masked positions.
 
         Args:
-            tokens: Tokens of a row.
             segments: Start and end position of each segment in the row.
         """
         chosen = self.choose(tokens, segments, pieces, random)
@@ -123,7 +111,6 @@ class NGramMasking:
         """Return the positions of the tokens to predict, in ascending order.
 
         Args:
-            tokens: Tokens of a row.
             segments: Start and end position of each segment in the row.
         """
         starts, stops, ends = self._words(tokens, segments, pieces)

@@ -30,9 +30,7 @@ class PairBatches(WindowBatches):
         and no label.
 
     Args:
-        masking: Choice of masked tokens.
         num_segments: Segments of a row: 2, or 1 without order prediction.
-        seed: Seed of all random choices.
     """
 
     def __init__(
@@ -81,9 +79,6 @@ class PairBatches(WindowBatches):
 
     def segments(self, number: int) -> tuple[list[Tokens], int, np.random.RandomState]:
         """Return the segments of a sample.
-
-        Args:
-            number: Number of the sample.
 
         Returns:
             Tokens of each segment, 1 if the segments are swapped (otherwise 0), and the random

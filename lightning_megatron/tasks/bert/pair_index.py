@@ -33,7 +33,6 @@ class PairRule:
         min_sentences: Smallest number of sentences of a sample; shorter documents are left out.
         short_probability: Probability that a target length is drawn uniformly from 2 to
             ``max_target``.
-        seed: Seed of the target lengths and of the order.
     """
 
     max_target: int
@@ -52,7 +51,6 @@ def index_pairs(
     Args:
         starts: Position of each sentence's first token, and the total number of tokens (tokens).
         documents: First sentence of each document, and the total number of sentences (sentences).
-        first_document: Number of the first document in its token file.
         count: Number of samples; None makes one pass (samples).
 
     Returns:
@@ -81,8 +79,6 @@ def cut_documents(
     Args:
         starts: Position of each sentence's first token, and the total number of tokens (tokens).
         documents: First sentence of each document, and the total number of sentences (sentences).
-        first_document: Number of the first document in its token file.
-        epoch: Number of the pass.
     """
     used = np.flatnonzero(np.diff(documents) >= rule.min_sentences)
     first = documents[used]
@@ -106,12 +102,7 @@ def cut_documents(
 
 
 def target_lengths(rule: PairRule, epoch: int, documents: Integers, number: int) -> Integers:
-    """Return the target length of the n-th sample of each document (tokens).
-
-    Args:
-        epoch: Number of the pass.
-        number: Number n of the sample in its document.
-    """
+    """Return the target length of the n-th sample of each document (tokens)."""
     state = np.full(len(documents), rule.seed, np.uint64)
     for part in (epoch, documents.astype(np.uint64), number):
         state = _splitmix64(state + np.asarray(part, np.uint64))

@@ -32,9 +32,7 @@ class PairOptions:
     """Options for cutting token files into samples of sentences.
 
     Args:
-        seq_length: Tokens of a row, with its special tokens.
         num_segments: Segments of a row: 2, or 1 without order prediction.
-        short_probability: Probability that a sample has a shorter target length.
         seed: Seed of target lengths and order; at most 2^32 - 1.
         vocab_size: Size of the vocabulary. Reading a sample with a larger id raises an error; None
             accepts all ids (tokens).
@@ -76,13 +74,8 @@ class PairSamples:
     documents with a very long sentence are used.
 
     Args:
-        corpus: Token file whose sequences are sentences.
-        options: Options for cutting the file.
         documents: Range of the documents with tokens to use; None uses all.
         num_samples: Number of samples, over as many passes as needed; None makes one pass.
-
-    Raises:
-        CorruptDataError: If no document has enough sentences.
     """
 
     def __init__(
@@ -115,11 +108,7 @@ class PairSamples:
         return np.concatenate(self.sentences(index)[0])
 
     def sentences(self, index: int) -> tuple[Sentences, int]:
-        """Return the tokens of each sentence of a sample, and its target length (tokens).
-
-        Raises:
-            CorruptDataError: If a token is not in the vocabulary.
-        """
+        """Return the tokens of each sentence of a sample, and its target length (tokens)."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} of {self.corpus.prefix}.")
         first, stop, target = self._index[index].tolist()
@@ -211,13 +200,7 @@ def blend_pairs(
         corpora: Token files, each with the range of documents to use.
         weights: Share of each file in the samples, exact in its decimal notation; None uses the
             sizes of the files.
-        options: Options for cutting the files.
         num_samples: Number of samples; None uses one pass over every file.
-
-    Raises:
-        UnsupportedError: If the number of weights differs from the number of files, or weights are
-            invalid.
-        CorruptDataError: If a file has no document with enough sentences.
     """
     if len(corpora) == 1:
         return PairSamples(corpora[0][0], options, corpora[0][1], num_samples)

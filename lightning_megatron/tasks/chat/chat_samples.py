@@ -32,7 +32,6 @@ class ChatSamples(TextRows):
     """Rows of the conversations of some files, in shuffled order.
 
     Args:
-        encoded: Tokens of the conversations.
         seq_length: Tokens that a row predicts (tokens).
         seed: Seed of the shuffle; None keeps the order of the files.
         num_windows: Windows of a packed row, see ``data.packing.index_packed``; 0 puts one
@@ -73,7 +72,6 @@ class ChatBatches(WindowBatches):
         in its conversation, which Hugging Face models take.
 
     Args:
-        samples: Rows of conversations.
         are_separate: Whether batches have the lengths of the conversations.
     """
 

@@ -41,11 +41,6 @@ class ChatTokenizer:
         folder: Local folder with ``tokenizer.json``.
         template: Path of a Jinja file whose template replaces that of the tokenizer; None uses the
             template of the tokenizer.
-
-    Raises:
-        UnsupportedError: If the folder has no ``tokenizer.json``, or not exactly one template.
-        CorruptDataError: If transformers cannot read the folder, or the Jinja file is not UTF-8.
-        MissingExtraError: If transformers is not installed.
     """
 
     def __init__(self, folder: str, template: str | None = None) -> None:
@@ -104,16 +99,8 @@ class ChatTokenizer:
         Otherwise an answer is the difference between two renderings of the conversation: up to and
         including its message, and up to the message before it plus the generation prompt.
 
-        Args:
-            conversation: Messages of a row.
-
         Returns:
             Ids of all tokens, and an array of the same length that is True for tokens of answers.
-
-        Raises:
-            CorruptDataError: If the template rejects the messages, or no token is an answer.
-            UnsupportedError: If the template has no ``{% generation %}``, and the tokens of the
-                first messages change when others follow them.
         """
         messages = conversation.messages
         prompt = messages[: conversation.num_prompt_messages]
@@ -149,8 +136,6 @@ class ChatTokenizer:
         """Return the number of tokens of the first messages, a prefix of all tokens.
 
         Args:
-            messages: First messages of the conversation.
-            tokens: Tokens of the whole conversation.
             header: Whether to count the generation prompt that follows these messages, too.
         """
         if not messages:

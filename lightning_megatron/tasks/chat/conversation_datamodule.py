@@ -50,9 +50,6 @@ class ConversationDataModule(RowDataModule):
             data. ``val`` and ``test`` may map names to the files of several sets.
         settings: Checked arguments of the data module: ``tokenizer``, ``chat_template``,
             ``too_long``, ``streaming``, ``cache_dir``, and those of ``RowDataModule``.
-
-    Raises:
-        UnsupportedError: If files are missing, or settings conflict.
     """
 
     #: Class that encodes the rows.
@@ -135,7 +132,6 @@ class ConversationDataModule(RowDataModule):
         Args:
             num_samples: Samples of the run; None means that the run has a number of passes instead
                 (samples).
-            key: Further fields on which the order depends.
             is_packed: Whether samples are packed rows.
         """
         assert self.streaming is not None, "only a stream has these options"

@@ -33,11 +33,7 @@ class Conversation:
 
 
 def conversation_of(row: FileRow) -> Conversation:
-    """Return the conversation of a row.
-
-    Raises:
-        CorruptDataError: If the row is not a conversation; the message names file and row.
-    """
+    """Return the conversation of a row."""
     return _conversation(row.fields(), row.place)
 
 
@@ -66,14 +62,7 @@ def _conversation(fields: Mapping[str, Any], place: str) -> Conversation:
 
 
 def tools_of(row: Mapping[str, Any], place: str) -> list[Any] | None:
-    """Return the tools of a row, which the chat template describes to the model; None for none.
-
-    Args:
-        row: Fields of the row.
-
-    Raises:
-        CorruptDataError: If the tools are not a list.
-    """
+    """Return the tools of a row, which the chat template describes to the model; None for none."""
     tools = row.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise CorruptDataError(
@@ -88,27 +77,13 @@ def side_of(value: Any, role: str, place: str) -> tuple[Message, ...]:
 
     Args:
         value: List of messages, or the text of a single message.
-        role: Role of the single message.
-        place: File, row and field, for errors.
-
-    Raises:
-        CorruptDataError: If the value is neither a text nor a valid list of messages.
     """
     messages = [{"role": role, "content": value}] if isinstance(value, str) else value
     return messages_of(messages, place)
 
 
 def messages_of(value: Any, place: str) -> tuple[Message, ...]:
-    """Validate messages, and return them without fields that are None.
-
-    Args:
-        value: List of messages.
-        place: File, row and field, for errors.
-
-    Raises:
-        CorruptDataError: If the value is not a list of messages, or a message has an unknown role,
-            has no content, or is an answer without text.
-    """
+    """Validate messages, and return them without fields that are None."""
     if not isinstance(value, list) or not value:
         raise CorruptDataError(f"{place} must be a non-empty list of messages. {REMEDY}")
     return tuple(

@@ -35,7 +35,6 @@ class ConversationEncoder:
     A subclass reads other rows, with several conversations in each.
 
     Args:
-        tokenizer: Tokenizer with its chat template.
         seq_length: Tokens that a row predicts; a conversation has at most one more (tokens).
         too_long: Treatment of longer conversations: cut their end, leave them out, or raise an
             error.
@@ -51,24 +50,12 @@ class ConversationEncoder:
     num_texts: ClassVar[int] = 1
 
     def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
-        """Return the tokens of the conversations of a row; None if it is left out as too long.
-
-        Raises:
-            CorruptDataError: If the row has another form, and as for :meth:`encode`.
-        """
+        """Return the tokens of the conversations of a row; None if it is left out as too long."""
         text = self.encode(conversation_of(row))
         return None if text is None else (text,)
 
     def encode(self, conversation: Conversation) -> EncodedText | None:
-        """Return the tokens of a conversation; None if it is left out as too long.
-
-        Args:
-            conversation: Messages of a row.
-
-        Raises:
-            CorruptDataError: If the conversation is too long and ``too_long`` is "refuse", and as
-                for :meth:`ChatTokenizer.encode`.
-        """
+        """Return the tokens of a conversation; None if it is left out as too long."""
         limit = self.seq_length + 1
         encoded = self.tokenizer.encode(conversation)
         ids = encoded[0].astype(np.int32)
@@ -89,13 +76,7 @@ class EncodedRows:
     """Tokens of all rows of some files. A row has one or several conversations.
 
     Args:
-        paths: Files of rows.
-        encoder: Encoder of the rows.
         cache_dir: Folder of the encoded tokens; None keeps them in memory.
-
-    Raises:
-        CorruptDataError: If a row does not have the form that the encoder reads, a conversation is
-            too long and ``too_long`` is "refuse", or no row is left.
     """
 
     def __init__(
@@ -152,7 +133,6 @@ class ConversationMessages:
     """Log and error messages about a stream of conversations or pairs of them.
 
     Args:
-        plural: Plural noun for the rows.
         is_packed: Whether samples are packed rows, so that messages say how full they are.
     """
 
@@ -179,8 +159,6 @@ def no_rows_error(
     """Return the error for files without any row that is short enough to train on.
 
     Args:
-        plural: Plural noun for the rows.
-        names: Names of the files.
         seq_length: Tokens that are predicted (tokens).
         num_read: Number of rows that were read (rows).
         num_left_out: Number of rows that were too long (rows).

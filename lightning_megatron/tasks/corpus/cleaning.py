@@ -55,20 +55,10 @@ def clean(
     affect the result. Output and report appear only when they are complete.
 
     Args:
-        inputs: Files of JSON lines, directories and globs.
         output: File of JSON lines, compressed if it ends in .gz.
         report_path: File of the report in JSON; None writes no report.
-        workers: Number of processes.
         progress: Whether to show progress bars.
         overwrite: Whether an existing output or report is replaced.
-
-    Raises:
-        CorruptDataError: If a line is broken and such lines are not skipped, or a file cannot be
-            read; the message names file and line.
-        UnsupportedError: If an input matches no file or is not JSON lines, or an output exists or
-            is an input.
-        MissingExtraError: If the extra ``clean`` is needed and not installed.
-        ParallelPlanError: If a number is out of its range.
     """
     paths = find_inputs(inputs)
     targets = [Path(name) for name in (output, report_path) if name is not None]

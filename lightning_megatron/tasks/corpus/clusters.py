@@ -91,10 +91,6 @@ def find_matches(signatures: Signatures, tests: Signatures, threshold: float) ->
     The result equals that of a comparison of all documents with all test documents.
 
     Shapes: signatures (N, 128), tests (T, 128) -> (N,).
-
-    Args:
-        signatures: Signatures of the documents.
-        tests: Signatures of the test documents.
     """
     need = least_equal(threshold)
     rows = rows_of_bands(threshold)

@@ -70,13 +70,8 @@ class ExaminedChunk:
 
     Args:
         num_bytes: Number of bytes that were read from the file (bytes).
-        broken: Errors of broken lines.
-        short: Number of documents that are too short.
         fixed: For each document, whether its text was repaired.
-        lines: Line number of each document.
-        contents: Line of each document as it will be written.
         grams: Indices of the test sets' 8-grams that occur in each document.
-        signatures: Signatures of the documents, of shape (N, 128).
     """
 
     path: str
@@ -93,14 +88,7 @@ class ExaminedChunk:
 
 
 def examine(chunk: RawChunk, options: CleaningOptions) -> ExaminedChunk:
-    """Repair the documents of a chunk, drop short ones, and compute the signatures of the others.
-
-    Args:
-        chunk: Lines of a file of JSON lines.
-
-    Raises:
-        CorruptDataError: If a line is broken and such lines are not skipped.
-    """
+    """Repair the documents of a chunk, drop short ones, and compute signatures of the others."""
     result = ExaminedChunk(chunk.path, chunk.num_bytes)
     held_out = held_out_of(options.tests, options.json_key)
     signatures = []
@@ -139,12 +127,7 @@ def num_tokens(text: str, options: CleaningOptions) -> int:
 
 
 def check_extras(options: CleaningOptions) -> None:
-    """Raise the errors that missing packages or tokenizers would cause in worker processes.
-
-    Raises:
-        MissingExtraError: If a step needs a package that is not installed.
-        UnsupportedError: If there is no such tokenizer.
-    """
+    """Raise the errors that missing packages or tokenizers would cause in worker processes."""
     if options.fix_text:
         import_extra("ftfy", "clean")
     if options.compares:

@@ -27,11 +27,8 @@ class Overlap:
     """Numbers of 8-grams of one test set, and of those that occur in the training corpus.
 
     Args:
-        test: File.
-        documents: Number of documents of the file.
         eight_grams: Number of 8-grams of all documents; repeated ones count each time.
         num_found: Number of these 8-grams that occur in the training corpus.
-        distinct: Number of distinct 8-grams.
         distinct_found: Number of distinct 8-grams that occur in the training corpus.
     """
 
@@ -53,10 +50,6 @@ class HeldOut:
 
     Args:
         inputs: Files, directories and globs: JSON lines, or plain text with one document per file.
-
-    Raises:
-        UnsupportedError: If an input matches no file.
-        CorruptDataError: If a line is not valid; the message names file and line.
     """
 
     def __init__(self, inputs: tuple[str, ...], json_key: str) -> None:
@@ -97,9 +90,6 @@ class HeldOut:
         """Return the overlap of each file.
 
         Shapes: in_corpus (G,).
-
-        Args:
-            in_corpus: Which 8-grams occur in the training corpus.
         """
         overlaps = []
         for name, documents, counts in self._sets:

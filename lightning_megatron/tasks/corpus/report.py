@@ -21,16 +21,8 @@ class CleaningReport:
     """Numbers of documents: ``read`` is the sum of ``kept`` and of those removed for each reason.
 
     Args:
-        read: Number of lines that are not empty.
-        kept: Number of documents that were written.
-        fixed: Number of kept documents whose text was repaired.
-        broken: Number of lines that are not valid.
-        short: Number of documents with too few tokens.
         test: Number of documents that are similar to a test document.
         duplicate: Number of documents in the cluster of an earlier document.
-        clusters: Number of clusters of duplicates.
-        overlaps: Overlap of each test set with the kept documents.
-        broken_lines: The first errors of broken lines.
     """
 
     read: int
@@ -46,11 +38,7 @@ class CleaningReport:
 
 
 def clusters_of(roots: Numbers) -> Iterator[tuple[int, list[int]]]:
-    """Yield the first document of each cluster of at least two, and the others, in order.
-
-    Args:
-        roots: For each document the first document of its cluster.
-    """
+    """Yield the first document of each cluster of at least two, and the others, in order."""
     removed = np.flatnonzero(roots != np.arange(len(roots)))
     order = removed[np.argsort(roots[removed], kind="stable")]
     firsts, starts = np.unique(roots[order], return_index=True)
@@ -70,11 +58,7 @@ def write_report(
     """Write a report as JSON, with one line per cluster and per match with a test document.
 
     Args:
-        report: Numbers of documents.
-        spool: Spool that knows file and line of each document.
-        roots: For each document the first document of its cluster.
         matches: For each document the test document that is similar to it, or -1.
-        test_places: File and line of each test document.
     """
     numbers = asdict(report)
     overlaps = [{**asdict(overlap), "share": overlap.share} for overlap in report.overlaps]

@@ -26,7 +26,6 @@ def ngrams_of(words: list[str], length: int) -> list[str]:
     """Return the n-grams of words in order, each with one space between its words.
 
     Args:
-        words: Words of a text.
         length: Length of an n-gram (words).
     """
     return [" ".join(words[i : i + length]) for i in range(len(words) - length + 1)]
@@ -62,9 +61,6 @@ def signature_of(text: str, ngram: int) -> Signatures:
 
     Args:
         ngram: Length of an n-gram (words).
-
-    Raises:
-        MissingExtraError: If the extra ``clean`` is not installed.
     """
     sketch = _empty_sketch().copy()
     encoded = (gram.encode("utf-8") for gram in shingles_of(text, ngram))
@@ -80,11 +76,7 @@ def _empty_sketch() -> Any:
 
 
 def least_equal(threshold: float) -> int:
-    """Return how many values of two signatures must be equal for an estimate of ``threshold``.
-
-    Raises:
-        ParallelPlanError: If the threshold is not above 0.5 and at most 1.
-    """
+    """Return how many values of two signatures must be equal for an estimate of ``threshold``."""
     if not 0.5 < threshold <= 1:
         raise ParallelPlanError(
             f"the Jaccard similarity of duplicates must be above 0.5 and at most 1: {threshold} "
@@ -111,10 +103,6 @@ def band_keys(signatures: Signatures, start: int, rows: int) -> npt.NDArray[np.u
     """Return a hash of the values of one band, which is equal for equal values.
 
     Shapes: signatures (N, 128) -> (N,).
-
-    Args:
-        start: First column of the band.
-        rows: Columns of the band.
     """
     keys = np.zeros(len(signatures), dtype=np.uint64)
     for column in range(start, start + rows):

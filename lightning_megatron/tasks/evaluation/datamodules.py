@@ -101,7 +101,6 @@ class WikiTextData(EvaluationData):
 
     Args:
         path: Text file, such as ``wiki.test.tokens`` or ``wiki.test.raw``.
-        tokenizer: Tokenizer "bytes", "gpt2", or a path.
         window: Length of the windows that the model reads (tokens).
         stride: Number of tokens by which windows advance. All tokens after the first window are
             scored with at least ``window - stride`` tokens of context. The published figures use
@@ -109,11 +108,6 @@ class WikiTextData(EvaluationData):
             perplexities (tokens).
         is_plain: Whether the text is plain text, which is not detokenized.
         batch_size: Windows per data-parallel rank and batch (windows).
-
-    Raises:
-        ParallelPlanError: If a value has another type or is out of its range.
-        UnsupportedError: If the file (in ``setup``) or the tokenizer does not exist.
-        CorruptDataError: If the text is not UTF-8 or too short (in ``setup``).
     """
 
     def __init__(
@@ -165,15 +159,8 @@ class LambadaData(EvaluationData):
 
     Args:
         path: File of JSON lines, ``{"text": ...}`` each.
-        tokenizer: Tokenizer "bytes", "gpt2", or a path.
         window: Maximum number of tokens that the model reads; None means any number (tokens).
         batch_size: Passages per data-parallel rank and batch (passages).
-
-    Raises:
-        ParallelPlanError: If a value has another type or is out of its range, or a passage is
-            longer than the window (in ``setup``).
-        UnsupportedError: If the file (in ``setup``) or the tokenizer does not exist.
-        CorruptDataError: If a line has no passage (in ``setup``).
     """
 
     needs_hits = True

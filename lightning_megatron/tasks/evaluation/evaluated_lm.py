@@ -43,11 +43,7 @@ class EvaluatedLM(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Create the metrics of the task from the data module, whose ``setup`` must have run.
-
-        Raises:
-            ParallelPlanError: If the vocabulary of the tokenizer is larger than the model's.
-        """
+        """Create the metrics of the task from the data module, whose ``setup`` must have run."""
         data = self._data
         model_size = self._source[0].vocab_size
         if data.vocab_size > model_size:

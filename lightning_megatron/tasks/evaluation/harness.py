@@ -72,7 +72,6 @@ class HarnessAnswers:
         model: Model that contains a GPT, such as that of a ``CausalLM`` or a replaced Hugging Face
             model.
         prefix_token: Token that precedes texts without a context; None if there is none.
-        end_tokens: Tokens that end generated texts.
         adds_special: Whether ``tok_encode`` adds the special tokens of the tokenizer.
         batch_size: Number of rows that a replica of the model reads at once (rows).
         max_new_tokens: Maximum number of new tokens if the task sets no limit (tokens).
@@ -110,11 +109,7 @@ class HarnessAnswers:
 
     @property
     def eot_token_id(self) -> int:
-        """Return the token that precedes texts without a context.
-
-        Raises:
-            UnsupportedError: If there is no such token.
-        """
+        """Return the token that precedes texts without a context."""
         if self._prefix_token is None:
             raise UnsupportedError(
                 "a text without a context needs a token before it, whose logits score the first "
@@ -134,7 +129,6 @@ class HarnessAnswers:
         """Return the tokens of a text.
 
         Args:
-            string: The text.
             add_special_tokens: Whether special tokens are added; None means ``adds_special``,
                 unless the text already starts with the prefix token.
         """
@@ -152,7 +146,6 @@ class HarnessAnswers:
         A text longer than a row is divided into windows. Each token is scored once.
 
         Args:
-            requests: Requests with one text each.
             disable_tqdm: Argument of lm-eval without effect, because no progress bar is shown.
         """
         library: Any = import_extra("lm_eval.utils", "harness")
@@ -182,12 +175,7 @@ class HarnessAnswers:
         """Return the generated continuation of each context, up to the stop strings of its task.
 
         Args:
-            requests: Requests with a context and generation settings each.
             disable_tqdm: Argument of lm-eval without effect, because no progress bar is shown.
-
-        Raises:
-            UnsupportedError: If a task has a generation setting that is not supported.
-            ParallelPlanError: If the maximum number of new tokens leaves no room for a context.
         """
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -291,7 +279,6 @@ class HarnessAnswers:
         """Answer all rows in batches, which the data-parallel replicas process in turn.
 
         Args:
-            rows: Rows of all batches.
             length: Function that returns the number of tokens of a row.
             answer: Function of a batch of rows and the index of the batch.
         """

@@ -21,13 +21,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Passage(NamedTuple):
-    """Text without its last word, and that word.
-
-    Args:
-        context: Text before the word, without the space between them.
-        word: The last word, without spaces.
-        place: File and line, for error messages.
-    """
+    """Text without its last word, and that word."""
 
     context: str
     word: str
@@ -39,11 +33,6 @@ def read_passages(path: str | os.PathLike[str]) -> list[Passage]:
 
     Args:
         path: File such as ``lambada_test.jsonl``, compressed (.gz) or not.
-
-    Raises:
-        UnsupportedError: If the file does not exist.
-        CorruptDataError: If a line is not such an object or has fewer than two words, or the file
-            has no line. The message names the file and the line.
     """
     file = Path(path)
     if not file.is_file() or not {".jsonl", ".json", ".ndjson"} & set(file.suffixes):
@@ -78,10 +67,6 @@ class ClozeRows(Dataset):
     Args:
         encode: Function that returns the token ids of a text.
         window: Maximum number of tokens that the model reads; None means any number (tokens).
-
-    Raises:
-        CorruptDataError: If the context or the word of a passage has no token.
-        ParallelPlanError: If a passage is longer than the window. Both messages name file and line.
     """
 
     def __init__(

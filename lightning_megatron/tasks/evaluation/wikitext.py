@@ -62,9 +62,6 @@ def count_words(text: str) -> int:
 
     Spaces separate words. As in the published figures, the end of a line counts as a word; the test
     set of WikiText-103 has 245,566 words.
-
-    Args:
-        text: Original text, before detokenization.
     """
     return len(text.strip().split(" "))
 
@@ -73,7 +70,6 @@ class WikiText(NamedTuple):
     """Text of one split of WikiText, or another text.
 
     Args:
-        text: Text that the model reads.
         num_words: Number of words of the original text (words).
     """
 
@@ -87,11 +83,6 @@ def read_wikitext(path: str | os.PathLike[str], *, is_plain: bool = False) -> Wi
     Args:
         path: Text file, such as ``wiki.test.tokens`` or ``wiki.test.raw``.
         is_plain: Whether the text is plain text, which is not detokenized.
-
-    Raises:
-        UnsupportedError: If the file does not exist.
-        CorruptDataError: If a line is not UTF-8 (the message names the file and the line), or if
-            the file has no word.
     """
     file = Path(path)
     if not file.is_file():
@@ -123,14 +114,9 @@ class SlidingWindows(Dataset):
     Shapes: An item is {"tokens": (S,), "labels": (S,)}, with S = ``window``.
 
     Args:
-        tokens: Token ids of the whole text.
         window: Length of the windows that the model reads (tokens).
         stride: Number of tokens by which windows advance; the paper calls it overlap and uses 32
             (tokens).
-
-    Raises:
-        ParallelPlanError: If the stride is not in [1, window].
-        CorruptDataError: If the text has fewer than two tokens, so that no token is predicted.
 
     Source: Shoeybi et al. 2019, appendix E.1.
     """

@@ -47,17 +47,10 @@ class TaskDataModule(RowDataModule):
         global_batch_size: Rows of each optimizer step over all data-parallel ranks, in place of
             ``batch_size``.
         ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
-        num_workers: Worker processes per rank that prefetch batches.
-        seed: Seed of the order of training rows.
         train_samples: Training rows per epoch over all ranks; None means ``max_steps`` batches if
             only ``max_steps`` limits the Trainer, and one pass over the rows otherwise.
         cache_dir: Folder that caches the encoded rows; None keeps them in memory.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
-
-    Raises:
-        ParallelPlanError: If a value has another type or is out of its range.
-        UnsupportedError: If files are missing, or settings conflict.
-        MissingExtraError: If transformers is not installed.
     """
 
     order_settings = "files, tokenizer, seq_length or seed"
@@ -136,9 +129,6 @@ class TaskDataModule(RowDataModule):
 
         Args:
             part: ``train``, ``val`` or ``test``.
-
-        Raises:
-            CorruptDataError: If a file is damaged; the message names the file and the line.
         """
         if part in self._encoded:
             return self._encoded[part]
@@ -175,7 +165,6 @@ class TaskDataModule(RowDataModule):
 
         Args:
             part: ``train``, ``val`` or ``test``.
-            arrays: Additional arrays by name.
         """
 
     def scores(self, part: str) -> TaskScores | None:
@@ -219,9 +208,6 @@ def present(what: str, paths: Iterable[Path]) -> None:
     Args:
         what: Name of the files, as the subject of the error message.
         paths: Files that must exist.
-
-    Raises:
-        UnsupportedError: If a file is missing.
     """
     for path in paths:
         if not path.is_file():

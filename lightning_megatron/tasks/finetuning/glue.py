@@ -22,11 +22,7 @@ class GlueTask:
     """Columns and files of a task of GLUE.
 
     Args:
-        texts: Columns of the one or two texts.
-        label: Column of the label.
         labels: Labels as they are written in the files, in the order of the class indices.
-        train: File of the training set.
-        validation: Files of the validation sets by their names.
         has_f1: Whether to report the F1 of class 1.
     """
 
@@ -60,13 +56,7 @@ GLUE_TASKS: dict[GlueName, GlueTask] = {
 
 @dataclass(frozen=True)
 class GlueExamples:
-    """Examples of a file.
-
-    Args:
-        texts: Texts of each column, one list per column.
-        labels: Class index of each example.
-        num_left_out: Number of malformed lines that were left out.
-    """
+    """Examples of a file."""
 
     texts: tuple[list[str], ...]
     labels: list[int]
@@ -80,13 +70,8 @@ def read_glue(path: Path, task: GlueTask, malformed: Malformed = "refuse") -> Gl
     with unpaired quotation marks.
 
     Args:
-        task: Columns and labels.
         malformed: Handling of lines with a wrong number of columns, an empty text or an unknown
             label: ``refuse`` raises, ``leave_out`` skips and counts them.
-
-    Raises:
-        CorruptDataError: If a column is missing, the file is not UTF-8 or has no example, or a line
-            is malformed and ``malformed`` is ``refuse``; the message names the file and the line.
     """
     content = read_regular_file(path, "Copy the file of the task again.", _MAX_FILE_BYTES)
     try:

@@ -43,7 +43,6 @@ class FineTuning(TokenModule):
 
     Args:
         path: Hugging Face folder of a BERT or RoBERTa, or checkpoint of ``BERTPretraining``.
-        num_labels: Number of outputs of the head.
         from_scratch: Whether to start from random weights instead of the pretrained ones.
         dropout: Probability of all dropout layers; None keeps the probabilities of the encoder.
         warmup_share: Length of the warm-up as a fraction of all steps, in place of
@@ -53,14 +52,6 @@ class FineTuning(TokenModule):
         training: Arguments of ``TokenModule``: ``learning_rate``, ``weight_decay``, ``betas``,
             ``warmup_steps``, ``max_steps``, ``schedule``, ``min_lr_ratio``, ``token_weighted``,
             ``lr_schedule``, ``weight_decay_schedule``.
-
-    Raises:
-        ParallelPlanError: If a value has a wrong type or is out of range.
-        CheckpointMismatchError: If the path is neither a Hugging Face folder nor a checkpoint.
-        CorruptDataError: If a file is damaged.
-        UnsupportedError: If the model is neither a BERT nor a RoBERTa, or has settings that are not
-            supported.
-        MissingExtraError: If the folder needs transformers, which is not installed.
 
     Source: Shoeybi et al. 2019, section 5.3 and table 6; Devlin et al. 2018, section 4.
     """
@@ -103,12 +94,7 @@ class FineTuning(TokenModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Create the metrics of the task from the data module, whose ``setup`` must have run.
-
-        Raises:
-            ParallelPlanError: If the vocabulary size of the tokenizer or the number of classes
-                differs from the model's, or sequences are longer than the model's.
-        """
+        """Create the metrics of the task from the data module, whose ``setup`` must have run."""
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "scores"):
@@ -162,7 +148,6 @@ class FineTuning(TokenModule):
         """Return the loss of each row, 0 where its label is -100.
 
         Args:
-            scores: Scores of each row.
             labels: Labels of each row; the loss of a row with several is their mean.
         """
         losses = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="none")

@@ -18,14 +18,7 @@ _REMEDY = "Copy the file of RACE again, or remove it."
 
 @dataclass(frozen=True)
 class RaceQuestion:
-    """Question on a passage.
-
-    Args:
-        passage: Text of the passage.
-        texts: Question combined with each of the four options.
-        label: Index of the correct option.
-        group: Index of the folder of the file.
-    """
+    """Question on a passage."""
 
     passage: str
     texts: tuple[str, ...]
@@ -50,10 +43,6 @@ def read_race(path: Path, group: int) -> list[RaceQuestion]:
 
     Args:
         path: File with one JSON object: ``article``, ``questions``, ``options`` and ``answers``.
-        group: Index of the folder of the file.
-
-    Raises:
-        CorruptDataError: If the file has another structure; the message names file and question.
     """
     content = parse_object(read_regular_file(path, _REMEDY, _MAX_FILE_BYTES), str(path), _REMEDY)
     passage = content.get("article")

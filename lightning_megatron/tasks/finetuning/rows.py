@@ -21,13 +21,10 @@ class TaskRows:
     """Token sequences of a data set with labels.
 
     Args:
-        tokens: Tokens of all sequences, one after the other.
         bounds: Index of the first token of each sequence, and the total number of tokens.
         first: Number of tokens of type 0, which begin each sequence (tokens).
         labels: Labels of each row, ``(rows,)`` or ``(rows, labels)``.
         counts: Number of malformed rows that were omitted, and number of truncated texts.
-        choices: Number of sequences per row.
-        key: Hash of everything that determines the rows.
     """
 
     tokens: npt.NDArray
@@ -54,7 +51,6 @@ def joined(
 
     Args:
         types: Type of each token; tokens of type 0 come before those of type 1.
-        labels: Labels of each row.
         counts: Number of malformed rows that were omitted, and number of truncated texts.
     """
     sizes = [0, *map(len, tokens)]
@@ -76,7 +72,6 @@ class TaskSamples:
     """Order of rows: one or several passes over all rows, each shuffled independently.
 
     Args:
-        rows: Encoded rows.
         seq_length: Length of a sequence (tokens).
         seed: Seed of the shuffling; None keeps the order of the files.
         num_samples: Number of rows, from as many passes as needed; None makes one pass (rows).
@@ -110,11 +105,7 @@ class TaskSamples:
         return self._size
 
     def row(self, index: int) -> int:
-        """Return the index of a row in the data set.
-
-        Args:
-            index: Position in the order.
-        """
+        """Return the index of a row in the data set."""
         return int(self._order[index])
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
@@ -139,10 +130,6 @@ class TaskBatches(Dataset):
         "labels": (B, ...), "row": (B,)}, with (B, C, S) and (B, C) if a row has C > 1 sequences.
         ``lengths`` is the number of tokens before the padding. A row with the index -1 is padding:
         its labels are -100, and only its first token is valid.
-
-    Args:
-        samples: Rows in their order.
-        padding: Id of the padding token.
     """
 
     def __init__(self, samples: TaskSamples, padding: int) -> None:

@@ -22,12 +22,7 @@ _NAME = re.compile(r"(?P<part>val|test)-step(?P<step>\d+)\.npz", re.ASCII)
 
 @dataclass(frozen=True, eq=False)
 class SavedScores:
-    """Scores of all rows of a data set by one model.
-
-    Args:
-        is_seen: Which rows have scores.
-        results: Results of the task, computed from these scores.
-    """
+    """Scores of all rows of a data set by one model."""
 
     scores: Float[Tensor, "rows *scores"]
     is_seen: Bool[Tensor, "rows"]
@@ -57,11 +52,7 @@ class SavedScores:
 
     @classmethod
     def read(cls, path: Path) -> SavedScores:
-        """Read a file that :meth:`write` has written.
-
-        Raises:
-            CorruptDataError: If the file is damaged.
-        """
+        """Read a file that :meth:`write` has written."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 names = file["names"].tolist()
@@ -81,12 +72,7 @@ def best_scores(folder: Path, part: str, monitor: str, largest: bool = True) -> 
     Args:
         folder: ``scores_dir`` of a run.
         part: ``val`` or ``test``.
-        monitor: Name of the result to compare.
         largest: Whether larger results are better.
-
-    Raises:
-        CheckpointMismatchError: If there are no scores of the part, or no such result.
-        CorruptDataError: If a file is damaged.
     """
     matches = [_NAME.fullmatch(path.name) for path in folder.glob("*.npz")]
     steps = sorted(int(match["step"]) for match in matches if match and match["part"] == part)
@@ -105,14 +91,7 @@ def best_scores(folder: Path, part: str, monitor: str, largest: bool = True) -> 
 
 
 def ensemble_results(metric: TaskScores, models: Sequence[SavedScores]) -> dict[str, float]:
-    """Return the results of an ensemble, whose scores combine those of its models.
-
-    Args:
-        metric: Metric of the data set.
-
-    Raises:
-        CheckpointMismatchError: If the scores belong to another data set.
-    """
+    """Return the results of an ensemble, whose scores combine those of its models."""
     shapes = {tuple(model.scores.shape) for model in models}
     if len(shapes) != 1 or next(iter(shapes))[0] != metric.num_rows:
         raise CheckpointMismatchError(

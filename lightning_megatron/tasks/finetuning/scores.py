@@ -21,7 +21,6 @@ class TaskScores(Metric):
     A subclass computes results from the table of scores. Rows that no batch contained do not count.
 
     Args:
-        num_rows: Number of rows of the data set.
         metric: Arguments of ``torchmetrics.Metric``.
     """
 
@@ -67,11 +66,7 @@ class TaskScores(Metric):
     def results(
         self, scores: Float[Tensor, "rows *scores"], is_seen: Bool[Tensor, "rows"]
     ) -> dict[str, float]:
-        """Return the results of the task by their names.
-
-        Args:
-            is_seen: Which rows have scores.
-        """
+        """Return the results of the task by their names."""
 
     @override
     def compute(self) -> dict[str, Tensor]:
@@ -94,7 +89,6 @@ class ClassScores(TaskScores):
     ``has_f1`` the ``f1`` of class 1. Equal to scikit-learn's ``accuracy_score`` and ``f1_score``.
 
     Args:
-        names: Names of the groups.
         has_f1: Whether to report the F1 of class 1.
         metric: Arguments of ``torchmetrics.Metric``.
     """

@@ -33,18 +33,13 @@ class SeedRun:
 
     Args:
         seed: Seed of the initialization, of dropout and of the order of rows.
-        folder: Folder for the files of the fit.
     """
 
     seed: int
     folder: Path
 
     def options(self, given: Sequence[str]) -> list[str]:
-        """Return the command-line options of this fit.
-
-        Args:
-            given: Options that all fits share.
-        """
+        """Return the command-line options of this fit."""
         return [
             *given,
             f"--seed_everything={self.seed}",
@@ -57,13 +52,6 @@ class SeedRun:
         """Run the fit in a separate process, unless it has already finished.
 
         An interrupted fit starts again from the beginning.
-
-        Args:
-            given: Options that all fits share.
-
-        Raises:
-            UnsupportedError: If the folder has other files or a fit with other options, or if the
-                fit fails; the output of the fit goes to the standard error.
         """
         started = self.folder / "options.json"
         done = self.folder / "done"
@@ -84,15 +72,7 @@ class SeedRun:
         done.touch()
 
     def test(self, given: Sequence[str]) -> None:
-        """Test the best checkpoint of the fit on the test set.
-
-        Args:
-            given: Options that all fits share.
-
-        Raises:
-            CheckpointMismatchError: If the fit has saved no checkpoint or several.
-            UnsupportedError: If the test fails.
-        """
+        """Test the best checkpoint of the fit on the test set."""
         checkpoints = sorted(self.folder.rglob("*.ckpt"))
         if len(checkpoints) != 1:
             raise CheckpointMismatchError(
@@ -136,7 +116,6 @@ def summary(runs: Sequence[SeedRun], part: str, monitor: str) -> dict[str, Any]:
     """Return the results of all seeds, their medians and the results of the ensemble.
 
     Args:
-        runs: Finished fits.
         part: ``val`` or ``test``.
         monitor: Name of the result that selects the model of each fit, and the median fit.
     """

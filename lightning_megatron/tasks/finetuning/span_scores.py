@@ -27,7 +27,6 @@ class Answer:
     """Best predicted answers to a question.
 
     Args:
-        texts: Best spans of the context, the best first.
         values: Score of each span, the sum of the scores of its start and end.
         without: No-answer score, the smallest over the windows of the question.
     """
@@ -47,7 +46,6 @@ class WindowPlaces:
     """Questions of windows, and positions of their tokens in the contexts.
 
     Args:
-        question: Index of the question of each window.
         offsets: Start and end (exclusive) of each token in its context, for all tokens of all
             windows (characters).
         contexts: Start and end (exclusive) of the context within each window (tokens).
@@ -67,9 +65,6 @@ class SpanScores(TaskScores):
     ``best_f1_threshold``. Questions with a window that has no scores are left out.
 
     Args:
-        rows: Windows.
-        places: Questions of the windows, and positions of their tokens.
-        questions: Questions of the data set.
         may_lack: Whether questions may have no answer.
         num_best: Number of best spans of each window that are considered.
         answer_length: Maximum length of a predicted answer (tokens).
@@ -103,12 +98,7 @@ class SpanScores(TaskScores):
     def answers(
         self, scores: Float[Tensor, "rows seq 2"], is_seen: Bool[Tensor, "rows"]
     ) -> dict[int, Answer]:
-        """Return the best answers by the index of their question.
-
-        Args:
-            scores: Scores of starts and ends of all windows.
-            is_seen: Which windows have scores.
-        """
+        """Return the best answers by the index of their question."""
         candidates: dict[int, list[tuple[float, str]]] = {}
         without: dict[int, float] = {}
         unseen = set(self.places.question[~is_seen.numpy()].tolist())
@@ -137,9 +127,6 @@ class SpanScores(TaskScores):
         """Return the text of each answer by the ``id`` of its question, empty for no answer.
 
         The official evaluation scripts read this mapping as JSON.
-
-        Args:
-            answers: Best answers by the index of their question.
         """
         return {
             self.questions[number].key: self._chosen(answer) for number, answer in answers.items()
@@ -220,10 +207,7 @@ def best_spans(
     All pairs of a start and an end are compared, not only the best starts and ends.
 
     Args:
-        scores: Scores of starts and ends.
-        is_allowed: Which tokens a span may start and end with.
         answer_length: Maximum length of a span (tokens).
-        num_best: Number of spans.
 
     Returns:
         First tokens, last tokens and sums of the spans; sums are -inf if there are fewer spans

@@ -25,8 +25,6 @@ class SquadQuestion:
 
     Args:
         key: ``id`` of the question in the file.
-        text: Text of the question.
-        context: Text of the paragraph.
         answers: Texts of the reference answers; empty if the paragraph has no answer.
         start: Index of the first answer's first character in the paragraph, -1 without an answer.
     """
@@ -44,10 +42,6 @@ def read_squad(path: Path, version: SquadVersion) -> list[SquadQuestion]:
     Args:
         path: File, such as ``train-v1.1.json``.
         version: ``2.0`` accepts questions without an answer.
-
-    Raises:
-        CorruptDataError: If the file has another structure, or an answer is not at its position in
-            the context; the message names the file and the question.
     """
     content = read_json(path, _REMEDY, _MAX_FILE_BYTES)
     articles = content.get("data") if isinstance(content, dict) else None
@@ -109,9 +103,6 @@ def normalised(text: str) -> str:
     """Return an answer in lower case without punctuation, articles and extra spaces.
 
     Equal to ``normalize_answer`` of the official evaluation.
-
-    Args:
-        text: Answer.
     """
     kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())

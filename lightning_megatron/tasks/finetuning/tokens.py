@@ -28,12 +28,6 @@ class PairTokenizer:
     Args:
         folder: Local folder with ``vocab.txt``, or with ``tokenizer.json`` of WordPiece or of the
             byte-level BPE of RoBERTa.
-
-    Raises:
-        UnsupportedError: If there is no such folder, or its tokenizer lacks CLS or SEP or is not a
-            fast one.
-        CorruptDataError: If transformers cannot read the tokenizer.
-        MissingExtraError: If transformers is not installed.
     """
 
     def __init__(self, folder: str) -> None:
@@ -84,16 +78,11 @@ class PairTokenizer:
         """Return the tokens of texts or pairs of texts, cut to at most ``max_tokens`` tokens.
 
         Args:
-            first: First texts of the pairs, or single texts.
             second: Second texts; None for single texts.
             max_tokens: Maximum number of tokens, with the special ones (tokens).
-            cut: Text to truncate if a pair is too long.
 
         Returns:
             Tokens, their types, and how many texts or pairs were cut
-
-        Raises:
-            CorruptDataError: If a first text leaves no room for the second one.
         """
         tokens: list[list[int]] = []
         types: list[list[int]] = []
@@ -160,7 +149,6 @@ class PairTokenizer:
         ``offset_mapping`` and ``overflow_to_sample_mapping``.
 
         Args:
-            contexts: Context of each question.
             max_tokens: Maximum length of a window with the question and special tokens (tokens).
             shared: Overlap of successive windows in the context (tokens).
         """

@@ -72,7 +72,6 @@ class PairEncoder(ConversationEncoder):
     A pair is left out if one of its conversations is left out, or if truncation makes both equal.
 
     Args:
-        tokenizer: Tokenizer with its chat template.
         seq_length: Tokens that a conversation predicts; it has at most one more (tokens).
         too_long: Treatment of pairs with a longer conversation: cut its end, leave the pair out, or
             raise an error.

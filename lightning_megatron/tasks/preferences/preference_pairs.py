@@ -13,23 +13,14 @@ from lightning_megatron.tasks.chat import Conversation, messages_of, side_of, to
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two continuations of one prompt.
-
-    Args:
-        chosen: Conversation with the preferred answer.
-        rejected: Conversation with the same prompt and the other answer.
-    """
+    """Two continuations of one prompt."""
 
     chosen: Conversation
     rejected: Conversation
 
 
 def pair_of(row: FileRow) -> PreferencePair:
-    """Return the preference pair of a row.
-
-    Raises:
-        CorruptDataError: If the row is not a pair; the message names file and row.
-    """
+    """Return the preference pair of a row."""
     return _pair(row.fields(), row.place)
 
 

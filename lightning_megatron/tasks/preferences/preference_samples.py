@@ -42,7 +42,6 @@ class PairRows:
     """Preference pairs in some order; each pair is a window of two documents.
 
     Args:
-        texts: Tokens of the pairs.
         index: Index of the pair of each sample, as its only piece.
     """
 
@@ -78,7 +77,6 @@ class PairSamples(PairRows):
     """Preference pairs of some files in shuffled order.
 
     Args:
-        encoded: Tokens of the pairs.
         seed: Seed of the shuffle; None keeps the order of the files.
         num_samples: Number of pairs, over as many passes as needed; None makes one pass (pairs).
     """
@@ -114,7 +112,6 @@ class PairBatches(SampleBatches):
         only padding, and the number of its pair is -1.
 
     Args:
-        samples: Pairs in order.
         multiple: S is the length of the longest conversation of the batch, rounded up to a multiple
             of this number and at most ``seq_length``; None means ``seq_length`` (tokens).
     """

@@ -22,8 +22,6 @@ class _Part:
     """Log-probabilities of the pairs of one part of the data.
 
     Args:
-        key: Hash of everything that determines the pairs.
-        pairs: Number of each pair, in ascending order.
         values: Log-probabilities of the chosen and the rejected answer of each pair (nats).
     """
 
@@ -69,14 +67,7 @@ class ReferenceLogProbs:
         }
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore the log-probabilities of a checkpoint.
-
-        Args:
-            state: Return value of :meth:`state`.
-
-        Raises:
-            CheckpointMismatchError: If a part lacks the numbers of its pairs.
-        """
+        """Restore the log-probabilities of a checkpoint."""
         for name, part in state.items():
             if set(part) != {"key", "pairs", "values"}:
                 raise CheckpointMismatchError(
@@ -92,14 +83,7 @@ class ReferenceLogProbs:
         Args:
             module: Module whose ``predict_step`` returns log-probabilities. Its ``model``, without
                 an adapter if it has one, is the reference model.
-            data: Data module of the pairs.
             part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
-
-        Raises:
-            CheckpointMismatchError: If the stored log-probabilities belong to other pairs, and the
-                reference model no longer exists.
-            UnsupportedError: If no log-probabilities are stored, and the reference model no longer
-                exists.
 
         Communication: if the values are missing, that of the prediction steps and two all-gathers
             over data-parallel ranks.

@@ -31,8 +31,6 @@ class Sizes:
     """Reduction of the paper's models to one size of the study.
 
     Args:
-        width: Divisor of the hidden size.
-        depth: Divisor of the number of layers.
         seq_length: Length of a sequence (tokens).
         vocab_size: Size of the vocabulary (tokens).
     """
@@ -57,10 +55,6 @@ class ScalingCase:
 
     Args:
         hidden_size: Hidden size of the model (elements).
-        num_heads: Number of attention heads.
-        num_layers: Number of layers.
-        tp: Tensor-parallel size, the number of GPUs of one replica.
-        dp: Data-parallel size, the number of replicas.
         batch_size: Samples per step over all replicas (samples).
         seq_length: Length of a sequence (tokens).
         vocab_size: Size of the vocabulary (tokens).
@@ -117,8 +111,6 @@ def cases_of(study: Study, size: Size, replicas: int, batch_size: int) -> list[S
     """Return the configurations of a study; the first one is the baseline of the others.
 
     Args:
-        study: Name of the study.
-        size: Size of the models.
         replicas: Replicas of each model in the study of model and data parallelism.
         batch_size: Samples per replica and step (samples).
     """
@@ -139,10 +131,6 @@ def cases_of(study: Study, size: Size, replicas: int, batch_size: int) -> list[S
 def found_in_paper(study: Study, case: ScalingCase) -> str:
     """Return the paper's result for a configuration: an efficiency, or a speed-up for ``strong``.
 
-    Args:
-        study: Name of the study.
-        case: Configuration of the study.
-
     Returns:
         The result as text; empty if the text of the paper gives none
     """
@@ -158,14 +146,7 @@ def found_in_paper(study: Study, case: ScalingCase) -> str:
 
 
 def check_replicas(replicas: int) -> None:
-    """Refuse a study of data parallelism with fewer than two replicas.
-
-    Args:
-        replicas: Number of replicas.
-
-    Raises:
-        UnsupportedError: If ``replicas`` is below 2.
-    """
+    """Refuse a study of data parallelism with fewer than two replicas."""
     if replicas < 2:
         raise UnsupportedError(
             f"--replicas must be at least 2, because one replica is the study `model`: it is "

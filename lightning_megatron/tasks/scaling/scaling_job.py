@@ -11,75 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import time
 import warnings
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from typing_extensions import override
 
 from lightning_megatron import CausalLM, MegatronStrategy
+from lightning_megatron.tasks.scaling.measured_job import StepTimer
 from lightning_megatron.tasks.scaling.scaling_cases import ScalingCase
-
-
-class StepTimer(Callback):
-    """Measure the mean time of consecutive steps after warm-up steps.
-
-    The host waits for the device only before the first and after the last measured step, so that
-    steps overlap as in training. A step is an optimizer step with all its microbatches.
-
-    Args:
-        warmup: Number of steps before the measured ones (steps).
-        steps: Number of measured steps (steps).
-        path: JSON file that rank 0 writes after the last measured step, with
-            ``seconds_per_step``, ``loss`` of that step (None if the training step returns none),
-            ``peak_gib`` (None on CPUs), ``device`` and ``num_ranks``.
-    """
-
-    def __init__(self, warmup: int, steps: int, path: str) -> None:
-        self._warmup = warmup
-        self._steps = steps
-        self._path = path
-        self._done = 0
-        self._start = 0.0
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._done += 1
-        if self._done == self._warmup:
-            self._start = _now()
-        if self._done == self._warmup + self._steps:
-            seconds = (_now() - self._start) / self._steps
-            if trainer.is_global_zero:
-                Path(self._path).write_text(json.dumps(_measured(trainer, seconds, outputs)))
-
-
-def _measured(trainer: Trainer, seconds: float, outputs: Any) -> dict[str, Any]:
-    has_loss = isinstance(outputs, Mapping) and outputs.get("loss") is not None
-    measured: dict[str, Any] = {"seconds_per_step": seconds, "num_ranks": trainer.world_size}
-    measured["loss"] = float(outputs["loss"]) if has_loss else None
-    measured |= {"peak_gib": None, "device": "CPU"}
-    if _on_gpu():
-        measured["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        measured["device"] = torch.cuda.get_device_name()
-    return measured
-
-
-def _on_gpu() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def _now() -> float:
-    if _on_gpu():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 class RandomTokens(Dataset):
@@ -87,7 +29,6 @@ class RandomTokens(Dataset):
 
     Args:
         case: Configuration, which sets the length and the vocabulary of the rows.
-        num_rows: Number of rows.
     """
 
     def __init__(self, case: ScalingCase, num_rows: int) -> None:

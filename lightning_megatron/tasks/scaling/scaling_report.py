@@ -23,11 +23,8 @@ class ScalingRow:
     """Result of one configuration of a study.
 
     Args:
-        study: Name of the study.
-        case: Configuration.
         seconds_per_step: Mean time of a step; None if the configuration failed (s).
         peak_gib: Peak memory of rank 0; None on CPUs (GiB).
-        loss: Loss of the last measured step.
         failure: Reason why there is no result; empty if there is a result.
     """
 
@@ -52,28 +49,16 @@ class ScalingRow:
         return self.tokens_per_second * flops / self.case.devices / 1e12
 
     def efficiency(self, first: ScalingRow) -> float | None:
-        """Return the FLOP/s per device divided by the FLOP/s per device of the baseline.
-
-        Args:
-            first: Baseline.
-        """
+        """Return the FLOP/s per device divided by the FLOP/s per device of the baseline."""
         return _ratio(self.tflops_per_device, first.tflops_per_device)
 
     def speedup(self, first: ScalingRow) -> float | None:
-        """Return the tokens per second divided by the tokens per second of the baseline.
-
-        Args:
-            first: Baseline.
-        """
+        """Return the tokens per second divided by the tokens per second of the baseline."""
         return _ratio(self.tokens_per_second, first.tokens_per_second)
 
 
 def records_of(rows: Sequence[ScalingRow]) -> list[dict[str, Any]]:
-    """Return the rows as dictionaries; the first row of each study is its baseline.
-
-    Args:
-        rows: Rows of all studies, in order.
-    """
+    """Return the rows as dictionaries; the first row of each study is its baseline."""
     firsts: dict[Study, ScalingRow] = {}
     records = []
     for row in rows:
@@ -99,11 +84,7 @@ def records_of(rows: Sequence[ScalingRow]) -> list[dict[str, Any]]:
 
 
 def table_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of each study as text.
-
-    Args:
-        records: Records of :func:`records_of`.
-    """
+    """Return the table of each study as text."""
     parts = []
     for study, title in TITLES.items():
         chosen = [record for record in records if record["study"] == study]
@@ -125,9 +106,7 @@ def write_files(
     """Write ``study.json`` and ``study.csv``.
 
     Args:
-        folder: Folder of the files.
         settings: Settings that all rows share, such as the FLOP rule; only in the JSON file.
-        records: Records of :func:`records_of`.
     """
     text = json.dumps({**settings, "rows": list(records)}, indent=2)
     (folder / "study.json").write_text(text + "\n", encoding="utf-8")
