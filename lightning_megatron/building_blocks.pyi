@@ -5,8 +5,6 @@ from lightning_megatron.checkpoint.pretrained_encoder import TaskKind as TaskKin
 from lightning_megatron.data.blended_samples import BlendedSamples as BlendedSamples
 from lightning_megatron.data.blended_samples import blend_parts as blend_parts
 from lightning_megatron.data.corpora import SetPaths as SetPaths
-from lightning_megatron.data.corpora import all_paths as all_paths
-from lightning_megatron.data.corpora import named_sets as named_sets
 from lightning_megatron.data.documents import JsonDocument as JsonDocument
 from lightning_megatron.data.documents import RawChunk as RawChunk
 from lightning_megatron.data.documents import find_inputs as find_inputs
@@ -15,6 +13,9 @@ from lightning_megatron.data.documents import parse_chunk as parse_chunk
 from lightning_megatron.data.documents import parse_objects as parse_objects
 from lightning_megatron.data.documents import read_chunks as read_chunks
 from lightning_megatron.data.documents import replace_text as replace_text
+from lightning_megatron.data.encoded_rows import EncodedRows as EncodedRows
+from lightning_megatron.data.encoded_rows import RowEncoder as RowEncoder
+from lightning_megatron.data.file_datamodule import FileDataModule as FileDataModule
 from lightning_megatron.data.index_cache import cache_key as cache_key
 from lightning_megatron.data.index_cache import load_or_build as load_or_build
 from lightning_megatron.data.loader import SampleBatches as SampleBatches
@@ -24,13 +25,9 @@ from lightning_megatron.data.packing import PackedIndex as PackedIndex
 from lightning_megatron.data.packing import index_packed as index_packed
 from lightning_megatron.data.packing import pack_once as pack_once
 from lightning_megatron.data.row_datamodule import RowDataModule as RowDataModule
-from lightning_megatron.data.row_datamodule import log_row_counts as log_row_counts
 from lightning_megatron.data.row_datamodule import row_arguments as row_arguments
 from lightning_megatron.data.row_files import REMEDY as REMEDY
 from lightning_megatron.data.row_files import FileRow as FileRow
-from lightning_megatron.data.row_files import files_of as files_of
-from lightning_megatron.data.row_files import find_row_files as find_row_files
-from lightning_megatron.data.row_files import sizes_of as sizes_of
 from lightning_megatron.data.row_tokens import EncodedText as EncodedText
 from lightning_megatron.data.row_tokens import RowTokens as RowTokens
 from lightning_megatron.data.sampler import TokenBatchSampler as TokenBatchSampler
@@ -38,12 +35,8 @@ from lightning_megatron.data.samples import Samples as Samples
 from lightning_megatron.data.samples import check_token_ids as check_token_ids
 from lightning_megatron.data.stream_loader import OnePassLoader as OnePassLoader
 from lightning_megatron.data.stream_loader import OnePassSampler as OnePassSampler
-from lightning_megatron.data.stream_loader import StreamLoader as StreamLoader
-from lightning_megatron.data.stream_sections import RowStream as RowStream
 from lightning_megatron.data.streamed_samples import StreamedSamples as StreamedSamples
 from lightning_megatron.data.streaming import StreamCounts as StreamCounts
-from lightning_megatron.data.streaming import check_no_sample_number as check_no_sample_number
-from lightning_megatron.data.streaming import check_stream_trainer as check_stream_trainer
 from lightning_megatron.data.text_rows import StreamedTexts as StreamedTexts
 from lightning_megatron.data.text_rows import TextRows as TextRows
 from lightning_megatron.data.text_rows import Texts as Texts

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any
 
 from typing_extensions import override
 
+from lightning_megatron.data.file_datamodule import FileDataModule
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
 from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
-from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts, row_arguments
-from lightning_megatron.data.row_files import find_row_files, sizes_of
+from lightning_megatron.data.row_datamodule import log_row_counts
+from lightning_megatron.data.row_files import sizes_of
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
-from lightning_megatron.data.stream_loader import StreamLoader
-from lightning_megatron.data.stream_sections import RowStream
 from lightning_megatron.data.streamed_samples import StreamedSamples
-from lightning_megatron.data.streaming import Streaming, check_stream_trainer
+from lightning_megatron.data.streaming import Streaming
 from lightning_megatron.data.text_rows import StreamedTexts
-from lightning_megatron.data.text_stream import DocumentMessages, TextEncoder, TextSamples
+from lightning_megatron.data.text_stream import TextEncoder, TextSamples
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.data.window_packing import check_context_windows
 from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import Count, Index, Range, coerced_arguments
 
 
-class TextDataModule(RowDataModule):
+class TextDataModule(FileDataModule):
     """Batches of whole documents of text files, which are read and encoded during training.
 
     Equals ``TokenDataModule(documents="whole")`` on token files that ``preprocess`` has written, if
@@ -71,6 +69,8 @@ class TextDataModule(RowDataModule):
             for folders of ``save_to_disk``.
     """
 
+    plural = "documents"
+    example = '{"text": "..."}'
     order_settings = "files, tokenizer, json_key, seq_length, context_windows, streaming or seed"
 
     def __init__(
@@ -93,22 +93,25 @@ class TextDataModule(RowDataModule):
         pin_memory: bool | None = None,
     ) -> None:
         given = coerced_arguments(TextDataModule.__init__, locals())
-        super().__init__(**row_arguments(given))
-        self.streaming: Streaming = given["streaming"] or Streaming()
+        streaming = given["streaming"] or Streaming()
+        super().__init__(
+            {"train": train, "val": val, "test": test}, given | {"streaming": streaming}
+        )
         check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
         self.context_windows: int = given["context_windows"]
-        self.streaming.max_pieces(self.seq_length, self.context_windows)
-        parts = {"train": train, "val": val, "test": test}
-        #: Files of each part with data.
-        self.files: dict[str, tuple[Path, ...]] = {
-            part: find_row_files(paths, "documents", '{"text": "..."}')
-            for part, paths in parts.items()
-            if paths
+        #: Arguments of the packing of streamed documents.
+        self._packing = {
+            "num_windows": self.context_windows,
+            "max_pieces": streaming.max_pieces(self.seq_length, self.context_windows),
         }
-        self._encoder = TextEncoder(
-            EncodingOptions(given["tokenizer"], given["json_key"], append_eod)
-        )
+        options = EncodingOptions(given["tokenizer"], given["json_key"], append_eod)
+        self._encoder = TextEncoder(options, self.seq_length)
         self._evaluated: dict[str, TextSamples] = {}
+
+    @property
+    @override
+    def encoder(self) -> TextEncoder:
+        return self._encoder
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -125,50 +128,25 @@ class TextDataModule(RowDataModule):
         """Id of the end-of-document token; None if the tokenizer has none."""
         return self.tokenizer.eod
 
-    def setup(self, stage: str | None = None) -> None:
-        """Encode the validation and test files of a stage, so that errors occur at its start."""
-        self.restart()
-        if stage in ("fit", None):
-            check_stream_trainer(self.trainer)
-        parts = {"fit": ("val",), "validate": ("val",), "test": ("test",)}
-        for part in parts.get(stage or "", ("val", "test")):
-            if part in self.files:
-                self.evaluation_samples(part)
+    @override
+    def read(self, part: str) -> None:
+        self.evaluation_samples(part)
+
+    @property
+    @override
+    def stream_key(self) -> dict[str, Any]:
+        texts = [sizes_of(path) for path in self.files["train"]]
+        return {"texts": texts, **self._encoder.key}
 
     @override
     def training_samples(self, num_samples: int | None) -> StreamedTexts:
-        seed = self.seed if self.streaming.shuffle else None
-        max_pieces = self.streaming.max_pieces(self.seq_length, self.context_windows)
-        files = self.files["train"]
-        key: dict[str, Any] = {
-            "texts": [sizes_of(path) for path in files],
-            "tokenizer": self.tokenizer.fingerprint,
-            "json_key": self._encoder.options.json_key,
-            "append_eod": self._encoder.options.append_eod,
-            "seq_length": self.seq_length,
-            "section_size": self.streaming.shuffle_buffer,
-            "seed": seed,
-            "num_windows": self.context_windows,
-            "max_pieces": max_pieces,
-        }
-        encode = self._encoder.encode_row
-        return StreamedTexts(
-            num_windows=self.context_windows,
-            max_pieces=max_pieces,
-            stream=RowStream(files, encode, self.streaming.shuffle_buffer, seed, self.num_workers),
-            messages=DocumentMessages(),
-            seq_length=self.seq_length,
-            key=key,
-            report=lambda line, _: log_row_counts(line, False),
-            num_samples=num_samples,
-        )
+        options = self.stream_options(num_samples, self._packing, is_packed=True)
+        # Documents are left out because they predict nothing, which is no reason for a warning.
+        options |= {"report": lambda line, _: log_row_counts(line, False)}
+        return StreamedTexts(**self._packing, **options)
 
+    @override
     def evaluation_samples(self, part: str) -> TextSamples:
-        """Return one pass over a part, in an order that is the same in every run.
-
-        Args:
-            part: ``val`` or ``test``.
-        """
         if part not in self._evaluated:
             self._evaluated[part] = TextSamples(
                 self.files[part], self._encoder, self.seq_length, self.context_windows
@@ -176,22 +154,12 @@ class TextDataModule(RowDataModule):
         return self._evaluated[part]
 
     @override
+    def batches_of(self, samples: Samples) -> WindowBatches:
+        return WindowBatches(samples, are_separate=True)
+
+    @override
     def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        batches = WindowBatches(samples, are_separate=True)
         if isinstance(samples, StreamedSamples):
-            return StreamLoader(batches, sampler, self.num_workers, self.pin_memory)
+            return super().loader_of(samples, sampler)
         # The rows of evaluation are already encoded and in memory, so workers have nothing to do.
-        return TokenLoader(batches, sampler, 0, self.pin_memory)
-
-    def val_dataloader(self) -> TokenLoader | list:
-        """Build a loader that yields every validation row once."""
-        return self._evaluation_loader("val")
-
-    def test_dataloader(self) -> TokenLoader | list:
-        """Build a loader that yields every test row once."""
-        return self._evaluation_loader("test")
-
-    def _evaluation_loader(self, part: str) -> TokenLoader | list:
-        if part not in self.files:
-            return []
-        return self.evaluation_loader(self.evaluation_samples(part))
+        return TokenLoader(self.batches_of(samples), sampler, 0, self.pin_memory)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
+from typing_extensions import override
 
 from lightning_megatron.data.documents import parse_text, text_under
 from lightning_megatron.data.encoded_document import encode_document
+from lightning_megatron.data.encoded_rows import RowEncoder
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.packing import pack_once
 from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
@@ -21,29 +24,6 @@ from lightning_megatron.errors import CorruptDataError
 
 #: Smallest number of tokens of a document in which one token can be predicted (tokens).
 _MIN_TOKENS = 2
-
-
-@dataclass(frozen=True)
-class TextEncoder:
-    """Encoder of documents."""
-
-    options: EncodingOptions
-
-    def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
-        """Return the tokens of a document; None for fewer than two, which predict nothing."""
-        key = self.options.json_key
-        if isinstance(row.content, bytes):
-            text = parse_text(row.content, row.place, key)
-        else:
-            text = text_under(row.content, row.place, key)
-        tokenizer = tokenizer_of(self.options)
-        end = [tokenizer.eod] if self.options.append_eod and tokenizer.eod is not None else []
-        tokens = [
-            token for piece in encode_document(text, tokenizer, False, end) for token in piece
-        ]
-        if len(tokens) < _MIN_TOKENS:
-            return None
-        return (EncodedText(np.array(tokens, np.int32), np.ones(len(tokens), np.uint8), False),)
 
 
 class DocumentMessages:
@@ -62,6 +42,47 @@ class DocumentMessages:
             f"{names} must have a document of at least {_MIN_TOKENS} tokens, so that a token can "
             f"be predicted: {counts.num_read} were read, and all are shorter. Use other files."
         )
+
+
+@dataclass(frozen=True)
+class TextEncoder(RowEncoder):
+    """Encoder of documents."""
+
+    options: EncodingOptions
+    seq_length: int
+
+    plural: ClassVar[str] = "documents"
+
+    @property
+    @override
+    def key(self) -> dict[str, Any]:
+        return {
+            "tokenizer": tokenizer_of(self.options).fingerprint,
+            "json_key": self.options.json_key,
+            "append_eod": self.options.append_eod,
+            "seq_length": self.seq_length,
+        }
+
+    @override
+    def messages(self, is_packed: bool = True) -> DocumentMessages:
+        return DocumentMessages()
+
+    @override
+    def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
+        """Return the tokens of a document; None for fewer than two, which predict nothing."""
+        key = self.options.json_key
+        if isinstance(row.content, bytes):
+            text = parse_text(row.content, row.place, key)
+        else:
+            text = text_under(row.content, row.place, key)
+        tokenizer = tokenizer_of(self.options)
+        end = [tokenizer.eod] if self.options.append_eod and tokenizer.eod is not None else []
+        tokens = [
+            token for piece in encode_document(text, tokenizer, False, end) for token in piece
+        ]
+        if len(tokens) < _MIN_TOKENS:
+            return None
+        return (EncodedText(np.array(tokens, np.int32), np.ones(len(tokens), np.uint8), False),)
 
 
 class TextSamples(TextRows):

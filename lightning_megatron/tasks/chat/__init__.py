@@ -3,9 +3,10 @@
 from lightning_megatron.tasks.chat.conversation_datamodule import (
     ConversationDataModule as ConversationDataModule,
 )
+from lightning_megatron.tasks.chat.conversation_datamodule import (
+    ConversationEncoder as ConversationEncoder,
+)
 from lightning_megatron.tasks.chat.conversations import Conversation as Conversation
 from lightning_megatron.tasks.chat.conversations import messages_of as messages_of
 from lightning_megatron.tasks.chat.conversations import side_of as side_of
 from lightning_megatron.tasks.chat.conversations import tools_of as tools_of
-from lightning_megatron.tasks.chat.encoded_rows import ConversationEncoder as ConversationEncoder
-from lightning_megatron.tasks.chat.encoded_rows import EncodedRows as EncodedRows

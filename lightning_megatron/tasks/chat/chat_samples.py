@@ -12,13 +12,13 @@ from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
     IGNORED,
+    EncodedRows,
     Samples,
     TextRows,
     WindowBatches,
     cache_key,
     index_packed,
 )
-from lightning_megatron.tasks.chat.encoded_rows import EncodedRows
 
 
 class ConversationSamples(Samples, Protocol):

@@ -1,82 +1,134 @@
-"""Base class of data modules whose files have conversations or pairs of them in each row."""
+"""Encoder and data module of files whose rows have conversations, or pairs of them."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 from typing_extensions import override
 
-from lightning_megatron import Streaming
 from lightning_megatron.building_blocks import (
-    RowDataModule,
-    RowStream,
-    SampleBatches,
-    Samples,
+    EncodedText,
+    FileDataModule,
+    FileRow,
+    RowEncoder,
     SetPaths,
-    StreamedSamples,
-    StreamLoader,
-    TokenBatchSampler,
-    TokenLoader,
-    all_paths,
-    check_no_sample_number,
-    check_stream_trainer,
-    find_row_files,
-    log_row_counts,
-    named_sets,
-    row_arguments,
-    sizes_of,
+    StreamCounts,
 )
+from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.tasks.chat.chat_template import ChatTokenizer
-from lightning_megatron.tasks.chat.conversations import EXAMPLE
-from lightning_megatron.tasks.chat.encoded_rows import (
-    ConversationEncoder,
-    ConversationMessages,
-    EncodedRows,
-)
+from lightning_megatron.tasks.chat.conversations import EXAMPLE, Conversation, conversation_of
+
+TooLong = Literal["cut", "leave_out", "refuse"]
 
 
-class ConversationDataModule(RowDataModule):
-    """Batches of the rows of files, encoded with the chat template of a tokenizer.
-
-    A subclass returns the samples of each part of the data, which is encoded before training or
-    read as a stream during training, and makes batches of them.
+@dataclass(frozen=True)
+class ConversationMessages:
+    """Log and error messages about a stream of conversations or pairs of them.
 
     Args:
-        parts: Files, folders or globs of ``train``, ``val`` and ``test``; None for a part without
-            data. ``val`` and ``test`` may map names to the files of several sets.
-        settings: Checked arguments of the data module: ``tokenizer``, ``chat_template``,
-            ``too_long``, ``streaming``, ``cache_dir``, and those of ``RowDataModule``.
+        is_packed: Whether samples are packed rows, so that messages say how full they are.
     """
 
+    plural: str
+    is_packed: bool = True
+
+    def summary(self, counts: StreamCounts, seq_length: int) -> str:
+        """Return how many rows were read, cut and left out."""
+        line = (
+            f"{counts.num_read} {self.plural} read, {counts.num_cut} cut after {seq_length + 1} "
+            f"tokens (seq_length + 1), {counts.num_left_out} left out as too long; "
+            f"{counts.num_tokens} tokens, {counts.num_answers} of them in answers"
+        )
+        return f"{line}, {counts.fill(seq_length)}" if self.is_packed else line
+
+    def empty_error(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
+        """Return the error for files whose rows are all too long."""
+        return CorruptDataError(
+            f"{names} must have a {self.plural.removesuffix('s')} with an answer in its first "
+            f"{seq_length + 1} tokens: {counts.num_read} were read, and {counts.num_left_out} left "
+            "out as too long. Use a larger seq_length or other files."
+        )
+
+
+@dataclass(frozen=True)
+class ConversationEncoder(RowEncoder):
+    """Encoder of the rows of files as conversations, with a chat template and a maximum length.
+
+    A subclass reads other rows, with several conversations in each.
+
+    Args:
+        seq_length: Tokens that a row predicts; a conversation has at most one more (tokens).
+        too_long: Treatment of longer conversations: cut their end, leave them out, or raise an
+            error.
+    """
+
+    tokenizer: ChatTokenizer
+    seq_length: int
+    too_long: TooLong
+
+    plural: ClassVar[str] = "conversations"
+    #: Number of conversations of each row.
+    num_texts: ClassVar[int] = 1
+
+    @property
+    @override
+    def key(self) -> dict[str, Any]:
+        fields = {
+            "tokenizer": self.tokenizer.fingerprint,
+            "seq_length": self.seq_length,
+            "too_long": self.too_long,
+        }
+        return fields | ({"num_texts": self.num_texts} if self.num_texts > 1 else {})
+
+    @override
+    def messages(self, is_packed: bool = True) -> ConversationMessages:
+        return ConversationMessages(self.plural, is_packed)
+
+    @override
+    def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
+        text = self.encode(conversation_of(row))
+        return None if text is None else (text,)
+
+    def encode(self, conversation: Conversation) -> EncodedText | None:
+        """Return the tokens of a conversation; None if it is left out as too long."""
+        limit = self.seq_length + 1
+        encoded = self.tokenizer.encode(conversation)
+        ids = encoded[0].astype(np.int32)
+        is_answer = encoded[1].astype(np.uint8)
+        if len(ids) <= limit:
+            return EncodedText(ids, is_answer, False)
+        if self.too_long == "refuse":
+            raise CorruptDataError(
+                f"{conversation.place} has {len(ids)} tokens; at most {limit} (seq_length + 1) fit "
+                "into a row. Use a larger seq_length, or too_long='cut' or 'leave_out'."
+            )
+        if self.too_long == "leave_out" or not is_answer[1:limit].any():
+            return None
+        return EncodedText(ids[:limit], is_answer[:limit], True)
+
+
+class ConversationDataModule(FileDataModule):
+    """Batches of the rows of files, encoded with the chat template of a tokenizer.
+
+    Args:
+        settings: Checked arguments of the data module: ``tokenizer``, ``chat_template``,
+            ``too_long``, and those of ``FileDataModule``.
+    """
+
+    plural = "conversations"
+    example = EXAMPLE
     #: Class that encodes the rows.
     encoder_class: type[ConversationEncoder] = ConversationEncoder
 
     def __init__(self, parts: Mapping[str, SetPaths], settings: Mapping[str, Any]) -> None:
-        super().__init__(**row_arguments(settings))
-        sets = {part: named_sets(part, parts[part]) for part in ("val", "test")}
-        self.set_names = {part: tuple(named) for part, named in sets.items()}
-        #: Files of each part with data, or of each named set of a part (key "val/news").
-        self.files = {
-            f"{part}/{name}" if name else part: find_row_files(paths, "conversations", EXAMPLE)
-            for part, part_paths in parts.items()
-            for name, paths in (sets.get(part) or {"": all_paths(part_paths)}).items()
-            if paths
-        }
+        super().__init__(parts, settings)
         self.tokenizer_folder: str = settings["tokenizer"]
         self.chat_template: str | None = settings["chat_template"]
-        self.too_long: Literal["cut", "leave_out", "refuse"] = settings["too_long"]
-        self.cache_dir = Path(
-            settings["cache_dir"] or self.files["train"][0].parent / "index_cache"
-        )
-        #: Settings of the stream of training rows; None encodes them before training.
-        self.streaming: Streaming | None = settings["streaming"]
-        if self.streaming is not None:
-            check_no_sample_number(settings["train_samples"])
-        self._encoded: dict[str, EncodedRows] = {}
+        self.too_long: TooLong = settings["too_long"]
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
@@ -92,118 +144,3 @@ class ConversationDataModule(RowDataModule):
     def vocab_size(self) -> int:
         """Largest token id of the tokenizer plus 1."""
         return self.tokenizer.vocab_size
-
-    def setup(self, stage: str | None = None) -> None:
-        """Encode the rows of a stage, so that invalid rows raise errors before the first step."""
-        self.restart()
-        if stage in ("fit", None) and self.streaming is not None:
-            check_stream_trainer(self.trainer)
-        parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
-        for part in parts.get(stage or "", ("train", "val", "test")):
-            for set_name in self.sets_of(part):
-                if not self.is_streamed(set_name):
-                    self.encoded(set_name)
-
-    def is_streamed(self, part: str) -> bool:
-        """Return whether a part is read as a stream instead of being encoded before its use.
-
-        Args:
-            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
-        """
-        return part == "train" and self.streaming is not None
-
-    def encoded(self, part: str) -> EncodedRows:
-        """Return the encoded rows of a part; the first call logs how many were cut and left out.
-
-        Args:
-            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
-        """
-        if part not in self._encoded:
-            rows = EncodedRows(self.files[part], self.encoder, self.cache_dir)
-            log_row_counts(rows.summary(), rows.num_cut + rows.num_left_out > 0)
-            self._encoded[part] = rows
-        return self._encoded[part]
-
-    def stream_options(
-        self, num_samples: int | None, key: Mapping[str, Any], is_packed: bool
-    ) -> dict[str, Any]:
-        """Return arguments of ``StreamedSamples`` for the training rows in the order of training.
-
-        Args:
-            num_samples: Samples of the run; None means that the run has a number of passes instead
-                (samples).
-            is_packed: Whether samples are packed rows.
-        """
-        assert self.streaming is not None, "only a stream has these options"
-        files = self.files["train"]
-        seed = self.seed if self.streaming.shuffle else None
-        section_size = self.streaming.shuffle_buffer
-        return {
-            "stream": RowStream(
-                files, self.encoder.encode_row, section_size, seed, self.num_workers
-            ),
-            "messages": ConversationMessages(self.encoder.plural, is_packed),
-            "seq_length": self.seq_length,
-            "key": {**self.stream_key, "section_size": section_size, "seed": seed, **key},
-            "report": log_row_counts,
-            "num_samples": num_samples,
-        }
-
-    @property
-    def stream_key(self) -> dict[str, Any]:
-        """Fields that identify the training rows of a stream, except their order."""
-        return {
-            # The contents are unknown until the stream has been read, so sizes identify the files.
-            "files": [sizes_of(path) for path in self.files["train"]],
-            "tokenizer": self.tokenizer.fingerprint,
-            "seq_length": self.seq_length,
-            "too_long": self.too_long,
-        }
-
-    @override
-    @abstractmethod
-    def training_samples(self, num_samples: int | None) -> Samples: ...
-
-    @abstractmethod
-    def batches_of(self, samples: Samples) -> SampleBatches:
-        """Return the batches of samples."""
-
-    @override
-    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        kind = StreamLoader if isinstance(samples, StreamedSamples) else TokenLoader
-        return kind(self.batches_of(samples), sampler, self.num_workers, self.pin_memory)
-
-    @abstractmethod
-    def evaluation_samples(self, part: str) -> Samples:
-        """Return the samples of a part, in an order that is the same in every run.
-
-        Args:
-            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
-        """
-
-    def val_dataloader(self) -> TokenLoader | list:
-        """Build a loader that yields every validation row once, or a list of one for each set."""
-        return self._evaluation("val")
-
-    def test_dataloader(self) -> TokenLoader | list:
-        """Build a loader that yields every test row once, or a list of one for each set."""
-        return self._evaluation("test")
-
-    def sets_of(self, part: str) -> list[str]:
-        """Return the named sets of a part, such as ``val/news``, or the part if it has no names.
-
-        Args:
-            part: ``train``, ``val`` or ``test``; without files there are no sets.
-        """
-        return [
-            set_name
-            for set_name in self.files
-            if set_name == part or set_name.startswith(f"{part}/")
-        ]
-
-    def _evaluation(self, part: str) -> TokenLoader | list:
-        loaders = [
-            self.evaluation_loader(self.evaluation_samples(set_name))
-            for set_name in self.sets_of(part)
-        ]
-        return loaders if self.set_names[part] or not loaders else loaders[0]

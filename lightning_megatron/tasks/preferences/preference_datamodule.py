@@ -99,10 +99,6 @@ class PairEncoder(ConversationEncoder):
         )
 
 
-#: Field by which keys of streams of pairs differ from those of conversations.
-_STREAM_KEY = {"num_texts": PairEncoder.num_texts}
-
-
 class PreferenceDataModule(ConversationDataModule):
     """Batches of pairs of a chosen and a rejected answer to the same prompt, for ``DPO``.
 
@@ -190,7 +186,7 @@ class PreferenceDataModule(ConversationDataModule):
     def training_samples(self, num_samples: int | None) -> PreferenceSamples:
         if self.streaming is None:
             return PairSamples(self.encoded("train"), self.seed, num_samples)
-        return StreamedPairs(**self.stream_options(num_samples, _STREAM_KEY, is_packed=False))
+        return StreamedPairs(**self.stream_options(num_samples, {}, is_packed=False))
 
     @override
     def evaluation_samples(self, part: str) -> PairSamples:
@@ -209,7 +205,7 @@ class PreferenceDataModule(ConversationDataModule):
         """
         if not self.is_streamed(part):
             return self.evaluation_loader(PairSamples(self.encoded(part), None))
-        options = self.stream_options(None, _STREAM_KEY, is_packed=False)
+        options = self.stream_options(None, {}, is_packed=False)
         # The training itself reports how many pairs were read, cut and left out.
         options |= {"stream": replace(options["stream"], seed=None), "report": lambda *_: None}
         samples = StreamedPairs(**options)
@@ -226,4 +222,4 @@ class PreferenceDataModule(ConversationDataModule):
         """
         if not self.is_streamed(part):
             return self.encoded(part).key
-        return cache_key({**self.stream_key, **_STREAM_KEY})
+        return cache_key(self.stream_key)

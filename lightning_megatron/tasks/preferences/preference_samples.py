@@ -10,6 +10,7 @@ import torch
 
 from lightning_megatron.building_blocks import (
     IGNORED,
+    EncodedRows,
     PackedIndex,
     SampleBatches,
     Samples,
@@ -17,7 +18,6 @@ from lightning_megatron.building_blocks import (
     cache_key,
     index_packed,
 )
-from lightning_megatron.tasks.chat import EncodedRows
 
 
 class PreferenceSamples(Samples, Protocol):
