@@ -16,8 +16,8 @@ from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy
 
 from lightning_megatron import GlueDataModule, RaceDataModule, SquadDataModule
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
-from lightning_megatron.tasks.finetuning.glue import GLUE_TASKS, read_glue
-from lightning_megatron.tasks.finetuning.race import race_files, read_race
+from lightning_megatron.tasks.finetuning.glue_datamodule import GLUE_TASKS, read_glue
+from lightning_megatron.tasks.finetuning.race_datamodule import race_files, read_race
 from lightning_megatron.tasks.finetuning.scores import ClassScores
 from lightning_megatron.tasks.finetuning.span_scores import Answer, SpanScores, best_spans
 from lightning_megatron.tasks.finetuning.squad import (
