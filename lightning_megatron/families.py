@@ -19,20 +19,3 @@ from lightning_megatron.swap.families.layer_names import ExpertNames as ExpertNa
 from lightning_megatron.swap.families.layer_names import LatentNames as LatentNames
 from lightning_megatron.swap.families.rotary import rotary_fields as rotary_fields
 from lightning_megatron.swap.tensors.packed import Packed as Packed
-
-__all__ = [
-    "ConfigTable",
-    "EncoderNames",
-    "ExpertNames",
-    "Family",
-    "Field",
-    "LatentNames",
-    "ModelConfig",
-    "DecoderNames",
-    "Packed",
-    "families",
-    "family_of",
-    "find_family",
-    "translate_values",
-    "rotary_fields",
-]

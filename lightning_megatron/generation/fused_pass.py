@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.generation.token_sums import TokenSums
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention.key_value_cache import KeyValueCache
@@ -18,7 +19,6 @@ from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowPar
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import RMSNorm
 from lightning_megatron.layers.self_attention import SelfAttention
-from lightning_megatron.layers.token_sums import TokenSums
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import rotary_name
 from lightning_megatron.shapes import Float, Int

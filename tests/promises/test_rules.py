@@ -27,10 +27,13 @@ from tests.import_graph import (
 ROOMS = tuple(
     """
     plan kernels groups layers experts models swap optimizer pipeline graphs
-    generation checkpoint strategy
+    checkpoint strategy
     """.split()
 )
-LEAVES = {"data": {"plan"}}
+LEAVES = {
+    "data": {"plan"},
+    "generation": {"plan", "groups", "layers", "models", "graphs"},
+}
 # What tasks import of the package besides themselves and public names of earlier tasks.
 PUBLIC_MODULES = set("building_blocks errors extras families shapes".split())
 TASKS = tuple("corpus bert chat evaluation preferences finetuning scaling".split())
