@@ -5,14 +5,12 @@ from lightning_megatron.checkpoint.pretrained_encoder import TaskKind as TaskKin
 from lightning_megatron.data.blended_samples import BlendedSamples as BlendedSamples
 from lightning_megatron.data.blended_samples import blend_parts as blend_parts
 from lightning_megatron.data.corpora import SetPaths as SetPaths
-from lightning_megatron.data.documents import JsonDocument as JsonDocument
 from lightning_megatron.data.documents import RawChunk as RawChunk
 from lightning_megatron.data.documents import find_inputs as find_inputs
 from lightning_megatron.data.documents import is_json_lines as is_json_lines
 from lightning_megatron.data.documents import parse_chunk as parse_chunk
-from lightning_megatron.data.documents import parse_objects as parse_objects
+from lightning_megatron.data.documents import parse_text as parse_text
 from lightning_megatron.data.documents import read_chunks as read_chunks
-from lightning_megatron.data.documents import replace_text as replace_text
 from lightning_megatron.data.encoded_rows import EncodedRows as EncodedRows
 from lightning_megatron.data.encoded_rows import RowEncoder as RowEncoder
 from lightning_megatron.data.file_datamodule import FileDataModule as FileDataModule
@@ -33,8 +31,7 @@ from lightning_megatron.data.row_tokens import RowTokens as RowTokens
 from lightning_megatron.data.sampler import TokenBatchSampler as TokenBatchSampler
 from lightning_megatron.data.samples import Samples as Samples
 from lightning_megatron.data.samples import check_token_ids as check_token_ids
-from lightning_megatron.data.stream_loader import OnePassLoader as OnePassLoader
-from lightning_megatron.data.stream_loader import OnePassSampler as OnePassSampler
+from lightning_megatron.data.stream_loader import StreamLoader as StreamLoader
 from lightning_megatron.data.streamed_samples import StreamedSamples as StreamedSamples
 from lightning_megatron.data.streaming import StreamCounts as StreamCounts
 from lightning_megatron.data.text_rows import StreamedTexts as StreamedTexts

@@ -45,36 +45,6 @@ class PassSampler(TokenBatchSampler):
             yield start, size
 
 
-class OnePassSampler(TokenBatchSampler):
-    """Batches of the first pass over a stream for one data-parallel rank.
-
-    The samples of a last global batch that is not full are divided evenly, and ranks with one
-    sample less get the number -1. The number of batches is unknown.
-
-    Args:
-        samples: Samples of the stream.
-    """
-
-    def __init__(
-        self, samples: StreamedSamples, batch_size: int, dp_rank: int, dp_size: int
-    ) -> None:
-        self._samples = samples
-        super().__init__(_ENDLESS, batch_size, dp_rank, dp_size, drop_last=False)
-
-    def __len__(self) -> int:
-        raise TypeError("the number of batches of a pass over a stream is unknown")
-
-    @override
-    def _batch_ranges(self, count: int) -> Iterator[tuple[int, int]]:
-        for start, size in super()._batch_ranges(count):
-            numbers = range(start, start + size)
-            num_left = sum(self._samples.is_in_pass(number, 0) for number in numbers)
-            if num_left:
-                yield start, num_left
-            if num_left < size:
-                return
-
-
 class StreamLoader(TokenLoader):
     """Iterable over the batches of a stream for one data-parallel rank.
 
@@ -91,16 +61,3 @@ class StreamLoader(TokenLoader):
             if self.pin_memory:
                 batch = {name: values.pin_memory() for name, values in batch.items()}
             yield batch
-
-
-class OnePassLoader(StreamLoader):
-    """Iterable over a pass of a stream for one data-parallel rank, which then stops reading."""
-
-    @override
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        samples = self.batches.samples
-        assert isinstance(samples, StreamedSamples), "only a stream has this loader"
-        try:
-            yield from super().__iter__()
-        finally:
-            samples.close()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
 from lightning_megatron.building_blocks import (
-    JsonDocument,
     RawChunk,
     Tokenizer,
     load_tokenizer,
-    parse_objects,
-    replace_text,
+    parse_text,
 )
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.extras import import_extra
@@ -22,6 +21,21 @@ from lightning_megatron.tasks.corpus.signatures import NUM_HASHES, Signatures, s
 
 #: Name of the tokenizer that splits texts at whitespace.
 WORDS = "words"
+
+
+@dataclass(frozen=True)
+class JsonDocument:
+    """Document in a line of JSON lines.
+
+    Args:
+        line: Number of the line, counted from 1.
+        content: Bytes of the line, without its line feed.
+        text: Decoded text of the document.
+    """
+
+    line: int
+    content: bytes
+    text: str
 
 
 @dataclass(frozen=True)
@@ -152,3 +166,49 @@ def held_out_of(tests: tuple[str, ...], json_key: str) -> HeldOut:
 @lru_cache(maxsize=1)
 def _tokenizer_of(name: str) -> Tokenizer:
     return load_tokenizer(name)
+
+
+def parse_objects(chunk: RawChunk, json_key: str) -> list[JsonDocument | CorruptDataError]:
+    """Return the document of each line of a chunk, or for an invalid line its error.
+
+    The errors are those that ``parse_chunk`` raises.
+
+    Args:
+        chunk: Undecoded JSON lines.
+    """
+    parsed: list[JsonDocument | CorruptDataError] = []
+    for line, content in zip(chunk.lines, chunk.documents, strict=True):
+        try:
+            text = parse_text(content, f"{chunk.path}:{line}", json_key)
+        except CorruptDataError as error:
+            parsed.append(error)
+        else:
+            parsed.append(JsonDocument(line, content, text))
+    return parsed
+
+
+def replace_text(content: bytes, json_key: str, text: str) -> bytes:
+    """Return a JSON object with a new text, and all other characters unchanged.
+
+    Args:
+        content: Valid JSON object in UTF-8.
+        text: New text.
+    """
+    source = content.decode("utf-8")
+    decoder = json.JSONDecoder()
+    # Encoding the whole object again would change numbers such as 1.10 and 1E400.
+    position = source.index("{") + 1
+    while True:
+        key, position = decoder.raw_decode(source, _after_blanks(source, position))
+        position = _after_blanks(source, _after_blanks(source, position) + 1)
+        _, end = decoder.raw_decode(source, position)
+        if key == json_key:
+            value = json.dumps(text, ensure_ascii=False)
+            return (source[:position] + value + source[end:]).encode("utf-8")
+        position = _after_blanks(source, end) + 1
+
+
+def _after_blanks(source: str, position: int) -> int:
+    while source[position] in " \t\r\n":
+        position += 1
+    return position

@@ -18,8 +18,6 @@ from lightning_megatron.building_blocks import (
     EncodedText,
     FileRow,
     Index,
-    OnePassLoader,
-    OnePassSampler,
     Range,
     RowTokens,
     Samples,
@@ -39,6 +37,8 @@ from lightning_megatron.tasks.chat import (
     tools_of,
 )
 from lightning_megatron.tasks.preferences.preference_samples import (
+    OnePassLoader,
+    OnePassSampler,
     PairBatches,
     PairRows,
     PairSamples,
