@@ -17,6 +17,7 @@ from lightning_megatron.data.file_datamodule import FileDataModule as FileDataMo
 from lightning_megatron.data.index_cache import cache_key as cache_key
 from lightning_megatron.data.index_cache import load_or_build as load_or_build
 from lightning_megatron.data.loader import SampleBatches as SampleBatches
+from lightning_megatron.data.loader import StreamLoader as StreamLoader
 from lightning_megatron.data.loader import TokenLoader as TokenLoader
 from lightning_megatron.data.loader import WindowBatches as WindowBatches
 from lightning_megatron.data.packing import PackedIndex as PackedIndex
@@ -31,7 +32,6 @@ from lightning_megatron.data.row_tokens import RowTokens as RowTokens
 from lightning_megatron.data.sampler import TokenBatchSampler as TokenBatchSampler
 from lightning_megatron.data.samples import Samples as Samples
 from lightning_megatron.data.samples import check_token_ids as check_token_ids
-from lightning_megatron.data.stream_loader import StreamLoader as StreamLoader
 from lightning_megatron.data.streamed_samples import StreamedSamples as StreamedSamples
 from lightning_megatron.data.streaming import StreamCounts as StreamCounts
 from lightning_megatron.data.text_rows import StreamedTexts as StreamedTexts

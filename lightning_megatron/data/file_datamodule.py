@@ -11,12 +11,11 @@ from typing_extensions import override
 
 from lightning_megatron.data.corpora import SetPaths, all_paths, named_sets
 from lightning_megatron.data.encoded_rows import EncodedRows, RowEncoder
-from lightning_megatron.data.loader import SampleBatches, TokenLoader
+from lightning_megatron.data.loader import SampleBatches, StreamLoader, TokenLoader
 from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts, row_arguments
 from lightning_megatron.data.row_files import find_row_files, sizes_of
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
-from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.data.stream_sections import RowStream
 from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.data.streaming import (

@@ -13,10 +13,9 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.data.balance import RowBalance
-from lightning_megatron.data.loader import TokenLoader
+from lightning_megatron.data.loader import PassSampler, TokenLoader
 from lightning_megatron.data.sampler import TokenBatchSampler, check_position, imbalance_line
 from lightning_megatron.data.samples import Samples
-from lightning_megatron.data.stream_loader import PassSampler
 from lightning_megatron.data.streamed_samples import SectionStart, StreamedSamples
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 
