@@ -23,11 +23,8 @@ class Block(nn.Module):
         mlp: The MLP, or a mixture of experts.
         attention_norm: Norm of the attention's input, or of its residual sum in a
             :class:`PostNormBlock`; None means no such norm.
-        mlp_norm: The same for the MLP.
-        output_norms: Norms of the outputs of the attention and of the MLP before their residual
-            additions; None means no such norms.
-        scale: Factor of the outputs of the attention and of the MLP.
-        dropout: Probability that an element is dropped before each residual addition.
+        output_norms: Norms of the outputs of both sublayers before their residual additions.
+        scale: Factor of the outputs of both sublayers.
     """
 
     def __init__(
@@ -86,12 +83,7 @@ class PreNormBlock(Block):
         rotary: Rotary | None = None,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the residual stream after this block.
-
-        Args:
-            rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
-            span: Documents, prefix or mask of the rows; None means rows of one document.
-        """
+        """Return the residual stream after this block; rows without a span are one document."""
         self.begin()
         hidden, normed, extras = add_and_normalise(
             self.attention_norm, hidden, reader=self.attention

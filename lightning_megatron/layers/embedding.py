@@ -172,9 +172,7 @@ class PositionEmbedding(nn.Module):
     ) -> Float[Tensor, "seq_local #batch hidden"]:
         """Return this rank's vectors of the positions ``offset .. offset + seq_length``.
 
-        Args:
-            seq_length: Length of the whole sequence (tokens).
-            positions: Position of every token, which replaces the range.
+        ``seq_length`` is that of the whole sequence; given positions replace the range.
         """
         if positions is not None:
             check_ids(positions, self.weight.shape[0])
@@ -196,10 +194,8 @@ class InputEmbedding(nn.Module):
     """Sum of scaled token embeddings and position embeddings, normed, followed by dropout.
 
     Args:
-        position: The position embedding; None for models without learned positions.
         scale: Factor of the token vectors, rounded to their dtype.
         scales_vectors: Whether vectors that replace token vectors get the factor, too.
-        norm: Norm of the sum; None means no norm.
     """
 
     def __init__(
@@ -230,12 +226,9 @@ class InputEmbedding(nn.Module):
         positions: Int[Tensor, "batch seq"] | None = None,
         vectors: Float[Tensor, "batch seq hidden"] | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the residual stream of the first block.
+        """Return the residual stream of the first block; full vectors may replace those of tokens.
 
-        Args:
-            tokens: Token ids; None if vectors are given.
-            offset: Position of the first token, unless all positions are given (tokens).
-            vectors: Full tensor that replaces the token vectors.
+        The first token has the position ``offset``, unless all positions are given.
         """
         self.mesh.random.seek(0)
         hidden = self.word(tokens) if vectors is None else self._local_part(vectors)
@@ -258,11 +251,7 @@ class VocabParallelHead(nn.Module):
     """Output head whose weight rows, the vocabulary, are sharded over tp.
 
     Equal to torch.nn.Linear(hidden_size, vocab_size, bias=False), with padded and sharded outputs.
-
-    Args:
-        multiple: Rows of each rank are a multiple of this (rows).
-        tied_to: Name of the parameter of the first stage that this weight is tied to; None means
-            not tied.
+    A head may be tied to a parameter of the first stage, by name.
     """
 
     def __init__(
@@ -361,10 +350,8 @@ class EncoderEmbedding(nn.Module):
         token_types: Int[Tensor, "batch seq"],
         vectors: Float[Tensor, "batch seq hidden"] | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the residual stream of the first block.
-
-        Args:
-            vectors: Full tensor that replaces the token vectors.
+        """Return the residual stream of the first block; full vectors may replace those of
+        tokens.
         """
         self.mesh.random.seek(0)
         hidden = self._words(tokens, vectors)

@@ -32,12 +32,6 @@ class LatentAttention(Attention):
     and the ranks all-gather these instead of the hidden states, which are several times larger.
     Without sequence parallelism all ranks compute the same latent vectors.
 
-    Args:
-        bias: Whether the projections to latent vectors add a bias.
-        output_bias: Whether the output projection adds a bias.
-        interleaved: Whether the rotary embedding pairs neighbouring elements of a head.
-        span: Attention of the layer over whole rows; None means causal attention.
-
     Communication: under sequence parallelism forward an all-gather over tp of each kind of latent
         vectors (for queries without latent vectors, of the hidden states) and of the rotated keys,
         backward reduce-scatters of their gradients. Otherwise backward an all-reduce of the

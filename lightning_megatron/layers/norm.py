@@ -94,8 +94,7 @@ class _Norm(nn.Module):
             update: Tensor that is added to ``hidden`` before the norm; None means no addition.
             with_stream: Whether to return ``(hidden + update, normalised)``. A layer that uses both
                 results should get them from one call, so that one kernel adds both gradients.
-            magnitudes: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude
-                of the normalised vectors; None computes no magnitude.
+            magnitudes: Bit patterns, raised to the largest magnitude of the normalised vectors.
         """
         kernels = None if self.uses_engine else fused_kernels(hidden)
         if self.uses_engine and hidden.numel() and self.offset in (0.0, 1.0):

@@ -82,9 +82,7 @@ def is_recomputed(block: nn.Module) -> bool:
 def recompute_parts(layer: nn.Module, parts: Parts, offload: HostOffload | None = None) -> None:
     """Choose what the backward passes of a block, or of its compiled module, recompute.
 
-    Args:
-        offload: Host storage for the input of a fully recomputed block; None keeps the input on the
-            device.
+    ``offload`` stores the input of a fully recomputed block on the host.
 
     Raises:
         UnsupportedError: If the block cannot recompute ``norms``, because no norm before each

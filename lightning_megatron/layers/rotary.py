@@ -41,11 +41,7 @@ def rotary_tables(
     """Compute the cosines and sines of the positions ``offset .. offset + seq_length``.
 
     Equal to Hugging Face's LlamaRotaryEmbedding of every type. The angles are computed in float32,
-    the results rounded to ``dtype`` once.
-
-    Args:
-        head_dim: Number of rotated elements of a head; even (elements).
-        scaling: Scaling of the angles for long sequences; None means none.
+    the results rounded to ``dtype`` once. ``head_dim`` counts the rotated elements of a head.
 
     Source: Su et al. 2021, section 3.2.2; elements ``i`` and ``i + rotary_dim / 2`` are a pair, as
         in Llama.
@@ -106,14 +102,9 @@ def _tables(
 class RotaryTables:
     """Rotary tables with a cache for the last sequence lengths, dtypes and devices.
 
-    Tables in the cache keep their addresses, so that CUDA graphs can read them in place.
-
-    Equal to ``rotary_tables``, or to ``position_tables`` if positions are given.
-
-    Args:
-        head_dim: Number of rotated elements of a head; even (elements).
-        context: Ranks that share a sequence, each of which gets the tables of its positions; None
-            means whole sequences.
+    Equal to ``rotary_tables``, or to ``position_tables`` if positions are given. Tables in the
+    cache keep their addresses, so that CUDA graphs can read them in place. Each rank of ``context``
+    gets the tables of its positions; None means whole sequences.
     """
 
     def __init__(

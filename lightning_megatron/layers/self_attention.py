@@ -34,7 +34,8 @@ class Attention(nn.Module):
         heads: Query heads of this rank (heads).
         kv_heads: Key/value heads of this rank (heads).
         value_dim: Size of a value head, at most ``head_dim``; None means ``head_dim`` (elements).
-        span: Attention of the layer over whole rows; None means causal attention.
+        span: Attention of the layer over whole rows; None means causal attention. Calls give the
+            documents, prefix or mask of the rows, if they have any.
     """
 
     def __init__(
@@ -75,12 +76,7 @@ class Attention(nn.Module):
         span: AttentionSpan | None = None,
         sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "seq_part batch heads*value_dim"]:
-        """Return the attention output of every query, before the output projection.
-
-        Args:
-            span: Documents, prefix or mask of the rows; None means whole rows.
-            sinks: Score of each head's sink; None means no sinks.
-        """
+        """Return the attention output of every query, before the output projection."""
         if self.recomputes_core:
             replayed_core: Tensor = replayed(
                 self._core, self.mesh.random, self.layer, query, key, value, span, sinks
@@ -224,12 +220,6 @@ class SelfAttention(Attention):
         span: AttentionSpan | None = None,
         magnitude: Magnitude | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the attention output of every position.
-
-        Args:
-            span: Documents, prefix or mask of the rows; None means whole rows.
-            magnitude: Largest magnitude of the input; None if it is not known.
-        """
         norms = None
         if self.query_norm is not None and self.key_norm is not None:
             norms = (self.query_norm, self.key_norm)

@@ -31,10 +31,7 @@ def attend_with_cache(
     """Store the keys and values of new tokens, and compute their attention to all stored tokens.
 
     Equal to the last positions of ``attend`` for whole rows. An empty cache runs ``attend`` on the
-    new tokens.
-
-    Args:
-        span: Description of the attention with ``past``, from :func:`cached_span`.
+    new tokens; otherwise the span is that of :func:`cached_span`.
     """
     past = span.past
     assert past is not None, "the tokens have a cache"
@@ -55,12 +52,9 @@ def cached_span(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionSpan:
-    """Return the span of new tokens, with a mask that all layers of one layer_span share.
+    """Return the span of new tokens, with a mask that all layers of one ``layer_span`` share.
 
-    Args:
-        layer_span: Attention of the layers over whole rows.
-        rows: Span with ``past``, whose cache is not empty.
-        seq_length: New positions of each row, with padding after the tokens (tokens).
+    The rows have a cache that is not empty. ``seq_length`` includes padding after the tokens.
     """
     past = rows.past
     assert past is not None, "the rows have a cache"

@@ -43,7 +43,6 @@ class FlashPackage:
     """Package of flash attention that may be installed.
 
     Args:
-        make: Function that makes the kernel from the package's module.
         functions: Functions that are called, each with the arguments that it must have.
         obstacle: Function of the compute capability's first number and of the size of heads that
             returns why the package cannot be used, or None.

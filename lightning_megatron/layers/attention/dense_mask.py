@@ -17,10 +17,9 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, eq=False)
 class KeyRows:
-    """Description of rows of keys and values that differ from those of the queries.
+    """Rows of keys and values that differ from those of the queries; None stands for the same rows.
 
     Args:
-        seq_length: Length of the rows (tokens).
         borders: Cumulative lengths of the documents of the keys, as many as the queries have; None
             means one document per row (tokens).
         longest: Upper bound of the lengths; None means the length of the rows (tokens).
@@ -58,13 +57,11 @@ def seen_pairs(
 ) -> Bool[Tensor, "#batch 1 #seq _"]:
     """Return for each pair of a query and a key whether the query attends to the key.
 
-    Args:
-        span: Description of the attention, laid out or without documents, and without a mask of
-            numbers.
-        keys: Rows of the keys; None means those of the span.
+    The span is laid out, and has no mask of numbers.
     """
     keys = keys or keys_of(span, seq_length) or KeyRows(seq_length, span.borders)
     is_of_keys = span.mask is not None and span.mask.shape[2] == 1
+    # All queries of a row see the same keys, so places are not needed.
     if span.mask is not None and is_of_keys and not span.causal and span.window is None:
         return _with_self_attention(span.mask)
     # Places count from the end of a document, as in flash attention.
@@ -84,9 +81,9 @@ def seen_pairs(
 
 
 def places_of_visible(span: AttentionSpan) -> Int[Tensor, "#batch _"] | None:
-    """Return the place of each token in its row, counting only visible tokens if the slopes do.
+    """Return the place of each token in its row; None means that places count along the row.
 
-    None means that places count along the row.
+    Only visible tokens count if the slopes skip padding.
     """
     slopes = span.slopes
     if slopes is None or not slopes.skips_padding or span.mask is None:
@@ -104,11 +101,7 @@ def biases_of(
     dtype: torch.dtype,
     keys: KeyRows | None = None,
 ) -> Float[Tensor, "#batch heads seq _"]:
-    """Return the ALiBi biases that are subtracted from the scores of all pairs.
-
-    Args:
-        keys: Rows of the keys; None means the rows of the queries.
-    """
+    """Return the ALiBi biases that are subtracted from the scores of all pairs."""
     queries = places_of_visible(span)
     key_places = queries if keys is None else keys.places
     if queries is None:
@@ -126,8 +119,7 @@ def places_from_end(
 ) -> tuple[Int[Tensor, "#batch seq"], Int[Tensor, "#batch seq"]]:
     """Return each token's document, and the number of tokens from it to its document's end.
 
-    Args:
-        borders: Cumulative lengths of the documents; None means one document per row (tokens).
+    Without borders every row is a document.
     """
     if borders is None:
         left = torch.arange(seq_length, 0, -1, device=device)[None]
@@ -156,10 +148,7 @@ def added_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Float[Tensor, "#batch 1 #seq seq"]:
-    """Return the mask that is added to scores: 0 for visible pairs, minus infinity elsewhere.
-
-    The span is laid out or has no documents.
-    """
+    """Return the mask that is added to scores: 0 for visible pairs, minus infinity elsewhere."""
     if span.mask is not None and span.mask.dtype != torch.bool:
         return span.mask.to(dtype)
     visible = seen_pairs(span, num_sequences, seq_length, device)

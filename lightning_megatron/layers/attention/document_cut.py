@@ -17,8 +17,7 @@ class TokenOrder:
     """Positions of each row that every rank holds, if several ranks share the rows.
 
     Args:
-        size: Number of ranks that share the rows; 1 means that every rank has all positions
-            (ranks).
+        size: Number of ranks that share the rows; 1 means that every rank has all positions.
         order: Position in the row of each token of each rank.
         places: Index of each position in the concatenation of all ranks' parts; the inverse of
             ``order``.

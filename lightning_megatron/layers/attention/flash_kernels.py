@@ -24,10 +24,9 @@ class FlashCall:
         query_borders: Cumulative lengths of the documents of the queries; None means rows (tokens).
         key_borders: Cumulative lengths of the documents of the keys; None means rows (tokens).
         longest_query: Upper bound of the queries of a document (tokens).
-        longest_key: Upper bound of the keys of a document (tokens).
         causal: Whether a query, counted from the end of its document, attends to no later key.
         left: Number of keys before its own place that a query attends to; -1 means all (tokens).
-        right: Number of keys after its own place that a query attends to; -1 means all (tokens).
+        right: The same for keys after its own place.
         soft_cap: Bound of the scores; 0 means none.
     """
 

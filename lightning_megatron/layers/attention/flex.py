@@ -28,9 +28,8 @@ def attend_by_flex(
 ) -> Float[Tensor, "seq batch heads head_dim"]:
     """Compute attention without the scores of all pairs of tokens in memory.
 
-    Equal to ``attend_by_operators`` without dropout. The first call for a span of another kind
-    compiles a kernel, which takes seconds. The span is laid out or has no documents, and has no
-    mask.
+    Equal to ``attend_by_operators`` without dropout, for spans without a mask. The first call for a
+    span of another kind compiles a kernel, which takes seconds.
     """
     if span.sinks is None:
         mixed: Tensor = _called(query, key, value, span).permute(2, 0, 1, 3)

@@ -40,8 +40,7 @@ class TokenCache(Protocol):
     ) -> HeldTokens:
         """Distribute the tokens over the ranks that share the rows, and return this rank's part.
 
-        Args:
-            count: Number of first tokens of a row; tokens at later places are padding (tokens).
+        Tokens at the place ``count`` and later ones are padding.
         """
 
     def extend(
@@ -112,9 +111,8 @@ class KeyValueCache:
     def at(self, place: Int[Tensor, "1"]) -> Iterator[None]:
         """Take the place of the one new token of each row from the device, inside the block.
 
-        The host reads no value from the device, so a CUDA graph can capture the calls. ``extend``
-        returns all slots, of which slot ``p % slots`` holds the token at place ``p``, below
-        ``max_length``.
+        A CUDA graph can capture the calls. ``extend`` then returns all slots, of which slot
+        ``p % slots`` holds the token at place ``p``, which must be below ``max_length``.
         """
         self.place = place
         try:
@@ -238,9 +236,7 @@ class KeyValueCache:
 class HeldTokens:
     """This rank's part of the first tokens of shared rows, and every ``ranks``-th later token.
 
-    Args:
-        places: Place in its row of each of the first tokens that this rank holds (tokens).
-        count: Number of first tokens of a row; tokens at later places are padding (tokens).
+    ``places`` are those of this part; from the place ``count`` on it is padding.
     """
 
     def __init__(

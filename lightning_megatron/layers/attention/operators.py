@@ -27,10 +27,7 @@ def attend_by_operators(
     *,
     drop: DropWeights = F.dropout,
 ) -> Float[Tensor, "seq batch heads value_dim"]:
-    """Compute attention, with the scores of all pairs of tokens in memory.
-
-    The span is laid out or has no documents.
-    """
+    """Compute attention, with the scores of all pairs of tokens in memory."""
     scores = masked_scores(query, key, span, keys)
     if span.sinks is not None:
         sinks = span.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)

@@ -54,10 +54,7 @@ def attend_by_parts(
     value: Float[Tensor, "seq batch kv_heads head_dim"],
     span: AttentionSpan,
 ) -> Float[Tensor, "seq batch heads head_dim"]:
-    """Compute attention to the keys as one part and to the sinks, if there are any, as another.
-
-    The span is laid out or has no documents.
-    """
+    """Compute attention to the keys as one part and to the sinks, if there are any, as another."""
     mixed: Tensor = _Attention.apply(query, key, value, span.sinks, span)
     return mixed
 
@@ -87,15 +84,11 @@ def forward_part(
     span: AttentionSpan,
     keys: KeyRows | None = None,
 ) -> Part:
-    """Compute attention of queries to some keys, without autograd.
+    """Compute attention of queries to some keys, without autograd and without sinks.
 
     Queries and keys are aligned at the end of their document (of their row, without documents),
     unless ``keys.behind`` shifts them. A query without any visible key has the output 0 and the
     log-sum-exp minus infinity. The log-sum-exps are in float32 or wider.
-
-    Args:
-        span: Description of the attention, laid out or without documents; its sinks are ignored.
-        keys: Rows of the keys; None means the rows of the queries.
     """
     core = core_of_part(query, span, keys)
     if core == "flash":

@@ -16,16 +16,14 @@ class AlibiSlopes:
 
     The score of a query and a key decreases by the slope of the head for each token of distance
     between them. If ``num_heads`` is a power of two, head ``i`` of 1 to ``num_heads`` has the slope
-    ``2 ** (-i bias_max / num_heads)``. Otherwise the first heads, up to the largest power of two
-    P, have the slopes of P heads, and the others have the slopes of the odd ``i`` of 2 P heads.
+    ``2 ** (-i bias_max / num_heads)``. Otherwise the first heads, up to the largest power of two P,
+    have the slopes of P heads, and the others have the slopes of the odd ``i`` of 2 P heads.
 
     Equal to the slopes of Hugging Face's BLOOM (with a ``bias_max`` of 8) and MPT.
 
     Args:
         num_heads: Query heads of the full layer (heads).
-        bias_max: Negative logarithm to base 2 of the smallest slope.
-        skips_padding: Whether distances count only tokens that the mask of keys shows; otherwise
-            they count all tokens.
+        skips_padding: Whether distances count only tokens that the mask of keys shows.
         heads: Indices of this rank's heads; None means all.
 
     Source: Press et al. 2022 (ALiBi), section 3.

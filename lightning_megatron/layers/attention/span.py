@@ -23,9 +23,9 @@ class AttentionSpan:
 
     By default every row is one document, and a token attends to itself and to all tokens before it.
     Documents lie one after the other in a row. No token attends to another document; the tokens
-    after the last document form one more document. Padding is described by lengths, too: a row of
-    5 tokens and 3 of padding on its right has the lengths ``[5]``, a row with the padding on its
-    left has ``[3, 5]``.
+    after the last document form one more document. Padding is described by lengths, too: a row of 5
+    tokens and 3 of padding on its right has the lengths ``[5]``, a row with the padding on its left
+    has ``[3, 5]``.
 
     Args:
         lengths: Lengths of the documents of each row. A row with fewer documents than others ends
@@ -48,8 +48,8 @@ class AttentionSpan:
         soft_cap: Bound c of the scores s, which become ``c tanh(s / c)``; None means no bound.
         slopes: ALiBi slopes of the heads: scores decrease by them for each token of distance
             between query and key, after the soft cap. None means no ALiBi.
-        places: Place of every token of this rank in its row, which determines these distances;
-            None counts along the row (tokens).
+        places: Place of every token of this rank in its row, which determines these distances; None
+            counts along the row (tokens).
         sinks: Score of each head's sink, which takes part in the softmax and has the value 0; None
             means no sinks.
         scale: Factor of the scores; None means ``head_dim ** -0.5``.
@@ -67,9 +67,6 @@ class AttentionSpan:
             first one from it. None means that it computes them again.
         past: Cache of earlier tokens, to which these tokens attend, too; None means that rows are
             whole.
-
-    Raises:
-        ParallelPlanError: If two fields contradict each other, or one is out of its range.
     """
 
     lengths: Int[Tensor, "batch documents"] | None = None
@@ -239,7 +236,8 @@ class AttentionSpan:
     def laid_out(self, num_sequences: int, seq_length: int, device: torch.device) -> AttentionSpan:
         """Return the span with the borders of its documents and its positions, on a device.
 
-        The host reads no value, so the result may be computed inside a captured region.
+        Kernels and masks take spans that are laid out or have no documents. The host reads no
+        value, so the result may be computed inside a captured region.
         """
         if self.lengths is None:
             return self

@@ -35,11 +35,10 @@ def attend_one_token(
     """Return the attention of one token of each row to the tokens up to it.
 
     Equal to ``attend`` of the whole rows at the place of the token. The host reads no value from
-    the device, so a CUDA graph can capture the call.
+    the device, so a CUDA graph can capture the call. Slot ``p % slots`` of the keys holds the token
+    at place ``p``.
 
     Args:
-        keys: Keys of all slots. Slot ``p % slots`` holds the token at place ``p``.
-        place: Place of the new token in its row, on the device (tokens).
         padding: Padding before each row; None means none (tokens).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale

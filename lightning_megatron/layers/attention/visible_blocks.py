@@ -60,14 +60,10 @@ def visible_blocks(
 ) -> BlockMask:
     """Return the blocks with visible pairs, and the blocks in which all pairs are visible.
 
-    Equal to ``create_block_mask`` with the span's rule for pairs, which computes a tensor with an
-    entry for each pair of tokens. This function computes one entry for each pair of blocks. The
-    host reads no value from the device, so that a CUDA graph can capture the call. With documents
-    and ``keys``, blocks may be listed although no pair in them is visible.
-
-    Args:
-        span: Description of the attention, laid out or without documents, and without a mask.
-        keys: Rows of the keys; None means the rows of the queries.
+    Equal to ``create_block_mask`` with the rule for pairs of a span without a mask, which computes
+    a tensor with an entry for each pair of tokens. This function computes one entry for each pair
+    of blocks. The host reads no value from the device, so that a CUDA graph can capture the call.
+    With documents and ``keys``, blocks may be listed although no pair in them is visible.
     """
     is_whole = keys is None and span.borders is None and span.prefix is None
     if not is_whole or _is_capturing(device):

@@ -41,11 +41,8 @@ def attend_across(
 ) -> Float[Tensor, "seq_part batch heads*head_dim"]:
     """Compute attention over sequences that the ranks of cp share.
 
-    Equal to :func:`~lightning_megatron.layers.attention.core.attend` of the whole sequences.
-
-    Args:
-        span: Description of which tokens attend to which in whole sequences.
-        drop: Dropout of weights where torch's kernels do not drop them; None draws at random.
+    Equal to :func:`~lightning_megatron.layers.attention.core.attend` of the whole sequences, which
+    the span describes. Where torch's kernels drop no weights, ``drop`` does; None draws at random.
 
     Communication: that of the transport, over the ranks of cp that share documents.
     """
@@ -79,14 +76,11 @@ def cut_documents(
     choice: ContextChoice,
     group: int,
 ) -> AttentionSpan:
-    """Return a span with the cut of its documents, if the layers compute attention in parts.
+    """Return a laid out span with the cut of its documents, if layers compute attention in parts.
 
     The positions of all tokens are then given, because the tokens of a rank are not adjacent.
     Without documents, or if all ranks divide the heads during attention, whole rows are cut.
-
-    Args:
-        span: Documents of the rows, laid out.
-        group: Neighbouring ranks of cp that share documents (ranks).
+    ``group`` neighbouring ranks of cp share documents.
     """
     if span.borders is None or span.cut is not None:
         return span
@@ -158,12 +152,9 @@ def in_groups(
 ) -> AttentionSpan:
     """Return the span of the window of a rank's group, with the cut of its documents.
 
-    Every group cuts the documents of its window over the group's ranks. The borders of the result
-    describe the window; positions and the order of tokens still describe whole rows.
-
-    Args:
-        span: Documents of the rows, laid out; none of them lies in two windows.
-        rank: This rank's place among the ranks that share the rows.
+    Every group cuts the documents of its window over the group's ranks; no document lies in two
+    windows. The borders of the result describe the window; positions and the order of tokens still
+    describe whole rows.
     """
     assert span.borders is not None, "rows without documents have no windows"
     window = groups.window

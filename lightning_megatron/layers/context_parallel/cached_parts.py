@@ -49,13 +49,10 @@ def attend_to_held(
 ) -> Float[Tensor, "seq batch heads*value_dim"]:
     """Store each new token on one rank, and compute attention of the new tokens to all tokens.
 
-    All ranks have all new tokens. Each rank computes attention to the tokens that it holds, and the
-    results are merged exactly, as in
+    All ranks have all new tokens, and the span of :func:`held_span`. Each rank computes attention
+    to the tokens that it holds, and the results are merged exactly, as in
     :class:`~lightning_megatron.layers.context_parallel.ring.PartialSum`. No gradients flow to the
     keys of other ranks.
-
-    Args:
-        span: Description of the attention with ``past``, from :func:`held_span`.
 
     Communication: an all-gather of the results of one part for each query.
     """
@@ -87,10 +84,7 @@ def held_span(
 ) -> AttentionSpan:
     """Return the span of new tokens, with a mask of the keys that this rank holds.
 
-    Args:
-        layer_span: Attention of the layers over whole rows.
-        rows: Span with ``past``, whose cache holds a part of the earlier tokens.
-        seq_length: New positions of each row, with padding after the tokens (tokens).
+    The arguments are those of ``attention.cached_attention.cached_span``.
     """
     past = rows.past
     assert past is not None, "the rows have a cache"

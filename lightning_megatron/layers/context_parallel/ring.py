@@ -92,16 +92,12 @@ def ring_attention(
     :class:`~lightning_megatron.layers.attention.document_cut.DocumentCut`. In each of ``axis.size``
     steps, a rank computes attention to the keys and values of one rank while it receives those for
     the next step. The partial results are summed as in
-    :class:`~lightning_megatron.layers.context_parallel.ring.PartialSum`. The backward pass
-    sends keys and values around the ring once more, followed by their gradients. Documents with a
-    window all-gather keys and values instead, as :func:`gathered_attention` does, because the
-    distances of queries and keys in a block differ by document.
+    :class:`~lightning_megatron.layers.context_parallel.ring.PartialSum`. The backward pass sends
+    keys and values around the ring once more, followed by their gradients. Documents with a window
+    all-gather keys and values instead, as :func:`gathered_attention` does, because the distances of
+    queries and keys in a block differ by document.
 
     Equal to ``layers.attention.core.attend`` of the whole sequence, up to the order of sums.
-
-    Args:
-        span: Which tokens attend to which in whole rows: causality, window, soft cap, slopes,
-            sinks, scale, and documents with their cut over the axis.
 
     Communication: forward ``axis.size - 1`` exchanges with both neighbours, of keys and values;
         backward the same, and ``axis.size`` exchanges of their gradients in at least float32.

@@ -27,16 +27,13 @@ from lightning_megatron.shapes import Float, Shaped
 class ColumnParallelLinear(nn.Module):
     """Linear layer ``x A^T + b`` whose output features are sharded over tp.
 
-    Equal to torch.nn.Linear(in_features, out_features, bias) with ``gather_output``, or with tp=1.
-
-    Shapes: the output has ``out_features`` features with ``gather_output``.
+    Equal to torch.nn.Linear(in_features, out_features, bias) with ``gather_output``, which needs
+    equal shards, or with tp=1.
 
     Args:
-        bias: Whether to add a bias, which is sharded like the outputs.
         ranges: Rows of the full weight that this rank holds, for fused projections; None means
             equal shards.
         partial: Whether the gradients of rows that several ranks hold must be summed.
-        gather_output: Whether every rank gets all outputs; needs equal shards.
 
     Communication: see ``column_linear``; with ``gather_output`` an all-gather over tp.
     Source: Shoeybi et al. 2019, section 3.
@@ -224,9 +221,7 @@ class RowParallelLinear(nn.Module):
     ) -> Float[Tensor, "seq_local *batch out_features"]:
         """Return the product summed over the tensor-parallel ranks, plus the bias.
 
-        Args:
-            add_bias: False if the caller fuses that addition with the next operation.
-            magnitude: Largest magnitude of the input; None if it is not known.
+        The arguments are those of :meth:`ColumnParallelLinear.forward`.
         """
         if self.split_input:
             hidden = split_to_axis(hidden, self.mesh.tp, dim=-1)

@@ -104,7 +104,6 @@ class ChunkedHead:
             index: This rank's column of each label, or -1.
             normaliser: Logarithm of the sum of exponentials over all ranks.
             scale: Gradient of each loss; 0 for ignored labels.
-            kernels: Kernels that computed the statistics; None means the operators of torch.
         """
         slope = self.form.slope(logits)
         terms = self.terms

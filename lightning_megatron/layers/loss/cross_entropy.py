@@ -38,10 +38,6 @@ def vocab_parallel_cross_entropy(
             logits, instead of a second tensor of their size. No other code may then read the
             logits, and the backward pass can run only once.
 
-    Raises:
-        IndexError: If a label is neither in the vocabulary nor ``ignore_index`` (on CPU; a CUDA
-            kernel asserts).
-
     Communication: forward one max and one sum all-reduce over tp, of a few numbers per token;
         backward none.
     Source: Shoeybi et al. 2019, section 3.
