@@ -29,7 +29,6 @@ class RemoteTensor(Tensor):
     no result is computed from wrong values.
 
     Args:
-        like: Tensor with the shape, dtype and device.
         owner: Model that is cut into stages.
         name: Description of the tensor, for errors.
         value_name: Name under which stages send the tensor to each other; None without a name.
@@ -58,10 +57,7 @@ class RemoteTensor(Tensor):
         deferred: DeferredCall | None = None,
         leaf: int = 0,
     ) -> RemoteTensor:
-        """Return a placeholder with the shape, dtype and device of another tensor.
-
-        The arguments are those of the class.
-        """
+        """Return a placeholder with the shape, dtype and device of another tensor."""
         device = owner.mesh.device if like.is_meta else like.device
         result: RemoteTensor = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=device
@@ -76,11 +72,7 @@ class RemoteTensor(Tensor):
         return result
 
     def resolved(self) -> Tensor | None:
-        """Return the tensor with values if they have arrived or can be computed; None otherwise.
-
-        Raises:
-            UnsupportedError: If its computation would draw random numbers a second time.
-        """
+        """Return the tensor with values if they have arrived or can be computed; None otherwise."""
         cursor = self.owner.cursor
         if self.value is None and cursor is not None and not cursor.probe:
             if self.value_name is not None and self.value_name in cursor.known:
@@ -90,37 +82,19 @@ class RemoteTensor(Tensor):
         return self.value
 
     def resolve(self, why: str) -> Tensor:
-        """Return the tensor with values.
-
-        Args:
-            why: Reason for which the values are needed, for the error.
-
-        Raises:
-            UnsupportedError: If the values have not arrived.
-        """
+        """Return the tensor with values, or raise an error that says why they are needed here."""
         tensor = self.resolved()
         if tensor is None:
             self._refuse(why)
         return tensor
 
     def check_unwritten(self) -> None:
-        """Raise if a block has written into the tensor, because other stages do not see the write.
-
-        Raises:
-            UnsupportedError: If a block has written into the tensor in place.
-        """
+        """Raise if a block has written into the tensor: other stages do not see the write."""
         if self.writer is not None:
             refuse(self, f"{self.writer} has changed it in place")
 
     def read_at_end(self, why: str) -> Tensor:
-        """Return the tensor with values on the last stage, and the placeholder on other stages.
-
-        Args:
-            why: Reason for which the values are needed, for the error.
-
-        Raises:
-            UnsupportedError: If the values have not arrived on the last stage.
-        """
+        """Return the tensor with values on the last stage, and the placeholder on other stages."""
         cursor = self.owner.cursor
         if cursor is not None and cursor.probe:
             self.owner.note_use(self)
@@ -221,12 +195,7 @@ class RemoteTensor(Tensor):
 
 
 class DeferredCall:
-    """Deferred call of a function with placeholders among its arguments.
-
-    Args:
-        function: Function to call.
-        is_random: Whether the function draws random numbers.
-    """
+    """Deferred call of a function with placeholders among its arguments."""
 
     def __init__(
         self,
@@ -250,13 +219,8 @@ class DeferredCall:
     def leaf_of_result(self, remote: RemoteTensor) -> Tensor | None:
         """Return a leaf of the result if the values of all arguments are known; None otherwise.
 
-        The function is called once, and its result is kept for the other leaves.
-
-        Args:
-            remote: Placeholder for the leaf.
-
-        Raises:
-            UnsupportedError: If the function draws random numbers.
+        The function is called once, and its result is kept for the other leaves. A function that
+        draws random numbers is refused, because it would draw them a second time.
         """
         if self._result is None:
             leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
@@ -279,9 +243,7 @@ class DeferredCall:
 def fill_outputs(spec: OutputSpec, absent: Callable[[Tensor, int], Any]) -> Any:
     """Build the outputs that a specification describes, with placeholders instead of tensors.
 
-    Args:
-        spec: Specification of the outputs.
-        absent: Function that returns the placeholder for a tensor, given its description and index.
+    ``absent`` returns the placeholder for a tensor, given its description and index.
     """
     leaves = [
         absent(leaf, number) if isinstance(leaf, Tensor) else leaf
@@ -291,14 +253,7 @@ def fill_outputs(spec: OutputSpec, absent: Callable[[Tensor, int], Any]) -> Any:
 
 
 def with_values(result: Any) -> Any:
-    """Return the result of a step with values instead of placeholders.
-
-    Args:
-        result: Result of the step.
-
-    Raises:
-        UnsupportedError: If the values of a tensor are on another stage.
-    """
+    """Return the result of a step with values, which must have arrived, instead of placeholders."""
     if not any(isinstance(leaf, RemoteTensor) for leaf in pytree.tree_leaves(result)):
         return result
     return pytree.tree_map(_value, result)
@@ -309,29 +264,14 @@ def _value(leaf: Any) -> Any:
 
 
 def check_present(*tensors: Tensor | None) -> None:
-    """Raise if an input of a model is a placeholder, such as the result of an earlier call.
-
-    Args:
-        tensors: Inputs of the model.
-
-    Raises:
-        UnsupportedError: If another stage computes an input.
-    """
+    """Raise if an input of a model is a placeholder, such as the result of an earlier call."""
     for tensor in tensors:
         if isinstance(tensor, RemoteTensor):
             refuse(tensor, "the first stage would read it")
 
 
 def refuse(absent: RemoteTensor, why: str) -> NoReturn:
-    """Raise an error that names a placeholder and the line of the user's code.
-
-    Args:
-        absent: Placeholder whose values are needed.
-        why: Reason for which they are needed.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Raise an error that names a placeholder, why it is needed and the line of the user's code."""
     raise UnsupportedError(
         f"{absent.title} cannot be used here with pp above 1, because another pipeline stage "
         f"computes it and {why}: {line_of_user()}. Stages send each other the inputs and outputs "

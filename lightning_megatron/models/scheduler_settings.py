@@ -23,9 +23,7 @@ SchedulerGiven = Callable[[Optimizer], LRScheduler] | Mapping[str, Any] | None
 class SchedulerSettings:
     """Class and arguments of a scheduler, which checkpoints store as plain values.
 
-    Args:
-        kind: Class of the scheduler.
-        arguments: Arguments of the class except the optimizer.
+    The optimizer is not among the arguments.
     """
 
     kind: type[LRScheduler]
@@ -38,9 +36,6 @@ class SchedulerSettings:
         Args:
             scheduler: ``functools.partial`` of a scheduler's class, the class itself, or a mapping
                 with ``class_path`` and ``init_args``.
-
-        Raises:
-            ParallelPlanError: If the value has another type, or the class needs a metric.
         """
         if scheduler is None:
             return None
@@ -84,12 +79,7 @@ class SchedulerSettings:
     def check(self, name: str, learning_rate: float, weight_decay: float) -> None:
         """Check the arguments early, by building the scheduler for an optimizer without a model.
 
-        Args:
-            learning_rate: Learning rate of the optimizer.
-            weight_decay: Weight decay of the first parameter group; the second one has none.
-
-        Raises:
-            ParallelPlanError: If the class rejects its arguments.
+        The second parameter group has no weight decay.
         """
         groups = [
             {"params": [torch.zeros(1)], "weight_decay": decay} for decay in (weight_decay, 0.0)

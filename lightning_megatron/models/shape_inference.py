@@ -34,7 +34,6 @@ class OutputSpec:
 
     Args:
         leaves: Leaves of the result; tensors have a shape, a dtype and a device, but no values.
-        structure: Tree structure of the result.
         is_random: Whether the function draws random numbers.
         problem: Side effect of the function that other stages cannot reproduce, with a remedy;
             empty without such an effect.
@@ -68,9 +67,6 @@ class ShapeInference:
     def of_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> OutputSpec:
         """Return the specification of the outputs of a function.
 
-        Args:
-            function: Function to call.
-
         Raises:
             RuntimeError: If a shape depends on values, or the function fails.
         """
@@ -80,10 +76,6 @@ class ShapeInference:
         self, module: nn.Module, device: torch.device, args: Any, kwargs: Any
     ) -> OutputSpec:
         """Return the specification of the outputs of a meta module, as if it were on a device.
-
-        Args:
-            module: Module on the meta device.
-            device: Device of the outputs.
 
         Raises:
             RuntimeError: If a shape depends on values, or the module fails.

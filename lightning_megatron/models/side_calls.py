@@ -22,7 +22,6 @@ class SideCalls:
     calls together before the schedule starts, and the step then takes the results in order.
 
     Args:
-        results: Collected results.
         is_collecting: Whether all stages run the step together to collect results.
         num_taken: Number of results that the running step has taken.
     """
@@ -35,13 +34,8 @@ class SideCalls:
 def run_side_call(model: PipelinedModule, name: str, call: Callable[[], T]) -> T:
     """Return the result of a computation that needs all stages, such as text generation.
 
-    Equals ``call()`` on one stage. Inside a step with pipeline stages, all stages run ``call``
+    Equal to ``call()`` on one stage. Inside a step with pipeline stages, all stages run ``call``
     before the schedule, during a run of the step without values of the model.
-
-    Args:
-        model: Model that is cut into stages.
-        name: Name of the function that the user calls, for errors.
-        call: Function that all ranks of pp call together.
 
     Raises:
         UnsupportedError: Inside a step, if the call follows a line that reads a value of the

@@ -68,29 +68,17 @@ class StageCursor:
     uses: Counter[str] = field(default_factory=Counter)
 
     def use_of(self, name: str) -> str:
-        """Count a call of a module outside of the blocks, and return the name of its result.
-
-        Args:
-            name: Name of the module.
-        """
+        """Count a call of a module outside of the blocks, and return the name of its result."""
         self.uses[name] += 1
         return f"{name}#{self.uses[name]}:out"
 
     def stop_probe(self) -> None:
-        """End a probe that has passed all boundaries, because the step needs a value.
-
-        Raises:
-            StageDone: If the probe may end.
-        """
+        """Raise ``StageDone`` in a probe that has passed all boundaries: the step needs a value."""
         if self.probe and self.plan is None and self.may_stop:
             raise StageDone
 
     def begin_call(self) -> None:
-        """Count a call of the model.
-
-        Raises:
-            UnsupportedError: If the step makes more calls than expected.
-        """
+        """Count a call of the model, and refuse more calls than the plan has."""
         self.calls += 1
         if self.plan is not None and self.calls > self.plan.num_calls:
             raise UnsupportedError(wrong_calls(self.plan.num_calls, f"at least {self.calls}"))
@@ -149,11 +137,7 @@ class PipelinedModule(nn.Module):
         return groups
 
     def chunk_of(self, name: str) -> int | None:
-        """Return the chunk of this stage that reads a parameter; None if several may read it.
-
-        Args:
-            name: Name of the parameter in this module.
-        """
+        """Return the chunk of this stage that reads a parameter; None if several may read it."""
         return 0 if self.num_chunks == 1 else None
 
     def stage_parameters(self) -> Iterator[nn.Parameter]:
@@ -161,19 +145,11 @@ class PipelinedModule(nn.Module):
         return self.parameters()
 
     def is_first_stage(self, chunk: int = 0) -> bool:
-        """Return whether a chunk of this rank is the first virtual stage, with the embedding.
-
-        Args:
-            chunk: Index of the chunk.
-        """
+        """Return whether a chunk of this rank is the first virtual stage, with the embedding."""
         return self.mesh.pp.is_first and chunk == 0
 
     def is_last_stage(self, chunk: int | None = None) -> bool:
-        """Return whether a chunk of this rank is the last virtual stage, with the head.
-
-        Args:
-            chunk: Index of the chunk; None means the last one of this rank.
-        """
+        """Return whether a chunk (None: the last one) is the last virtual stage, with the head."""
         return self.mesh.has_loss and chunk in (None, self.num_chunks - 1)
 
     def run_stage(
@@ -197,7 +173,6 @@ class PipelinedModule(nn.Module):
 
         Raises:
             StageDone: At the last call of a step, in probes and on all stages except the last.
-            UnsupportedError: If the step calls the model more often than planned.
         """
         cursor = self.cursor
         if cursor is None:
@@ -228,22 +203,14 @@ class PipelinedModule(nn.Module):
         yield
 
     def plan_of(self, cursor: StageCursor, result: Any) -> StepPlan:
-        """Return the plan that follows from a probe.
-
-        Args:
-            result: Result of the step; None if the step did not run to its end.
-        """
+        """Return the plan that follows from a probe; no result means that the step did not end."""
         return StepPlan(cursor.calls)
 
     def note_use(self, tensor: Tensor) -> None:
         """Record, in a probe, that the last stage needs the values of a tensor."""
 
     def check_has_all_stages(self) -> None:
-        """Raise if the whole model is called and this rank has only some of its stages.
-
-        Raises:
-            UnsupportedError: If the model is cut over pp and no cursor is set.
-        """
+        """Raise if the whole model is called and this rank has only some of its stages."""
         if self.cursor is None and self.mesh.pp.size > 1:
             raise UnsupportedError(
                 f"a model cut into {self.mesh.pp.size} pipeline stages cannot be called outside of "
@@ -259,8 +226,8 @@ _COMPUTED_BY = "computed_by"
 def pipelined_modules(root: nn.Module) -> Iterator[tuple[str, PipelinedModule]]:
     """Yield the pipelined modules inside a module, with their names.
 
-    A pipelined module may compute for another module without being its child; see
-    :func:`set_computed_by`. It then has the name of that module.
+    A pipelined module that computes for another module without being its child
+    (:func:`set_computed_by`) has the name of that module.
     """
     for name, module in root.named_modules():
         if isinstance(module, PipelinedModule):
@@ -279,11 +246,7 @@ def named_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def computed_by(module: nn.Module) -> PipelinedModule | None:
-    """Return the pipelined module that computes for a module; None without one.
-
-    Args:
-        module: Any module.
-    """
+    """Return the pipelined module that computes for a module; None without one."""
     computing = vars(module).get(_COMPUTED_BY)
     return computing if isinstance(computing, PipelinedModule) else None
 
@@ -291,8 +254,6 @@ def computed_by(module: nn.Module) -> PipelinedModule | None:
 def set_computed_by(module: nn.Module, model: PipelinedModule) -> None:
     """Record that a pipelined module computes for a module, without making it a child.
 
-    Args:
-        module: Module that keeps the names of the parameters.
-        model: Pipelined module that computes with these parameters.
+    The module keeps the names of the parameters with which the other one computes.
     """
     vars(module)[_COMPUTED_BY] = model

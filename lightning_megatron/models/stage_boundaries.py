@@ -18,9 +18,7 @@ from lightning_megatron.user_code import line_of_user
 class StageBoundaries:
     """Record the values that cross stage boundaries in probes, and receive them in runs.
 
-    Args:
-        starts: Index of the first block of each virtual stage, in order.
-        num_blocks: Number of blocks of all stages.
+    ``starts`` are the first blocks of the virtual stages, in order.
     """
 
     def __init__(self, starts: Sequence[int], num_blocks: int) -> None:
@@ -61,11 +59,8 @@ class StageBoundaries:
     ) -> None:
         """Record, in a probe, that a virtual stage computes a value.
 
-        Args:
-            tensor: Placeholder for the value.
-            stage: Virtual stage that computes the value.
-            at_start: Whether the value exists before the step, such as a parameter; otherwise it is
-                computed at this point of the step.
+        ``at_start`` means that the value exists before the step, such as a parameter; otherwise it
+        is computed at this point of the step.
         """
         if cursor.probe:
             cursor.known[value_name] = tensor
@@ -96,7 +91,6 @@ class StageBoundaries:
 
         Raises:
             StageDone: If the block is the first of the probed virtual stage, in the last call.
-            UnsupportedError: If the block reads values that the first step did not read.
         """
         numbers = tuple(
             number for number, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor)
@@ -167,13 +161,7 @@ class StageBoundaries:
         """Record, in a probe without a plan, that a virtual stage reads a value.
 
         A value without a name is recomputed on the stage that reads it, from values with names.
-
-        Args:
-            leaf: Value; values without placeholders are ignored.
-            stage: Virtual stage that reads the value.
-
-        Raises:
-            UnsupportedError: If the value can neither be sent to the stage nor recomputed there.
+        Values that can neither be sent to the stage nor recomputed there are refused.
         """
         recorded = cursor.findings
         if not isinstance(leaf, RemoteTensor) or id(leaf) in recorded.bound.get(stage, {}):
@@ -217,15 +205,9 @@ class StageBoundaries:
     def plan(
         self, cursor: StageCursor, result: Sequence[Any], current_plan: Mapping[str, str]
     ) -> StepPlan:
-        """Return the plan that follows from a probe.
+        """Return the plan that follows from a probe, given the leaves of the step's result.
 
-        Args:
-            result: Leaves of the step's result.
-            current_plan: The current ``pipeline_plan``.
-
-        Raises:
-            UnsupportedError: If a stage reads a value that an earlier stage computes after it has
-                sent its outputs.
+        A value that an earlier stage computes after it has sent its outputs is refused.
         """
         for leaf in result:
             self.record_use(cursor, leaf, self.last)

@@ -42,12 +42,8 @@ class StagedBlocks(CutBlocks):
     step ends there. It also receives other values of earlier stages that it reads, which the probe
     of the first step has found. The names of blocks are their indices in the whole list.
 
-    Args:
-        name: Name of the list, for errors.
-        source: List to replace; its blocks of other stages move to the meta device.
-        twins: Copies of all blocks on the meta device.
-        ends: Modules outside of the list that only this stage has, each with whether its submodules
-            are included.
+    ``ends`` are the modules outside of the list that only this stage has, each with whether its
+    submodules are included.
     """
 
     def __init__(
@@ -127,7 +123,6 @@ class StagedBlocks(CutBlocks):
         """Run a block if it is on the current virtual stage; otherwise return placeholders.
 
         Raises:
-            UnsupportedError: If the blocks are called out of order, or values are on another stage.
             StageDone: In the last call, at the first block of the next stage, or in a probe at the
                 first block of this stage.
         """
@@ -184,10 +179,8 @@ class StagedBlocks(CutBlocks):
     def _enter_empty_stage(self, cursor: StageCursor) -> None:
         """Enter, after the last block, a last virtual stage without blocks.
 
-        This stage receives all values by name, because it has no block with inputs.
-
-        Raises:
-            StageDone: On the stage before it, and in the probe of this stage.
+        This stage receives all values by name, because it has no block with inputs. The stage
+        before it ends here, and so does the probe of this stage.
         """
         assert cursor.plan is not None, "only a step with a plan knows its last call"
         stage = self.boundaries.last

@@ -15,7 +15,6 @@ class StepPlan:
     A plan is the same on all ranks and for all batches.
 
     Args:
-        num_calls: Number of calls of the model in one step.
         inputs: Indices of the argument leaves of a virtual stage's first block that come from the
             previous stage, by call (from 1) and virtual stage. Empty for a model that sends one
             tensor of hidden states.
@@ -68,12 +67,7 @@ class ProbeFindings:
 
 
 def wrong_calls(expected: int, count: object) -> str:
-    """Return the message for a step with an unexpected number of model calls.
-
-    Args:
-        expected: Expected number of calls.
-        count: Number of calls, or words for it.
-    """
+    """Return the message for a step with an unexpected number of model calls."""
     return (
         "with pp above 1 every step must call the pipelined model the same number of times, at "
         f"least once: {count} calls were made, {expected} expected. The first step counts the "

@@ -24,9 +24,6 @@ class StoredTensors:
         Args:
             path: Name of the tensor in the block.
             target: Tensor of the block, or of its copy on the meta device.
-
-        Raises:
-            UnsupportedError: If the block has not run in this call of the model.
         """
         blocks = self.blocks
         cursor = blocks.cursor
@@ -55,10 +52,8 @@ class StoredTensors:
     def register_arrival(self, name: str) -> None:
         """Register a placeholder for a stored tensor that the step will receive.
 
-        Values that no block stores are ignored.
-
-        Args:
-            name: Name of a value that is sent between stages, without the number of the call.
+        The name is that of a value between stages, without the number of the call; values that no
+        block stores are ignored.
         """
         prefix = f"{self.blocks.name}."
         if name.startswith(prefix) and ":" not in name:
@@ -68,11 +63,7 @@ class StoredTensors:
             self.read(int(index), path, getattr(block.get_submodule(owner), key))
 
     def keep(self, cursor: StageCursor, index: int) -> None:
-        """Keep the tensors that a block has stored, if later stages will read them.
-
-        Args:
-            cursor: Cursor of the run.
-        """
+        """Keep the tensors that a block has stored, if later stages will read them."""
         prefix = f"{cursor.calls}:{self.blocks.name}.{index}."
         for value_name in cursor.plan.extra_names if cursor.plan is not None else ():
             if value_name.startswith(prefix):

@@ -78,11 +78,7 @@ CREATE_LIKE = frozenset(
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a torch function, method or attribute.
-
-    Args:
-        func: Function that torch passes to ``__torch_function__``.
-    """
+    """Return the name of a function that torch passes to ``__torch_function__``."""
     name: str = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         attribute: str = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -91,11 +87,7 @@ def name_of(func: Any) -> str:
 
 
 def writes_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of a torch function writes into one of its arguments.
-
-    Args:
-        kwargs: Keyword arguments of the call.
-    """
+    """Return whether a call of a torch function writes into one of its arguments."""
     if (
         kwargs.get("out") is not None
         or kwargs.get("inplace") is True

@@ -172,10 +172,8 @@ class TokenModule(LightningModule):
     def provide_model(self, mesh: Any) -> nn.Module:
         """Build the model with ``configure_model``, and return it without keeping it.
 
-        Another module that runs the model, such as ``EvaluatedLM``, calls this method.
-
-        Args:
-            mesh: ``device_mesh`` of the other module; None without MegatronStrategy.
+        Another module that runs the model, such as ``EvaluatedLM``, calls this method with its own
+        ``device_mesh``; None without MegatronStrategy.
         """
         self._device_mesh = mesh
         self.configure_model()
@@ -188,12 +186,6 @@ class TokenModule(LightningModule):
         """Check that the vocabulary of the model includes that of the data module.
 
         Lightning calls ``setup`` of the data module first.
-
-        Args:
-            stage: Stage of the Trainer; not used.
-
-        Raises:
-            ParallelPlanError: If the vocabulary of the data is larger than that of the model.
         """
         vocab_size = _vocab_size_of(getattr(self.trainer, "datamodule", None))
         if vocab_size is not None and vocab_size > self.vocab_size:

@@ -85,11 +85,7 @@ class WeightDecaySchedule(StepScheduler):
                 group["weight_decay"] = value * part
 
     def weight_decay(self, step: int) -> float:
-        """Return the weight decay after a number of optimizer steps.
-
-        Args:
-            step: Number of completed optimizer steps (steps).
-        """
+        """Return the weight decay after a number of completed optimizer steps."""
         if step >= self.num_steps:
             return self.end
         if self.shape == "constant":
