@@ -37,6 +37,10 @@ def run_side_call(model: PipelinedModule, name: str, call: Callable[[], T]) -> T
     Equal to ``call()`` on one stage. Inside a step with pipeline stages, all stages run ``call``
     before the schedule, during a run of the step without values of the model.
 
+    Args:
+        name: Name of the function that the user calls, for errors.
+        call: Function that all ranks of pp call together.
+
     Raises:
         UnsupportedError: Inside a step, if the call follows a line that reads a value of the
             model's results, or if the first step of the same kind (such as validation) did not make
