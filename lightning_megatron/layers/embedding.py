@@ -350,9 +350,6 @@ class EncoderEmbedding(nn.Module):
         token_types: Int[Tensor, "batch seq"],
         vectors: Float[Tensor, "batch seq hidden"] | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the residual stream of the first block; full vectors may replace those of
-        tokens.
-        """
         self.mesh.random.seek(0)
         hidden = self._words(tokens, vectors)
         hidden = hidden + self.token_type(token_types) + self.position(positions)

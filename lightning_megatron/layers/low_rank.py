@@ -124,7 +124,6 @@ class LowRankUpdates(nn.ModuleDict):
     def forward(
         self, hidden: Float[Tensor, "... in_local"], output: Float[Tensor, "*tokens out_local"]
     ) -> Float[Tensor, "*tokens out_local"]:
-        """Return the outputs of the layer with all updates added."""
         if not self.is_enabled:
             return output
         pieces = []

@@ -125,7 +125,6 @@ class _Norm(nn.Module):
         return (stream, normalised) if with_stream else normalised
 
     def scale(self) -> Float[Tensor, "hidden"]:
-        """Return the factor of every feature."""
         return self.weight
 
     def _normalise(self, hidden: Tensor) -> Tensor:

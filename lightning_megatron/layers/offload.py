@@ -100,7 +100,6 @@ class _Input:
             self._device_tensor = None
 
     def fetch(self) -> None:
-        """Start to copy the input back, unless it is on the device."""
         if self._device_tensor is None:
             self._device_tensor, self._event = self._copies.arrive(self._host, self._device)
 

@@ -45,7 +45,6 @@ class RecomputedForward:
         rotary: Rotary | None = None,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the output of the block; see :meth:`PreNormBlock.forward`."""
         run = self._run
         offloading: AbstractContextManager[Any] = nullcontext()
         if self.keeps_core and torch.is_grad_enabled():
@@ -59,7 +58,6 @@ class RecomputedForward:
         return output
 
     def _run(self, hidden: Tensor, rotary: Rotary | None, span: AttentionSpan | None) -> Tensor:
-        """Return the output of the block, without recomputation."""
         output: Tensor = type(self.block).forward(self.block, hidden, rotary, span)
         return output
 

@@ -98,7 +98,6 @@ class TorchFlash:
     def forward(
         self, query: Rows, key: Rows, value: Rows, call: FlashCall
     ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
-        """Return the output and the log-sum-exps."""
         return _torch_flash(query, key, value, call, dropout=0.0)
 
     def backward(
@@ -111,7 +110,6 @@ class TorchFlash:
         lse: Float[Tensor, "... heads _"],
         call: FlashCall,
     ) -> Gradients:
-        """Return the gradients of queries, keys and values."""
         without_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         gradients: Gradients = torch.ops.aten._flash_attention_backward(
             grad_out,
@@ -175,7 +173,6 @@ class TorchCudnn:
     def forward(
         self, query: Rows, key: Rows, value: Rows, call: FlashCall
     ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
-        """Return the output and the log-sum-exps."""
         heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *heads_first, None, True, 0.0, call.causal, False, scale=call.scale
@@ -192,7 +189,6 @@ class TorchCudnn:
         lse: Float[Tensor, "... heads _"],
         call: FlashCall,
     ) -> Gradients:
-        """Return the gradients of queries, keys and values."""
         without_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
         heads_first = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -222,7 +218,6 @@ class FlashAttention3:
     def forward(
         self, query: Rows, key: Rows, value: Rows, call: FlashCall
     ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
-        """Return the output and the log-sum-exps."""
         out, lse, *_ = self.module._flash_attn_forward(
             query,
             key,
@@ -244,7 +239,6 @@ class FlashAttention3:
         lse: Float[Tensor, "... heads _"],
         call: FlashCall,
     ) -> Gradients:
-        """Return the gradients of queries, keys and values."""
         like = torch.contiguous_format
         dq, dk, dv = (
             torch.empty_like(tensor, memory_format=like) for tensor in (query, key, value)
@@ -278,7 +272,6 @@ class FlashAttention4:
     def forward(
         self, query: Rows, key: Rows, value: Rows, call: FlashCall
     ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
-        """Return the output and the log-sum-exps."""
         out, lse, *_ = self.module._flash_attn_fwd(
             query,
             key,
@@ -301,7 +294,6 @@ class FlashAttention4:
         lse: Float[Tensor, "... heads _"],
         call: FlashCall,
     ) -> Gradients:
-        """Return the gradients of queries, keys and values."""
         dq, dk, dv = self.module._flash_attn_bwd(
             query,
             key,

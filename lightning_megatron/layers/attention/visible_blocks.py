@@ -35,7 +35,6 @@ class _Tokens:
 
     @property
     def length(self) -> int:
-        """Return the length of the rows (tokens)."""
         return self.places.shape[1]
 
     def bounds(self, values: Int[Tensor, "#batch seq"]) -> tuple[Tensor, Tensor]:
@@ -200,5 +199,4 @@ def _rule(
 
 
 def _of_all_rows(num_sequences: int, *values: Tensor) -> tuple[Tensor, ...]:
-    """Return values of tokens expanded to all rows, which the kernel reads by row and token."""
     return tuple(value.expand(num_sequences, -1).contiguous() for value in values)

@@ -215,7 +215,6 @@ def _documents(
 
 
 def _places_of(rank: int, cut: ContextCut | DocumentCut, device: torch.device) -> Tensor:
-    """Return the place in its row of every token that a rank holds."""
     if isinstance(cut, DocumentCut):
         return cut.order[:, rank]
     pieces = (torch.arange(piece.start, piece.stop, device=device) for piece in cut.ranges(rank))

@@ -98,7 +98,6 @@ class _Version:
         return cls(parts, tuple((part._version, part.data_ptr()) for part in parts))
 
     def is_same(self, other: _Version | None) -> bool:
-        """Return whether nothing was written or replaced between two states."""
         if other is None or self.numbers != other.numbers:
             return False
         return all(left is right for left, right in zip(self.parts, other.parts, strict=True))

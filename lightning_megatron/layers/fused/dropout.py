@@ -86,7 +86,6 @@ class WeightDropout:
     def __call__(
         self, weights: Float[Tensor, "batch heads seq _"], probability: float
     ) -> Float[Tensor, "batch heads seq _"]:
-        """Drop weights of whole rows of queries and keys."""
         if probability == 0.0:
             return weights
         batch, heads, places = (dimension_of_rows(weights.shape, dim) for dim in range(3))

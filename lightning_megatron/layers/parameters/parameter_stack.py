@@ -114,7 +114,6 @@ class _Leaf:
     origins: tuple[tuple[int, GradientSlot], ...]
 
     def presents(self, parts: Iterable[Tensor | None]) -> bool:
-        """Return whether the parameters have the same addresses and slots as at the creation."""
         for part, (address, slot) in zip(parts, self.origins, strict=True):
             if part is None or part.data_ptr() != address or slot_of(part) is not slot:
                 return False
