@@ -28,16 +28,10 @@ def open_store(
     If a process group already exists, return its store.
 
     Args:
-        address: Host of the store.
-        port: Port of the store.
         rank: Global rank of this process. Rank 0 runs the store, unless torchrun does.
-        size: Number of ranks in the job.
         use_agent_store: Whether torchrun's agent runs the store.
         listener: File descriptor of a socket of rank 0 that listens on the port, which the store
             owns from then on; None lets the store open a socket.
-
-    Raises:
-        RankMismatchError: If the other ranks do not connect to torchrun's store in time.
 
     Communication: every rank with the store.
     """
@@ -65,14 +59,6 @@ def join_agent_store(
     addresses of the previous ranks and try to connect to processes that no longer exist. torchrun's
     own count of attempts does not help, because every host counts separately.
 
-    Args:
-        address: Host of torchrun's store.
-        port: Port of the store.
-        size: Number of ranks in the job.
-
-    Raises:
-        RankMismatchError: If the other ranks do not connect in time.
-
     Communication: every rank with rank 0, through the store.
     """
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -84,13 +70,6 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     """Return a name that all running ranks agree on, regardless of old entries in the store.
 
     Every rank writes a random word, which only a running rank 0 can answer.
-
-    Args:
-        store: Store, which may contain entries of earlier ranks.
-        size: Number of ranks that take part.
-
-    Raises:
-        RankMismatchError: If the other ranks do not arrive in time.
     """
     entries = dist.PrefixStore("lightning_megatron", store)
     deadline = time.monotonic() + timeout.total_seconds()

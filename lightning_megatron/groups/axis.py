@@ -29,20 +29,10 @@ class CollectiveRecorder(Protocol):
     """Recording of a computation, in which every collective is one entry that can run again."""
 
     def run(self, collective: Callable[[], object], written: Sequence[Tensor]) -> None:
-        """Run a collective that is complete when it returns, and record it.
-
-        Args:
-            collective: The collective; it can be run again on the same tensors.
-            written: Tensors that it writes.
-        """
+        """Run a collective that is complete when it returns, and record it."""
 
     def start(self, collective: Callable[[], Work], written: Sequence[Tensor]) -> Work:
-        """Start an asynchronous collective, and record its start; the handle records the wait.
-
-        Args:
-            collective: Start of the collective; it can be called again on the same tensors.
-            written: Tensors that it writes.
-        """
+        """Start an asynchronous collective, and record its start; the handle records the wait."""
 
 
 class CollectiveLauncher:
@@ -70,7 +60,7 @@ class CollectiveLauncher:
             self.recorder.run(collective, written)
 
     def start(self, collective: Callable[[], Work], *written: Tensor) -> Work:
-        """Start an asynchronous collective that writes some tensors, and return its handle."""
+        """Start an asynchronous collective that writes some tensors."""
         if self.recorder is None:
             return collective()
         return self.recorder.start(collective, written)
@@ -81,14 +71,12 @@ class MeshAxis:
     """Group of ranks that differ from this rank only on one axis, or only on a set of axes.
 
     Args:
-        name: Name of the axis, such as ``tp``.
         ranks: Global ranks of the group, in axis order.
         rank: Position of this rank in ``ranks``.
         group: Process group; None for a group of one rank, which never communicates.
         overlaps_matmul: Whether matrix products on GPUs are cut into pieces that overlap with their
             communication.
         journal: Counter of this rank's collectives.
-        launcher: Object through which this rank starts its collectives.
         peer_memory: Symmetric memory that the ranks of the group write into.
     """
 

@@ -27,8 +27,6 @@ def all_gather_matmul(
         ``(axis.size * N, ..., M)``.
 
     Args:
-        x: This rank's part.
-        matrix: Right factor.
         keep: Whether the joined tensor is needed, too; otherwise it is returned only if it exists
             anyway.
 
@@ -63,11 +61,7 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, axis: MeshAxis) -> Tensor:
 
 
 def overlaps_scaled_products(x: Tensor, dtype: torch.dtype, axis: MeshAxis) -> bool:
-    """Return whether products of 8 bits overlap with a collective before or after them.
-
-    Args:
-        x: Left factor, in 8 bits.
-    """
+    """Return whether products of 8 bits overlap with a collective; ``x`` is their left factor."""
     return axis.overlaps_matmul and axis.size > 1 and x.is_cuda and dtype in HALF_TYPES
 
 
@@ -89,11 +83,9 @@ def all_gather_scaled_matmul(
         ``(axis.size * N, M)``.
 
     Args:
-        x: This rank's rows.
         matrix: Right factor in 8 bits, the transpose of a contiguous matrix.
         scales: Scale of the left factor, which is the same on all ranks, and of the right one.
         axis: Axis of the ranks, for which :func:`overlaps_scaled_products` holds.
-        fast: Whether the chip may sum up with fewer bits.
 
     Communication: an all-gather of 8 bits.
     """
@@ -122,11 +114,8 @@ def scaled_matmul_reduce_scatter(
     Shapes: x ``(axis.size * N, K)``; matrix ``(K, M)``; scales ``(1,)``; result ``(N, M)``.
 
     Args:
-        x: Left factor.
         matrix: Right factor, the transpose of a contiguous matrix.
-        scales: Scales of both factors.
         axis: Axis of the ranks, for which :func:`overlaps_scaled_products` holds.
-        fast: Whether the chip may sum up with fewer bits.
 
     Communication: a reduce-scatter.
     """

@@ -85,16 +85,12 @@ def reduce_scatter_sequence(x: Tensor, axis: MeshAxis, dim: int = 0) -> Tensor:
 def all_to_all_rows(
     x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis
 ) -> Tensor:
-    """Send rows to every rank of the axis, and join the rows that they send to this rank.
+    """Send rows, sorted by destination rank, to every rank of the axis, and join those they
+    send.
 
     Backward sends the gradients the opposite way.
 
     Shapes: x ``(sum(sends), ...)``; output ``(sum(receives), ...)``.
-
-    Args:
-        x: Rows, sorted by destination rank.
-        sends: Number of rows to send to every rank.
-        receives: Number of rows to receive from every rank.
     """
     return x if axis.group is None else _AllToAllRows.apply(x, tuple(sends), tuple(receives), axis)
 
@@ -265,14 +261,7 @@ def is_world(group: Any) -> bool:
 
 
 def ranks_of_call(arguments: Sequence[Any]) -> tuple[int, ...] | None:
-    """Return the global ranks of a collective from the arguments of its operator.
-
-    Args:
-        arguments: Arguments of an operator of torch's dispatcher.
-
-    Returns:
-        Ranks of the process group; None if no argument is a process group.
-    """
+    """Return the global ranks of a collective from its operator's arguments; None for others."""
     for value in arguments:
         if not isinstance(value, torch.ScriptObject):
             continue

@@ -89,12 +89,6 @@ def check_same_in_store(
 
     The first rank reads the values of all ranks and sends the result to each of them.
 
-    Args:
-        store: Store that the ranks share.
-        ranks: Global ranks that take part, including this one.
-        patience: Time to wait for the other ranks.
-        remedy: End of the error text: what the user should do if values differ.
-
     Returns:
         The number of comparisons that these ranks have started before in this store.
 
@@ -140,10 +134,7 @@ def check_same_in_store(
 class _Waiting:
     """Wait for other ranks, and raise if one of them waits for this rank with another layout.
 
-    Args:
-        store: Store in which every rank names the ranks that it is waiting for.
-        ranks: Ranks that take part in the comparison.
-        patience: Time to wait.
+    ``store`` is where every rank names the ranks that it is waiting for.
     """
 
     def __init__(
@@ -174,7 +165,6 @@ class _Waiting:
         return store.get(key).decode()
 
     def _check_layout_of(self, rank: int) -> None:
-        """Raise if another rank waits for this rank with another layout."""
         if not self._store.check([f"open/{rank}"]):
             return
         ends = json.loads(self._store.get(f"open/{rank}"))

@@ -27,9 +27,6 @@ class StreamPosition:
     """Position in training at which a random stream draws.
 
     Args:
-        step: Optimizer step (steps).
-        microbatch: Index of the microbatch within the step, over all data ranks (microbatches).
-        layer: Index of the layer in the whole model (layers).
         is_replay: Whether activations are being recomputed. Draws do not depend on it.
         run: Number of earlier runs of the layer in the microbatch; above 0 if a step calls the
             model several times.
@@ -48,11 +45,7 @@ class StreamPosition:
     num_samples: int = 0
 
     def rows_of_sample(self, num_rows: int) -> int:
-        """Return the rows of each sample in a call of the model, whose samples follow one another.
-
-        Args:
-            num_rows: Rows of the call (rows).
-        """
+        """Return the rows of each sample in a call of the model; samples follow one another."""
         is_multiple = self.num_samples > 0 and num_rows % self.num_samples == 0
         return num_rows // self.num_samples if is_multiple else 1
 
@@ -67,10 +60,9 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def draw_from(generator: torch.Generator) -> Iterator[None]:
-    """Replace the default generator by this one inside the block.
+    """Replace the default generator by this one inside the block, also inside a capture.
 
-    The state of ``generator`` advances, and that of the default generator does not. The block may
-    be inside a capture of a CUDA graph.
+    The state of ``generator`` advances, and that of the default generator does not.
     """
     default = default_generator(generator.device)
     if generator.device.type == "cuda":
@@ -100,14 +92,12 @@ class GeneratorPool:
     operator again inside :func:`draw_from`.
 
     Args:
-        device: Device of the draws.
         size: Number of generators; None creates each one when it is taken, which a capture of a
             CUDA graph does not allow. An ordinary run with such a pool determines the size that a
             capture needs, :attr:`num_taken`.
         idle: Positions of streams from which nothing is drawn, such as dropout with probability 0.
             Their generators are not among :attr:`generators`, because a graph spends time on each
             generator at every replay.
-        num_keys: Number of keys of dropout masks, if there is a size (keys).
     """
 
     def __init__(
@@ -130,11 +120,7 @@ class GeneratorPool:
         self._is_fixed = size is not None
 
     def take(self) -> torch.Generator:
-        """Return the next generator.
-
-        Raises:
-            RuntimeError: If a pool of a fixed size has no more.
-        """
+        """Return the next generator."""
         if self.num_taken == len(self.of_streams):
             if self._is_fixed:
                 raise RuntimeError(
@@ -157,9 +143,8 @@ class GeneratorPool:
     def part(self, start: tuple[int, int], end: tuple[int, int]) -> GeneratorPool:
         """Return a pool for a part of the computation, as :meth:`exact` does for all of it.
 
-        Args:
-            start: Numbers of generators and keys that were taken before the part.
-            end: The same after it.
+        ``start`` and ``end`` are the numbers of generators and keys taken before and after the
+        part.
         """
         streams = self.of_streams[start[0] : end[0]]
         idle = [number for number, generator in enumerate(streams) if _is_fresh(generator)]
@@ -206,7 +191,6 @@ class MaskKeys:
     """Keys of the masks of one captured computation, in the order in which it takes them.
 
     Args:
-        device: Device of the computation.
         size: Number of keys; None creates each one when it is taken, which a capture of a CUDA
             graph does not allow (keys).
     """
@@ -223,10 +207,8 @@ class MaskKeys:
         self._host: list[array[int]] = []
 
     def take(self, values: Sequence[int] | None) -> Int[torch.Tensor, "4"]:
-        """Return the next key.
-
-        Args:
-            values: Its values; None inside of a capture, before whose replays :meth:`write` runs.
+        """Return the next key; without values in a capture, before whose replays :meth:`write`
+        runs.
         """
         self.num_taken += 1
         if self._device.type == "cpu":
@@ -239,11 +221,7 @@ class MaskKeys:
         return self._table[self.num_taken - 1]
 
     def write(self, keys: Sequence[Sequence[int]]) -> None:
-        """Set the values of all keys before a replay.
-
-        Args:
-            keys: Values of each key, in the order in which they were taken.
-        """
+        """Set the values of all keys, in the order in which they were taken, before a replay."""
         for memory, values in zip(self._host, keys, strict=False):
             for index, value in enumerate(values):
                 memory[index] = value

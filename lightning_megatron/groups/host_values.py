@@ -61,11 +61,8 @@ class HostValues:
             yield
 
     def note(self, tensor: Tensor, values: Tensor) -> None:
-        """Record the values of a tensor that fills its storage.
-
-        Args:
-            tensor: Tensor on a device.
-            values: The same values on the host.
+        """Record the values of a tensor that fills its storage; ``values`` are the same on the
+        host.
         """
         is_whole = tensor.is_contiguous() and not tensor.storage_offset()
         if not is_whole or tensor.is_inference() or values.is_inference():
@@ -79,11 +76,7 @@ class HostValues:
         self._cache[storage.cdata] = known
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Return the values of a tensor on the host; None if the host would have to read them.
-
-        Args:
-            tensor: Tensor on any device.
-        """
+        """Return the values of a tensor on the host; None if the host would have to read them."""
         if type(tensor) is not Tensor or _is_capturing(tensor.device):
             return None
         if tensor.is_inference():
@@ -99,12 +92,8 @@ class HostValues:
         return known.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor on the host.
-
-        If they are unknown, the host waits for the device.
-
-        Args:
-            tensor: Tensor on any device.
+        """Return the values of a tensor on the host, which waits for the device if they are
+        unknown.
         """
         copied = self.of(tensor)
         if copied is not None or _is_on_host(tensor):

@@ -31,8 +31,6 @@ class InFlight:
 
     Args:
         x: Tensor to send. Without ``forward``, :meth:`wait` returns it.
-        forward: Function that starts the collective; None if there is nothing to send.
-        backward: Function that starts the collective for the gradient of the result.
     """
 
     def __init__(

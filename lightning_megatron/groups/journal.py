@@ -20,10 +20,7 @@ NEIGHBOURS = " neighbours"
 class DeviceProgress(NamedTuple):
     """Progress of a device through the captured parts that its host has launched.
 
-    Args:
-        begun: Number of parts that the device has begun.
-        launched: Number of parts that the host has launched.
-        part: Description of the last part that the device has begun; empty if unknown.
+    ``part`` describes the last part that the device has begun; it is empty if unknown.
     """
 
     begun: int
@@ -41,9 +38,6 @@ class DeviceCounter:
     The host runs ahead of a GPU, and no watchdog sees the collectives of a graph. A captured part
     therefore begins with an addition to the counter and its copy to pinned memory. The host reads
     the copy without waiting for the device, from any thread.
-
-    Args:
-        device: Device of the graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,11 +57,7 @@ class DeviceCounter:
         self._copy.copy_(self._counter, non_blocking=True)
 
     def launch(self, parts: Sequence[str]) -> None:
-        """Record that the host now launches parts.
-
-        Args:
-            parts: Descriptions of the parts, in the order in which the device begins them.
-        """
+        """Record that the host now launches parts, in the order in which the device begins them."""
         self._launches.append((self._num_launched, tuple(parts)))
         self._num_launched += len(parts)
 
@@ -88,7 +78,6 @@ class Call(NamedTuple):
     """One collective of one rank.
 
     Args:
-        kind: Kind of collective, such as ``all_reduce``, or the replay that contains it.
         number: Number of collectives that this rank has started on the axis, including this one.
         ranks: Global ranks that take part; for an exchange with neighbours only the other ranks.
     """
@@ -108,12 +97,7 @@ class Call(NamedTuple):
 
 
 class RecordedCall(NamedTuple):
-    """Collective in a captured computation, recorded once at its capture.
-
-    Args:
-        kind: Kind of collective, such as ``all_reduce``.
-        ranks: Global ranks that take part, as in :class:`Call`.
-    """
+    """Collective in a captured computation, recorded once at its capture; see :class:`Call`."""
 
     kind: str
     axis: str
@@ -147,9 +131,6 @@ class Journal:
         """Count a collective just before it starts, and return the argument of :meth:`record_wait`.
 
         While :meth:`recording` is active, the collective is recorded instead of counted.
-
-        Raises:
-            UnsupportedError: If the groups of the axis have been destroyed.
         """
         if self._destroyed and axis.split()[0] in self._destroyed:
             raise _after_the_run(kind, axis, ranks)
@@ -177,9 +158,6 @@ class Journal:
         """Record the beginning of a part of a computation, which the device will count.
 
         Without :meth:`recording`, or without :attr:`device`, nothing happens.
-
-        Args:
-            part: Object whose text describes the part.
         """
         if self._recorded is not None and self.device is not None:
             self.parts.append(str(part))
@@ -197,9 +175,6 @@ class Journal:
         Args:
             label: Description of the computation, whose first collective begins a part if no part
                 has begun before.
-
-        Raises:
-            RuntimeError: If a recording is active already.
         """
         if self._recorded is not None:
             raise RuntimeError(
@@ -218,15 +193,10 @@ class Journal:
         """Count recorded collectives again, just before the replay that starts them.
 
         Args:
-            calls: Collectives that :meth:`recording` has recorded. Without any, nothing changes.
             label: Description of the replay, such as ``replay of layers 3..4, backward, 6
                 collectives``. :attr:`last` then has this text as its kind, with the axis of the
                 last recorded collective, because the host cannot know which collective of a replay
                 the device has reached.
-            parts: Parts that the replay begins on the device, as :attr:`parts` has recorded them.
-
-        Raises:
-            UnsupportedError: If the groups of an axis have been destroyed.
         """
         for kind, axis, ranks in calls:
             self.note(kind, axis, ranks)

@@ -175,19 +175,12 @@ class ParallelMesh:
         return self.edp if is_expert else self.data
 
     def group_of_cp(self, size: int) -> MeshAxis:
-        """Return the axis of this rank's group among neighbouring ranks of cp.
-
-        Args:
-            size: Ranks of the group, 1, cp or that of one of ``cp_groups`` (ranks).
-        """
+        """Return the axis of this rank's group among neighbouring ranks of cp."""
         alone = MeshAxis("cp_of_1", (self.rank,))
         return next(axis for axis in (self.cp, *self.cp_groups, alone) if axis.size == size)
 
     def on_cpu(self, name: str) -> MeshAxis:
         """Return the gloo twin of an axis: the same ranks, for Python objects and CPU tensors.
-
-        Args:
-            name: Name of the axis, such as ``tp``.
 
         Raises:
             ParallelPlanError: For a name that is not an axis with a group.
@@ -267,9 +260,6 @@ def ranks_on_cpu(mesh: ParallelMesh) -> Iterator[MeshAxis]:
     """Yield the axis of all ranks of a mesh on the CPU, even after its groups have been destroyed.
 
     After a run, the ranks form a new group, which is destroyed when the block ends.
-
-    Raises:
-        RankMismatchError: If other ranks do not enter the block within two minutes.
 
     Communication: after the run, one comparison through the store and the creation of a group. All
         ranks of the mesh must enter the block.

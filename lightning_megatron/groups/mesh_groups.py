@@ -48,12 +48,7 @@ _MESHES = 2**32
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address at which the processes of a job meet.
-
-    Args:
-        address: Host name of rank 0.
-        port: Free TCP port on that host.
-    """
+    """Address at which the processes of a job meet: a free TCP port on the host of rank 0."""
 
     address: str
     port: int
@@ -133,8 +128,7 @@ class GroupBuilder:
     def compare(self, sequence_parallel: bool) -> int:
         """Compare the layout and the package over all ranks of the layout before it has groups.
 
-        Returns:
-            The number of comparisons that this rank has started before.
+        The result is the number of comparisons that this rank has started before.
         """
         (ranks,) = self._all_ranks()
         if len(ranks) > 1:
@@ -148,10 +142,9 @@ class GroupBuilder:
         return [[self.layout.rank_offset + i for i in range(self.layout.world_size)]]
 
     def axes(self, inner: int = 1) -> dict[str, MeshAxis]:
-        """Create every axis of the mesh; return them by field name.
+        """Create every axis of the mesh, by field name.
 
-        Args:
-            inner: Neighbouring ranks of cp that exchange heads; 1 makes no groups for them (ranks).
+        ``inner`` neighbouring ranks of cp exchange heads; 1 makes no groups for them (ranks).
         """
         layout = self.layout
         lists = {
@@ -247,10 +240,6 @@ def groups_of_part(rank_offset: int, number: int) -> Iterator[None]:
     store. torch also splits NCCL communicators from that of all ranks, which requires all ranks to
     take part. Inside this context, the numbers are unique to this layout and mesh, and torch
     creates communicators from scratch.
-
-    Args:
-        rank_offset: First rank of the layout, which identifies it among the layouts of the job.
-        number: Number of meshes that the ranks of this layout have created before.
     """
     world = distributed_c10d._world
     default = distributed_c10d._get_default_group()
@@ -266,13 +255,10 @@ def groups_of_part(rank_offset: int, number: int) -> Iterator[None]:
 
 
 def watch_world_size(note: Callable[[FrameType], None]) -> Callable[[], None]:
-    """Call a function whenever ``torch.distributed.get_world_size()`` is called without a group.
+    """Call a function, with the frame of the caller, at each ``get_world_size()`` without a
+    group.
 
-    Args:
-        note: Function of the frame that calls it.
-
-    Returns:
-        Function that ends the watch.
+    The result ends the watch.
     """
     original = dist.get_world_size
 

@@ -92,22 +92,14 @@ def read_nccl_options(options: Mapping[str, Any] | str | None) -> dict[str, dict
 
 
 def check_installed(options: NcclOptions) -> None:
-    """Check that the installed NCCL supports the settings; do nothing if torch has no NCCL.
-
-    Raises:
-        ParallelPlanError: For a setting that the installed NCCL does not support.
-    """
+    """Check that the installed NCCL supports the settings; do nothing if torch has no NCCL."""
     if hasattr(dist, "ProcessGroupNCCL"):
         for values in options.values():
             torch_options(values)
 
 
 def torch_options(settings: Mapping[str, Any]) -> Any:
-    """Convert the settings of one axis to options for ``torch.distributed.new_group``.
-
-    Raises:
-        ParallelPlanError: For a setting that the installed NCCL does not support.
-    """
+    """Convert the settings of one axis for ``torch.distributed.new_group``, or raise."""
     values = dict(settings)
     result = dist.ProcessGroupNCCL.Options(
         is_high_priority_stream=values.pop("high_priority", False)
@@ -160,7 +152,6 @@ def _settings(axis: str, values: Any) -> dict[str, Any]:
 
 
 def _read(path: str) -> Mapping[Any, Any]:
-    """Read the mapping in a YAML file, or raise."""
     try:
         content = read_first_bytes(Path(path), _MAX_FILE_BYTES + 1)
         if len(content) > _MAX_FILE_BYTES:

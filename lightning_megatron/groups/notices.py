@@ -19,10 +19,6 @@ class Notices:
     A separate connection makes them independent of threads that wait in the store. The process that
     runs the store may itself hang. If that process does not answer in time, methods return a
     default value, and no further requests are sent.
-
-    Args:
-        job: Unique name of this run of the job.
-        patience: Time to wait for an answer (seconds).
     """
 
     def __init__(self, job: str, patience: float = 5.0) -> None:

@@ -65,15 +65,10 @@ class _Batch:
 def start_transfers(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: MeshAxis
 ) -> PendingTransfers:
-    """Start sends and receives as one batch.
+    """Start sends and receives as one batch of contiguous tensors with positions on the axis.
 
     Both ranks of a pair must list their transfers in the same order, because they are matched by
     order.
-
-    Args:
-        sends: Contiguous tensors, each with the destination's position on the axis.
-        receives: Contiguous buffers, each with the source's position on the axis.
-        axis: Axis of the positions.
 
     Communication: one batched send/receive over the axis's group.
     """

@@ -38,7 +38,6 @@ class PeerRegion:
     """Symmetric memory: one buffer of the same size on every rank of an axis.
 
     Args:
-        memory: Buffer of this rank, as bytes.
         pointers: Addresses of the buffers by position of their rank, int64 on the device; None on
             CPUs, where ranks cannot write into each other's memory.
     """
@@ -51,10 +50,8 @@ class PeerRegion:
     )
 
     def view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a part of this rank's buffer as a tensor; the view is cached.
-
-        Args:
-            start: Offset of the part (bytes).
+        """Return a part of this rank's buffer, from byte ``start``, as a tensor; the view is
+        cached.
         """
         key = (start, shape, dtype)
         cached = self._views.get(key)
@@ -93,12 +90,10 @@ class PeerMemory:
     def reason_unavailable(
         self, group: dist.ProcessGroup | None, device: torch.device, missing: str | None = None
     ) -> str | None:
-        """Return why the ranks of a group cannot write into each other's memory; None if they can.
+        """Return why the ranks of a group cannot write into each other's memory; None if they
+        can.
 
-        The answer is the same on all ranks.
-
-        Args:
-            missing: Reason why this rank cannot, if the caller knows one.
+        The answer is the same on all ranks. ``missing`` is a reason that the caller knows already.
 
         Communication: on GPUs, the first call gathers the reasons of all ranks, and allocates a
             small region as a test.
@@ -127,14 +122,8 @@ class PeerMemory:
         device: torch.device,
         use: PeerUse = "tokens",
     ) -> PeerRegion:
-        """Return a region with at least the given size, which must be equal on all ranks.
-
-        Args:
-            num_bytes: Minimum size of the region (bytes).
-            use: Use of the region.
-
-        Raises:
-            RuntimeError: If the region would have to grow during the capture of a CUDA graph.
+        """Return a region of at least ``num_bytes``, the same on all ranks; it cannot grow inside a
+        capture.
 
         Communication: the ranks of the group wait for each other if the region grows.
         """

@@ -23,11 +23,7 @@ from lightning_megatron.groups.collectives import (
 class Pending:
     """Collective in flight; its result is available after :meth:`wait`.
 
-    Args:
-        work: Handle of the collective; None if there is nothing to wait for.
-        after: Function that completes the result after the communication.
-        keep: Tensors to keep alive until the communication is complete.
-        on_wait: Function that records in the journal that this rank now waits for the collective.
+    ``after`` completes the result, ``keep`` stays alive until then, and ``on_wait`` notes the wait.
     """
 
     def __init__(

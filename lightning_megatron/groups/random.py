@@ -57,14 +57,6 @@ class RandomStreams:
     The keys of dropout masks (:meth:`mask_key`) are equal on all ranks. Masks are functions of a
     key and of the numbers of an element in the whole batch, so no layout changes them.
 
-    Args:
-        seed: Seed of the training run, equal on all ranks.
-        tp: Position on the tensor axis.
-        cp: Position on the context axis.
-        ep: Position on the expert axis.
-        etp: Position on the expert-tensor axis.
-        device: Device of the draws.
-
     Source: Shoeybi et al. 2019, appendix B.2.
     """
 
@@ -124,11 +116,7 @@ class RandomStreams:
     ) -> tuple[int, int, int]:
         """Return the samples of a part of a rank's batch, for :meth:`begin_microbatch`.
 
-        Args:
-            part: Samples of the part within the rank's batch (samples).
-            num_samples: Samples of the rank's batch (samples).
-            rank: The rank among those that read different data.
-            size: Number of these ranks (ranks).
+        ``rank`` counts among the ``size`` ranks that read different data.
         """
         if self.deals_in_turn:
             return rank + size * part.start, size, len(part)
@@ -138,7 +126,6 @@ class RandomStreams:
         """Move every stream to the start of ``layer`` and return that position.
 
         Args:
-            layer: Index of the layer in the whole model: 0 is the embedding (layers).
             position: Source of step, microbatch and run; None means the current position.
                 Recomputation passes the position of the layer's first run, because other
                 microbatches have run since. Without a position, and outside of a replay, a new run
@@ -209,10 +196,6 @@ class RandomStreams:
         The key consists of a seed, the number of the first row's sample, the distance between the
         numbers of neighbouring samples, and the rows of each sample. It lies on the CPU, or in
         memory of the device that each replay of a captured computation reads.
-
-        Args:
-            purpose: Name of the masks; those of other names do not count as earlier ones.
-            num_rows: Rows of the call of the model (rows).
         """
         draw = MaskDraw(purpose, num_rows)
         values = self._next_mask(draw)
@@ -258,12 +241,6 @@ class RandomStreams:
             pool: Generators of this computation, one for each stream at each position. Inside a
                 capture of a CUDA graph they are not seeded, because a capture draws nothing.
                 Elsewhere the block draws the numbers that it would draw without a recording.
-
-        Returns:
-            Recorder, whose attribute ``recorded`` is complete when the block has ended.
-
-        Raises:
-            RuntimeError: If a recording is active already.
         """
         if self._recorder is not None:
             raise RuntimeError(
@@ -285,17 +262,12 @@ class RandomStreams:
         same numbers as without a graph.
 
         Args:
-            recorded: Result of :meth:`recording`.
             position: Step and microbatch of the replay; None means the current ones. A backward
                 pass that recomputes activations needs the position that this method returned for
                 the forward pass.
 
         Returns:
             The position to pass for the backward pass of the same computation.
-
-        Raises:
-            RuntimeError: If a recording is active, or if the replay recomputes activations and no
-                position is given.
         """
         if self._recorder is not None or (recorded.recomputes and position is None):
             raise RuntimeError(
@@ -372,7 +344,6 @@ class RandomStreams:
             torch.default_generator.set_state(outside_cpu)
 
     def _repeat(self, move: Move, origin: StreamPosition, interrupted: StreamPosition) -> None:
-        """Move the streams as a recorded computation did, in the microbatch of a replay."""
         position = move.position
         place = replace(position if move.is_own else origin, step=origin.step)
         if move.kind == "begin":

@@ -21,10 +21,7 @@ MoveKind = Literal["stay", "begin", "enter", "replay", "return"]
 class Draw:
     """Random stream that a computation draws from at one position, once or several times.
 
-    Args:
-        stream: Name of the stream; ``default`` for draws of the step itself, outside of layers.
-        purpose: Name of the substream; empty without one.
-        generator: Generator of the stream at every replay.
+    The stream is ``default`` for draws of the step itself, outside of layers.
     """
 
     stream: StreamName | Literal["default"]
@@ -34,12 +31,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class MaskDraw:
-    """Key of a dropout mask that a computation takes at one position.
-
-    Args:
-        purpose: Name of the masks.
-        num_rows: Rows of the call of the model (rows).
-    """
+    """Key of a dropout mask that a computation takes at one position."""
 
     purpose: str
     num_rows: int
@@ -53,9 +45,6 @@ class Move:
         position: Position after the move, at the capture.
         is_own: Whether the microbatch of the position began inside the recording. Otherwise the
             position at a replay has the microbatch of that replay.
-        in_backward: Whether autograd was running a backward pass.
-        draws: Streams that the computation draws from at this position.
-        masks: Keys of dropout masks that it takes there.
     """
 
     kind: MoveKind
@@ -68,12 +57,7 @@ class Move:
 
 @dataclass(frozen=True)
 class RecordedDraws:
-    """Moves and draws of a recorded computation, for ``RandomStreams.seed_generators``.
-
-    Args:
-        moves: Moves of the streams, in order.
-        keys: Keys of its dropout masks; None without any.
-    """
+    """Moves and draws of a recorded computation, for ``RandomStreams.seed_generators``."""
 
     moves: tuple[Move, ...] = ()
     keys: MaskKeys | None = None
@@ -90,12 +74,7 @@ class RecordedDraws:
 
 
 class DrawRecorder:
-    """Collector of the moves and draws of the random streams while a recording is active.
-
-    Args:
-        pool: Generators of the streams.
-        position: Position at the start of the recording.
-    """
+    """Collector of the moves and draws of the random streams while a recording is active."""
 
     def __init__(self, pool: GeneratorPool, position: StreamPosition) -> None:
         self.pool = pool
@@ -129,12 +108,7 @@ class DrawRecorder:
         return generator
 
     def mask_key(self, draw: MaskDraw, values: Sequence[int]) -> Int[torch.Tensor, "4"]:
-        """Record a dropout mask, and return the key that each replay reads.
-
-        Args:
-            draw: Description of the mask.
-            values: Values of the key in this run.
-        """
+        """Record a dropout mask, and return the key that each replay reads."""
         self._masks[-1].append(draw)
         return self.pool.keys.take(None if self.pool.is_capturing else values)
 

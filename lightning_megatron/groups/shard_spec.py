@@ -43,9 +43,7 @@ class ShardSpec:
     described, because every such rank has one.
 
     Args:
-        full_shape: Shape of the full tensor, without padding (elements).
         ranges: Ranges of this rank along ``dim``, in local order.
-        dim: Sharded dimension.
         partial: Whether each tensor-parallel copy of a range computes only a part of its gradient.
             The parts must then be summed over the tensor axis. Examples are norms and biases under
             sequence parallelism, and replicated key/value heads.
@@ -109,16 +107,7 @@ class ShardSpec:
         ]
 
     def shard(self, full: Tensor, local_size: int | None = None) -> Tensor:
-        """Return this rank's part of the full tensor; padding rows are zero.
-
-        Args:
-            full: Full tensor, of ``full_shape``.
-            local_size: Extent of the result along ``dim`` with padding; None means no padding
-                (elements).
-
-        Raises:
-            ValueError: If ``full`` has another shape.
-        """
+        """Return this rank's part of the full tensor; padding, up to ``local_size``, is zero."""
         if tuple(full.shape) != self.full_shape:
             raise ValueError(
                 f"the full tensor must have shape {self.full_shape}: it has {tuple(full.shape)}."
@@ -157,15 +146,6 @@ class FlatSlice:
     The part of the optimizer on a data-parallel rank consists of such ranges. A range may start and
     end at any element, and may include padding rows, which belong to no box. The interface is that
     of :class:`ShardSpec`.
-
-    Args:
-        spec: Placement of the local tensor in the full one.
-        local_shape: Shape of the local tensor, padding rows included (elements).
-        start: First element of the range in the flattened local tensor.
-        stop: Index after its last element.
-
-    Raises:
-        ValueError: If ``local_shape`` contradicts ``spec``, or the range is not within the tensor.
     """
 
     spec: ShardSpec
@@ -226,9 +206,6 @@ class FlatSlice:
         """Return every box with its view of ``flat``.
 
         Shapes: flat (stop - start), contiguous; a view has the sizes of its box.
-
-        Raises:
-            ValueError: If ``flat`` has another shape.
         """
         if tuple(flat.shape) != (self.size,):
             raise ValueError(
