@@ -176,11 +176,7 @@ class MixtureOfExperts(nn.Module):
     def exchange(
         self, hidden: Float[Tensor, "seq_local batch hidden"], prepared: PreparedTokens
     ) -> tuple[ExpertOutput, Float[Tensor, "seq_local batch hidden"] | None]:
-        """Send tokens to their experts, compute, and send the outputs back.
-
-        Returns:
-            The outputs of the routed experts, and that of the shared expert.
-        """
+        """Send tokens to experts, compute, and return their outputs and the shared expert's."""
         dispatched, shared = self.dispatch(hidden, prepared)
         del prepared  # The experts may need its memory.
         rows = self.compute(dispatched)
@@ -189,11 +185,7 @@ class MixtureOfExperts(nn.Module):
     def dispatch(
         self, hidden: Float[Tensor, "seq_local batch hidden"], prepared: PreparedTokens
     ) -> tuple[ExpertInput, Float[Tensor, "seq_local batch hidden"] | None]:
-        """Exchange tokens with the ranks of their experts.
-
-        Returns:
-            The rows of this rank's experts, and the output of the shared expert.
-        """
+        """Exchange tokens; return the rows of this rank's experts and the shared output."""
         sent = self.transport_choice.dispatcher.send(prepared)
         # The shared expert overlaps with the transport of tokens, and its backward pass with that
         # of their gradients.

@@ -146,10 +146,7 @@ class ModuleProxy:
 
 
 class BlockProxy(ModuleProxy):
-    """Proxy of a block, which the list of blocks returns to the user's code.
-
-    ``call`` runs a block, given its index, positional and keyword arguments.
-    """
+    """Proxy of a block, which the list of blocks returns to the user's code."""
 
     _call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -329,11 +329,7 @@ class Encoder(LayeredModule):
         ignore_index: int,
         num_joined: int | None,
     ) -> EncoderResult:
-        """Return the outputs of the head for the output of the last norm.
-
-        ``num_joined`` is the number of rows that the layers have processed as one, None if they
-        have not.
-        """
+        """Return the outputs of the head; ``num_joined`` is that of :class:`EncoderCall`."""
         head: Any = self.head
         if num_joined is not None:
             hidden = hidden.view(num_joined, -1, hidden.shape[-1]).transpose(0, 1).contiguous()

@@ -75,10 +75,7 @@ def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> Block:
 
 
 class Pooler(nn.Module):
-    """Pooler of the first token of each sequence, computed on all tp ranks.
-
-    Equals Hugging Face's BertPooler.
-    """
+    """Pooler of first tokens, computed on all tp ranks. Equal to Hugging Face's BertPooler."""
 
     def __init__(self, config: EncoderConfig, mesh: ParallelMesh) -> None:
         super().__init__()

@@ -40,8 +40,7 @@ def set_fp8(
 ) -> list[str]:
     """Make linear layers of a model compute in 8 bits; return the names of those on this rank.
 
-    With ``emulate``, matrix products are computed in the precision of the device. The model will
-    move to ``device``.
+    The model need not be on ``device`` yet.
     """
     num_layers = sum(model.partition.counts)
     linears = {name: (index, linear) for index, name, linear in _linears(model)}
@@ -49,6 +48,7 @@ def set_fp8(
     _check_patterns(settings, kinds, num_layers)
     selected = {}
     for name, (index, linear) in linears.items():
+        # Transformer Engine also computes the layers that are not selected, without 8 bits.
         linear.scaling = EngineScaling(None, device) if backend == "te" else None
         if settings.includes(index, num_layers, name):
             settings.check_sizes(name, *_local_sizes(linear), backend)

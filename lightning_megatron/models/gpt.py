@@ -285,13 +285,7 @@ class GPT(LayeredModule):
         positions: Int[Tensor, "batch seq"] | None,
         order: TokenOrder | None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the input of the first layer.
-
-        Args:
-            tokens: Token ids; None if vectors, which replace their embeddings, are given.
-            positions: Position of each token in its row; None counts along the row.
-            order: Positions of the rows that each rank of cp holds; None means equal parts.
-        """
+        """Return the input of the first layer; the arguments are those of :class:`GPTCall`."""
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         cp = self.mesh.cp
         if cp.size > 1:
@@ -315,11 +309,8 @@ class GPT(LayeredModule):
     ) -> Any:
         """Return the losses or their sum, the logits, or the logits at one position.
 
-        Args:
-            hidden: Output of the last norm.
-            targets: Labels and settings of the loss; None returns logits.
-            order: Positions of the rows that each rank of cp holds; None means equal parts.
-            place: Index of the position; None means all positions.
+        ``hidden`` is the output of the last norm; the other arguments are those of
+        :class:`GPTCall`.
         """
         if place is not None:
             return self._logits_at_place(hidden, place, order)

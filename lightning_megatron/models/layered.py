@@ -195,11 +195,7 @@ class LayeredModule(PipelinedModule):
         layers: Mapping[int, LayerInputs],
         has_head: bool,
     ) -> Any:
-        """Run the embedding if ``hidden`` is None, some layers, and the head if it follows them.
-
-        Returns:
-            The hidden states; with the head the result of the model.
-        """
+        """Run the embedding if ``hidden`` is None, some layers, and the head if it follows them."""
         raise NotImplementedError
 
     @property

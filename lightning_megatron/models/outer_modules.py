@@ -335,10 +335,7 @@ class FirstStageParameter:
 
 
 def convert_meta(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply the dtype change of a conversion to the meta tensors of a module, which stay there.
-
-    ``fn`` converts a tensor, as for ``torch.nn.Module._apply``.
-    """
+    """Apply the dtype change of a conversion to the meta tensors of a module, which stay there."""
     module._apply(
         lambda tensor: (
             tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype) if tensor.is_meta else tensor

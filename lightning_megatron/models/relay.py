@@ -38,6 +38,7 @@ def run_stage_by_stage(model: PipelinedModule, call: Callable[[], T]) -> T | Non
     result: T | None = None
     try:
         for chunk in range(model.num_chunks):
+            # The shapes of the tensors to receive are known after a run without values.
             cursor = model.cursor = StageCursor(chunk, probe=True)
             _stop(call)
             virtual = placement.virtual_stage(axis.rank, chunk)

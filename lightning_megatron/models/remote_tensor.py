@@ -241,10 +241,7 @@ class DeferredCall:
 
 
 def fill_outputs(spec: OutputSpec, absent: Callable[[Tensor, int], Any]) -> Any:
-    """Build the outputs that a specification describes, with placeholders instead of tensors.
-
-    ``absent`` returns the placeholder for a tensor, given its description and index.
-    """
+    """Build outputs with a placeholder for each tensor, given its description and index."""
     leaves = [
         absent(leaf, number) if isinstance(leaf, Tensor) else leaf
         for number, leaf in enumerate(spec.leaves)

@@ -21,10 +21,7 @@ SchedulerGiven = Callable[[Optimizer], LRScheduler] | Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """Class and arguments of a scheduler, which checkpoints store as plain values.
-
-    The optimizer is not among the arguments.
-    """
+    """Class of a scheduler and its arguments except the optimizer, stored in checkpoints."""
 
     kind: type[LRScheduler]
     arguments: dict[str, Any]
@@ -77,10 +74,7 @@ class SchedulerSettings:
         return {"class_path": path, "init_args": dict(self.arguments)}
 
     def check(self, name: str, learning_rate: float, weight_decay: float) -> None:
-        """Check the arguments early, by building the scheduler for an optimizer without a model.
-
-        The second parameter group has no weight decay.
-        """
+        """Check the arguments early, by building the scheduler for an optimizer without a model."""
         groups = [
             {"params": [torch.zeros(1)], "weight_decay": decay} for decay in (weight_decay, 0.0)
         ]

@@ -116,6 +116,7 @@ class ShapeInference:
             outputs: tuple[list[Any], pytree.TreeSpec] = flatten(function(*args, **kwargs))
         inputs, result = outputs
         problem = _problem_of(inputs) or _problem_of_change(taken, structure, (args, kwargs))
+        # Tensors are new here, so a version above 0 shows a write.
         written = [
             number
             for number, leaf in enumerate(taken)

@@ -168,6 +168,7 @@ class StageBoundaries:
             return
         if (stage, id(leaf)) in recorded.recorded_uses:
             return
+        # The leaf is kept, so that no later tensor gets the same identity.
         recorded.recorded_uses[stage, id(leaf)] = leaf
         if leaf.value_name in recorded.origins:
             origin = recorded.origins[leaf.value_name]

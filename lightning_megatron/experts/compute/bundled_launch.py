@@ -35,7 +35,7 @@ def launch(
     Args:
         a: Rows, or their gradients.
         b: Weights of the groups; in weight gradients the rows of the input.
-        alpha: Factor of float32 weight gradients; other products ignore it.
+        alpha: Factor of float32 weight gradients.
         first_group: Group of the first weight, which starts at the end before it. Rows of groups
             before it are neither read nor written.
     """

@@ -64,10 +64,7 @@ class SwiGLUChoice:
 def choose_swiglu(
     device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
 ) -> SwiGLUChoice:
-    """Decide whether SwiGLU is fused into grouped products of one size, and log the decision once.
-
-    ``out_features`` is the size before SwiGLU, which halves it.
-    """
+    """Decide whether SwiGLU is fused into grouped products of one size, and log it once."""
     product = choose_backend(device, dtype, num_groups, in_features, out_features)
     if product.backend != "bundled":
         choice = SwiGLUChoice(False, f"the product is by {product.backend}")
@@ -102,11 +99,7 @@ def choose_layer_backends(
     *,
     can_fuse: bool,
 ) -> LayerBackends:
-    """Choose the backends of a layer's experts.
-
-    ``can_fuse`` tells whether the layer's activation and the kernels of its gradients allow the
-    fusion of SwiGLU into the first product.
-    """
+    """Choose the backends of a layer's experts, which may be able to fuse SwiGLU."""
     sizes = [(len(weights), weights[0].shape[1], weights[0].shape[0]) for weights in (first, down)]
     names = [choose_backend(device, dtype, *size).backend for size in sizes]
     fuses = can_fuse and choose_swiglu(device, dtype, *sizes[0]).is_fused

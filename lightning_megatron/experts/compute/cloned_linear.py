@@ -111,7 +111,7 @@ def cloned_swiglu(
     """Multiply rows as :func:`cloned_linear` does, apply SwiGLU, and scale by probabilities.
 
     Equal to :func:`~lightning_megatron.experts.compute.grouped_linear.grouped_swiglu` with the
-    weights of all homes and then of all clones, and with the same results and refusals.
+    weights of all homes and then of all clones. The rows must be of the same kind.
 
     Communication: that of :func:`cloned_linear`.
     """
@@ -122,6 +122,7 @@ def cloned_swiglu(
             rows.contiguous(), weights, clones.fetch(weights), factors, ends, keep=False
         )
         return result, None
+    # One launch computes product and activation, but autograd sees them as two operators.
     activated: list[Tensor] = []
 
     def output(

@@ -107,6 +107,7 @@ def grouped_swiglu(
     factors = probabilities.detach().float().contiguous()
     if not torch.is_grad_enabled():
         return Bundled.swiglu(rows.contiguous(), weights, factors, ends, keep=False)[0], None
+    # One launch computes product and activation, but autograd sees them as two operators.
     activated: list[Tensor] = []
 
     def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:

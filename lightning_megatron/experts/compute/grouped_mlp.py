@@ -158,16 +158,11 @@ class GroupedMLP(nn.ModuleDict):
         """Return the expert's output for each row, multiplied by the row's probability.
 
         Args:
-            rows: Rows sorted by expert.
-            probabilities: Factor of each row's output.
             ends: Index one past the last row of each local expert, then of each clone (int32, on
                 the device).
             clones: Transfers of the first and of the second matrix between homes and clones; None
                 means that this rank has no places for clones.
             rows_recipe: How the backward pass recomputes the rows; None keeps them.
-
-        Raises:
-            UnsupportedError: If experts with biases have clones.
 
         Communication: that of ``clones``, for each of the two matrices.
         """

@@ -68,6 +68,7 @@ def _add_weight_gradients(
     are_accepted: Sequence[bool],
     scales: Sequence[float],
 ) -> None:
+    # An operator takes tensors and numbers alone, so the slots are built again here.
     slots = []
     for gradient_sum, is_empty, is_accepted, scale in zip(
         sums, are_empty, are_accepted, scales, strict=True

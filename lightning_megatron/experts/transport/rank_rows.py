@@ -115,6 +115,7 @@ def gather_rows(counts: Mapping[int, Int[Tensor, "7"]], mesh: ParallelMesh) -> d
     if not counts:
         return {}
     sums = all_gather_sequence(torch.stack(list(counts.values())).unsqueeze(0), mesh.ep)
+    # The maximum is taken before the sum over replicas overwrites it.
     most = sums[:, :, RowSum.NEEDED].amax(0)
     sums = all_reduce_(sums.contiguous(), mesh.edp)
     most = all_reduce_(most, mesh.edp, "max")

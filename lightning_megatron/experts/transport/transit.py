@@ -104,7 +104,7 @@ class ExpertInput:
 
 @dataclass(frozen=True)
 class ExpertOutput:
-    """Outputs of experts, ready to be summed for each token: all sizes follow from the tokens.
+    """Outputs of experts, ready to be summed for each token; the tokens determine all sizes.
 
     Args:
         rows: Outputs. Rows past the last end of the map are undefined.
