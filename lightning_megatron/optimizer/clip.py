@@ -21,16 +21,11 @@ Deferral = Literal["nothing", "scaling", "all"]
 
 @torch.no_grad()
 def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Float[Tensor, ""]:
-    """Compute the 2-norm of the whole model's gradient.
+    """Compute the 2-norm of the whole model's gradient, or of that of the named parameters.
 
     Equal to the total norm of ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one
     process: replicated elements count once, tied copies and padding rows do not count. The host
-    does not wait for the device.
-
-    The norm is float32; it is float64 if any gradient is float64.
-
-    Args:
-        names: Names of the parameters to count; None means all.
+    does not wait for the device. The norm is float32; it is float64 if any gradient is float64.
 
     Communication: one all-reduce of a scalar over the world.
     """
@@ -58,16 +53,11 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
 def clip_by_norm_(
     main: MainParameters, max_norm: float, names: Collection[str] | None = None
 ) -> Float[Tensor, ""]:
-    """Scale gradients in place so that their global norm is at most ``max_norm``.
+    """Scale gradients in place so that the norm of those named, or of all, is at most
+    ``max_norm``.
 
-    Equal to ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one process.
-
-    Args:
-        max_norm: Upper limit of the norm; gradients with a smaller norm do not change.
-        names: Names of the parameters to clip, by the norm of these alone; None means all.
-
-    Returns:
-        The norm before clipping, a scalar tensor; the host does not wait for it.
+    Equal to ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one process. The result is
+    the norm before clipping, for which the host does not wait.
 
     Communication: one all-reduce of a scalar over the world.
     """
@@ -80,14 +70,9 @@ def clip_by_norm_(
 def clip_coefficient(
     main: MainParameters, max_norm: float, names: Collection[str] | None = None
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Compute the factor that scales the global gradient norm to at most ``max_norm``.
+    """Compute the norm, and the factor, at most 1, that scales it to at most ``max_norm``.
 
-    Args:
-        max_norm: Upper limit of the norm; gradients with a smaller norm get the factor 1.
-        names: Names of the parameters to consider; None means all.
-
-    Returns:
-        The norm and the factor, scalar tensors; the host does not wait for them.
+    The host does not wait for either.
 
     Communication: one all-reduce of a scalar over the world.
     """
@@ -124,7 +109,6 @@ class Clipping:
     """Gradient clipping that runs later, as a part of the optimizer step.
 
     Args:
-        names: Names of the parameters whose gradients are clipped.
         algorithm: ``norm`` limits the norm of all gradients, ``value`` limits every element.
         limit: Upper limit of the norm, or of the magnitude of the elements.
     """
@@ -140,10 +124,8 @@ class Clipping:
         return self.algorithm, self.limit
 
     def begin(self) -> tuple[Float[Tensor, ""] | None, Float[Tensor, ""] | None]:
-        """Clip by value in place, or compute the norm and the factor for clipping by norm.
-
-        Returns:
-            The norm and the factor, scalar tensors; (None, None) for clipping by value.
+        """Clip by value in place, or compute the norm and the factor for clipping by norm, else
+        None.
 
         Communication: that of :func:`clip_coefficient`; none for clipping by value.
         """
@@ -162,7 +144,6 @@ class DeferredClipping:
     """Clipping that the update of the parameters completes.
 
     Args:
-        clipping: Kind, limit and parameters of the clipping.
         norm: Scalar tensor into which :meth:`receive` copies the norm; None for clipping by value.
         begun: Norm and factor, if they have already been computed.
     """
@@ -208,11 +189,7 @@ class StepClipping:
 
     @contextmanager
     def defer_to(self, deferral: Deferral) -> Iterator[None]:
-        """Defer clipping inside the block to the code that calls :meth:`take`.
-
-        Args:
-            deferral: Part of the clipping that is deferred; the rest happens immediately.
-        """
+        """Defer a part of the clipping inside the block to the code that calls :meth:`take`."""
         self._deferral = deferral
         try:
             yield
@@ -223,13 +200,8 @@ class StepClipping:
     def by_norm(self, optimizer: Optimizer, max_norm: float) -> Float[Tensor, ""]:
         """Clip by the global norm, which counts each element of each full tensor once.
 
-        Args:
-            optimizer: Optimizer whose gradients are clipped.
-            max_norm: Upper limit of the norm.
-
-        Returns:
-            The norm before clipping. If all of the clipping is deferred, the tensor receives its
-            value with the update of the parameters.
+        The result is the norm before clipping. If all of the clipping is deferred, the tensor
+        receives its value with the update of the parameters.
 
         Communication: one all-reduce of a scalar over the world.
         """

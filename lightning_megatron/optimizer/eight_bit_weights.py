@@ -46,11 +46,6 @@ class EightBitBuffer(FlatBuffer):
     Shapes: parameters ``(plan.size,)``, uint8; magnitudes ``(weights,)``.
 
     Args:
-        members: As for :class:`FlatBuffer`.
-        specs: As for :class:`FlatBuffer`.
-        sharding: As for :class:`FlatBuffer`.
-        main_dtype: As for :class:`FlatBuffer`.
-        gradient_dtype: As for :class:`FlatBuffer`.
         weights: Names of the members that form each weight, from the first row to the last.
     """
 
@@ -89,11 +84,7 @@ class EightBitBuffer(FlatBuffer):
         return not self.is_in_eight_bits
 
     def stored_weight(self, names: tuple[str, ...]) -> StoredWeight:
-        """Return a weight in the form that linear layers read: 8-bit parts and their scale.
-
-        Args:
-            names: Names of the members that form the weight.
-        """
+        """Return a weight in the form that linear layers read, by the names of its members."""
         number = self._weights.index(names)
         parts = tuple(self._view(name) for name in names)
         entry = slice(number, number + 1)
@@ -242,11 +233,7 @@ class EightBitWeights:
         return [buffer for buffer in buffers if buffer.is_in_eight_bits]
 
     def among(self, names: Collection[str]) -> list[tuple[str, ...]]:
-        """Return the weights whose parameters are all among some names.
-
-        Args:
-            names: Names of parameters that one optimizer begins to train.
-        """
+        """Return the weights whose parameters are all among some names."""
         inside = set(names)
         return [weight for weight in self._weights if inside.issuperset(weight)]
 
@@ -269,11 +256,7 @@ class EightBitWeights:
         }
 
     def stored(self, weight: tuple[str, ...]) -> StoredWeight | None:
-        """Return the 8-bit form of a weight; None if the weight is not stored in 8 bits now.
-
-        Args:
-            weight: Names of the weight's parameters, from the first row to the last.
-        """
+        """Return the 8-bit form of a weight; None if the weight is not stored in 8 bits now."""
         for buffer in self.buffers:
             if weight[0] in buffer.members:
                 return buffer.stored_weight(weight)

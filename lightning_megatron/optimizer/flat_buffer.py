@@ -23,30 +23,17 @@ def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
 
 
 class UseOrder:
-    """Positions of parameters in the order in which the forward pass reads them.
-
-    Args:
-        names: Names of all parameters of a rank, in the order of the model.
-    """
+    """Positions of parameters in the order in which the forward pass reads them."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._position = {name: number for number, name in enumerate(names)}
 
     def first(self, names: Iterable[str]) -> int:
-        """Return the position of the first of some parameters to be read.
-
-        Raises:
-            KeyError: If one of the names is unknown.
-            ValueError: If there are no names.
-        """
+        """Return the position of the first of some parameters to be read."""
         return min(map(self._position.__getitem__, names))
 
     def sorted(self, names: Iterable[str]) -> list[str]:
-        """Return names of parameters in the order of use.
-
-        Raises:
-            KeyError: If one of the names is unknown.
-        """
+        """Return names of parameters in the order of use."""
         return sorted(names, key=self._position.__getitem__)
 
 
@@ -55,7 +42,6 @@ class MainSlice:
     """Part of a parameter that this rank's optimizer trains.
 
     Args:
-        placement: Position of the part in the full tensor.
         main: Tensor that the optimizer trains. It has the parameter's shape if the part is the full
             parameter, and one dimension otherwise.
         gradient: Gradient of the part inside the flat buffer, shaped like ``main``.
@@ -116,10 +102,7 @@ class FlatBuffer:
     ``(plan.shard_size,)``.
 
     Args:
-        members: Model parameters by name, all of one dtype and device.
         specs: Shard specs by name; either all or none belong to experts.
-        sharding: Layout of the buffer, and the part of it that this rank trains.
-        main_dtype: Dtype of the main parameters.
     """
 
     def __init__(
@@ -174,8 +157,7 @@ class FlatBuffer:
     def store_main_parameters(self, mesh: ParallelMesh, *, stored: bool = False) -> None:
         """Round the main parameters into this rank's part of the model's parameters.
 
-        Args:
-            stored: Whether the optimizer step has already written the rounded values.
+        Nothing happens if the optimizer step has already ``stored`` the rounded values.
         """
         if stored:
             return
@@ -193,12 +175,9 @@ class FlatBuffer:
         """Copy values that user code wrote into the model's parameters to the main parameters.
 
         Examples are loaded or scaled weights. Elements of a main parameter that still round to the
-        model's values do not change. A parameter counts as written if its torch version counter
-        has changed since the last call; the training step itself does not change the counter.
-
-        Args:
-            names: Names of parameters to compare even if the version counter has not changed,
-                because it may have missed a write.
+        model's values do not change. A parameter counts as written if its torch version counter has
+        changed since the last call; the training step itself does not change the counter.
+        Parameters in ``names`` are compared anyway, because the counter may have missed a write.
         """
         if self.main_parameters is None:
             return
@@ -260,14 +239,12 @@ class FlatBuffer:
         return dtype
 
     def _take_members(self) -> None:
-        """Copy the members into the buffer, and make them views of it."""
         for name, parameter in self.members.items():
             view = self._view(name)
             view.copy_(parameter.detach())
             parameter.data = view
 
     def _view(self, name: str) -> Shaped[Tensor, "..."]:
-        """Return the view of a member in :attr:`parameters`, in the member's shape."""
         place = self.plan.place(name)
         return self.parameters[place.start : place.stop].view(self._shapes[name])
 
@@ -330,7 +307,6 @@ class CountedGradients:
             slices: Slices that this rank trains, after their gradients were summed over the ranks.
             is_first: Whether this rank is the first of the ranks with the same gradients, and
                 therefore counts them: for dense parameters (False) and for experts (True).
-            names: Names of the parameters to count; None means all.
         """
         gradients = [
             main_slice.main.grad if names is None or name in names else None

@@ -41,9 +41,6 @@ class GroupNumbers:
 
     A captured update reads the table at each replay, so that learning rates and other settings may
     change between steps. The table keeps its address while the number of groups does not change.
-
-    Args:
-        device: Device of the optimizer's parameters.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,12 +51,7 @@ class GroupNumbers:
         self.rows: tuple[Float[Tensor, "12"], ...] = ()
 
     def fill(self, groups: Sequence[Mapping[str, Any]], are_decoupled: Sequence[bool]) -> None:
-        """Write the numbers of the groups in one copy, for which the host does not wait.
-
-        Args:
-            groups: The optimizer's groups.
-            are_decoupled: Whether the weight decay of each group shrinks the parameters (AdamW).
-        """
+        """Write the numbers of the groups in one copy, for which the host does not wait."""
         values = list(map(numbers_of, groups, are_decoupled))
         if values == self._values:
             return
@@ -79,10 +71,6 @@ def numbers_of(group: Mapping[str, Any], is_decoupled: bool) -> tuple[float, ...
     They are the learning rate; the logarithms of both decay rates of moments (betas), each as a sum
     of two float32 numbers; the first beta and 1 minus it; the second beta and 1 minus it; eps; the
     factor of the weight decay; 0.
-
-    Args:
-        group: Group of the optimizer.
-        is_decoupled: Whether the weight decay shrinks the parameters (AdamW).
     """
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
@@ -118,8 +106,6 @@ class KernelCall:
 
     Args:
         columns: Parameters, gradients, both moments, steps and half-precision views of the slices.
-        numbers: Row of the group in the table of :class:`GroupNumbers`.
-        has_decay: Whether the group has a weight decay.
         is_decoupled: Whether the decay shrinks the parameters (AdamW) instead of being added to
             the gradients (Adam).
     """
@@ -133,23 +119,17 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class UpdatePiece:
-    """Part of a step: kernel calls that run before the calls of the next piece.
-
-    Args:
-        names: Names of the parameters whose slices the calls update.
-    """
+    """Part of a step: kernel calls that run before the calls of the next piece."""
 
     calls: Sequence[KernelCall]
     names: Sequence[str]
 
     @torch.no_grad()
     def run(self, coefficient: Float[Tensor, ""] | None) -> None:
-        """Update the slices and round them into the model's parameters.
+        """Multiply the gradients by the factor, update the slices and round them into the
+        parameters.
 
         A CUDA graph can capture this call after an uncaptured step with the same tensors.
-
-        Args:
-            coefficient: Factor by which the kernel multiplies the gradients first; None means 1.
         """
         factor = None if coefficient is None else coefficient.float()
         for call in self.calls:
@@ -216,10 +196,8 @@ class _KernelArguments:
     """Cached kernel arguments of an optimizer, valid while its tensors are the same objects.
 
     Args:
-        objects: Parameters, gradients and states from which the arguments were collected.
         columns: Parameters, gradients, both moments, steps and half-precision views, by piece,
             group and dtypes, in the order of the pieces.
-        names: Names of the parameters of each piece.
         is_static: Whether all gradients lie in the flat buffers, so that a cache costs no memory.
     """
 
@@ -234,7 +212,6 @@ class _KernelArguments:
 
 
 def _objects_of(optimizer: Optimizer) -> list[object]:
-    """List the parameters, gradients and state tensors of an optimizer."""
     objects: list[object] = []
     for group in optimizer.param_groups:
         objects += group["params"]
@@ -292,11 +269,7 @@ class FusedUpdate:
             logger.debug("Optimizer steps run in torch's optimizer: %s.", reason)
 
     def check(self, main: MainParameters, optimizers: Iterable[Optimizer]) -> None:
-        """Raise an error if moments are not float32 and torch's own step would update them.
-
-        Raises:
-            UnsupportedError: If moments are not float32 and the kernel cannot update them.
-        """
+        """Raise an error if moments are not float32 and torch's own step would update them."""
         if self.moments_dtype == torch.float32:
             return
         for optimizer in optimizers:
@@ -341,14 +314,10 @@ class FusedUpdate:
 
     @torch.no_grad()
     def begin(self, main: MainParameters, optimizer: Optimizer) -> FusedStep:
-        """Prepare the step over every slice that has a gradient.
+        """Prepare the step over every slice that has a gradient; :meth:`serves` must be true.
 
         :meth:`UpdatePiece.run` of each piece, :meth:`FusedStep.end` and the optimizer's own
         ``step`` must follow. The host does not wait for the device.
-
-        Args:
-            main: Parameters to which the optimizer is attached.
-            optimizer: Optimizer for which :meth:`serves` returned True.
         """
         # The kernel writes rounded parameters in place, so the all-gathers of the previous step
         # must be complete.
@@ -381,7 +350,6 @@ class FusedUpdate:
         return FusedStep(pieces, arguments, arguments.is_static)
 
     def _kernel(self, main: MainParameters, optimizer: Optimizer, key: tuple[Any, ...]) -> Kernel:
-        """Return the kernel for slices of one piece and group with the same dtypes."""
         kernels = self._kernels.setdefault(optimizer, {})
         kernel = kernels.get(key)
         if kernel is None:
@@ -391,7 +359,6 @@ class FusedUpdate:
         return kernel
 
     def _collect_arguments(self, main: MainParameters, optimizer: Optimizer) -> _KernelArguments:
-        """Collect the kernel's arguments for each slice, by piece, group and dtypes."""
         name_of = {id(main_slice.main): name for name, main_slice in main.slices.items()}
         rows: dict[str, tuple[int, _Row]] = {}
         is_static = True

@@ -20,9 +20,6 @@ class GradientBucket:
     """State of one bucket during a step.
 
     Args:
-        buffer: Buffer that contains the bucket.
-        index: Number of the bucket in its buffer.
-        names: Names of the parameters whose gradients are in the bucket.
         missing: Names of parameters whose gradients are incomplete while the last backward pass
             runs.
         pending: Reduction over the data-parallel ranks, once it has started.
@@ -50,10 +47,8 @@ class GradientBucket:
         return self.buffer.plan.buckets[self.index].group
 
     def start(self, mesh: ParallelMesh, is_whole: bool) -> None:
-        """Start to average the gradients over the replicas.
-
-        Args:
-            is_whole: Whether every rank gets the full bucket instead of its part.
+        """Start to average the gradients over the replicas; with ``is_whole``, each gets the full
+        bucket.
 
         Communication: that of :meth:`Zero1Sharding.start_reduction`.
         """
@@ -77,10 +72,6 @@ class BucketStarts:
 
     The reductions must start in the same order on all ranks, so a complete bucket waits for the
     buckets before it in its group.
-
-    Args:
-        start: Function that starts the reduction of a bucket, unless it has started already.
-        order: Order in which the forward pass reads the parameters.
     """
 
     def __init__(self, start: Callable[[GradientBucket], None], order: UseOrder) -> None:
@@ -112,13 +103,11 @@ class BucketStarts:
             self._num_arrived.update(dict.fromkeys(bucket.names, 0))
 
     def begin_last_weight_half(self, chunk: int, left: Mapping[str, int]) -> None:
-        """Expect the last weight half of a chunk, and start the buckets that are complete already.
+        """Expect the last weight half of a chunk, and start the buckets that are complete
+        already.
 
-        A weight half is the part of a split backward pass that computes weight gradients.
-
-        Args:
-            chunk: Chunk whose other gradients are complete.
-            left: Number of gradients that the weight half will add to each parameter.
+        A weight half is the part of a split backward pass that computes weight gradients; ``left``
+        counts those that it will add to each parameter.
         """
         self._armed.add(chunk)
         self._num_left = left
@@ -159,10 +148,8 @@ class BucketStarts:
         self._armed.clear()
 
     def mark_arrived(self, names: Sequence[str]) -> None:
-        """Count gradients that have arrived together, and start the buckets that are complete now.
-
-        Raises:
-            RuntimeError: If the bucket of one of these parameters has started already.
+        """Count gradients that have arrived together, and start the buckets that are complete
+        now.
         """
         # This runs in the backward pass, once for each gradient of each microbatch.
         num_arrived = self._num_arrived
@@ -183,7 +170,7 @@ class BucketStarts:
             self._start_complete_groups(names, touched)
 
     def _sort_key(self, bucket: GradientBucket) -> tuple[int, int]:
-        """Return the sort key of a bucket: parameters used first get their gradients last."""
+        """Return the sort key: parameters used first get their gradients last."""
         return bucket.group, -self._order.first(bucket.names)
 
     def _in_group(self, group: int) -> Iterator[GradientBucket]:
@@ -224,7 +211,6 @@ class RecordedGradients:
             ``WeightGradientQueue.put`` for the replay of a weight half.
         overwritten: Gradient slots that were empty before, so that the pass overwrote them.
         added: Gradient slots that were filled before, so that the pass added to them.
-        sums: Buckets that the pass sums over the ranks.
         unused: Slots in these buckets that get no gradient and are filled with zeros, by the names
             of their parameters.
         rows: Rows of the gradients, for slots that got gradients of rows only.
@@ -248,7 +234,6 @@ class GradientRecorder:
     """Collector of the gradients that arrive while a recording is active.
 
     Args:
-        slots: All slots that may get gradients, by the names of their parameters.
         holds_sums: Whether sums over the ranks start during the recording, as a part of it.
     """
 

@@ -29,7 +29,6 @@ class _Segment:
     """Segment of a gradient that several ranks have.
 
     Args:
-        shape: Shape of the segment (elements).
         dim: Dimension along which the segment is cut; None for the full gradient.
         local_start: First index of the segment along ``dim`` in this rank's gradient; None if this
             rank does not have the segment.
@@ -53,9 +52,6 @@ class _Segment:
 
 class PartialSums:
     """Sums of partial gradients over the tensor axis, in one message for each dtype.
-
-    Args:
-        specs: Shard specs of this rank's partial parameters, by name.
 
     Communication: one gather of ranges over tp, if there are partial parameters.
     """
@@ -153,9 +149,6 @@ class RowSums:
     If the ranks read few rows, exchanging these takes less time than a reduction of the whole
     table. A table qualifies if its bucket contains nothing else and if all its gradients come with
     their rows. A tied embedding on the stage of the head therefore does not qualify.
-
-    Args:
-        is_on: Whether any table is exchanged by rows.
     """
 
     def __init__(self, mesh: ParallelMesh, is_on: bool) -> None:
@@ -165,14 +158,10 @@ class RowSums:
         self._qualifies: dict[GradientBucket, bool] = {}
 
     def start(self, bucket: GradientBucket, slots: Mapping[str, GradientSlot]) -> bool:
-        """Start to average the gradient of a bucket by rows, if that takes less time.
+        """Start to average a bucket that is complete here by rows, if all ranks find that
+        faster.
 
-        Args:
-            bucket: Bucket whose gradients are complete on this rank.
-            slots: Gradient slots by the names of their parameters.
-
-        Returns:
-            Whether the exchange has started; the same on all ranks.
+        The result says whether the exchange has started.
 
         Communication: one all-reduce of a number over the data axis on the CPU, if the table
             qualified in the first step, and that of :func:`start_row_sum`.
@@ -209,10 +198,8 @@ def start_row_sum(
     The ranks add in the same order, so that all of them get the same bits.
 
     Args:
-        gradient: Gradient of a table.
         rows: Rows that may differ from zero, in any order and possibly repeated. All ranks must
             give the same number of rows.
-        axis: Ranks that have the same table.
 
     Communication: two all-gathers, of the indices and of the rows.
     """
@@ -261,9 +248,6 @@ def add_ties_(
     before that reduction.
 
     Args:
-        buckets: Buckets whose gradients are summed.
-        gradient_of: Function from a name to the gradient of the whole local parameter.
-        fill: Function that fills the gradients that have not arrived with zeros.
         own_bucket: Whether to add the gradients that are alone in their buckets, or the others.
 
     Communication: one all-reduce over the embedding axis for each tied embedding.

@@ -22,15 +22,10 @@ class DynamicLossScale:
     the scale cannot be lowered further, so every step would be skipped.
 
     Args:
-        initial: Scale of the first step.
         growth_interval: Number of clean steps before the scale doubles (steps).
         hysteresis: Number of overflows before the scale halves (steps).
-        minimum: Lower limit of the scale.
         floor_patience: Number of consecutive overflows at the lowest scale before the run ends
             (steps).
-
-    Raises:
-        ParallelPlanError: If a number is out of range.
     """
 
     def __init__(
@@ -60,9 +55,6 @@ class DynamicLossScale:
     def found_nonfinite(self, main: MainParameters, names: Collection[str] | None = None) -> bool:
         """Return whether any gradient on any rank is infinite or NaN; all ranks agree.
 
-        Args:
-            names: Names of this rank's parameters to check; None means all.
-
         Communication: one all-reduce of a scalar over the world, and the host waits for it.
         """
         gradients = main.gradients(names)
@@ -81,11 +73,10 @@ class DynamicLossScale:
             torch._foreach_mul_(gradients, 1.0 / self.scale)
 
     def update(self, overflow: bool) -> None:
-        """Update the scale after a clean step, or after one skipped by overflow (``overflow``).
+        """Update the scale after a clean step, or after one skipped by overflow.
 
-        Raises:
-            RuntimeError: If gradients keep overflowing at the lowest scale. This is not a
-                ValueError, because the run has diverged and no setting is invalid.
+        Overflows in a row at the lowest scale raise a RuntimeError. It is not a ValueError, because
+        the run has diverged and no setting is invalid.
         """
         if overflow:
             self._clean_steps = 0

@@ -50,7 +50,6 @@ class MainParameters:
 
     Args:
         named_parameters: Parameters of this rank by name; the names must not depend on the layout.
-        config: Dtypes and partitioning.
         chunk_of: Function that returns the chunk of this stage that contains a parameter; None for
             a parameter outside of the pipelined model.
         stacks: Names of parameters that one matrix product reads, from the first row to the last.
@@ -169,9 +168,6 @@ class MainParameters:
         """List the gradient pieces that this rank counts in a norm, adjacent pieces joined.
 
         Replicated ranges, tied copies and padding rows do not count.
-
-        Args:
-            names: Names of the parameters to count; None means all.
         """
         is_first = {
             is_expert: self.mesh.replica_axis(is_expert).is_first for is_expert in (False, True)
@@ -208,21 +204,11 @@ class MainParameters:
             self.on_several_stages = repeated_names(stages)
 
     def attach(self, optimizer: Optimizer) -> list[FlatBuffer]:
-        """Make an optimizer train this rank's slices, in place.
+        """Make an optimizer train this rank's slices, in place, and return the new buffers.
 
         Parameters in ``param_groups`` are replaced by main parameters, and existing optimizer state
         is cut in the same way. Schedulers and the user's references keep working. Frozen parameters
         do not change; another call attaches parameters that are new or no longer frozen.
-
-        Args:
-            optimizer: Optimizer over the model's parameters.
-
-        Returns:
-            The new buffers.
-
-        Raises:
-            UnsupportedError: If the optimizer holds a parameter that is not registered here or that
-                several stages have, or needs whole parameters where ranks hold parts of them.
 
         Communication: one gather of names over pp at the first call; that of
             :meth:`EightBitWeights.publish`.
@@ -322,11 +308,7 @@ class MainParameters:
         self.eight_bits.publish(self.mesh)
 
     def memory(self) -> dict[str, int]:
-        """Count the memory of this rank (bytes).
-
-        Returns:
-            Bytes of ``parameters``, ``gradients`` and ``main_parameters``.
-        """
+        """Count the memory of this rank's parameters, gradients and main parameters (bytes)."""
         counted = {"parameters": 0, "gradients": 0, "main_parameters": 0}
         for buffer in self.buffers:
             counted["parameters"] += buffer.parameters.nbytes
@@ -411,7 +393,6 @@ class MainParameters:
                     states[main_slice.main] = slice_state(main_slice, parameter, state)
 
     def _main_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the main parameter of a parameter; one that is not registered stays as it is."""
         name = self._names_by_id.get(id(parameter))
         return parameter if name is None else self.main(name)
 
@@ -437,13 +418,10 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
 def replace_parameters(
     optimizer: Optimizer, main_of: Callable[[nn.Parameter], nn.Parameter]
 ) -> None:
-    """Replace the parameters in lists, tuples, sets and dictionaries of an optimizer's attributes.
+    """Replace the parameters in lists, tuples, sets and dictionaries of an optimizer's
+    attributes.
 
     Groups and states do not change.
-
-    Args:
-        optimizer: Optimizer, which changes.
-        main_of: Function from a parameter to the one that takes its place.
     """
     for name, value in list(vars(optimizer).items()):
         if name not in _OWN and isinstance(value, (nn.Parameter, list, tuple, set, dict)):

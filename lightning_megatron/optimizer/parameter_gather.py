@@ -25,7 +25,6 @@ class _UpdateGathers:
     """All-gathers that start while parameters are updated.
 
     Args:
-        buffers: Buffers of the parameters.
         left: Buckets whose all-gathers have not started, in order.
         missing: Names of the parameters of each bucket that this rank must still update; None for a
             bucket that the update does not complete.
@@ -43,10 +42,8 @@ class _UpdateGathers:
 
 @dataclass
 class RecordedGather:
-    """Record of the all-gathers of a captured computation.
-
-    Args:
-        gathers: Whether the computation starts the deferred all-gathers, and waits for them.
+    """Record of whether a captured computation starts the deferred all-gathers and waits for
+    them.
     """
 
     gathers: bool = False
@@ -59,9 +56,6 @@ class ParameterGather:
     until the first read of parameters, when :meth:`begin`, :meth:`wait` or :meth:`wait_for` starts
     all all-gathers, so that a CUDA graph of the next step can contain them. Without :attr:`defers`,
     the all-gathers can start during the update of the parameters: see :meth:`start_during_update`.
-
-    Args:
-        order: Order in which the forward pass reads the parameters.
     """
 
     def __init__(self, order: UseOrder) -> None:
@@ -108,13 +102,10 @@ class ParameterGather:
     def start_during_update(
         self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh, names: Set[str]
     ) -> None:
-        """Let all-gathers start as soon as the parameters of their buckets are updated.
+        """Let all-gathers start as soon as the named parameters of their buckets are updated.
 
-        :meth:`mark_updated` must name these parameters, and :meth:`start` must follow.
-
-        Args:
-            buffers: Buffers that :meth:`start` will get.
-            names: Names of the parameters that this rank is about to update.
+        :meth:`mark_updated` must name these parameters, and :meth:`start` must follow, with the
+        same buffers.
 
         Communication: that of :meth:`wait`.
         """
@@ -128,11 +119,9 @@ class ParameterGather:
     def mark_updated(self, names: Iterable[str]) -> None:
         """Start the all-gathers of buckets that these parameters complete.
 
-        The all-gathers start in the order of :meth:`start`, which is the same on all ranks: a
-        complete bucket waits for the buckets before it.
-
-        Args:
-            names: Names of parameters whose update is enqueued on the current stream.
+        The update of the parameters is enqueued on the current stream. The all-gathers start in the
+        order of :meth:`start`, which is the same on all ranks: a complete bucket waits for the
+        buckets before it.
 
         Communication: one all-gather over the data axis, or over that of experts, for each bucket.
         """
@@ -179,12 +168,6 @@ class ParameterGather:
 
         A capture starts nothing on the device. The code that replays it calls
         :meth:`mark_gathered` if the recorded computation gathers.
-
-        Returns:
-            Object that is complete when the block has ended.
-
-        Raises:
-            RuntimeError: If a recording is active already.
         """
         if self._recorded is not None:
             raise RuntimeError(

@@ -61,13 +61,6 @@ class GradientReducer:
     pass, which is the same on all ranks. :class:`RowSums` may exchange an embedding by rows.
     Partial sums over tp are all-reduced over tp first. The gradients of a tied embedding and its
     copy on the last stage are added at the end. A missing gradient contributes zeros.
-
-    Args:
-        main: Parameters of this rank, to which optimizers are attached.
-
-    Raises:
-        UnsupportedError: If several pipeline stages hold the same parameter, other than a tied
-            embedding.
     """
 
     def __init__(self, main: MainParameters) -> None:
@@ -126,9 +119,7 @@ class GradientReducer:
     def begin_last_weight_half(self, chunk: int, left: Mapping[Hashable, int]) -> None:
         """Mark the next weight half of a chunk as the last one before the optimizer step.
 
-        Args:
-            chunk: Chunk whose other gradients are complete.
-            left: Number of gradients that the weight half will add to each slot.
+        ``left`` is the number of gradients that it will add to each slot.
 
         Communication: that of :meth:`start_reduction` for buckets that are complete already.
         """
@@ -147,7 +138,6 @@ class GradientReducer:
         """Finish the reductions, and set the gradient of every main parameter.
 
         Args:
-            names: Names of all parameters of one optimizer, or of several.
             is_empty: Function that returns whether no rank had a token to train on. A rank that
                 misses a gradient asks. All gradients are zeros then, instead of None.
 
@@ -274,12 +264,6 @@ class GradientReducer:
                 A backward pass overwrites empty slots and adds to filled ones.
             holds_sums: Whether reductions may start inside the block. The block must then end with
                 :meth:`sum_up`, and :meth:`mark_summed` repeats its effect after each replay.
-
-        Returns:
-            Recorder, whose attribute ``recorded`` is complete when the block has ended.
-
-        Raises:
-            RuntimeError: If a recording is active already.
         """
         if self._recorder is not None:
             raise RuntimeError(
@@ -339,12 +323,6 @@ class GradientReducer:
         Layers call this through their gradient slots. Code that replays a CUDA graph calls it for
         each recorded group.
 
-        Args:
-            names: Names of the parameters, whose slots are marked as filled.
-
-        Raises:
-            RuntimeError: If the reduction of one of these gradients has started already.
-
         Communication: one reduce-scatter or all-reduce over the data axis for each complete bucket.
         """
         # `zero_grad` has not cleared a slot with the reduced gradient of a finished step.
@@ -354,7 +332,6 @@ class GradientReducer:
         self._starts.mark_arrived(names)
 
     def _sum_up(self, buckets: Collection[GradientBucket]) -> None:
-        """Sum the gradients of some buckets over all axes."""
         late = [name for bucket in buckets if bucket.group == LATE_GROUP for name in bucket.names]
         self._fill(late)
         self._partial.add(late, self._gradient_of)
@@ -384,7 +361,6 @@ class GradientReducer:
             self._recorder.sums.append(bucket)
 
     def _fill(self, names: Iterable[str]) -> None:
-        """Fill the gradients that have not arrived with zeros."""
         for name in names:
             slot = self._slots[name]
             if slot.is_empty:
@@ -440,12 +416,8 @@ class UnusedParameters:
         self._without_gradient.add(name)
 
     def note_zero_grad(self, names: Collection[str], with_zeros: Collection[str]) -> None:
-        """Record a call of ``zero_grad``.
-
-        Args:
-            names: Names of the parameters whose gradients it has cleared.
-            with_zeros: Names of those whose gradients are zeros from now on, instead of None.
-                Optimizers do not skip them.
+        """Record a call of ``zero_grad``; optimizers do not skip parameters whose gradients are
+        zeros.
         """
         self._with_zeros.difference_update(names)
         self._with_zeros.update(with_zeros)
@@ -454,7 +426,6 @@ class UnusedParameters:
         """Return the parameters that no rank uses in this step, the same on all ranks.
 
         Args:
-            buckets: Buckets of the parameters.
             is_empty: Function that returns whether no rank had a token, so that backward passes
                 of the loss were left out.
 
@@ -526,11 +497,6 @@ def assign_gradients(
     """Set the gradient of every main parameter to this rank's part of the reduced gradient.
 
     The gradients of main parameters of unused or frozen parameters become None.
-
-    Args:
-        names: Names of the parameters whose gradients are reduced.
-        unused: Names of the parameters for which no rank has a gradient.
-        gradient_of: Function that returns the reduced gradient of a local parameter by its name.
     """
     slices = main.slices
     has_frozen = not main.are_trainable(names)
@@ -551,11 +517,7 @@ def assign_gradients(
 
 
 def move_hook(slot: GradientSlot) -> Callable[[nn.Parameter], None]:
-    """Return the hook that moves a parameter's gradient from autograd into a slot.
-
-    Raises:
-        UnsupportedError: In the hook, if the gradient is not dense.
-    """
+    """Return the hook that moves a parameter's gradient from autograd into a slot."""
 
     def hook(parameter: nn.Parameter) -> None:
         gradient = parameter.grad

@@ -62,7 +62,6 @@ class ReplicaCheck:
         reducer: Reducer of the gradients. It is notified of parameters whose gradients are partial
             sums over tp.
         interval: Optimizer steps between two comparisons after the first ones; 0 for none (steps).
-        inform: Function that shows a message to the user, on one rank.
 
     Communication: one gather of names over tp at construction.
     """
@@ -96,9 +95,6 @@ class ReplicaCheck:
     def before_sums(self, names: frozenset[str]) -> bool:
         """Exchange the findings of this step's graphs; return whether replicas are compared.
 
-        Args:
-            names: Names of the parameters that the step trains.
-
         Communication: one gather of names over tp, if replicas are compared.
         """
         if not self._is_due(self._num_steps[names]):
@@ -121,13 +117,6 @@ class ReplicaCheck:
 
     def after_sums(self, names: frozenset[str], *, are_finite: bool = True) -> None:
         """Compare loss, parameters and finished gradients; defer it to the next step on overflow.
-
-        Args:
-            names: Names of the parameters that the step has trained.
-            are_finite: Whether all gradients are finite; comparison needs finite gradients.
-
-        Raises:
-            ReplicaMismatchError: If parameters, gradients or losses differ between replicas.
 
         Communication: that of the comparisons.
         """
@@ -167,12 +156,7 @@ def replicated_over_tp(main: MainParameters) -> tuple[str, ...]:
 def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
     """Compare the loss over tp, whose ranks compute it from the same samples.
 
-    Args:
-        main: Parameters of this rank; their dtype with the lowest precision sets the tolerance.
-        loss: Scalar loss of this rank.
-
-    Raises:
-        ReplicaMismatchError: On every rank of the axis, naming the values by rank.
+    The dtype with the lowest precision among the parameters sets the tolerance.
 
     Communication: a gather of one number over tp, for which the host waits.
     """
@@ -204,9 +188,6 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
 
 def check_frozen_copies(main: MainParameters) -> None:
     """Compare frozen parameters that several stages have, such as those of a teacher, over pp.
-
-    Raises:
-        ReplicaMismatchError: On every rank of the axis, naming parameters.
 
     Communication: a gather of numbers over pp on the CPU, if there are such parameters.
     """
@@ -244,12 +225,7 @@ def check_tensor_replicas(
     skipped, because an optimizer that divides by the gradient's magnitude moves it at random.
 
     Args:
-        main: Parameters with finished gradients.
         whole: Names of the parameters that every rank of tp has whole.
-        names: Names of the parameters whose gradients are finished.
-
-    Raises:
-        ReplicaMismatchError: On every rank of the axis, naming parameters, ranks and values.
 
     Communication: one all-reduce over tp, for which the host waits; a gather of values on failure.
     """
@@ -291,10 +267,7 @@ def _split_by_rounding(
 ) -> tuple[list[str], set[str]]:
     """Return the tensors that differ by more than rounding, and those that may be only rounding.
 
-    Args:
-        distances: Distance of each tensor between the ranks.
-        norms: Largest norm of each tensor.
-        rounding: Relative rounding error of sums that cancel, by name.
+    ``rounding`` is the relative rounding error of sums that cancel, by name.
     """
     num_elements = sum(tensor.numel() for tensor in tensors.values())
     typical = float(norms.square().sum() / max(1, num_elements)) ** 0.5
@@ -316,9 +289,6 @@ def check_data_replicas(main: MainParameters) -> None:
 
     Each value was computed by one rank, or by all ranks from the same sum, so the bits must be
     equal.
-
-    Raises:
-        ReplicaMismatchError: On every rank of the axis, naming parameters, ranks and values.
 
     Communication: one all-reduce over the data axis, one over that of experts, and one over the
     embedding axis where an embedding is tied, for which the host waits; a gather of values on
@@ -436,9 +406,6 @@ class PartialGradientSearch:
     layers of this package declare which of their gradients are partial, and the nodes between two
     layers do not change that. Parameters of this package's models are skipped, because their shard
     specs declare partial gradients.
-
-    Args:
-        whole: Names of the parameters that every rank of tp has in full.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, whole: Collection[str]) -> None:
@@ -470,11 +437,6 @@ class PartialGradientSearch:
         Args:
             node: Root of the graph: the node of the loss, or of the tensor that a pipeline stage
                 sends; None if there is no graph.
-            is_loss: Whether ``node`` belongs to the loss.
-
-        Raises:
-            ParallelPlanError: If the gradient of a parameter would be neither complete nor a part
-                of a sum.
         """
         if not self._names or node is None:
             return

@@ -96,9 +96,7 @@ class Zero1Sharding:
     main parameters are views of it, and would have to ask for it before each use.
 
     Args:
-        plan: Layout of the buffer, and the part of it that each rank trains.
         part: Index of this rank's part; 0 if the plan has only one part.
-        is_expert: Whether the parameters belong to experts, which are replicated over fewer ranks.
 
     Source: Rajbhandari et al. 2020 (https://arxiv.org/abs/1910.02054).
     """
@@ -129,11 +127,9 @@ class Zero1Sharding:
     def start_reduction(
         self, gradients: Shaped[Tensor, "_"], bucket: int, mesh: ParallelMesh, is_whole: bool
     ) -> Pending:
-        """Start to average one bucket of the gradients over the replicas, in place.
+        """Start to average one bucket of the buffer's gradients over the replicas, in place.
 
-        Args:
-            gradients: Gradients of the buffer.
-            is_whole: Whether every rank gets the full bucket instead of its part.
+        With ``is_whole``, every rank gets the full bucket instead of its part.
 
         Communication: one reduce-scatter over the data axis, or over that of experts; an all-reduce
         if ranks get whole buckets.
@@ -148,9 +144,6 @@ class Zero1Sharding:
         self, parameters: Shaped[Tensor, "_"], bucket: int, mesh: ParallelMesh
     ) -> Pending:
         """Start the all-gather of the parts of one bucket of the parameters.
-
-        Args:
-            parameters: Parameters of the buffer.
 
         Communication: an all-gather over the data axis, or over that of experts.
         """
@@ -167,7 +160,6 @@ class BufferPlanner:
     """Assignment of parameters to buckets, and of parts of the buckets to data-parallel ranks.
 
     Args:
-        config: Dtypes and partitioning.
         chunk_of: Function that returns the chunk of this stage that contains a parameter; None for
             a parameter outside of the pipelined model.
         stacks: Names of parameters that one matrix product reads, from the first row to the last.
@@ -191,11 +183,7 @@ class BufferPlanner:
         self.ties_alone: set[str] = set()
 
     def granularity_for(self, optimizer: Optimizer) -> ShardGranularity:
-        """Return the granularity at which the ranks divide an optimizer's parameters.
-
-        Raises:
-            UnsupportedError: If the optimizer needs whole parameters, but ranks hold parts of them.
-        """
+        """Return the granularity at which the ranks divide an optimizer's parameters."""
         if self._mesh.data.size == 1 and self._mesh.model.size == 1:
             return "model"
         granularity = finest_granularity(optimizer)
@@ -225,8 +213,6 @@ class BufferPlanner:
         Args:
             sizes: Number of elements of each parameter by name, in the order of the model
                 (elements).
-            granularity: Granularity at which the ranks divide the parameters.
-            is_expert: Whether the parameters belong to experts.
             partial: Parameters whose gradients are partial sums over tp.
             tied: Parameters with a copy on another pipeline stage.
         """
@@ -280,9 +266,6 @@ def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
     of elements, cannot be saved in pieces, so parameters stay whole. Groups with different settings
     are tried one by one, because a setting may select another algorithm; the coarsest result
     counts. An optimizer that cannot be tried, such as one around another, may need the whole model.
-
-    Args:
-        optimizer: Optimizer of the user, which does not change.
     """
     if isinstance(optimizer, LBFGS):
         # L-BFGS has one search direction for the whole model.
@@ -349,13 +332,7 @@ def check_granularity(
 ) -> None:
     """Raise an error if an optimizer needs more of the model than one rank has.
 
-    Args:
-        optimizer: Optimizer of the user.
-        granularity: Finest granularity of the optimizer.
-        sizes: Sizes of the axes that cut the model, by the names of their options (ranks).
-
-    Raises:
-        UnsupportedError: If the optimizer's result would depend on the layout.
+    ``sizes`` has the axes that cut the model, by the names of their options (ranks).
     """
     # Pipeline and expert parallelism leave parameters whole.
     cutting = {"elements": (), "parameters": ("tp", "etp"), "model": ("tp", "etp", "pp", "ep")}
@@ -380,7 +357,6 @@ def _matrices(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _changed_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's settings that differ from the optimizer's defaults."""
     changed = {
         key: value for key, value in group.items() if key not in _EXCLUDED_SETTINGS | _SPEED_ONLY
     }
@@ -397,9 +373,8 @@ def _train(
 ) -> tuple[list[Tensor], bool]:
     """Train copies of tensors, each inner list in a separate optimizer.
 
-    Returns:
-        The tensors, and whether all state is shaped like its parameter or a scalar, so that it can
-        be saved in parts.
+    The second result says whether all state is shaped like its parameter or a scalar, so that it
+    can be saved in parts.
     """
     trained: list[Tensor] = []
     is_cut_alike = True

@@ -11,10 +11,8 @@ from lightning_megatron.errors import UnsupportedError
 def overlapping_pieces(
     ranges_by_rank: Sequence[Sequence[tuple[int, int]]],
 ) -> list[tuple[int, int]]:
-    """List the row ranges that more than one rank has, in order.
-
-    Args:
-        ranges_by_rank: Row ranges [start, stop) of the full tensor that each rank has.
+    """List the row ranges [start, stop) of the full tensor that more than one rank has, in
+    order.
     """
     borders = sorted(
         {border for ranges in ranges_by_rank for row_range in ranges for border in row_range}
@@ -32,17 +30,9 @@ def _has_piece(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool
 
 
 def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tuple[str, str]]:
-    """Pair each tied copy of a pipeline with the full name of its original parameter.
+    """Pair the full name of each tied copy's original with the copy, in the order of the stages.
 
-    Args:
-        stages: Parameter names of every stage, each with the name of its original in the same
-            model, or None.
-
-    Returns:
-        (original, copy) for every tied copy, in the order of the stages.
-
-    Raises:
-        UnsupportedError: If a copy's original is on no stage.
+    Every stage lists its names, each with that of its original in the same model, or None.
     """
     originals = {name for stage in stages for name, tied_to in stage if tied_to is None}
     pairs = []
@@ -62,25 +52,13 @@ def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tup
 
 
 def repeated_names(stages: Sequence[Sequence[tuple[str, str | None]]]) -> frozenset[str]:
-    """Return the names of the parameters that several stages have, such as those of a teacher.
-
-    Args:
-        stages: Same as for :func:`resolve_ties`.
-    """
+    """Return the names of the parameters that several stages have, such as those of a teacher."""
     counts = Counter(name for stage in stages for name, tied_to in stage if tied_to is None)
     return frozenset(name for name, count in counts.items() if count > 1)
 
 
 def check_on_one_stage(trained: Sequence[str], repeated: Collection[str]) -> None:
-    """Refuse to train parameters that several stages have.
-
-    Args:
-        trained: Names of the parameters that an optimizer trains.
-        repeated: Names of the parameters that several stages have.
-
-    Raises:
-        UnsupportedError: If a parameter is among both.
-    """
+    """Refuse to train parameters that several stages have."""
     names = [name for name in trained if name in repeated]
     if names:
         raise UnsupportedError(
@@ -97,7 +75,6 @@ def original_name(copy: str, tied_to: str, names: Collection[str]) -> str | None
     Args:
         copy: Full name of the copy, such as ``model.head.weight``.
         tied_to: Name of the original within the same model, such as ``embedding.word.weight``.
-        names: All full names.
     """
     parts = copy.split(".")
     for length in range(len(parts) - 1, -1, -1):

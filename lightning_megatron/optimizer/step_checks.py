@@ -34,7 +34,6 @@ class StepChecks:
         checks_gradients: Whether every step checks gradients for values that are not finite; None
             checks gradients, weights and losses at logging steps.
         replica_check_interval: Optimizer steps between later comparisons of replicas; 0 means none.
-        inform: Function that shows a message to the user, on one rank.
 
     Communication: one gather of names over tp at construction.
     """
@@ -63,12 +62,7 @@ class StepChecks:
         return self._replicas.inspector
 
     def begin_step(self, step: int, is_logged: bool) -> None:
-        """Start a training step.
-
-        Args:
-            step: Index of the training batch (batches).
-            is_logged: Whether loggers receive the values of this step.
-        """
+        """Start a training step, whose values loggers receive if ``is_logged``."""
         self._step = step
         finite = self._finite
         if finite is not None:
@@ -86,9 +80,6 @@ class StepChecks:
     def check_values(self, *, at_end: bool = False) -> None:
         """Refuse values that are not finite, at checked steps and at the end of the fit.
 
-        Raises:
-            NonFiniteError: If a value is not finite.
-
         Communication: that of :meth:`FiniteWatch.check`.
         """
         if self._finite is not None and (at_end or self._finite.looks):
@@ -96,12 +87,6 @@ class StepChecks:
 
     def before_sums(self, names: frozenset[str]) -> bool:
         """Check gradients before their sum over the ranks; return whether replicas are compared.
-
-        Args:
-            names: Names of the parameters whose gradients are summed.
-
-        Raises:
-            NonFiniteGradientError: If gradients are checked and one is infinite or not a number.
 
         Communication: that of :func:`check_finite` and of :meth:`ReplicaCheck.before_sums`.
         """
@@ -117,14 +102,6 @@ class StepChecks:
     def after_sums(self, names: frozenset[str], are_finite: bool) -> None:
         """Compare replicas, in a step for which :meth:`before_sums` has returned True.
 
-        Args:
-            names: Names of the parameters whose gradients are summed.
-            are_finite: Whether these gradients are finite.
-
-        Raises:
-            NonFiniteError: If a value is not finite.
-            ReplicaMismatchError: If replicas differ.
-
         Communication: that of :meth:`check_values` and of :meth:`ReplicaCheck.after_sums`.
         """
         self.check_values()
@@ -136,9 +113,7 @@ class NonFiniteValue:
     """A value that is not finite: its name, rank and step.
 
     Args:
-        step: Number of the training batch (batches).
         kind: One of ``KINDS``.
-        rank: Global rank on which the value occurred.
         name: Name of the parameter; empty for losses and gradient norms.
         value: The value as text, such as ``nan``; the largest magnitude of a weight or gradient.
     """
@@ -152,15 +127,11 @@ class NonFiniteValue:
 
 @dataclass(frozen=True)
 class _StepValues:
-    """Values of one step on the device, with their names.
+    """Values of one step, which may still be computed on the device.
+
+    A loss or a gradient norm has one empty name.
 
     Shapes: values ``(names,)``, or a scalar for a single value.
-
-    Args:
-        step: Number of the training batch (batches).
-        kind: One of ``KINDS``.
-        names: Names of the parameters; one empty name for a loss or a gradient norm.
-        values: The values, which may still be computed on the device.
     """
 
     step: int
@@ -186,33 +157,20 @@ class FiniteWatch:
         self._step = 0
 
     def begin(self, step: int, looks: bool) -> None:
-        """Start a step, and record whether its weights and gradients are checked.
-
-        Args:
-            step: Number of the training batch (batches).
-            looks: Whether weights and gradients of this step are recorded.
-        """
+        """Start a step, and record whether its weights and gradients are checked."""
         self._step = step
         self.looks = looks
 
     def note(self, kind: str, value: Float[Tensor, "..."]) -> None:
-        """Record a scalar of this step, without a host synchronisation.
-
-        Args:
-            kind: One of ``KINDS``.
-            value: The scalar.
-        """
+        """Record a scalar of one of the ``KINDS``, without a host synchronisation."""
         if len(self._recorded) > _MAX_KEPT:
             self._recorded = _summed(self._recorded)
         self._recorded.append(_StepValues(self._step, kind, ("",), value.detach()))
 
     def look(self, kind: str, tensors: Mapping[str, Shaped[Tensor, "..."]]) -> None:
-        """Record the largest magnitudes of tensors, without a host synchronisation.
+        """Record the largest magnitudes of weights or gradients, without a host synchronisation.
 
-        Args:
-            kind: One of ``KINDS``.
-            tensors: Weights or gradients by parameter name; integer, empty and meta tensors are
-                skipped.
+        Integer, empty and meta tensors are skipped.
         """
         recorded = {
             name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()
@@ -236,10 +194,6 @@ class FiniteWatch:
 
     def check(self) -> None:
         """Check all values recorded since the last check.
-
-        Raises:
-            NonFiniteError: On every rank, naming ranks and parameters, if a value of any rank is
-                not finite.
 
         Communication: one all-reduce of a flag over the world on the CPU; a gather of names on
         failure. The host waits for the device.
@@ -281,11 +235,7 @@ def _summed(steps: Sequence[_StepValues]) -> list[_StepValues]:
 
 
 def describe_values(findings: Sequence[NonFiniteValue]) -> str:
-    """Describe the values that are not finite: the first one, its origin and how many follow.
-
-    Args:
-        findings: Findings of all ranks, at least one.
-    """
+    """Describe the values that are not finite: the first one, its origin and how many follow."""
     first_step = min(finding.step for finding in findings)
     kind = min(
         (finding.kind for finding in findings if finding.step == first_step), key=KINDS.index
@@ -326,14 +276,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def check_finite(
     gradients: Mapping[str, Shaped[Tensor, "..."]], mesh: ParallelMesh, step: int
 ) -> None:
-    """Refuse a gradient of any rank that is infinite or not a number.
-
-    Args:
-        gradients: Gradients of this rank by parameter name, before their reduction over the ranks.
-        step: Index of the training batch (batches).
-
-    Raises:
-        NonFiniteGradientError: On every rank, naming parameters, ranks and the step.
+    """Refuse a gradient of any rank, before its reduction, that is infinite or not a number.
 
     Communication: one all-reduce of a flag over the world, for which the host waits; a gather of
     names on failure.
@@ -366,7 +309,6 @@ def describe_gradients(gradients: Sequence[tuple[int, str, int, int]], step: int
     Args:
         gradients: Rank, parameter name, number of NaN elements and number of infinite elements of
             each gradient. The message names the first few gradients.
-        step: Index of the training batch (batches).
     """
     places = [
         f"{name} on rank {rank} ({_counts(nans, infinities)})"

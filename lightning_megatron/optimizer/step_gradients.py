@@ -28,10 +28,6 @@ class StepGradients:
     tokens, detect overflow and undo the loss scale. In automatic optimization, :meth:`end_batch`
     finishes them. In manual optimization, user code decides when gradients are used, so
     :meth:`finish_for` finishes what its backward passes have changed by then.
-
-    Args:
-        reducer: Reducer of the gradients over the ranks.
-        loss_scale: Loss scale of the gradients; None without one.
     """
 
     def __init__(
@@ -86,7 +82,6 @@ class StepGradients:
         Args:
             num_tokens: Tokens of this rank's batch. Gradient sums are divided by the total over
                 ranks and batches. None means that gradients are averaged over the ranks.
-            will_step: Whether the optimizer steps after this batch, so that gradients are finished.
 
         Communication: that of :meth:`finish_for`, if the optimizer steps.
         """
@@ -107,11 +102,6 @@ class StepGradients:
 
         Other optimizers may accumulate further. In automatic optimization there are none, unless a
         hook runs a backward pass itself.
-
-        Raises:
-            NonFiniteError: If gradients are checked and one is infinite or not a number.
-            ReplicaMismatchError: If replicas are compared in this step and differ.
-            UnsupportedError: If losses are scaled, and a plain ``loss.backward()`` has run.
 
         Communication: that of :meth:`GradientReducer.finish` and of :class:`StepChecks`; one
         all-reduce over the world with a loss scale, and one over the data axis with token counts.
@@ -160,7 +150,6 @@ class StepGradients:
         self._unfinished -= names
 
     def _detect_raw_backward(self) -> None:
-        """Detect gradients of a plain ``loss.backward()``."""
         if self._unfinished or not self._reducer.has_unreduced:
             return
         if self._loss_scale is not None:
@@ -183,7 +172,6 @@ class StepGradients:
         self._num_tokens = None
 
     def _names_of(self, optimizer: Optimizer) -> set[str]:
-        """Return the names of the parameters that an optimizer trains."""
         return names_in(self._main.names_of(optimizer))
 
     # ---- exposure as ``parameter.grad``
@@ -239,8 +227,7 @@ class StepGradients:
     def raw_backward(self) -> Iterator[None]:
         """Run a backward pass that user code has started, as in :meth:`backward_by_hand`.
 
-        Raises:
-            UnsupportedError: If losses are scaled.
+        With a loss scale, it is refused.
         """
         if self._loss_scale is not None and not self._is_in_backward:
             raise _needs_manual_backward(self._loss_scale)

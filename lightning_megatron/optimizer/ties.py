@@ -18,11 +18,8 @@ from lightning_megatron.optimizer.main_parameters import MainParameters
 
 @dataclass(frozen=True)
 class _Training:
-    """Training state of a parameter.
-
-    Args:
-        is_trained: Whether the parameter requires gradients.
-        groups: Number of the parameter's group in each optimizer; None if it is in no group.
+    """Whether a parameter requires gradients, and its group in each optimizer, None for no
+    group.
     """
 
     is_trained: bool
@@ -54,7 +51,7 @@ def name_copies_as_originals(module: nn.Module) -> Iterator[None]:
 
 
 def _find_original(module: nn.Module, copy: str, tied_to: str) -> tuple[nn.Module, str] | None:
-    """Return the module and key of the original on this stage; None if it has no module here."""
+    """Return the module and key of the original; None if it has no module on this stage."""
     modules = dict(module.named_modules())
     owner_name, _, key = tied_to.rpartition(".")
     parts = copy.split(".")
@@ -67,12 +64,6 @@ def _find_original(module: nn.Module, copy: str, tied_to: str) -> tuple[nn.Modul
 
 def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
     """Check that an optimizer trains a tied embedding and its copy with the same settings.
-
-    Args:
-        optimizer: Optimizer that is attached to ``main``.
-
-    Raises:
-        UnsupportedError: On every stage, if their groups differ.
 
     Communication: one gather over pp where there are ties.
     """
@@ -116,9 +107,6 @@ class TiedCopies:
         A copy does not move if its stage has no group with the number of the original's group;
         :func:`check_ties` then raises an error.
 
-        Args:
-            optimizers: Optimizers of the fit, in order.
-
         Communication: one gather over pp where there are ties; one more at the first call.
         """
         main = self._main
@@ -139,10 +127,8 @@ class TiedCopies:
                 _move(optimizer, main, copy, original, number)
 
     def check(self) -> None:
-        """Check that no embedding's ``requires_grad`` changed on this stage since :meth:`follow`.
-
-        Raises:
-            UnsupportedError: If ``requires_grad`` of an embedding changed.
+        """Check that no embedding's ``requires_grad`` changed on this stage since
+        :meth:`follow`.
         """
         for name, was_trained in self._followed.items():
             if self._main.parameter(name).requires_grad != was_trained:

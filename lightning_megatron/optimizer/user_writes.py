@@ -34,9 +34,6 @@ class UserWrites:
     torch's version counter counts in-place operations on a parameter, but not those through
     ``parameter.data``. The code that detects access to that attribute calls :meth:`note`, and the
     values of that parameter are later compared with its main parameter.
-
-    Args:
-        buffers: Flat buffers of the trained parameters; the list may grow.
     """
 
     def __init__(
@@ -72,10 +69,6 @@ class UserWrites:
 
         Args:
             all_values: Whether to compare all parameters, not only those known to be written.
-
-        Raises:
-            UnsupportedError: If a parameter has another shape than before, or shares the memory of
-                another parameter.
         """
         noted = self._parameters.keys() if all_values else self._noted
         self._noted = set()
@@ -99,11 +92,7 @@ class UserWrites:
         return name in self._noted and bool(self._moved([name]))
 
     def _moved(self, names: Collection[str]) -> list[str]:
-        """List the parameters that are not views of their places in the buffers.
-
-        Raises:
-            UnsupportedError: As :meth:`adopt`.
-        """
+        """List the parameters that are not views of their places in the buffers, or raise."""
         homes = {name: buffer for buffer in self._buffers for name in buffer.members}
         moved = [name for name in names if name in homes and not homes[name].is_view(name)]
         if not moved:
