@@ -106,7 +106,7 @@ class MixtureOfExperts(nn.Module):
     def transport_choice(self) -> TransportChoice:
         """Return the transport of the layer's tokens, with the reason for its choice.
 
-        It is chosen again if a later run has set another mesh, transport, limit or other places for
+        It is chosen again after a change of the mesh, the transport, the limit or the places for
         clones.
         """
         settings = (self.transport, self.clones, self.row_limit)

@@ -80,10 +80,7 @@ class ModelConfig:
             self.check_seq_length(seq_length, layout.tp if sequence_parallel else 1, layout.cp)
 
     def check_seq_length(self, seq_length: int, sequence_shards: int = 1, cp: int = 1) -> None:
-        """Raise if sequences are too long, or do not divide over the ranks that share them.
-
-        ``sequence_shards`` is the size of tp under sequence parallelism, else 1.
-        """
+        """Raise if sequences do not suit this model, as :func:`check_length` does."""
         check_length(seq_length, self.max_seq_length, sequence_shards, cp)
 
 

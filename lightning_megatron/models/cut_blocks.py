@@ -34,8 +34,8 @@ class CutBlocks(PipelinedModule):
     """Blocks of this rank, named by their indices, and copies of all blocks on the meta device.
 
     Placeholders represent modules and tensors of other stages. A subclass runs the blocks. The
-    blocks of ``source`` that are on other stages move to the meta device; ``twins`` are copies
-    there.
+    blocks of ``source`` that are on other stages move to the meta device, where ``twins`` are
+    copies.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Pooler(nn.Module):
 class Classifier(nn.Module):
     """Classifier of sequences by their first token, computed on all tp ranks.
 
-    Equals the pooler, dropout and classifier of Hugging Face's BertForSequenceClassification, or
+    Equal to the pooler, dropout and classifier of Hugging Face's BertForSequenceClassification, or
     with ``config.drops_first`` its RobertaClassificationHead.
     """
 
@@ -120,7 +120,7 @@ class Classifier(nn.Module):
 class SpanHead(nn.Module):
     """Head that scores every token as the start and as the end of an answer.
 
-    Equals ``qa_outputs`` of Hugging Face's BertForQuestionAnswering.
+    Equal to ``qa_outputs`` of Hugging Face's BertForQuestionAnswering.
 
     Communication: under sequence parallelism an all-gather of the scores over tp in the forward
         pass, none in the backward pass.

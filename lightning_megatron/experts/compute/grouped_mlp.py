@@ -43,8 +43,7 @@ class ExpertWeight(nn.Module):
     """One weight matrix of one expert, and the bias of its product if there is one.
 
     It has no ``forward``: :class:`GroupedMLP` multiplies by the matrices of all experts at once.
-    The sizes are those of the full matrix, of which this rank holds ``ranges`` of dimension
-    ``dim``.
+    Sizes are those of the full matrix; this rank holds ``ranges`` of dimension ``dim``.
     """
 
     bias: nn.Parameter | None

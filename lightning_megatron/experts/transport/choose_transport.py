@@ -75,10 +75,6 @@ def choose_transport(
     two, because the buffers of an all-to-all have exactly the received rows. With clones "auto"
     means puts, which also move the weights of clones: only then are ``matrices`` needed.
 
-    Raises:
-        UnsupportedError: If puts are requested, or "auto" with clones, and the GPUs have no peer
-            access.
-
     Communication: that of
         :func:`~lightning_megatron.layers.fused.choose_kernels.reason_against_puts`, where puts may
         be chosen.
