@@ -70,14 +70,8 @@ def check_trained_somewhere(
 ) -> None:
     """Refuse optimizers that train nothing on any stage, and groups that cannot be saved.
 
-    Args:
-        optimizers: Optimizers of this stage.
-        is_saved: Whether the run saves optimizer states.
-
-    Raises:
-        UnsupportedError: If an optimizer has no parameters on any stage, or if optimizer states are
-            saved and stages have different numbers of parameter groups, or groups of the same
-            number with different hyperparameters.
+    If the run saves optimizer states, all stages must have the same number of groups, and groups of
+    the same number the same hyperparameters.
 
     Communication: with several stages, one gather of objects over pp on the CPU.
     """

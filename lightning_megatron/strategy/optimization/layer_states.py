@@ -36,9 +36,6 @@ class LayerStates:
     """State that steps accumulate: routers, and delayed scales for products in 8 bits.
 
     Routers count tokens, and delayed scales record magnitudes for the scales of later steps.
-
-    Args:
-        models: Models that are trained.
     """
 
     def __init__(
@@ -63,9 +60,8 @@ class LayerStates:
     def finish_step(self) -> bool:
         """End the step, unless a graph has already ended it (see :meth:`adopt`).
 
-        Returns:
-            Whether graphs captured before the end of this step are stale, because layers now use
-            scales of earlier steps; the same on all ranks.
+        The result says whether graphs captured before are stale, because layers now use scales of
+        earlier steps; it is the same on all ranks.
 
         Communication: that of :meth:`end_step`.
         """
@@ -77,12 +73,10 @@ class LayerStates:
         return was_fresh and not self._was_fresh
 
     def end_step(self) -> Mapping[int, StepStatistics]:
-        """Update routers and scales from this step, and reset the state for the next one.
+        """Update routers and scales from this step, and return the routers' token counts by
+        layer.
 
         A graph may contain this method, because it only writes tensors that keep their addresses.
-
-        Returns:
-            The token counts of the routers, by layer index.
 
         Communication: that of :meth:`MixtureRuntime.end_step` and of
             :meth:`DelayedScales.end_step`.
@@ -92,11 +86,7 @@ class LayerStates:
         return self._mixtures.end_step()
 
     def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
-        """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it.
-
-        Args:
-            statistics: Result of :meth:`end_step` during the capture.
-        """
+        """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it."""
         self._mixtures.adopt(statistics)
         self._has_ended = True
 
@@ -116,7 +106,6 @@ class MixtureRuntime:
 
     Args:
         models: Models that are trained; layer indices run through all of them.
-        transport: Transport of tokens over the ranks of ep.
         rows: Limit on the rows of a rank's experts, as a multiple of the even share; None without
             a limit.
         clones: Places for clones of experts; None without clones.
@@ -185,23 +174,15 @@ class MixtureRuntime:
     def check_trained(self, epoch: int) -> None:
         """Refuse layers with clones in which some experts are trained and others are frozen.
 
-        Args:
-            epoch: Index of the epoch (epochs).
-
-        Raises:
-            UnsupportedError: As in :meth:`TrainedExperts.check`.
-
         Communication: that of :meth:`TrainedExperts.check`.
         """
         self._trained.check(epoch)
 
     def end_step(self) -> Mapping[int, StepStatistics]:
-        """Update the routers with the token counts of this step, and reset the counts.
+        """Update the routers with the token counts of this step, and return these by layer
+        index.
 
         A graph may contain this method, because it only writes tensors that keep their addresses.
-
-        Returns:
-            The token counts, by layer index.
 
         Communication: that of :func:`step_statistics`.
         """
@@ -219,11 +200,7 @@ class MixtureRuntime:
         return by_layer
 
     def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
-        """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it.
-
-        Args:
-            statistics: Result of :meth:`end_step` during the capture.
-        """
+        """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it."""
         if statistics:
             sums = torch.stack([layer_statistics.sums for layer_statistics in statistics.values()])
             self.statistics = {
@@ -280,16 +257,7 @@ def check_experts(
     layout: ParallelLayout,
     recompute: Recompute | Recomputation | None,
 ) -> None:
-    """Refuse expert options if no model has experts.
-
-    Args:
-        models: The models of this package in the user's module.
-        recompute: Recomputation option of the strategy.
-
-    Raises:
-        ParallelPlanError: If ep or etp is set.
-        UnsupportedError: If ``recompute`` names ``experts`` or ``expert_inputs``.
-    """
+    """Refuse expert options if no model has experts."""
     if any(model.config.experts is not None for model in models):
         return
     check_expert_axes(layout, None)
@@ -306,10 +274,6 @@ class TrainedExperts:
 
     A rank computes gradients for clones of other ranks' experts. If only some ranks froze their
     experts, these ranks would omit gradients for which others wait, or send another dtype.
-
-    Args:
-        layers: The layers with clones, by index in the whole model.
-        ep_cpu: Axis of the ranks that share the experts, for Python objects.
     """
 
     def __init__(self, layers: Mapping[int, MixtureOfExperts], ep_cpu: MeshAxis) -> None:
@@ -325,12 +289,7 @@ class TrainedExperts:
     def check(self, epoch: int) -> None:
         """Compare which experts the ranks train, at the first step of each epoch.
 
-        Args:
-            epoch: Index of the epoch (epochs).
-
-        Raises:
-            UnsupportedError: If some experts of a layer are trained and others are frozen, or if
-                an expert of this rank was frozen or unfrozen within the epoch.
+        Within an epoch, no expert of this rank may be frozen or unfrozen.
 
         Communication: one gather of objects over ep at the first step of an epoch, if there are
             clones.

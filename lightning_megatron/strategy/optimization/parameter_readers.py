@@ -113,11 +113,9 @@ def gradient_changer(trainer: Trainer) -> str | None:
 def first_overridden(
     trainer: Trainer, hooks: tuple[str, ...], counts: Callable[[Any], bool] = lambda hook: True
 ) -> str | None:
-    """Return the first given hook that the module or a callback overrides, if not harmless.
+    """Return the first of the hooks that the module or a callback overrides and that ``counts``.
 
-    Args:
-        trainer: Trainer with the module and the callbacks.
-        counts: Predicate on an overridden hook; the search skips a hook for which it returns False.
+    Harmless callbacks do not count.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if _is_harmless(type(callback)):
@@ -244,11 +242,7 @@ def is_accessor(code: CodeType) -> bool:
 
 @contextmanager
 def record_data_access(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
-    """Call a function with every parameter whose ``data`` is read or assigned inside the block.
-
-    Args:
-        note: Function that receives the parameter before each access.
-    """
+    """Call a function before a parameter's ``data`` is read or assigned inside the block."""
     # Fits may be nested: the inner one restores the replacement of the outer one.
     before: Any = vars(nn.Parameter).get("data")
 

@@ -66,10 +66,6 @@ class MegatronPrecision(Precision):
 
     Floating-point inputs are converted to the parameters' dtype. Modules with a model of this
     package are an exception: their inputs are token ids.
-
-    Args:
-        precision: One of the names above.
-        loss_scale: Dynamic loss scale of ``16-mixed``; None means the default one.
     """
 
     def __init__(
@@ -91,11 +87,7 @@ class MegatronPrecision(Precision):
 
     @classmethod
     def from_lightning(cls, plugin: Precision | None) -> MegatronPrecision:
-        """Convert the plugin that the Trainer has chosen for its ``precision`` argument.
-
-        Raises:
-            UnsupportedError: If the plugin has no counterpart here.
-        """
+        """Convert the plugin that the Trainer has chosen for its ``precision`` argument."""
         if isinstance(plugin, cls):
             return plugin
         if plugin is None or type(plugin) is Precision:
@@ -130,11 +122,7 @@ class MegatronPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert parameters and buffers, except complex ones, to the dtype of the parameters.
-
-        Raises:
-            UnsupportedError: If a complex parameter would need main parameters of another dtype.
-        """
+        """Convert parameters and buffers, except complex ones, to the dtype of the parameters."""
         dtype = self.dtypes.parameters
         if dtype is torch.float32:
             return module
@@ -196,7 +184,6 @@ class MegatronPrecision(Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Run a backward pass of manual optimization."""
         state = self._training
         state.checks.note("loss", tensor)
         inspector = state.checks.inspector
@@ -210,7 +197,6 @@ class MegatronPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, finish and clip the gradients, and update the parameters."""
         if self.loss_scale is not None and isinstance(optimizer, LBFGS):
             raise UnsupportedError(
                 "precision 16-mixed cannot be used with LBFGS, because LBFGS evaluates the loss "

@@ -44,11 +44,7 @@ from lightning_megatron.strategy.private.loops import searches_learning_rate
 def division_of(
     options: StrategyOptions, main_dtype: torch.dtype | None
 ) -> DistributedOptimizerConfig:
-    """Return the division of main parameters and gradients from the strategy's options.
-
-    Args:
-        main_dtype: Dtype of main parameters; None means the model's.
-    """
+    """Return the division of main parameters and gradients; without a dtype it is the model's."""
     return DistributedOptimizerConfig(
         main_dtype=main_dtype,
         gradient_dtype=torch.bfloat16 if options.optimizer.gradient_dtype == "bfloat16" else None,
@@ -63,7 +59,6 @@ def checks_of(chosen: bool | None, scales_loss: bool, trainer: Trainer) -> bool 
     """Return whether gradients are checked at every step; None means at logging steps.
 
     Args:
-        chosen: The strategy's ``job.check_gradients`` option; None is its default.
         scales_loss: Whether the precision scales losses. Gradients then overflow from time to time,
             and the loss scaler skips these steps.
         trainer: The Trainer. A learning rate search continues until losses explode, so that the
@@ -76,19 +71,12 @@ class TrainingState:
     """Main parameters that the optimizers of one fit train, with their gradients and their update.
 
     Args:
-        module: The module whose parameters are trained.
         optimizers: The user's optimizers, which train slices of main parameters from now on; empty
             for an evaluation.
-        division: Division of main parameters and gradients over ranks, and their dtypes.
-        loss_scale: Loss scale of the gradients; None without one.
         checks_gradients: Whether every step checks gradients for values that are not finite; None
             checks gradients, weights and losses at logging steps.
         previous: Main parameters of an earlier fit, reused if the module still has their values.
         replica_check_interval: Optimizer steps between later comparisons of replicas; 0 means none.
-
-    Raises:
-        UnsupportedError: If an optimizer cannot train slices, trains the two copies of a tied
-            embedding differently, or cannot keep its moments in the requested dtype.
 
     Communication: gathers of names; the constructor is collective.
     """
@@ -190,18 +178,11 @@ class TrainingState:
         self.main.user_writes.adopt(all_values=True)
 
     def attach_new(self, optimizers: Sequence[Optimizer], epoch: int | None = None) -> bool:
-        """Attach parameters and groups that callbacks have unfrozen or added since the last step.
+        """Attach parameters and groups that callbacks have unfrozen or added since the last
+        step.
 
-        Returns:
-            Whether this rank has attached any.
-
-        Args:
-            optimizers: Optimizers of the fit.
-            epoch: Index of the epoch (epochs); None outside of training steps.
-
-        Raises:
-            UnsupportedError: If an embedding with a copy on another stage was frozen or unfrozen
-                within an epoch.
+        The result says whether this rank has attached any. Outside of training steps ``epoch`` is
+        None; within an epoch, no embedding with a copy on another stage may be frozen or unfrozen.
 
         Communication: that of :meth:`TiedCopies.follow` at the first step of an epoch, and outside
         of steps.
@@ -229,9 +210,8 @@ class TrainingState:
     def leave_eight_bits(self, *, gathers: bool) -> None:
         """Convert weights that are kept in 8 bits back to ordinary parameters.
 
-        Args:
-            gathers: Whether their values come from the main parameters of all ranks; False
-                converts the values in 8 bits.
+        Their values come from the main parameters of all ranks if ``gathers``, else from the 8
+        bits.
 
         Communication: an all-gather of each bucket over the data ranks if ``gathers``.
         """
@@ -257,7 +237,6 @@ class TrainingState:
         Args:
             closure: Function that computes, finishes and clips the gradients. Optimizers such as
                 LBFGS call it several times.
-            options: Further arguments of the optimizer's ``step``.
 
         Returns:
             The result of the closure, and whether the update was skipped on all ranks, because

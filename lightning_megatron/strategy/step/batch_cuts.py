@@ -24,11 +24,7 @@ _REMEDY = "The function must return the same rows on every rank."
 
 
 class BatchCuts:
-    """Cuts of the batches of a run into microbatches, by one rule or by the user.
-
-    Args:
-        rule: Rule that cuts batches which the user has not cut.
-    """
+    """Cuts of the batches of a run into microbatches, by one rule or by the user."""
 
     def __init__(self, rule: MicrobatchRule, mesh: ParallelMesh, trainer: Trainer) -> None:
         self._rule = rule
@@ -42,13 +38,6 @@ class BatchCuts:
 
     def cut_to_train(self, batch: Any, *, has_backward: bool) -> list[Microbatch]:
         """Return the microbatches of a training batch, and check that the schedule can run them.
-
-        Args:
-            has_backward: Whether the schedule runs backward passes.
-
-        Raises:
-            ParallelPlanError: If the user's own schedule cannot run the microbatches.
-            RankMismatchError: If a function returns other rows of a schedule on some ranks.
 
         Communication: that of :meth:`CustomOrderCheck.check`.
         """
@@ -86,9 +75,6 @@ class CustomOrderCheck:
 
     The rows of a file have been compared when the ranks joined the job. Those of a function are
     compared here, because a function may depend on what differs between ranks.
-
-    Args:
-        order: Named schedule, which needs no check, or the user's own order.
     """
 
     def __init__(self, mesh: ParallelMesh, order: OrderOfPasses) -> None:
@@ -98,13 +84,6 @@ class CustomOrderCheck:
 
     def check(self, num_microbatches: int) -> None:
         """Check the schedule of a step.
-
-        Args:
-            num_microbatches: Microbatches of the step, equal on the ranks of a model replica.
-
-        Raises:
-            ParallelPlanError: On all these ranks, if the order cannot run the microbatches.
-            RankMismatchError: On all these ranks, if a function returns other rows on some.
 
         Communication: for a new number of microbatches of a function, one gather over tp x pp on
         the CPU.
@@ -130,9 +109,6 @@ class BatchGrowth:
 
     All ranks detect growth in the same step, because it depends only on the number of consumed
     samples. A smaller last batch of an epoch does not count as growth.
-
-    Args:
-        trainer: The Trainer, whose data module may have a global batch that ramps up.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -38,11 +38,7 @@ class LimitedGraphs(Protocol):
         """Run the rest of the current step eagerly; called on all ranks."""
 
     def capture_again(self, reason: str) -> None:
-        """Capture all graphs again after the current step; called on all ranks.
-
-        Args:
-            reason: Description of the change.
-        """
+        """Capture all graphs again after the current step; called on all ranks."""
 
 
 class LimitedRows:
@@ -57,12 +53,6 @@ class LimitedRows:
     The gradients of one batch cannot be removed from a sum with the gradients of earlier batches.
     With gradient accumulation, the second run therefore clears the sum and runs all batches of the
     optimizer step again, each from the state that the module had before that batch.
-
-    Args:
-        limit: Limit of all layers.
-        states: State that the layers of this rank accumulate during a step.
-        gradients: Gradients of the trained parameters.
-        graphs: Graphs of the steps; None without any.
     """
 
     def __init__(
@@ -95,12 +85,6 @@ class LimitedRows:
 
         The hooks that clear the gradients of the previous step run once, before the first forward
         pass, because a second run must not undo their changes.
-
-        Args:
-            inner: Function that runs the microbatches of a call, with graphs if there are any.
-
-        Returns:
-            The result of the last run.
 
         Communication: one all-reduce of a number over the world on the device; if a buffer was too
             small also one gather of objects on the CPU, and that of the repeated runs: with
@@ -143,10 +127,8 @@ class LimitedRows:
         return ran
 
     def _undo(self, inner: RunCall, call: StepCall, before: _Before) -> None:
-        """Undo the first run of a call, after which the sum has the gradients of earlier batches.
-
-        Args:
-            before: State before the first run.
+        """Undo the first run of a call, after which the sum has the gradients of earlier
+        batches.
         """
         if call.passes is None:
             before.restore()
@@ -213,12 +195,7 @@ class _Before:
 
 @dataclass(frozen=True)
 class _EarlierBatch:
-    """Earlier batch of an optimizer step, whose gradients are in the accumulated sum.
-
-    Args:
-        before: State before the batch.
-        call: Call of the step for the batch.
-    """
+    """Earlier batch of an optimizer step, whose gradients are in the accumulated sum."""
 
     before: _Before
     call: StepCall

@@ -72,15 +72,11 @@ class MicrobatchLosses:
         self.num_missing = 0
 
     def take(self, output: Any, number: int) -> Tensor | None:
-        """Record a microbatch's loss and return the scaled loss for its backward pass.
+        """Record a microbatch's loss and return the weighted loss for its backward pass.
 
-        Args:
-            number: Index of the microbatch.
-
-        Returns:
-            The weighted loss. None if the microbatch has no backward pass, because the step
-            returned None or the host knows that the microbatch has no tokens. In the latter case
-            not even a NaN loss reaches the gradients.
+        The result is None if the microbatch has no backward pass, because the step returned None or
+        the host knows that the microbatch has no tokens. In the latter case not even a NaN loss
+        reaches the gradients.
         """
         loss = loss_in(output)
         count = token_count_in(output)
@@ -113,11 +109,7 @@ class MicrobatchLosses:
         return self._weights[number]
 
     def check_complete(self) -> None:
-        """Refuse a step that has returned no loss for a microbatch, where other ranks exist.
-
-        Raises:
-            RuntimeError: If a microbatch has no loss.
-        """
+        """Refuse a step that has returned no loss for a microbatch, where other ranks exist."""
         if self.num_missing:
             raise RuntimeError(
                 "training_step must return a loss on every rank and for every microbatch: it "
@@ -188,13 +180,6 @@ class TokenCounting:
 
     def check(self, is_counted: bool) -> None:
         """Refuse steps that return token counts on some ranks or in some batches only.
-
-        Args:
-            is_counted: Whether this step has returned token counts.
-
-        Raises:
-            RankMismatchError: At the first call, if other ranks differ.
-            ValueError: If earlier batches differ.
 
         Communication: at the first call one gather over the world on the CPU.
         """

@@ -100,11 +100,7 @@ class CapturePhase:
         return self.addresses is not None
 
     def begin(self, addresses: Addresses) -> None:
-        """Begin the captures.
-
-        Args:
-            addresses: Addresses that the graphs will use.
-        """
+        """Begin the captures, with the addresses that the graphs will use."""
         self.addresses = addresses
         self.num_capturing_left = self.num_capturing
 
@@ -118,12 +114,7 @@ class CapturePhase:
     def may_replay(self, shapes: Hashable, has_changed: bool) -> bool:
         """Return whether this rank may capture and replay in a step.
 
-        Args:
-            has_changed: Whether tensors that graphs use have changed on this rank since the
-                captures.
-
-        Raises:
-            RankMismatchError: If shapes or parameters change with ``fixed_shapes=True``.
+        It may not if tensors that graphs use ``has_changed`` on this rank since the captures.
 
         Communication: that of :class:`KeyAgreement`.
         """
@@ -148,11 +139,7 @@ class RunGraphs:
     notices a change switches to eager steps by itself.
 
     Args:
-        captures: Graphs of this rank.
-        module: The module whose parameters, gradients and buffers the graphs use.
         num_eager: Number of eager steps of each kind before its captures begin (steps).
-        num_capturing: Number of training steps that together capture every graph, such as those of
-            one optimizer step with accumulated gradients (steps).
         is_final: Function that returns whether the schedule of the training steps is final; its
             result is the same on all ranks.
         update: Graph of the parameter update, which itself checks for changes; None without one.
@@ -223,23 +210,11 @@ class RunGraphs:
             self._captures.permit(self._kind, False)
 
     def capture_again(self, reason: str) -> None:
-        """Capture all graphs again after the current step; called on all ranks.
-
-        Args:
-            reason: What has changed.
-        """
+        """Capture all graphs again after the current step; called on all ranks."""
         self._common_change = reason
 
     def step(self, shapes: Hashable, epoch: int) -> AbstractContextManager[None]:
         """Return the context of a training step, in which graphs replace the captured parts.
-
-        Args:
-            epoch: Index of the epoch (epochs).
-
-        Raises:
-            CaptureError: If a capture fails on any rank, with ``on_failure="error"``.
-            RankMismatchError: If shapes or parameters change with ``fixed_shapes=True``.
-            UnsupportedError: If a step has a new shape, with ``on_new_shape="error"``.
 
         Communication: on the CPU over the world: a gather after each step that captures; an
             all-reduce of a flag when the ranks look for changes, and after each step with
@@ -253,13 +228,6 @@ class RunGraphs:
         self, key: Sequence[Any], shapes: Hashable, batch: int
     ) -> AbstractContextManager[None]:
         """Return the context of an evaluation step, in which graphs run if ``evaluation`` is set.
-
-        Args:
-            key: Name of the step, and index of the dataloader if there are several.
-            batch: Index of the batch (batches).
-
-        Raises:
-            Exception: As for :meth:`step`.
 
         Communication: that of :meth:`step`.
         """
@@ -376,11 +344,7 @@ class RunGraphs:
             rank_zero_warn(message, category=SpeedWarning)
 
     def _name_eager(self) -> None:
-        """Warn once for each captured part and reason for which the part ran eagerly.
-
-        Raises:
-            UnsupportedError: With ``on_new_shape="error"``.
-        """
+        """Warn once for each captured part and reason for which the part ran eagerly."""
         for part, reason in self._captures.eager:
             if (part, reason) in self._logged:
                 continue

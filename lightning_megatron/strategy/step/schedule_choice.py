@@ -40,10 +40,6 @@ class ScheduleChoice:
     runs :func:`search_schedule` with the measured times and memory of all stages and the measured
     time of a transfer between stages, so that all ranks find the same schedule. Without a known
     memory limit (on CPUs), a stage may keep as many activations as under zb-h2.
-
-    Args:
-        executor: Executor whose schedule is chosen.
-        name: Schedule of the first steps, which are measured.
     """
 
     def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor, name: ScheduleName) -> None:
@@ -69,9 +65,6 @@ class ScheduleChoice:
 
     def end_step(self, num_microbatches: int) -> None:
         """Count a training step; after the last measured one, choose the schedule.
-
-        Args:
-            num_microbatches: Microbatches of the step.
 
         Communication: after the last measured step, that of :func:`measure_transfer`, and one
             gather over the world on the CPU.

@@ -22,9 +22,6 @@ from lightning_megatron.strategy.optimization.training_state import TrainingStat
 class SegmentCaptures:
     """CUDA graphs of the parts of one model that can be captured.
 
-    Args:
-        state: Owner of the gradients.
-
     Communication: one all-reduce of a flag on the CPU over the pipeline stages.
     """
 

@@ -33,7 +33,6 @@ class StageGuard(TorchDispatchMode):
         self._before: list[frozenset[str]] = []
 
     def __enter__(self) -> Self:
-        """Begin a run of the step."""
         self._before = [frozenset(vars(part)) for _, part in self._parts]
         for name, part in self._parts:
             for key, value in _iterators(part):
@@ -42,11 +41,6 @@ class StageGuard(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """End a run of the step.
-
-        Raises:
-            UnsupportedError: If the step has created an iterator as an attribute of a module.
-        """
         super().__exit__(*error)
         for (name, part), before in zip(self._parts, self._before, strict=True):
             for key, value in _iterators(part):
@@ -59,7 +53,6 @@ class StageGuard(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, unless it is a collective of user code over several stages."""
         if func.namespace in ("c10d", "_c10d_functional"):
             reader = _user_frame()
             ranks = ranks_of_call(args)
@@ -78,12 +71,7 @@ class StageGuard(TorchDispatchMode):
 
 
 class _Unmoved:
-    """Stand-in for an iterator, which refuses to give its next item.
-
-    Args:
-        iterator: Iterator of the user's module.
-        path: Name of its attribute.
-    """
+    """Stand-in for an iterator, which refuses to give its next item."""
 
     def __init__(self, iterator: Iterator[Any], path: str, step: str) -> None:
         self.iterator = iterator

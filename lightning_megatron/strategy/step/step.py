@@ -72,12 +72,7 @@ _KINDS = {"validation_step": "validation", "test_step": "test", "predict_step": 
 
 @dataclass(frozen=True)
 class StepTrials:
-    """Trials of each kind of step at its first batch.
-
-    Args:
-        microbatches: Trials that compare microbatches with their batch.
-        features: Trials that compare features that tp shards with full ones.
-    """
+    """Trials of each kind of step at its first batch."""
 
     microbatches: MicrobatchTrials
     features: FeatureTrials
@@ -104,11 +99,7 @@ class Step:
 
     Args:
         state: Main parameters and gradients of the run, checked before and completed after a step.
-        states: State that the layers of this rank accumulate during a step.
-        buffers: Buffers that the data-parallel ranks synchronise.
-        comparison: Comparison of batches between ranks that must read the same ones.
         graphs: CUDA graphs, permitted or forbidden for a step; None to run all steps eagerly.
-        cuts: Cuts of batches into microbatches.
         trials: Trials of steps at their first batch; None skips them.
         attributes: Module attributes that steps set, recorded before a run and shared after it.
         around: Objects through which each run of a step goes, the outermost one first.
@@ -161,10 +152,8 @@ class Step:
         self._clear_gradients: ClearGradients | None = None
 
     def prepare(self, clear_gradients: ClearGradients | None) -> None:
-        """Set the function that clears the previous step's gradients; None while they accumulate.
-
-        Args:
-            clear_gradients: Function that calls Lightning's hooks and ``zero_grad``.
+        """Set the function that clears the previous step's gradients; None while they
+        accumulate.
         """
         self._clear_gradients = clear_gradients
 
@@ -173,15 +162,8 @@ class Step:
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step`` with its backward passes; return its output for the whole batch.
 
-        Args:
-            args: Arguments of the step; the first one is the batch of this data-parallel rank.
-            kwargs: Further arguments of the step, in manual optimization.
-
-        Raises:
-            ParallelPlanError: If the user's own schedule cannot run the microbatches.
-            ValueError: If a step counts tokens of some microbatches or batches only.
-            RankMismatchError: If ranks of a model replica have different batches. At the first
-                batch, if a step counts tokens on some ranks only.
+        The first argument is the batch of this data-parallel rank; ``kwargs`` are for manual
+        optimization.
 
         Communication: that of :meth:`BatchComparison.check`, of the schedule, of
             :meth:`LogReplay.replay` and of :class:`StepGradients`; at the first batch one
@@ -261,7 +243,6 @@ class Step:
         return self._graphs.step(signature_of(batch), self._module.trainer.current_epoch)
 
     def _cut(self, args: tuple[Any, ...], index: int, passes: TrainingPasses | None) -> StepCall:
-        """Cut a training batch into microbatches."""
         microbatches = self._cuts.cut_to_train(args[0], has_backward=passes is not None)
         is_choosing = self._choice is not None and self._choice.measured is None
         may_replay = passes is not None and not is_choosing
@@ -382,16 +363,11 @@ class Step:
     # ---- an evaluation step
 
     def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Run ``validation_step``, ``test_step`` or ``predict_step``.
+        """Run ``validation_step``, ``test_step`` or ``predict_step``, with the arguments of that
+        step.
 
-        Args:
-            name: Name of the step.
-            args: Arguments of the step: the batch, its index, and the index of the dataloader if
-                there are several.
-
-        Returns:
-            The step's output for the batch on the last stage. Every stage receives predictions, and
-            other outputs that a hook receives.
+        The result is the step's output for the batch on the last stage. Every stage receives
+        predictions, and other outputs that a hook receives.
 
         Communication: that of :meth:`BatchComparison.check`, of the schedule and of
             :meth:`LogReplay.replay`.
@@ -469,7 +445,6 @@ class Step:
         """Run the schedule over the microbatches; return the outputs of the last stage.
 
         Args:
-            recorder: Record of its log calls.
             losses: Losses that backward passes start from; None runs no backward passes.
             begin: Function that a trial calls before each microbatch; None outside of trials.
         """
@@ -502,7 +477,6 @@ class Step:
         begin: Callable[[], None] | None,
         data: Any,
     ) -> Any:
-        """Call the user's step on the data of one microbatch."""
         is_direct = (
             self._mesh.pp.size == 1 and len(call.microbatches) == 1 and not recorder.is_trial
         )
@@ -556,9 +530,6 @@ def _wrap_backward_passes(around: Callable[[], AbstractContextManager[Any]]) -> 
 
     The interception covers ``loss.backward()`` and ``torch.autograd.backward(...)``. A nested pass,
     such as that of recomputed activations, runs in the context of the outer pass.
-
-    Args:
-        around: Function that returns a context manager for one pass.
     """
     original = torch.autograd.backward
     is_inside = False

@@ -25,7 +25,6 @@ class TrainingPasses:
     """Backward passes of a batch, and what happens to the gradients before and after them.
 
     Args:
-        backward: Backward passes; a run adds the losses from which they start.
         clear_gradients: Function that clears the previous step's gradients, unless they accumulate.
             It runs between the first forward and the first backward pass, like Lightning's hooks.
             With several stages it runs before all passes, because the hooks may communicate. None
@@ -64,7 +63,6 @@ class StepCall:
 
     Args:
         key: Name of the step, and index of the dataloader if there are several.
-        args: Further arguments of the step.
         index: Index of the batch, which selects the random streams; for a training step in the
             whole fit (batches).
         passes: Backward passes; None computes no gradients.
@@ -102,8 +100,6 @@ class MicrobatchOutputs:
 
     Args:
         outputs: Outputs of the step, one for each microbatch; empty before the last stage.
-        recorder: Log calls of the step.
-        losses: Losses of a training step; None for an evaluation.
         statistics: Token counts of the routers, by layer index, if the step of the routers ended
             with the microbatches; else None.
     """
@@ -122,10 +118,8 @@ class AroundRuns(Protocol):
     """Object through which all runs of steps go."""
 
     def run(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
-        """Run the microbatches of a step, once, repeatedly or by a graph.
-
-        Args:
-            inner: Function that runs the microbatches of a call, further inside.
+        """Run the microbatches of a step, once, repeatedly or by a graph, by the function further
+        inside.
         """
 
 
@@ -150,10 +144,6 @@ class StepResult:
 
 
 def step_outputs(ran: RanStep[MicrobatchOutputs]) -> list[Any]:
-    """Return the outputs of a step; copies if the next replay of a graph would overwrite them.
-
-    Args:
-        ran: Completed step, eager or by a graph.
-    """
+    """Return the outputs of a step; copies if the next replay of a graph would overwrite them."""
     outputs = ran.result.outputs
     return outputs if ran.graph is None else apply_to_collection(outputs, Tensor, torch.clone)

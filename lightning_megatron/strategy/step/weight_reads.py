@@ -125,10 +125,7 @@ class _Guard(TorchFunctionMode):
     """Mode that refuses torch functions of sharded parameters outside their own layers.
 
     Args:
-        root: User's module.
         watched: Name of each incomplete parameter, and the reason, by identity of the parameter.
-        stages: Further guard of a step that runs on several stages.
-        checked_steps: Steps that are not watched again.
     """
 
     def __init__(
@@ -149,7 +146,6 @@ class _Guard(TorchFunctionMode):
         self._watched = watched
 
     def __enter__(self) -> Self:
-        """Begin a run of the step."""
         self._stages.__enter__()
         return super().__enter__()
 
@@ -170,7 +166,6 @@ class _Guard(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a torch function, unless it reads a watched parameter outside its layer."""
         kwargs = kwargs or {}
         if _reads_values(func):
             for value in _flat((*args, *kwargs.values())):

@@ -29,7 +29,6 @@ class WorldAgreement:
     Args:
         models: Models whose forward passes compare token counts, unless the ranks have agreed on
             equal shapes.
-        update: Graph of the parameter update; None without one.
     """
 
     def __init__(
@@ -49,12 +48,6 @@ class WorldAgreement:
 
     def is_same(self, key: Hashable) -> bool:
         """Return whether all ranks have the same key in this step, and all permit graphs.
-
-        Args:
-            key: Properties of the step that must be equal on all ranks.
-
-        Raises:
-            RankMismatchError: If this rank forbids graphs, with ``fixed_shapes=True``.
 
         Communication: one all-reduce on the CPU over the world, unless ``fixed_shapes`` is set.
         """
@@ -80,13 +73,8 @@ class WorldAgreement:
         return self.permits
 
     def failure_of_any(self, failure: str | None) -> str | None:
-        """Return the warning that all ranks continue eagerly; None if no capture has failed.
-
-        Args:
-            failure: Part that this rank could not capture, and the reason; None without a failure.
-
-        Raises:
-            CaptureError: If a capture has failed on any rank, with ``on_failure="error"``.
+        """Return the warning that all ranks continue eagerly, or raise; None if no capture has
+        failed.
 
         Communication: one gather of objects on the CPU over the world.
         """
@@ -98,12 +86,7 @@ class WorldAgreement:
 
 
 class WholeCaptures:
-    """Graphs of whole steps; each form of a step counts its eager steps separately.
-
-    Args:
-        state: Main parameters and gradients of the run.
-        update: Graph of the update of the parameters; None without one.
-    """
+    """Graphs of whole steps; each form of a step counts its eager steps separately."""
 
     def __init__(
         self,

@@ -44,9 +44,6 @@ class WholeSteps:
 
     Unlike an eager step, a graph step clears the gradients of the previous step before the first
     forward pass.
-
-    Args:
-        state: Main parameters and gradients of the run.
     """
 
     def __init__(
@@ -81,7 +78,6 @@ class WholeSteps:
     def _train(
         self, inner: RunCall, call: StepCall, passes: TrainingPasses
     ) -> RanStep[MicrobatchOutputs]:
-        """Run ``training_step`` and the backward passes."""
         gather = self._state.main.gather
         gather.defers = not self._graphs.is_off
         if passes.backward.inspector is not None or self._hook_in_backward() is not None:
@@ -121,12 +117,8 @@ class WholeSteps:
     def _run_in_graph(
         self, inner: RunCall, call: StepCall, states: LayerStates | None, *, sums: bool
     ) -> MicrobatchOutputs:
-        """Run what a graph of a training step captures.
-
-        Args:
-            call: Call of the step on the microbatches of the graph.
-            states: State of layers whose step ends in the graph; None without one.
-            sums: Whether the graph sums gradients over the ranks.
+        """Run what a graph of a training step captures, and end the step of layers with state in
+        it.
         """
         gather = self._state.main.gather
         gather.begin()
@@ -137,7 +129,6 @@ class WholeSteps:
         return ran if states is None else replace(ran, statistics=states.end_step())
 
     def _evaluate(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
-        """Run an evaluation step."""
         captured = _unread(call)
         ran = self._graphs.run(
             CapturableStep(
@@ -193,14 +184,7 @@ def refuse_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
     """Refuse steps with Python effects that a replay would not repeat, and undo these effects.
 
     A replay runs no Python code, so it neither calls hooks of modules nor changes attributes.
-
-    Args:
-        module: Module of the step.
-
-    Raises:
-        UnsupportedError: If a part of the module has a hook of a user. At the end of the block, if
-            an attribute has changed or a metric was updated. Changes of tensors in place are
-            allowed, because replays repeat them.
+    Changes of tensors in place are allowed, because replays repeat them.
     """
     refusal = find_refusal(module)
     if refusal is not None:
@@ -233,9 +217,6 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
 
     A later step may replace, for example, a table of rotary embeddings by one of another length.
     The graph still reads the old one.
-
-    Args:
-        module: Module whose steps are captured.
     """
     attributes = []
     for part in module.modules():
@@ -274,11 +255,7 @@ _READS = tuple(
 
 
 class CapturedIndex(int):
-    """Index that may be passed on, but not read: each replay would read that of the capture.
-
-    Raises:
-        UnsupportedError: When code computes with the index, compares it or formats it.
-    """
+    """Index that may be passed on, but not read: each replay would read that of the capture."""
 
 
 def _refuse(index: CapturedIndex, *others: Any) -> NoReturn:
