@@ -73,10 +73,7 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
 
 
 def random_model(path: str, config: Any, dtype: str) -> nn.Module:
-    """Build the model of a configuration with random weights; the path is for errors.
-
-    The dtype ``auto`` means that of the configuration.
-    """
+    """Build the model of a configuration, whose dtype ``auto`` means, with random weights."""
     with name_folder_in_errors(
         path, "config.json must describe a model that transformers can build"
     ):

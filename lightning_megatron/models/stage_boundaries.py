@@ -80,14 +80,10 @@ class StageBoundaries:
         stage: int,
         starts: bool,
     ) -> None:
-        """Record, in a probe, the inputs of a block.
+        """Record, in a probe of ``virtual_stage``, the inputs of a block of ``stage``.
 
-        Args:
-            virtual_stage: Virtual stage that is probed.
-            prefix: Name of the block's inputs.
-            leaves: Leaves of the block's arguments.
-            stage: Virtual stage of the block.
-            starts: Whether the block is the first block of a virtual stage after the first one.
+        ``leaves`` are those of the block's arguments, and ``prefix`` names them. ``starts`` tells
+        whether the block is the first one of a virtual stage after the first stage.
 
         Raises:
             StageDone: If the block is the first of the probed virtual stage, in the last call.

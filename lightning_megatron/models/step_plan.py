@@ -55,8 +55,8 @@ class ProbeFindings:
         inputs: Inputs of virtual stages, as in :class:`StepPlan`.
         origins: Origins of the values that can be sent between stages, by name.
         needs: Pairs of a virtual stage and the name of a value of an earlier stage that it reads.
-        bound: Tensors that a virtual stage receives as inputs of its first block, by virtual stage.
-        recorded_uses: Tensors whose uses have already been recorded, by virtual stage and identity.
+        bound: Inputs of the first block of each virtual stage, by identity.
+        recorded_uses: Values whose uses have been recorded, by virtual stage and identity.
     """
 
     inputs: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)

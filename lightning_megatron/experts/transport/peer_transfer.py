@@ -292,7 +292,7 @@ class Collectives:
 
 
 def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> PeerTransfer:
-    """Return the transfer for an axis: puts, or an error, between GPUs, collectives between CPUs.
+    """Return the transfer for an axis: puts between GPUs, collectives between CPUs.
 
     Communication: that of :func:`reason_against_puts`.
     """

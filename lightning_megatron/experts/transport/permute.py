@@ -127,10 +127,7 @@ def permute_both(
     probabilities: Float[Tensor, "tokens top_k"],
     row_map: RowMap,
 ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows"]]:
-    """Copy each token and its probabilities into the rows of its selections, in one pass.
-
-    Equal to :func:`permute` and :func:`permute_probabilities`.
-    """
+    """Copy both in one pass. Equal to :func:`permute` and :func:`permute_probabilities`."""
     kernels = fused_kernels(hidden)
     if kernels is not None:
         return kernels.permute_tokens(

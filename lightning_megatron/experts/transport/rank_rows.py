@@ -55,8 +55,7 @@ class RankRows:
         """Add the rows of a microbatch, homes and clones, to the counts, if they are on.
 
         The caller adds each microbatch once, and not again when its activations are recomputed.
-        ``clones`` is None without places for clones, and ``rank`` is the number of this rank over
-        ep.
+        ``rank`` is the number of this rank over ep.
         """
         if not self.is_on:
             return
