@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_megatron.cli.draw_layout import INK, MAX_PIXELS, SOFT_INK, ink_on
-from lightning_megatron.cli.schedule_outcome import ScheduleOutcome
+from lightning_megatron.cli.schedule_costs import ScheduleOutcome
 from lightning_megatron.extras import import_extra
 from lightning_megatron.plan.simulate import Span
 
@@ -97,8 +97,8 @@ def _draw_timeline(axes: Any, outcome: ScheduleOutcome, points: float) -> None:
     timeline = outcome.timeline
     num_chunks = outcome.schedule.num_chunks
     axes.set_title(
-        f"{outcome.label}, {outcome.chunks}: step {timeline.length}, bubble {timeline.bubble:.1%}, "
-        f"activations {max(outcome.peaks):.4g}",
+        f"{outcome.schedule.name}, {outcome.chunks}: step {timeline.length}, "
+        f"bubble {timeline.bubble:.1%}, activations {max(outcome.peaks):.4g}",
         size=8.5,
         color=INK,
         loc="left",

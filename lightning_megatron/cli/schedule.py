@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from math import lcm
 from pathlib import Path
 
-from lightning_megatron.cli.arguments import new_file, picture_file
+from lightning_megatron.cli.arguments import at_least_one, picture_file
 from lightning_megatron.cli.draw_schedule import draw_schedules
-from lightning_megatron.cli.schedule_costs import PipelineCosts, equal_costs, read_costs
-from lightning_megatron.cli.schedule_outcome import (
-    NAMES,
-    PipelineSizes,
+from lightning_megatron.cli.schedule_costs import (
+    PipelineCosts,
     ScheduleOutcome,
-    compare,
-    named_outcome,
-    parts_of,
-    simulated,
+    equal_costs,
+    read_costs,
 )
-from lightning_megatron.cli.schedule_table import describe_comparison, describe_outcome
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.live_microbatches import check_peak
-from lightning_megatron.plan.schedule import Schedule
-from lightning_megatron.plan.schedule_csv import format_schedule, read_schedule
-from lightning_megatron.plan.settings import join_or, require_positive
+from lightning_megatron.plan.columns import align_columns
+from lightning_megatron.plan.live_microbatches import check_peak, is_within
+from lightning_megatron.plan.schedule import SCHEDULE_NAMES, build_schedule, shape_of
 
 DESCRIPTION = """Simulate a pipeline schedule, or compare all of them: step time, bubble and memory.
 No process starts, and no GPU is needed."""
 EXAMPLE = """examples:
   lightning-megatron schedule --name zb-v --pp 4 --microbatches 8 --png timeline.png
-  lightning-megatron schedule --compare --pp 4 --microbatches 16 --costs costs.yaml
-  lightning-megatron schedule --name zb-h1 --pp 4 --microbatches 8 --csv mine.csv
-  lightning-megatron schedule --compare --name mine.csv"""
-CSV = ".csv"
+  lightning-megatron schedule --compare --pp 4 --microbatches 16 --costs costs.yaml"""
+IN_FLIGHT = "in flight: microbatches whose activations a rank keeps, counted for each chunk"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -43,155 +37,144 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises:
         ParallelPlanError: If sizes, costs or the schedule are not legal.
-        CorruptDataError: If a file cannot be read.
+        CorruptDataError: If the file of costs cannot be read.
         MissingExtraError: If ``--png`` is given and matplotlib is not installed.
     """
-    parser = argparse.ArgumentParser(prog="lightning-megatron schedule")
-    _add_arguments(parser)
-    options = parser.parse_args(args)
-    if options.name is None and not options.compare:
-        parser.error("--name NAME, or --compare, is required")
-    if options.compare and options.csv:
-        parser.error(
-            "--csv writes one schedule, and --compare simulates all: leave one of them out"
-        )
-    from_file = read_schedule(options.name) if _is_file(options.name) else None
-    if from_file is None and (options.pp is None or options.microbatches is None):
-        parser.error("--pp and --microbatches are required")
-    sizes = _sizes(options, from_file)
-    if options.compare:
-        _run_comparison(options, sizes, from_file)
-    else:
-        _run_one(options, sizes, from_file)
-
-
-def _run_one(options: argparse.Namespace, sizes: PipelineSizes, from_file: Schedule | None) -> None:
-    num_chunks = from_file.num_chunks if from_file is not None else sizes.chunks_of(options.name)
-    costs, source = _costs(options.costs, sizes, num_chunks)
-    if from_file is not None:
-        outcome = simulated(from_file, costs)
-    else:
-        outcome = named_outcome(options.name, sizes, costs, options.memory)
-    schedule = outcome.schedule
-    if options.memory is not None:
-        fitted = costs.of(schedule.placement.num_virtual_stages)
-        check_peak(
-            schedule, options.memory, fitted.kept_by_stage(schedule), fitted.weight_half_share
-        )
-    text = describe_outcome(outcome, source)
-    print(text)
-    _draw(options.png, [outcome], text)
-    if options.csv is not None:
-        options.csv.write_text(format_schedule(schedule), encoding="utf-8")
-        print(f"\nactions: {options.csv}")
-
-
-def _run_comparison(
-    options: argparse.Namespace, sizes: PipelineSizes, from_file: Schedule | None
-) -> None:
-    schedules = [] if from_file is None else [from_file]
-    costs, source = _costs(options.costs, sizes, parts_of(sizes, schedules))
-    comparison = compare(sizes, costs, options.memory, schedules)
-    text = describe_comparison(comparison, sizes, source, options.memory)
-    print(text)
-    _draw(options.png, comparison.outcomes, text)
-
-
-def _draw(path: Path | None, outcomes: Sequence[ScheduleOutcome], text: str) -> None:
-    if path is None:
-        return
-    schedule = outcomes[0].schedule
-    title = f"pp {schedule.num_stages}, {schedule.num_microbatches} microbatches"
-    draw_schedules(outcomes, path, title, text)
-    print(f"\ntimelines: {path}")
-
-
-def _sizes(options: argparse.Namespace, from_file: Schedule | None) -> PipelineSizes:
-    """Return the sizes that the options give, or the sizes of the schedule in the user's file.
-
-    Raises:
-        ParallelPlanError: If a size is below 1 or differs from that of the file, or if the name of
-            the schedule is unknown.
-    """
-    if from_file is None:
-        if options.name is not None and options.name not in NAMES:
-            raise ParallelPlanError(
-                f"schedule must be {join_or(NAMES)}, or a file that ends in {CSV}: it is "
-                f"{options.name!r}."
-            )
-        require_positive("pp", options.pp)
-        require_positive("num_microbatches", options.microbatches)
-        if options.chunks is not None:
-            require_positive("vpp", options.chunks)
-        return PipelineSizes(
-            options.pp, options.microbatches, options.chunks, options.microbatch_group_size
-        )
-    sizes = {"pp": options.pp, "microbatches": options.microbatches}
-    present = {"pp": from_file.num_stages, "microbatches": from_file.num_microbatches}
-    # In a comparison, --chunks applies to the named schedules, not to the file.
-    if not options.compare:
-        sizes["chunks"] = options.chunks
-        present["chunks"] = from_file.num_chunks
-    for name, size in sizes.items():
-        if size not in (None, present[name]):
-            raise ParallelPlanError(
-                f"--{name} must be that of the file: it is {size}, {options.name} has "
-                f"{present[name]}. Leave --{name} out."
-            )
-    return PipelineSizes(
-        from_file.num_stages,
-        from_file.num_microbatches,
-        options.chunks,
-        options.microbatch_group_size,
-    )
-
-
-def _costs(path: Path | None, sizes: PipelineSizes, num_parts: int) -> tuple[PipelineCosts, str]:
-    """Return the costs, and a description of their source."""
-    if path is not None:
-        return read_costs(path, sizes.num_stages), f"times of {path}"
+    options = schedule_parser().parse_args(args)
+    names = SCHEDULE_NAMES if options.compare else (options.name,)
+    chunks = {name: _chunks_of(name, options) for name in names}
+    num_parts = lcm(*chunks.values())
     part = "a stage" if num_parts == 1 else f"1/{num_parts} of a stage"
-    return (
-        equal_costs(sizes.num_stages, num_parts),
-        f"forward, input half and weight half of {part} take a tick each",
+    source = f"forward, input half and weight half of {part} take a tick each"
+    costs = equal_costs(options.pp, num_parts)
+    if options.costs is not None:
+        source = f"times of {options.costs}"
+        costs = read_costs(options.costs, options.pp)
+    outcomes = []
+    refusals = {}
+    for name in names:
+        is_alone = not options.compare or name == "interleaved"
+        group = options.microbatch_group_size if is_alone else None
+        try:
+            schedule = build_schedule(name, options.pp, options.microbatches, chunks[name], group)
+            outcomes.append(ScheduleOutcome.of(schedule, costs))
+        except ParallelPlanError as error:
+            if not options.compare:
+                raise
+            refusals[name] = str(error)
+    if options.compare:
+        text = _describe_comparison(outcomes, refusals, options, source)
+    else:
+        text = _describe_outcome(outcomes[0], costs, options.memory, source)
+    print(text)
+    if options.png is not None and outcomes:
+        title = f"pp {options.pp}, {options.microbatches} microbatches"
+        draw_schedules(outcomes, options.png, title, text)
+        print(f"\ntimelines: {options.png}")
+
+
+def _chunks_of(name: str, options: argparse.Namespace) -> int:
+    """Return the chunks per stage; in a comparison, ``--chunks`` applies to interleaved only."""
+    if options.chunks is not None and (name == "interleaved" or not options.compare):
+        return int(options.chunks)
+    return 2 if shape_of(name) == "v" or name == "interleaved" else 1
+
+
+def _describe_outcome(
+    outcome: ScheduleOutcome, costs: PipelineCosts, limit: float | None, source: str
+) -> str:
+    """Return a table of a schedule as text, with one row for each rank."""
+    schedule = outcome.schedule
+    if limit is not None:
+        costs = costs.merged(schedule.placement.num_virtual_stages)
+        check_peak(schedule, limit, costs.kept_by_stage(schedule), costs.weight_half_share)
+    timeline = outcome.timeline
+    rows = [["rank", "busy", "idle", "waits", "in flight", "activations"]]
+    figures = zip(timeline.idle(), timeline.waits(), outcome.live, outcome.peaks, strict=True)
+    for rank, (idle, waits, live, peak) in enumerate(figures):
+        numbers = (rank, timeline.length - idle, idle, waits, live)
+        rows.append([*map(str, numbers), f"{peak:.4g}"])
+    lines = [
+        f"schedule {schedule.name}: pp {schedule.num_stages}, "
+        f"{_microbatches(schedule.num_microbatches)}, {outcome.chunks}",
+        f"step {timeline.length} ticks, bubble {timeline.bubble:.1%}; {source}",
+        "",
+        align_columns(rows),
+        "",
+        "idle: ticks of the step without computation; waits: those between first and last action",
+        IN_FLIGHT,
+    ]
+    return "\n".join(lines)
+
+
+def _describe_comparison(
+    outcomes: Sequence[ScheduleOutcome],
+    refusals: Mapping[str, str],
+    options: argparse.Namespace,
+    source: str,
+) -> str:
+    """Return a table with one row for each schedule, and the reasons why others cannot run."""
+    limit = float("inf") if options.memory is None else options.memory
+    rows = [["schedule", "chunks", "step", "bubble", "waits", "in flight", "activations"]]
+    for outcome in outcomes:
+        timeline = outcome.timeline
+        peak = max(outcome.peaks)
+        numbers = [
+            str(timeline.length),
+            f"{timeline.bubble:.1%}",
+            str(max(timeline.waits())),
+            str(max(outcome.live)),
+            f"{peak:.4g}{'' if is_within(peak, limit) else '*'}",
+        ]
+        rows.append([outcome.schedule.name, outcome.chunks, *numbers])
+    lines = [f"pp {options.pp}, {_microbatches(options.microbatches)}; {source}", ""]
+    lines += [align_columns(rows), ""] if outcomes else []
+    if any(row[-1].endswith("*") for row in rows):
+        lines.append(f"* more than the limit of {limit:g}")
+    lines += ["waits, in flight, activations: of the rank with most", IN_FLIGHT]
+    if refusals:
+        lines += ["", "cannot run at these sizes:"]
+    for name, reason in refusals.items():
+        lines += textwrap.wrap(
+            f"{name}: {reason}", 100, initial_indent="  ", subsequent_indent="    "
+        )
+    return "\n".join(lines)
+
+
+def _microbatches(number: int) -> str:
+    return f"{number} {'microbatch' if number == 1 else 'microbatches'}"
+
+
+def schedule_parser() -> argparse.ArgumentParser:
+    """Build the parser of the subcommand's options."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron schedule",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--name", choices=SCHEDULE_NAMES, metavar="NAME", help="a named schedule")
+    which.add_argument("--compare", action="store_true", help="compare all named schedules")
 
+    def add_count(*names: str, text: str, required: bool = False) -> None:
+        parser.add_argument(*names, type=at_least_one, required=required, metavar="N", help=text)
 
-def _is_file(name: str | None) -> bool:
-    return name is not None and name.lower().endswith(CSV)
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = DESCRIPTION
-    parser.epilog = EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("--name", metavar="NAME", help=f"{join_or(NAMES)}, or a {CSV} file of your own")
-    add("--compare", action="store_true", help="compare all schedules, and --name if it is a file")
-    add("--pp", type=int, metavar="N", help="pipeline stages")
-    add("--microbatches", type=int, metavar="N", help="microbatches of a step")
-    add("--chunks", "--vpp", type=int, metavar="N", help="chunks per stage (default: as needed)")
-    add(
+    add_count("--pp", text="pipeline stages", required=True)
+    add_count("--microbatches", text="microbatches of a step", required=True)
+    add_count("--chunks", "--vpp", text="chunks per stage (default: as needed)")
+    add_count(
         "--microbatch-group-size",
         "--microbatch_group_size",
-        type=int,
-        metavar="N",
-        help="microbatches that pass a chunk before the next one starts (interleaved; default: pp)",
+        text="microbatches that pass a chunk before the next one starts (interleaved; default: pp)",
     )
+    add = parser.add_argument
     add("--costs", type=Path, metavar="FILE", help="times of virtual stages, a YAML or JSON file")
-    add(
-        "--memory",
-        type=_positive,
-        metavar="SIZE",
-        help="activations that a rank may keep, in the unit of the costs (default: microbatches)",
-    )
-    add(
-        "--png",
-        type=picture_file,
-        metavar="FILE",
-        help="draw the timelines into this .png, .svg or .pdf file",
-    )
-    add("--csv", type=_csv_path, metavar="FILE", help="write the actions into this file")
+    memory = "activations that a rank may keep, in the unit of the costs (default: microbatches)"
+    add("--memory", type=_positive, metavar="SIZE", help=memory)
+    picture = "draw the timelines into this .png, .svg or .pdf file"
+    add("--png", type=picture_file, metavar="FILE", help=picture)
+    return parser
 
 
 def _positive(text: str) -> float:
@@ -202,7 +185,3 @@ def _positive(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number above 0: it is {text!r}")
     return value
-
-
-def _csv_path(text: str) -> Path:
-    return new_file(text, (CSV,))

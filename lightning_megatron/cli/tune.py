@@ -19,27 +19,10 @@ from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.tasks.scaling import measure_job
 
-#: Bucket sizes of gradients and parameters (elements).
-_BUCKET_SIZES = (10_000_000, 20_000_000, 40_000_000, 80_000_000, 160_000_000)
-#: Largest numbers of NCCL's thread blocks; a block occupies one multiprocessor.
-_MAX_CTAS = (4, 8, 16)
 EXAMPLE = """example:
   lightning-megatron tune -c recipe:finetune_hf --model.path FOLDER --trainer.strategy.tp 2"""
 _STRATEGY = "lightning_megatron.MegatronStrategy"
 _TIMER = "lightning_megatron.tasks.scaling.measured_job.StepTimer"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the first run of a tuning tells about the job.
-
-    Args:
-        on_gpu: Whether the ranks compute on GPUs.
-        num_ranks: Number of ranks.
-    """
-
-    on_gpu: bool
-    num_ranks: int
 
 
 @dataclass(frozen=True)
@@ -55,32 +38,19 @@ class CandidateValues:
     values: Sequence[Any]
 
 
-def candidates_of(strategy: Mapping[str, Any], machine: Machine) -> list[CandidateValues]:
+def candidates_of(strategy: Mapping[str, Any], on_gpu: bool) -> list[CandidateValues]:
     """Return the options that can change the speed of a job, in the order in which they are tried.
 
     Args:
         strategy: Options of the strategy of the job.
-        machine: Kind of device and number of ranks of the job.
+        on_gpu: Whether its ranks compute on GPUs.
     """
-    data_ranks = machine.num_ranks // (strategy["tp"] * strategy["pp"])
     candidates: list[CandidateValues] = []
     if strategy["tp"] > 1 and strategy["sequence_parallel"] is not False:
         candidates.append(CandidateValues("linear.overlap", (True, False)))
-    if machine.on_gpu:
+    if on_gpu:
         candidates.append(CandidateValues("cuda_graphs", (None, "segments")))
-    if data_ranks > 1 and strategy["optimizer"]["zero"] == 1:
-        candidates.append(CandidateValues("optimizer.bucket_size", _BUCKET_SIZES))
-        candidates.append(CandidateValues("optimizer.overlap_parameters", (True, False)))
-    nccl = strategy["job"].get("nccl")
-    if data_ranks > 1 and machine.on_gpu and not isinstance(nccl, str):
-        candidates.append(CandidateValues("job.nccl", _channels(nccl or {})))
     return [_without_current(values, strategy) for values in candidates]
-
-
-def _channels(options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return NCCL settings with bounds on the thread blocks of the data-parallel collectives."""
-    data = options.get("data", {})
-    return [{**options, "data": {**data, "max_ctas": max_ctas}} for max_ctas in _MAX_CTAS]
 
 
 def _without_current(candidates: CandidateValues, strategy: Mapping[str, Any]) -> CandidateValues:
@@ -100,14 +70,12 @@ class TunedRun:
         seconds: Mean time of a step (s); None if the run failed.
         peak_gib: Largest memory of rank 0 (GiB); None on CPUs and after a failure.
         failure: Reason for the failure; empty if the run succeeded.
-        num_ranks: Number of ranks; 0 after a failure.
     """
 
     settings: Mapping[str, Any]
     seconds: float | None
     peak_gib: float | None
     failure: str
-    num_ranks: int
 
 
 @dataclass
@@ -149,8 +117,7 @@ class Tuning:
                 f"the recipe must run before it can be tuned: {best.failure}. Its output is in "
                 f"{self._path(0, '.txt')}."
             )
-        machine = Machine(best.peak_gib is not None, best.num_ranks)
-        for candidates in candidates_of(strategy, machine):
+        for candidates in candidates_of(strategy, on_gpu=best.peak_gib is not None):
             best = self._best_of(candidates, best)
         return best
 
@@ -175,7 +142,6 @@ class Tuning:
             measured.get("seconds_per_step"),
             measured.get("peak_gib"),
             measured["failure"],
-            measured.get("num_ranks", 0),
         )
         self.trials.append(trial)
         print(_line(trial), file=sys.stderr, flush=True)
@@ -269,9 +235,9 @@ def tune_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-megatron tune",
         usage="lightning-megatron tune [options] -c RECIPE [options of fit]",
-        description="Train a recipe for a few steps with several bucket sizes, NCCL channels and "
-        "kinds of overlap, and print the fastest settings on this machine. No setting changes "
-        "what is computed, except for the order of sums.",
+        description="Train a recipe for a few steps with and without CUDA graphs and overlap of "
+        "tensor-parallel communication, and print the fastest settings on this machine. No setting "
+        "changes what is computed, except for the order of sums.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

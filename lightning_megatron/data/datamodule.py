@@ -86,9 +86,7 @@ class TokenDataModule(RowDataModule):
             the corpus, except documents of one token, and little padding.
         context_windows: Number of windows of a sample, a power of two. Whole documents then lie in
             spans of 1, 2, 4 ... neighbouring windows, and no span is longer than the longest
-            document of the sample needs. Set it to ``cp`` of the strategy with
-            ``context.groups="documents"``, whose groups of ranks share such spans. Needs
-            ``documents="whole"``.
+            document of the sample needs. Needs ``documents="whole"``.
         balance_attention: Whether to assign the samples of each global batch to data ranks and
             microbatches so that all have about equal attention work, which is the sum of the
             squares of document lengths. The samples of a global batch, the loss and the position in

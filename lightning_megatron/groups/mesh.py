@@ -42,9 +42,6 @@ class ParallelMesh:
     all experts of a stage (etp x ep). ``checkpoint_cpu`` contains all ranks and is reserved for a
     thread that saves checkpoints during training.
 
-    ``cp_groups`` are axes of 2, 4, ... neighbouring ranks of cp. If ``context.groups`` is set, the
-    ranks of one such group share a document; :meth:`group_of_cp` finds the groups by size.
-
     ``context`` and ``loss_chunk`` are settings that models read when they are built: the transport
     of attention over cp, and the number of tokens whose logits exist at once. The division of
     layers among stages depends on the latter.
@@ -81,9 +78,6 @@ class ParallelMesh:
     edp_cpu: MeshAxis = MeshAxis("edp_cpu")
     experts_cpu: MeshAxis = MeshAxis("experts_cpu")
     checkpoint_cpu: MeshAxis = MeshAxis("checkpoint_cpu")
-    cp_inner: MeshAxis = MeshAxis("cp_inner")
-    cp_outer: MeshAxis = MeshAxis("cp_outer")
-    cp_groups: tuple[MeshAxis, ...] = ()
     context: ContextLinks = ContextLinks()
     loss_chunk: LossChunk = None
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
@@ -142,8 +136,7 @@ class ParallelMesh:
                 :func:`~lightning_megatron.groups.nccl_options.read_nccl_options`.
             overlaps_matmul: Whether to overlap matrix products at the border of tensor-parallel
                 regions with their communication, where ``groups.collective_matmul`` supports it.
-            context: Transport of attention over cp and its levels; None means one level, on which
-                each layer chooses its transport.
+            context: Transport of attention over cp; None means that each layer chooses it.
             loss_chunk: Number of tokens whose logits exist at once; None means all tokens.
 
         Raises:
@@ -158,12 +151,11 @@ class ParallelMesh:
             torch.cuda.set_device(device)
         builder = GroupBuilder(layout, device, backend, timeout, options)
         owns_world = builder.join(rendezvous, timeout)
-        links = context or ContextLinks()
-        groups = _groups(builder, sequence_parallel, overlaps_matmul, links)
+        groups = _groups(builder, sequence_parallel, overlaps_matmul)
         random = _random_streams(layout, builder.rank, seed, device)
         is_cut = sequence_parallel and layout.tp > 1
         mesh = cls(layout, builder.rank, device, random, is_cut, owns_world=owns_world, **groups)
-        return replace(mesh, context=links, loss_chunk=loss_chunk)
+        return replace(mesh, context=context or ContextLinks(), loss_chunk=loss_chunk)
 
     @property
     def has_loss(self) -> bool:
@@ -173,11 +165,6 @@ class ParallelMesh:
     def replica_axis(self, is_expert: bool) -> MeshAxis:
         """Return the axis of a parameter's replicas: ``edp`` for experts, else ``data``."""
         return self.edp if is_expert else self.data
-
-    def group_of_cp(self, size: int) -> MeshAxis:
-        """Return the axis of this rank's group among neighbouring ranks of cp."""
-        alone = MeshAxis("cp_of_1", (self.rank,))
-        return next(axis for axis in (self.cp, *self.cp_groups, alone) if axis.size == size)
 
     def on_cpu(self, name: str) -> MeshAxis:
         """Return the gloo twin of an axis: the same ranks, for Python objects and CPU tensors.
@@ -210,7 +197,6 @@ class ParallelMesh:
         if not dist.is_initialized():
             return
         axes = [value for value in vars(self).values() if isinstance(value, MeshAxis)]
-        axes += self.cp_groups
         is_destroyed = [self.owns_world or axis.group in self.owned_groups for axis in axes]
         self.journal.end(
             axis.name for axis, is_gone in zip(axes, is_destroyed, strict=True) if is_gone
@@ -226,19 +212,17 @@ class ParallelMesh:
 
 
 def _groups(
-    builder: GroupBuilder, sequence_parallel: bool, overlaps_matmul: bool, links: ContextLinks
+    builder: GroupBuilder, sequence_parallel: bool, overlaps_matmul: bool
 ) -> dict[str, Any]:
     """Create the groups of a layout, and return the fields of the mesh that belong to them."""
     # Ranks with different layouts would wait for each other while they create groups.
     number = builder.compare(sequence_parallel)
     is_part = builder.is_part
     with groups_of_part(builder.layout.rank_offset, number) if is_part else nullcontext():
-        axes = builder.axes(links.inner)
-        cp_groups = builder.groups_of_cp() if links.groups == "documents" else ()
+        axes = builder.axes()
     axes["tp"] = replace(axes["tp"], overlaps_matmul=overlaps_matmul)
     return {
         **axes,
-        "cp_groups": cp_groups,
         "journal": builder.journal,
         "launcher": builder.launcher,
         "host_values": HostValues(),

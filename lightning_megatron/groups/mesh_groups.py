@@ -27,7 +27,6 @@ from lightning_megatron.groups.nccl_options import (
     read_nccl_options,
     torch_options,
 )
-from lightning_megatron.plan.context_groups import context_group_sizes
 from lightning_megatron.plan.layout import ParallelLayout
 
 #: Default time that a collective may wait for a rank, by the device of its tensors.
@@ -141,11 +140,8 @@ class GroupBuilder:
     def _all_ranks(self) -> list[list[int]]:
         return [[self.layout.rank_offset + i for i in range(self.layout.world_size)]]
 
-    def axes(self, inner: int = 1) -> dict[str, MeshAxis]:
-        """Create every axis of the mesh, by field name.
-
-        ``inner`` neighbouring ranks of cp exchange heads; 1 makes no groups for them (ranks).
-        """
+    def axes(self) -> dict[str, MeshAxis]:
+        """Create every axis of the mesh, by field name."""
         layout = self.layout
         lists = {
             "world": self._all_ranks(),
@@ -165,24 +161,8 @@ class GroupBuilder:
         for name in GROUP_NAMES:
             axes[f"{name}_cpu"] = self._axis(f"{name}_cpu", lists[name], "gloo")
         axes["experts_cpu"] = self._axis("experts_cpu", layout.expert_groups("etp-ep"), "gloo")
-        if inner > 1:
-            starts = range(0, layout.cp, inner)
-            runs = [ranks[i : i + inner] for ranks in lists["cp"] for i in starts]
-            rings = [ranks[i::inner] for ranks in lists["cp"] for i in range(inner)]
-            axes["cp_inner"] = self._axis("cp_inner", runs, self.backend, "cp")
-            axes["cp_outer"] = self._axis("cp_outer", rings, self.backend, "cp")
         axes["checkpoint_cpu"] = self._checkpoint_axis()
         return axes
-
-    def groups_of_cp(self) -> tuple[MeshAxis, ...]:
-        """Create the axes of 2, 4 and more neighbouring ranks of cp, up to half of it."""
-        cp = self.layout.cp
-        whole = self.layout.groups("cp")
-        axes = []
-        for size in context_group_sizes(cp)[1:-1]:
-            runs = [ranks[i : i + size] for ranks in whole for i in range(0, cp, size)]
-            axes.append(self._axis(f"cp_of_{size}", runs, self.backend, "cp"))
-        return tuple(axes)
 
     def _checkpoint_axis(self) -> MeshAxis:
         """Create a separate group of all ranks that is not counted and waits for slow disks."""
@@ -194,15 +174,11 @@ class GroupBuilder:
         self.created.append(group)
         return MeshAxis("checkpoint_cpu", tuple(ranks), ranks.index(self.rank), group)
 
-    def _axis(
-        self, name: str, groups: Sequence[Sequence[int]], backend: str, part_of: str = ""
-    ) -> MeshAxis:
-        """Return an axis, with the NCCL settings of the axis that it is a part of, if any."""
-        options = self.options.get(part_of or name, {}) if backend == "nccl" else {}
+    def _axis(self, name: str, groups: Sequence[Sequence[int]], backend: str) -> MeshAxis:
+        options = self.options.get(name, {}) if backend == "nccl" else {}
         # The messages of one group queue on one stream. cp often has the ranks of data, and its
         # layers would wait behind the gradients and parameters in flight on the data axis.
-        is_apart = "cp" in (name, part_of)
-        key = (backend, tuple(map(tuple, groups)), tuple(sorted(options.items())), is_apart)
+        key = (backend, tuple(map(tuple, groups)), tuple(sorted(options.items())), name == "cp")
         if key not in self._cache:
             self._cache[key] = self._create(groups, backend, options)
         axis = self._cache[key]

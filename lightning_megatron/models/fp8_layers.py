@@ -23,8 +23,7 @@ from lightning_megatron.models.config_checks import ModelConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.plan.eight_bits import linear_sizes
-from lightning_megatron.plan.engine_recipe import Backend
-from lightning_megatron.plan.fp8 import FP8
+from lightning_megatron.plan.fp8 import FP8, Backend
 from lightning_megatron.plan.model_shape import ModelShape
 
 #: Linear layer that can compute in 8 bits.

@@ -10,7 +10,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.layers.context_parallel.attend_across import cut_documents, group_size
+from lightning_megatron.layers.context_parallel.attend_across import cut_documents
 from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.plan.context_transport import ContextChoice
 from lightning_megatron.shapes import Float, Int, Shaped
@@ -68,15 +68,11 @@ def laid_out(
         return None
     num_sequences, length = inputs.shape[:2]
     span.check_shape(num_sequences, length)
-    cp = mesh.cp.size
-    if cp == 1:
+    if mesh.cp.size == 1:
         return span.laid_out(num_sequences, length, inputs.device)
     if continues_cache(span):
         # All ranks compute each new token, and one of them stores its keys and values.
         order = TokenOrder.uncut(num_sequences, length, inputs.device)
         return replace(span, order=order)
-    group = cp
-    if mesh.context.groups == "documents" and span.lengths is not None:
-        group = group_size(span.lengths, length, cp, mesh.host_values)
     span = span.laid_out(num_sequences, length, inputs.device)
-    return cut_documents(span, num_sequences, length, mesh, choice, group)
+    return cut_documents(span, num_sequences, length, mesh, choice)

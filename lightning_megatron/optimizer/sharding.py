@@ -60,8 +60,6 @@ class DistributedOptimizerConfig:
             ``main_dtype``.
         zero: ZeRO stage: 1 shards the main parameters over the data-parallel ranks, 0 replicates
             them.
-        slices: Granularity of a rank's part: ``elements``, complete ``parameters``, or ``auto`` for
-            the finest granularity that the optimizer supports.
         bucket_size: Approximate size of one gradient message (elements).
         moments_dtype: Dtype of Adam's moments if the fused kernel updates them.
         exchanges_rows: Whether :class:`RowSums` may exchange gradients of embeddings by rows. This
@@ -71,7 +69,6 @@ class DistributedOptimizerConfig:
     main_dtype: torch.dtype | None = None
     gradient_dtype: torch.dtype | None = None
     zero: int = 1
-    slices: Literal["auto", "elements", "parameters"] = "auto"
     bucket_size: int = 40_000_000
     moments_dtype: torch.dtype = torch.float32
     exchanges_rows: bool = True
@@ -191,9 +188,7 @@ class BufferPlanner:
         etp = mesh.etp.size if mesh.tp.size == 1 else 1
         sizes = {"tp": mesh.tp.size, "etp": etp, "pp": mesh.pp.size, "ep": mesh.ep.size}
         check_granularity(optimizer, granularity, sizes)
-        if self._config.zero == 0 or granularity == "model":
-            return "model"
-        return granularity if self._config.slices == "auto" else self._config.slices
+        return "model" if self._config.zero == 0 else granularity
 
     @property
     def gathers(self) -> bool:

@@ -11,11 +11,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 @dataclass(frozen=True, order=True)
 class PipelineUnit:
-    """One microbatch in one chunk of a stage, whose forward and backward pass form a unit.
-
-    Args:
-        microbatch: Index of the microbatch in the step.
-    """
+    """One microbatch in one chunk of a stage, whose forward and backward pass form a unit."""
 
     chunk: int
     microbatch: int
@@ -26,12 +22,7 @@ class PipelineUnit:
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """Computation of one microbatch in one chunk of a stage.
-
-    Args:
-        kind: Kind of the computation: F, B, I or W.
-        microbatch: Index of the microbatch in the step.
-    """
+    """Computation of one microbatch in one chunk of a stage."""
 
     kind: Kind
     chunk: int

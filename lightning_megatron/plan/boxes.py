@@ -11,13 +11,7 @@ from lightning_megatron.errors import ParallelPlanError
 
 @dataclass(frozen=True)
 class FlatBox:
-    """Box of a tensor whose elements are contiguous in the flattened tensor.
-
-    Args:
-        offsets: First index of the box in each dimension.
-        sizes: Extent of the box in each dimension.
-        start: Index of the box's first element in the flattened tensor.
-    """
+    """Box of a tensor whose elements are contiguous in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

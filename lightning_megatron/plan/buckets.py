@@ -28,7 +28,6 @@ class FlatParameter:
 
     Args:
         name: Name of the parameter, unique in the buffer.
-        size: Number of elements (elements).
         group: Group of the parameter; all pieces of a bucket have the same group.
         own_bucket: Whether the piece needs its own bucket. Tied weights do, because their gradients
             are first summed over another process group.
@@ -54,14 +53,7 @@ class ParameterRange:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring parameters whose gradients are communicated together.
-
-    Args:
-        start: First element in the buffer.
-        stop: Index after the last element, padding included.
-        placed: Parameters in buffer order.
-        group: Group of all the parameters.
-    """
+    """Neighbouring parameters whose gradients are communicated together."""
 
     start: int
     stop: int
@@ -122,7 +114,6 @@ class BufferPlan:
     """Placement of parameters in a buffer; each rank owns an equal part of every bucket.
 
     Args:
-        num_parts: Number of ranks that share the buffer.
         buckets: Consecutive buckets; the first starts at element 0.
     """
 
@@ -206,7 +197,6 @@ def plan_by_elements(
     comes last, may be exchanged by rows, and no other gradient should wait for it.
 
     Args:
-        pieces: Parameters in order of use.
         num_parts: Number of ranks that share the buffer; the size of a bucket is a multiple of it
             and of 128.
         bucket_size: Size at which a bucket closes (elements).
@@ -255,10 +245,6 @@ def plan_by_parameters(pieces: Iterable[FlatParameter], num_parts: int) -> Buffe
     each to the part with the fewest elements, so that the parts differ by at most the largest
     parameter. All parts are padded to the size of the largest part. Within a part, parameters are
     in reverse order of use.
-
-    Args:
-        pieces: Parameters in order of use.
-        num_parts: Number of ranks that share the buffer.
 
     Raises:
         ParallelPlanError: For sizes below 1, negative pieces and duplicate names.

@@ -9,7 +9,7 @@ from operator import itemgetter
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.activations import ActivationCosts, activation_costs, offloaded
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
-from lightning_megatron.plan.custom_order import OrderOfPasses, build_order, shape_of_order
+from lightning_megatron.plan.custom_schedule import OrderOfPasses, build_order, shape_of_order
 from lightning_megatron.plan.eight_bits import EightBitLayers
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.fp8 import FP8

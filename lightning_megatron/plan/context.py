@@ -23,8 +23,6 @@ class AttentionBlock:
     ``is_causal`` is False, or if ``0 <= offset + i - j < window``.
 
     Args:
-        queries: Rows of the queries (tokens).
-        keys: Rows of the keys (tokens).
         is_causal: Whether queries see the keys at or before their own position only.
         offset: Position of the first query minus that of the first key; 0 if not causal (tokens).
         window: Number of positions that a query sees, itself included; None means all (tokens).
@@ -60,10 +58,6 @@ class ContextCut:
     """Zig-zag cut of a sequence over ``size`` ranks.
 
     A rank's tokens are those of its two pieces, the earlier piece first.
-
-    Args:
-        size: Ranks that share the sequence (ranks).
-        seq_length: Length of the whole sequence (tokens).
 
     Raises:
         ParallelPlanError: If the length is not a multiple of ``2 size``.
@@ -102,17 +96,13 @@ class ContextCut:
         early, late = self.ranges(rank)
         return [*early, *late]
 
-    def sequence_order(self, ranks: range | None = None) -> list[int]:
-        """Return the order that sorts the pieces of some ranks, whose parts were joined by rank.
+    def sequence_order(self) -> list[int]:
+        """Return the order that sorts the pieces of all ranks, whose parts were joined by rank.
 
         Entry ``i`` is the place among the joined pieces of the one that comes ``i``-th in the
         sequence.
-
-        Args:
-            ranks: Ranks whose parts were joined; None means all.
         """
-        ranks = range(self.size) if ranks is None else ranks
-        places = [piece for rank in ranks for piece in self.pieces(rank)]
+        places = [piece for rank in range(self.size) for piece in self.pieces(rank)]
         return sorted(range(len(places)), key=places.__getitem__)
 
     def _positions_of(self, piece: int) -> range:
@@ -128,8 +118,6 @@ class ContextCut:
         late piece attend to all keys of a later rank.
 
         Args:
-            source: Rank whose keys these are.
-            causal: Whether a token sees only itself and earlier tokens.
             window: Number of positions that a query sees, itself included; None means all. Only
                 with ``causal`` (tokens).
         """
@@ -172,7 +160,6 @@ class ContextCut:
         """Return the attention of a rank's queries to the keys of the whole sequence, in its order.
 
         Args:
-            causal: Whether a token sees only itself and earlier tokens.
             window: Number of positions that a query sees, itself included; None means all. Only
                 with ``causal`` (tokens).
         """
@@ -203,7 +190,6 @@ def context_multiple(cp: int, sequence_shards: int = 1) -> int:
     """Return the number that the length of a sequence must be a multiple of (tokens).
 
     Args:
-        cp: Ranks that share a sequence (ranks).
         sequence_shards: Ranks that share the tokens of a cp rank: tp under sequence parallelism,
             else 1 (ranks).
     """
@@ -216,8 +202,6 @@ def check_context_length(seq_length: int, cp: int, sequence_shards: int = 1) -> 
     """Raise if a sequence cannot be cut zig-zag over cp ranks.
 
     Args:
-        seq_length: Length of the whole sequence (tokens).
-        cp: Ranks that share a sequence (ranks).
         sequence_shards: Ranks that share the tokens of a cp rank: tp under sequence parallelism,
             else 1 (ranks).
 
@@ -240,12 +224,7 @@ def check_context_length(seq_length: int, cp: int, sequence_shards: int = 1) -> 
 
 
 def split_heads_over(heads: int, ranks: int) -> list[range]:
-    """Return the heads of each rank: neighbouring heads, whose numbers differ by at most one.
-
-    Args:
-        heads: Number of heads (heads).
-        ranks: Ranks that divide them (ranks).
-    """
+    """Return the heads of each rank: neighbouring heads, whose numbers differ by at most one."""
     require_positive("cp", ranks)
     stops = [-(-heads * (rank + 1) // ranks) for rank in range(ranks)]
     return [range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]

@@ -17,17 +17,7 @@ SegmentScope = Literal[
 ]
 GraphMode = Literal["segments", "full"]
 """Whether graphs hold parts of a chunk, or a whole step up to the update of the parameters."""
-GraphScope = Literal[
-    "embedding",
-    "attention",
-    "mlp",
-    "router",
-    "preprocess",
-    "experts",
-    "combine",
-    "head",
-    "all",
-]
+GraphScope = SegmentScope | Literal["all"]
 """Part of a model that mode "segments" captures, as :class:`CudaGraphs` describes it."""
 _GRAPH_COMPILE_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
@@ -38,9 +28,6 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def expanded_scopes(names: Iterable[str]) -> frozenset[str]:
     """Return a set of scopes, in which ``all`` stands for every scope.
-
-    Args:
-        names: Names of scopes, or ``all``.
 
     Raises:
         UnsupportedError: If a name is neither a scope nor ``all``.
@@ -141,11 +128,7 @@ class CudaGraphs:
         return self.max_shapes if self.on_new_shape == "capture" else 1
 
     def captures(self, scope: GraphScope) -> bool:
-        """Return whether a part of a model should be captured if it is static.
-
-        Args:
-            scope: The part.
-        """
+        """Return whether a part of a model should be captured if it is static."""
         return "all" in self.scopes or scope in self.scopes
 
     def _check_scopes(self) -> None:
@@ -182,15 +165,10 @@ class GraphConditions:
     """Settings of a run that decide whether it can be captured.
 
     Args:
-        device_type: Type of the devices, such as ``cuda``.
-        schedule: Name of the pipeline schedule.
         transport: Transport of tokens to their experts; ``none`` without experts on other ranks.
-        is_automatic: Whether the module uses automatic optimization.
         offloads: Whether inputs of layers are offloaded to host memory.
         keeps_core: Whether recomputed blocks keep the results of their attention core.
         compile_modes: Modes of the modules that torch.compile compiles.
-        environment: Environment variables.
-        precision: Precision of the run; None before it is known.
         gradient_dtype: Dtype of the sums of gradients; None means that of the main parameters.
         gradient_reader: Hook between the backward pass and the update that may read gradients; None
             without one, and before the hooks are known.
@@ -211,10 +189,6 @@ class GraphConditions:
 
 def check_cuda_graphs(graphs: CudaGraphs, conditions: GraphConditions) -> None:
     """Check that a run can be captured; it needs no process group.
-
-    Args:
-        graphs: Settings of the graphs.
-        conditions: Settings of the run.
 
     Raises:
         UnsupportedError: If it cannot; the message says why, and what to use.

@@ -1,15 +1,23 @@
-"""A user's own schedule, built from a function and checked like the named schedules."""
+"""A user's own schedule: a function that orders the passes, checked like the named schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.placement import Placement, PlacementShape
-from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.plan.schedule import (
+    Schedule,
+    ScheduleName,
+    build_schedule,
+    forward_schedule,
+    shape_of,
+    splits_backward,
+)
 from lightning_megatron.plan.settings import require_positive, shown
 from lightning_megatron.plan.simulate import simulate
 
@@ -38,8 +46,8 @@ def custom_schedule(
 
     Raises:
         ParallelPlanError: If a stage does not do all its work once and in order, or stages wait for
-            each other. The transfers of a schedule that passes cannot deadlock, batched
-            (``plan_transfers``) or one by one (``one_by_one``).
+            each other. The transfers of a schedule that passes cannot deadlock
+            (``plan_transfers``).
     """
     require_positive("num_microbatches", num_microbatches)
     Placement(shape, num_stages, num_chunks)
@@ -80,3 +88,96 @@ def _checked(row: Any, max_actions: int, place: str) -> tuple[Action, ...]:
                 f"numbers: it has {shown(action)}. Use Action(kind, chunk, microbatch)."
             )
     return actions
+
+
+@dataclass(frozen=True, eq=False)
+class CustomOrder:
+    """Order of passes that the user's function gives, for any number of microbatches.
+
+    Without backwards, as in validation, microbatches pass the same placement in the order of a
+    named schedule.
+
+    Args:
+        name: Name of the function, in messages.
+    """
+
+    name: str
+    row_of: RowFunction
+    placement: Placement
+    _built: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, row_of: RowFunction, num_stages: int, num_chunks: int) -> CustomOrder:
+        """Return the order of passes of a function; several chunks lie in a loop."""
+        name = str(getattr(row_of, "__qualname__", type(row_of).__name__))
+        return cls(name, row_of, Placement("loop", num_stages, num_chunks))
+
+    def __repr__(self) -> str:
+        # Ranks compare this text, in which the function has no address.
+        sizes = f"pp={self.placement.num_stages}, vpp={self.placement.num_chunks}"
+        return f"function {self.name} ({sizes})"
+
+    def build(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
+        """Return the checked schedule of a step.
+
+        Raises:
+            ParallelPlanError: If the function fails, or its rows are not a legal schedule.
+        """
+        if forward_only:
+            return forward_schedule(self.name, self.placement, num_microbatches)
+        if num_microbatches not in self._built:
+            self._built[num_microbatches] = self._checked(num_microbatches)
+        return self._built[num_microbatches]
+
+    def _checked(self, num_microbatches: int) -> Schedule:
+        num_stages = self.placement.num_stages
+        num_chunks = self.placement.num_chunks
+        try:
+            return custom_schedule(
+                self.row_of, num_stages, num_microbatches, num_chunks, name=self.name
+            )
+        except ParallelPlanError:
+            raise
+        except Exception as error:
+            raise ParallelPlanError(
+                f"the function of schedule {self.name!r} must return the rows of every number of "
+                f"microbatches that a step has: for pp {num_stages}, {num_microbatches} "
+                f"microbatches and vpp {num_chunks} it raised {type(error).__name__}: {error}. Use "
+                "a number of microbatches that it supports, or a named schedule."
+            ) from error
+
+
+OrderOfPasses = ScheduleName | CustomOrder
+"""Named schedule, or the user's own order."""
+
+
+def build_order(
+    order: OrderOfPasses,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+) -> Schedule:
+    """Build the schedule of a training step.
+
+    Args:
+        order: Named schedule, or the user's own order, whose sizes are those given here.
+        num_chunks: Chunks per stage (vpp).
+        group_size: Group size of "interleaved", see ``build_schedule``.
+
+    Raises:
+        ParallelPlanError: For sizes that the order cannot run.
+    """
+    if isinstance(order, CustomOrder):
+        return order.build(num_microbatches)
+    return build_schedule(order, num_stages, num_microbatches, num_chunks, group_size)
+
+
+def shape_of_order(order: OrderOfPasses) -> PlacementShape:
+    """Return how an order places chunks on the stages."""
+    return order.placement.shape if isinstance(order, CustomOrder) else shape_of(order)
+
+
+def order_may_split(order: OrderOfPasses) -> bool:
+    """Return whether an order may run some backward passes in halves, as a function may."""
+    return isinstance(order, CustomOrder) or splits_backward(order)

@@ -1,4 +1,11 @@
-"""Clones of busy experts: the settings that users give, their memory and their cost."""
+"""Clones of busy experts: the settings that users give, their places, memory and cost.
+
+Over ep every rank computes the rows of its own experts, its homes, so all ranks wait for the one
+with the most rows. Every rank also has places, in which clones of other ranks' experts compute for
+one microbatch. A plan (``experts.transport.cloning``) says which expert is cloned in which place,
+and how many selections every rank sends there instead of to the home. The sum over a token's
+experts stays the same.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +15,85 @@ from itertools import accumulate
 from math import prod
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.settings import Count, Index, coerce_fields, require_positive
 
 #: Alignment of every stack (bytes): more than tensor maps and the widest accesses need.
 _ALIGNMENT = 128
+#: Owner of a place that has no clone.
+NO_EXPERT = -1
+
+
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """Homes and places of experts over the ranks of ep.
+
+    Expert e is at home on rank ``e // homes``, and place p is on rank ``p // places``. A physical
+    expert is the index of a home or a place over all ranks: a rank's homes come first, then its
+    places.
+
+    Raises:
+        ParallelPlanError: If the experts do not divide by the ranks, or a rank has more places than
+            other ranks have experts.
+    """
+
+    num_ranks: int
+    num_experts: int
+    places: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "num_experts", "places"):
+            require_positive(name, getattr(self, name))
+        if self.num_experts % self.num_ranks:
+            raise ParallelPlanError(
+                f"num_experts ({self.num_experts}) must be a multiple of num_ranks "
+                f"({self.num_ranks}), because every rank has the same number of experts. Change "
+                "one of them."
+            )
+        remote = self.num_experts - self.homes
+        if self.places > remote:
+            raise ParallelPlanError(
+                f"places ({self.places}) must be at most {remote}, because other ranks have only "
+                f"{remote} of the {self.num_experts} experts. Use fewer places."
+            )
+
+    @property
+    def homes(self) -> int:
+        """Return the number of experts at home on every rank."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def num_places(self) -> int:
+        """Return the number of places of all ranks."""
+        return self.num_ranks * self.places
+
+    def physical_home(self, expert: int) -> int:
+        """Return the physical expert that is the home of an expert."""
+        rank, home = divmod(expert, self.homes)
+        return rank * (self.homes + self.places) + home
+
+    def physical_place(self, place: int) -> int:
+        """Return the physical expert that is a place."""
+        rank, number = divmod(place, self.places)
+        return rank * (self.homes + self.places) + self.homes + number
+
+
+@dataclass(frozen=True)
+class CloneSettings:
+    """Places for clones of busy experts, and the smallest clone that is worth its transfers.
+
+    Raises:
+        ParallelPlanError: For values out of range.
+    """
+
+    places: int
+    min_rows: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive("places", self.places)
+        if self.min_rows < 0:
+            raise ParallelPlanError(
+                f"min_rows must not be negative: it is {self.min_rows} selections. Use 0 or more."
+            )
 
 
 @dataclass(frozen=True)
@@ -20,7 +101,6 @@ class CloneMemory:
     """Layout of one stack over a rank's places for every matrix of an expert.
 
     Args:
-        places: Number of places on every rank (places).
         shapes: Shape of each matrix of an expert.
         element: Size of an element (bytes).
     """
@@ -137,21 +217,13 @@ class ExpertClones:
         coerce_fields(self, "experts.clones.")
 
     def on(self, device_type: str) -> CloneSettings:
-        """Return the settings of layers on a type of devices.
-
-        Args:
-            device_type: Type of the devices, such as ``cuda``.
-        """
+        """Return the settings of layers on a type of devices."""
         if self.min_rows is not None:
             return CloneSettings(self.places, self.min_rows)
         return CloneSettings(self.places, _GPU_COST.min_rows if device_type == "cuda" else 0)
 
     def reason_on(self, device_type: str) -> str:
-        """Return which clones are created on a type of devices, and why, for the log.
-
-        Args:
-            device_type: Type of the devices, such as ``cuda``.
-        """
+        """Return which clones are created on a type of devices, and why, for the log."""
         if self.min_rows is not None:
             return f"of at least {self.min_rows:,} rows, as asked for"
         if device_type != "cuda":
@@ -165,10 +237,6 @@ class ExpertClones:
 
     def check(self, num_experts: int, ep: int) -> None:
         """Check that other ranks have enough experts for the places of a rank.
-
-        Args:
-            num_experts: Number of experts of a layer, a multiple of ep (experts).
-            ep: Ranks that share them (ranks).
 
         Raises:
             ParallelPlanError: If a rank has more places than other ranks have experts.

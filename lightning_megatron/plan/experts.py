@@ -239,9 +239,6 @@ def transport_over_ep(
 
     Args:
         top_k: Number of experts for each token (experts).
-        ep: Number of ranks that share the experts (ranks).
-        can_put: Whether "auto" may use one-sided puts instead of an all-gather.
-        is_limited: Whether buffers have rows for a multiple of an even share only.
     """
     if ep == 1:
         return "none"
@@ -253,32 +250,17 @@ def transport_over_ep(
 
 
 def limited_rows(factor: float, share: int) -> int:
-    """Return the rows of a buffer: the factor times an even share, to the next multiple of 128.
-
-    Args:
-        factor: Factor of ``experts.rows``, at least 1.
-        share: Rows of a rank if all ranks get equally many (rows).
-    """
+    """Return the rows of a buffer: the factor times an even share, to the next multiple of 128."""
     return -(-math.ceil(factor * share) // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def smallest_factor(needed: int, share: int) -> float:
-    """Return the smallest factor in hundredths that has room for a number of rows.
-
-    Args:
-        needed: Rows that a rank gets (rows).
-        share: Rows of a rank if all ranks get equally many (rows).
-    """
+    """Return the smallest factor in hundredths that has room for a number of rows."""
     return -(-needed * 100 // share) / 100
 
 
 def grown_factor(needed: int, share: int) -> float:
-    """Return a factor in hundredths with a tenth more room than a number of rows needs.
-
-    Args:
-        needed: Rows that a rank gets (rows).
-        share: Rows of a rank if all ranks get equally many (rows).
-    """
+    """Return a factor in hundredths with a tenth more room than a number of rows needs."""
     return math.ceil(_GROWTH * needed / share * 100) / 100
 
 
@@ -290,10 +272,6 @@ class TokenBuffer:
     all rows, then the probabilities of all rows, then the selected experts of all rows.
 
     Args:
-        num_ranks: Number of ranks with tokens (ranks).
-        num_tokens: Number of tokens of each rank (tokens).
-        width: Features of a token (elements).
-        top_k: Number of selected experts of a token (experts).
         element: Size of a feature (bytes).
         scale: Size of a probability (bytes).
     """

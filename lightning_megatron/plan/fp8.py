@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.cuda_graphs import GraphMode
-from lightning_megatron.plan.engine_recipe import Backend, settings_of_recipe
 from lightning_megatron.plan.settings import Count, Index, Range, coerce_fields, coerced
+
+Backend = Literal["native", "te"]
+"""Library whose matrix products and norms the layers of this package use."""
 
 FP8Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 """How the numbers of a tensor are scaled to the range of 8 bits, as :class:`FP8` describes it."""
@@ -24,6 +26,14 @@ _PER_TENSOR_RECIPES = ("tensorwise", "delayed")
 #: Neighbours that share a scale with mxfp8 (elements).
 _GROUP = 32
 _HISTORY = 1024
+#: Methods by which recipes name their kind, with the names of that kind in this package.
+_KINDS = {
+    "delayed": "delayed",
+    "float8_current_scaling": "tensorwise",
+    "float8_block_scaling": "blockwise",
+    "mxfp8": "mxfp8",
+}
+_NAMES = "DelayedScaling, Float8CurrentScaling, Float8BlockScaling or MXFP8BlockScaling"
 _OTHER_SCALES = "Its weights have other scales by rows than by columns, which one copy cannot have."
 #: Why a recipe cannot have weights that are kept in 8 bits.
 _REASONS_AGAINST_STORAGE = {
@@ -94,7 +104,7 @@ class FP8:
 
     def __post_init__(self) -> None:
         if self.te_recipe is not None:
-            self._follow(settings_of_recipe(self.te_recipe))
+            self._follow(_settings_of_recipe(self.te_recipe))
         coerce_fields(self, "fp8.")
         if self.recipe != "delayed" and (self.history, self.margin) != (_HISTORY, 0):
             raise ParallelPlanError(
@@ -153,32 +163,18 @@ class FP8:
         """Return the number that features of a rank must be a multiple of (elements).
 
         Our products on GPUs read the scales of square blocks four at a time.
-
-        Args:
-            backend: Library of the products.
         """
         is_single = self.emulate or backend == "te" or self.recipe != "blockwise"
         return self.multiple if is_single else 4 * BLOCK
 
     def shares_casts(self, num_microbatches: int, graphs: GraphMode | None = None) -> bool:
-        """Return whether the microbatches of a batch share the casts of weights.
-
-        Args:
-            num_microbatches: Microbatches of the batch.
-            graphs: Mode of CUDA graphs; None without graphs.
-        """
+        """Return whether the microbatches of a batch share the casts of weights."""
         if self.cast_weights is not None:
             return self.cast_weights == "batch"
         return num_microbatches > 1 and graphs != "segments"
 
     def includes(self, layer: int, num_layers: int, name: str) -> bool:
-        """Return whether a linear layer computes in 8 bits.
-
-        Args:
-            layer: Index of the block that it is in.
-            num_layers: Number of blocks of the model.
-            name: Name of the linear layer in the model.
-        """
+        """Return whether a linear layer computes in 8 bits."""
         is_inside = self.first_bf16 <= layer < num_layers - self.last_bf16
         return is_inside and not any(fnmatchcase(name, pattern) for pattern in self.keep)
 
@@ -186,12 +182,6 @@ class FP8:
         self, name: str, out_features: int, in_features: int, backend: Backend = "native"
     ) -> None:
         """Refuse a linear layer whose sizes on a rank do not fit.
-
-        Args:
-            name: Name of the layer.
-            out_features: Output features of a rank (elements).
-            in_features: Input features of a rank (elements).
-            backend: Library of the products.
 
         Raises:
             ParallelPlanError: If they do not divide.
@@ -218,9 +208,6 @@ def check_fp8_products(
 
     Args:
         settings: Settings of the products; None without products in 8 bits.
-        overlap_tensor_parallel: Whether products overlap with the communication over tp.
-        backend: Library of the products.
-        graphs: Mode of CUDA graphs; None without graphs.
         zero: 1 if main parameters are divided over the data ranks, 0 if every rank has all.
 
     Raises:
@@ -308,3 +295,60 @@ def _check_engine(settings: FP8 | None, overlap_tensor_parallel: bool, has_graph
             "fp8.emulate cannot be used with linear.backend='te': Transformer Engine computes only "
             "on GPUs. Leave emulate out, or use linear.backend='native'."
         )
+
+
+def _settings_of_recipe(recipe: Any) -> dict[str, Any]:
+    """Return the settings of a recipe of Transformer Engine, by the names of ``FP8``."""
+    shown = type(recipe).__name__
+    methods = [getattr(recipe, question, None) for question in _KINDS]
+    if not all(callable(method) for method in methods):
+        raise ParallelPlanError(
+            f"fp8.te_recipe must be a recipe of Transformer Engine: {_NAMES}. It is of type "
+            f"{shown}."
+        )
+    kinds = [
+        name for name, method in zip(_KINDS.values(), methods, strict=True) if method and method()
+    ]
+    if not kinds:
+        raise UnsupportedError(
+            f"fp8.te_recipe cannot be {shown}: linear layers of this package support only "
+            f"{_NAMES}. Use one of them."
+        )
+    settings = {"recipe": kinds[0], "format": _format(recipe)}
+    for name in ("fp8_dpa", "fp8_mha", "backward_override"):
+        if getattr(recipe, name, None):
+            raise UnsupportedError(
+                f"fp8.te_recipe ({shown}) cannot have {name}={getattr(recipe, name)!r}: only "
+                "linear layers compute in 8 bits, and both of their passes do. Leave it out."
+            )
+    return settings | (_history(recipe) if kinds[0] == "delayed" else {})
+
+
+def _format(recipe: Any) -> str:
+    name = str(recipe.fp8_format.name).lower()
+    if name not in ("hybrid", "e4m3"):
+        raise UnsupportedError(
+            f"fp8.te_recipe ({type(recipe).__name__}) must have the format HYBRID or E4M3: it is "
+            f"{name.upper()}, with which inputs and weights would have 2 bits of mantissa. Use one "
+            "of the two."
+        )
+    return name
+
+
+def _history(recipe: Any) -> dict[str, int]:
+    """Return the history of scales of earlier steps, which this package keeps itself."""
+    legal = {
+        "amax_compute_algo": ("max", "most_recent"),
+        "scaling_factor_compute_algo": (None,),
+        "reduce_amax": (True,),
+    }
+    for name, values in legal.items():
+        value = getattr(recipe, name)
+        if value not in values:
+            raise UnsupportedError(
+                f"fp8.te_recipe (DelayedScaling) cannot have {name}={value!r}: this package keeps "
+                "the history itself, so that all ranks and checkpoints share it. Legal: "
+                f"{' or '.join(map(repr, values))}."
+            )
+    is_last = recipe.amax_compute_algo == "most_recent"
+    return {"history": 1 if is_last else recipe.amax_history_len, "margin": recipe.margin}

@@ -73,7 +73,6 @@ class GlobalBatch:
 
         Args:
             size: ``global_batch_size`` of the user (samples).
-            ramp_up: Growth to it.
             batch_size: Batch of one data rank, which excludes a global size (samples).
 
         Raises:
@@ -104,10 +103,6 @@ class GlobalBatch:
     def check(self, dp: int, microbatch_size: int = 1) -> None:
         """Check that every size can be divided among data ranks and into equal microbatches.
 
-        Args:
-            dp: Data ranks (ranks).
-            microbatch_size: Samples of a microbatch (samples).
-
         Raises:
             ParallelPlanError: If one cannot.
         """
@@ -131,9 +126,6 @@ class GlobalBatch:
     def check_accumulation(self, accumulates: bool) -> None:
         """Check that each optimizer step has one batch.
 
-        Args:
-            accumulates: Whether gradients of several batches accumulate.
-
         Raises:
             UnsupportedError: If they do.
         """
@@ -145,20 +137,11 @@ class GlobalBatch:
             )
 
     def at(self, position: int) -> int:
-        """Return the size of the global batch that begins at a position (samples).
-
-        Args:
-            position: Samples consumed before it (samples).
-        """
+        """Return the size of the global batch that begins at a position (samples)."""
         return next(size for size, stop in self._stages() if stop is None or position < stop)
 
     def count(self, start: int, stop: int) -> int:
-        """Return the number of full global batches between two positions (batches).
-
-        Args:
-            start: Position at which the first one begins (samples).
-            stop: Position that the last one must not exceed (samples).
-        """
+        """Return the number of full global batches between two positions (batches)."""
         number = 0
         for size, end in self._stages():
             # Batches that begin before the end of the stage have its size.
@@ -172,12 +155,7 @@ class GlobalBatch:
         return number
 
     def after(self, start: int, count: int) -> int:
-        """Return the position after some global batches (samples).
-
-        Args:
-            start: Position at which the first one begins (samples).
-            count: Number of global batches (batches).
-        """
+        """Return the position after some global batches (samples)."""
         for size, end in self._stages():
             fitting = count if end is None else min(count, max(-((start - end) // size), 0))
             start += fitting * size

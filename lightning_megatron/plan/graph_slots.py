@@ -54,9 +54,6 @@ class GraphSlots:
     def slot_of(self, unit: PipelineUnit) -> int:
         """Return the index of the slot that a unit occupies.
 
-        Args:
-            unit: Chunk and microbatch.
-
         Raises:
             ParallelPlanError: If the step has no such unit.
         """

@@ -100,8 +100,6 @@ def choose_variant(
     """Choose the kernel variant for a grouped product.
 
     Args:
-        product: Product to compute.
-        num_rows: Number of rows of the token buffer, over all groups.
         n: Rows of each weight: the features of y.
         k: Columns of each weight: the features of x.
         variant: Variant that replaces the rule's choice, one of VARIANTS for this product; None for
@@ -166,11 +164,7 @@ def reason_against_fusion(n: int, k: int) -> str | None:
 
 
 def workspace_bytes(num_groups: int, num_sms: int) -> int:
-    """Return a workspace size that suffices for every variant (bytes).
-
-    Args:
-        num_sms: Number of CTAs of the launch.
-    """
+    """Return a workspace size that suffices for every variant (bytes)."""
     return (
         num_groups * BYTES_PER_GROUP + _NUM_ARRAYS * WORKSPACE_ALIGNMENT + num_sms * _BYTES_PER_SM
     )

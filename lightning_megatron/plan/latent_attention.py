@@ -71,10 +71,6 @@ class LatentAttentionConfig:
         """Count the weights of all projections of a rank, without biases and norms.
 
         They are also the multiplications of the projections for each token.
-
-        Args:
-            hidden_size: Size of the residual stream (elements).
-            num_heads: Heads of the rank (heads).
         """
         query = num_heads * self.head_dim * (self.query_rank or hidden_size)
         keys_and_values = num_heads * (self.plain_dim + self.value_dim) * self.key_value_rank

@@ -42,11 +42,7 @@ class LiveMicrobatches:
 
 
 def live_microbatches(schedule: Schedule, rank: int) -> LiveMicrobatches:
-    """Count the microbatches that a stage keeps at the peak of each chunk, and of all together.
-
-    Args:
-        schedule: Order of actions. Without backwards nothing is kept.
-    """
+    """Count the microbatches that a stage keeps at the peak of each chunk, and of all together."""
     row = schedule.actions(rank)
     live = [0] * schedule.num_chunks
     due = [0] * schedule.num_chunks
@@ -70,10 +66,6 @@ def peak_activations(
     weight_half_share: float = WEIGHT_HALF_SHARE,
 ) -> float:
     """Return the largest size of the activations that a stage keeps at once.
-
-    Args:
-        schedule: Order of actions. Without backwards nothing is kept.
-        kept: For each chunk of the stage, what a forward keeps for its backward (any unit).
 
     Returns:
         The peak, in the unit of ``kept``.

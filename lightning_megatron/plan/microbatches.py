@@ -7,7 +7,7 @@ from functools import cache
 from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.custom_order import CustomOrder, OrderOfPasses, build_order
+from lightning_megatron.plan.custom_schedule import CustomOrder, OrderOfPasses, build_order
 from lightning_megatron.plan.schedule import check_schedule_sizes, splits_backward
 from lightning_megatron.plan.simulate import simulate
 
@@ -23,8 +23,6 @@ class MicrobatchRule:
         size: Samples of a microbatch. ``batch`` means one microbatch. None means one microbatch
             with a single stage, otherwise the fewest microbatches of equal size with which stages
             are idle for at most a fifth of a step.
-        schedule: Name of the pipeline schedule, or the user's own order.
-        num_chunks: Chunks of layers on a stage.
         group_size: Microbatches that pass through a chunk before the next chunk starts; None means
             ``num_stages``.
     """
@@ -46,11 +44,7 @@ class MicrobatchRule:
         return self.size is None and self.num_stages > 1
 
     def size_for(self, num_samples: int) -> int:
-        """Return the number of samples in a microbatch.
-
-        Args:
-            num_samples: Samples of a batch of one data-parallel rank (samples).
-        """
+        """Return the number of samples in a microbatch."""
         if self.is_whole or num_samples < 1:
             return max(num_samples, 1)
         if isinstance(self.size, int):
@@ -58,11 +52,7 @@ class MicrobatchRule:
         return _chosen_size(self, num_samples)
 
     def count_for(self, num_samples: int) -> int:
-        """Return the number of microbatches in a batch; the last one may be smaller.
-
-        Args:
-            num_samples: Samples of a batch of one data-parallel rank (samples).
-        """
+        """Return the number of microbatches in a batch; the last one may be smaller."""
         return -(-num_samples // self.size_for(num_samples))
 
     def check(self, num_samples: int) -> None:

@@ -64,7 +64,6 @@ def tokens_of_chunk(
     """Return how many tokens the head and the loss compute at once; None means all, stored.
 
     Args:
-        option: Setting of the user.
         num_tokens: Tokens of a microbatch on one rank, those of all ranks of tp (tokens).
         vocab_rows: Columns of the logits on one rank (tokens).
         element_bytes: Size of a logit (bytes).
@@ -87,7 +86,6 @@ def window_of_layer(
         window: Window of the layers that have one; None means that none has (tokens).
         window_layers: Flag for each layer that is true if it has the window; None means all have
             it.
-        layer: Index of the layer.
     """
     return window if window_layers is None or window_layers[layer] else None
 
@@ -208,9 +206,6 @@ class ModelShape:
         layer and of the head. A loss in chunks computes the products of the head once more in
         backward passes, which counts as a third; ``auto`` divides the logits of the longest
         sequence, or none, and ``forward`` computes no product twice.
-
-        Args:
-            loss_chunk: Tokens whose logits exist at once; None stores those of all.
         """
         query = self.num_heads * self.head_dim
         key = self.num_kv_heads * self.head_dim
@@ -262,12 +257,7 @@ class ModelShape:
         )
 
     def expert_parameters(self, layout: ParallelLayout) -> int:
-        """Count the parameters of the experts on one rank in a block with experts.
-
-        Args:
-            layout: Sizes of the axes; experts are distributed over ep, the inner features of each
-                over etp.
-        """
+        """Count the parameters of the experts on one rank in a block with experts."""
         if self.experts is None:
             return 0
         inner = self.experts.ffn_hidden_size // layout.etp
@@ -282,10 +272,6 @@ class ModelShape:
         """Count the parameters of a stage on one tensor-parallel rank, without experts.
 
         A tied head on another stage than the embedding is a copy and is counted.
-
-        Args:
-            num_layers: Number of the stage's blocks, over all its chunks.
-            num_expert_layers: Number of these blocks that have experts.
         """
         is_first = stage == 0
         is_last = stage == layout.loss_stage

@@ -17,7 +17,6 @@ class LayerCosts:
     """Costs of the parts of a model, in any unit of time or work.
 
     Args:
-        layers: Cost of each layer, in order.
         embedding: Cost of what runs before the layers.
         head: Cost of what runs after the layers: the output layer and the loss.
 
@@ -58,11 +57,7 @@ class LayerCosts:
         return min(self.layers) == max(self.layers)
 
     def of_virtual_stages(self, counts: Sequence[int]) -> list[float]:
-        """Return the cost of each virtual stage, in mean layers.
-
-        Args:
-            counts: Number of layers of each virtual stage.
-        """
+        """Return the cost of each virtual stage, in mean layers."""
         before = list(accumulate(self.layers, initial=0.0))
         stops = accumulate(counts, initial=0)
         costs = [before[stop] - before[start] for start, stop in pairwise(stops)]
@@ -71,12 +66,7 @@ class LayerCosts:
         return [cost / self.layer for cost in costs]
 
     def of_stages(self, counts: Sequence[int], placement: Placement) -> list[float]:
-        """Return the cost of each stage, over all its chunks, in mean layers.
-
-        Args:
-            counts: Number of layers of each virtual stage.
-            placement: Stages of the virtual stages.
-        """
+        """Return the cost of each stage, over all its chunks, in mean layers."""
         costs = [0.0] * placement.num_stages
         for number, cost in enumerate(self.of_virtual_stages(counts)):
             costs[placement.owner(number)[0]] += cost
@@ -90,7 +80,6 @@ class LayerPartition:
     :class:`~lightning_megatron.plan.placement.Placement` says which rank runs which virtual stage.
 
     Args:
-        counts: Number of layers of each virtual stage (layers).
         reason: Reason for the partition, for the log.
     """
 
@@ -112,10 +101,6 @@ class LayerPartition:
 
 def partition_of(costs: LayerCosts, layout: ParallelLayout) -> LayerPartition:
     """Return the partition that the layout sets, or else the lightest one.
-
-    Args:
-        costs: Costs of the model's parts.
-        layout: Layout with the numbers of stages and chunks.
 
     Raises:
         ParallelPlanError: If ``stage_layers`` of the layout is for another number of layers, or
@@ -146,10 +131,6 @@ def lightest_partition(costs: LayerCosts, placement: Placement) -> LayerPartitio
     with different costs the result is the best one if every stage has one chunk. With several
     chunks, single layers move between virtual stages as long as that lowers the costs of the
     busiest stages, and a better partition may exist.
-
-    Args:
-        costs: Costs of the model's parts.
-        placement: Stages of the virtual stages.
 
     Raises:
         ParallelPlanError: If there are fewer layers than virtual stages.

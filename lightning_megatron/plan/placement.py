@@ -25,7 +25,6 @@ class Placement:
     virtual stage (the embedding) and, with an even number of chunks, the last one (the loss).
 
     Args:
-        shape: "loop" or "v".
         num_chunks: Chunks per stage (vpp).
 
     Raises:

@@ -105,12 +105,7 @@ class Recomputation:
         return self.parts == ("none",)
 
     def parts_of(self, place: int, num_layers: int) -> Parts:
-        """Return the parts that a layer recomputes.
-
-        Args:
-            place: Position of the layer in its chunk.
-            num_layers: Number of layers of the chunk.
-        """
+        """Return the parts that a layer recomputes."""
         count = num_layers if self.layers is None else min(self.layers, num_layers)
         is_chosen = place < count if self.at == "first" else place >= num_layers - count
         return tuple(sorted(self.parts)) if is_chosen and not self.is_off else ()

@@ -9,7 +9,6 @@ from typing import Literal, get_args
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Action, Kind, RowBuilder
 from lightning_megatron.plan.placement import Placement, PlacementShape
-from lightning_megatron.plan.schedule_sizes import check_chunks, check_group, check_v
 from lightning_megatron.plan.settings import join_or, require_index, require_positive
 from lightning_megatron.plan.zero_bubble import (
     dual_pipe_v_row,
@@ -25,7 +24,6 @@ def whole_backward_row(
 
     Args:
         warmup: Forwards before the first pair of a forward and a backward.
-        num_chunks: Chunks per stage, placed in a loop.
         group: Number of microbatches that pass through a chunk before the next chunk starts.
     """
     forwards = _forwards(num_microbatches, num_chunks, group)
@@ -68,11 +66,11 @@ def _forwards(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[
     ]
 
 
-ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+ScheduleName = Literal["1f1b", "interleaved", "gpipe", "zb-h1", "zb-v", "dualpipe-v"]
 """Named schedules, described in :func:`build_schedule`."""
 
 ScheduleOption = ScheduleName | Literal["auto"]
-"""Named schedules, and the search for the fastest one by times that the first steps measure."""
+"""Named schedules, and the fastest of them by times that the first steps measure."""
 
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
@@ -82,7 +80,6 @@ class Schedule:
     """Ordered actions of every stage.
 
     Args:
-        name: Name of the schedule.
         num_chunks: Chunks per stage (vpp).
         rows: Actions of every stage in order, as ``rows[stage]``.
         forward_only: Whether there is no backward (validation, test, predict).
@@ -228,9 +225,6 @@ def build_schedule(
     - "interleaved": the same over several chunks per stage, in Megatron-Core's order. The bubble is
       divided by the number of chunks v, memory is p (1 + (p - 1) / (p v)).
     - "zb-h1": 1f1b with backwards in halves. Bubble (p - 1) (F + I - W), memory p on all stages.
-    - "zb-h2": the same with more forwards at the start. Bubble (p - 1) (F + I - 2 W), counted on
-      each stage from its first action to its last, memory 2 p - 1 on all stages. It needs 2 p - 1
-      microbatches to fill the pipeline.
     - "zb-v": halves, and two chunks per stage in a V. No bubble where F, I and W are equal, memory
       p on all stages.
     - "dualpipe-v": two chunks per stage in a V; most backwards are whole, paired with a forward of
@@ -273,8 +267,6 @@ def forward_schedule(
     """Build the order of forwards without backwards, as for validation.
 
     Args:
-        name: Name of the schedule.
-        placement: Placement of the chunks on the stages.
         group_size: Number of microbatches that pass through a chunk before the next chunk starts,
             unless two chunks lie in a V; None means the number of stages.
     """
@@ -319,22 +311,96 @@ def check_schedule_sizes(
         require_positive(size_name, size)
     if name not in SCHEDULE_NAMES:
         raise ParallelPlanError(f"schedule must be {join_or(SCHEDULE_NAMES)}: it is {name!r}.")
-    if shape_of(name) == "v":
-        check_v(name, num_stages, num_microbatches, num_chunks, forward_only)
     check_chunks(name, num_stages, num_chunks, microbatch_group_size)
-    # Without backwards a chunk waits only for the chunk before it, so that groups of any size work.
-    if name == "interleaved" and not forward_only:
+    # Without backwards a chunk waits only for the chunk before it, so that all numbers work.
+    if forward_only:
+        return
+    if name == "dualpipe-v" and num_microbatches < 2 * num_stages:
+        raise ParallelPlanError(
+            "schedule 'dualpipe-v' needs at least two microbatches per stage: num_microbatches is "
+            f"{num_microbatches}, pp is {num_stages}. With fewer, the two directions of the V "
+            f"would not overlap. Use {2 * num_stages} microbatches or more, or schedule 'zb-v'."
+        )
+    if name == "interleaved":
         group = num_stages if microbatch_group_size is None else microbatch_group_size
-        check_group(num_stages, num_microbatches, group)
+        _check_group(num_stages, num_microbatches, group)
+
+
+def check_chunks(name: str, num_stages: int, num_chunks: int, group: int | None) -> None:
+    """Check that a named schedule can run chunks per stage; only interleaved has a group size.
+
+    Raises:
+        ParallelPlanError: For numbers that the schedule cannot run.
+    """
+    if shape_of(name) == "v" and num_chunks != 2:
+        raise ParallelPlanError(
+            f"schedule {name!r} runs two chunks per stage: vpp is {num_chunks}. The first chunks "
+            "go from the first stage to the last in a V, and the second chunks go back. Use vpp of "
+            "2."
+        )
+    if name in ("gpipe", "1f1b", "zb-h1") and num_chunks > 1:
+        raise ParallelPlanError(
+            f"schedule {name!r} runs one chunk per stage: vpp is {num_chunks}. It cannot order "
+            "several chunks of a stage. Use schedule 'interleaved', 'zb-v' or 'dualpipe-v', or vpp "
+            "of 1."
+        )
+    if name != "interleaved" and group is not None:
+        raise ParallelPlanError(
+            f"microbatch_group_size ({group}) belongs to schedule 'interleaved': schedule is "
+            f"{name!r}, which has no groups of microbatches. Use microbatch_group_size of None."
+        )
+    if name == "interleaved" and num_chunks == 1:
+        raise ParallelPlanError(
+            "schedule 'interleaved' needs vpp above 1: vpp is 1, and one chunk per stage cannot be "
+            "interleaved. Use vpp of 2 or more, or schedule '1f1b'."
+        )
+    if name == "interleaved" and num_stages == 1:
+        raise ParallelPlanError(
+            f"schedule 'interleaved' needs pp above 1: pp is 1 with vpp {num_chunks}, and one "
+            "stage has no bubble to shorten. Use pp of 2 or more, or schedule '1f1b' with vpp of 1."
+        )
+
+
+def _check_group(num_stages: int, num_microbatches: int, group: int) -> None:
+    """Refuse groups of interleaved that would wait for themselves or for each other."""
+    require_positive("microbatch_group_size", group)
+    if num_microbatches < num_stages:
+        raise ParallelPlanError(
+            "schedule 'interleaved' needs at least as many microbatches as stages: "
+            f"num_microbatches is {num_microbatches}, pp is {num_stages}. A chunk would run its "
+            f"next microbatches before their inputs exist. Use {num_stages} microbatches or more, "
+            "or schedule '1f1b' with vpp of 1."
+        )
+    sizes = range(num_stages, num_microbatches + 1)
+    legal = [size for size in sizes if not 0 < num_microbatches % size < num_stages]
+    if group in legal:
+        return
+    remainder = num_microbatches % group
+    values = (
+        f"microbatch_group_size is {group}, pp is {num_stages}, num_microbatches is "
+        f"{num_microbatches}"
+    )
+    if len(legal) > 6:
+        legal = [*legal[:5], legal[-1]]
+    if num_stages <= group <= num_microbatches:
+        why = (
+            f"the last group would hold {remainder}, fewer than the stages, and every stage would "
+            "wait for it"
+        )
+    else:
+        why = "a smaller group would wait for its own output, and a larger one would never fill"
+    multiple = -(-num_microbatches // num_stages) * num_stages
+    raise ParallelPlanError(
+        f"microbatch groups must have at least pp microbatches and at most all: {values}; {why}. "
+        f"Use microbatch_group_size of {join_or(legal)}, or {multiple} microbatches."
+    )
 
 
 def _row(
     name: str, rank: int, num_stages: int, num_microbatches: int, num_chunks: int, group: int
 ) -> tuple[Action, ...]:
     if name == "zb-h1":
-        return zero_bubble_row(rank, num_stages, num_microbatches, lead=1)
-    if name == "zb-h2":
-        return zero_bubble_row(rank, num_stages, num_microbatches, lead=2)
+        return zero_bubble_row(rank, num_stages, num_microbatches)
     if name == "zb-v":
         return zero_bubble_v_row(rank, num_stages, num_microbatches)
     if name == "dualpipe-v":

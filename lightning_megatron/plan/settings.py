@@ -70,14 +70,7 @@ def require_index(name: str, index: int, size_name: str, size: int) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """Range of a number, or of a duration in seconds.
-
-    Args:
-        minimum: Smallest legal value.
-        above: Exclusive lower bound.
-        below: Exclusive upper bound.
-        maximum: Largest legal value.
-    """
+    """Range of a number, or of a duration in seconds."""
 
     minimum: float | None = None
     above: float | None = None
@@ -140,7 +133,6 @@ def coerce_fields(record: Any, prefix: str = "") -> None:
     fields.
 
     Args:
-        record: Instance of a frozen dataclass.
         prefix: Prefix of its field names in errors, such as ``experts.``.
     """
     kinds = get_type_hints(type(record), include_extras=True)
@@ -153,7 +145,6 @@ def coerced_arguments(function: Callable[..., Any], values: Mapping[str, Any]) -
     """Return arguments of a function, converted to the types of its annotations.
 
     Args:
-        function: Function with annotations.
         values: Arguments by name, such as ``locals()`` at the start of the function; names without
             an annotation are omitted.
     """
@@ -167,7 +158,6 @@ def coerced(name: str, value: Any, kind: Any) -> Any:
     """Return a value, converted to a type.
 
     Args:
-        value: Value that the user gave.
         kind: Annotation: bool, int, float, str, None, timedelta, ``Literal``, ``Annotated`` with a
             :class:`Range` or a :class:`Pattern`, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``,
             ``Callable``, a dataclass, a ``TypedDict``, whose mapping may have further names, any

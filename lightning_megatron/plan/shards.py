@@ -18,7 +18,6 @@ class ShardRange:
     """Rows [start, stop) of a full tensor, with the index of this copy of them.
 
     Args:
-        start: First row.
         stop: Index after the last row; equal to ``start`` for an empty range.
         copy: Index of this copy of the rows. Norms count copy 0, and checkpoints save it.
     """
@@ -40,7 +39,6 @@ def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
     ``vocab_size_with_padding``.
 
     Args:
-        vocab_size: Number of tokens, without padding.
         multiple: The number of rows per rank is a multiple of this (128 keeps matrix products
             aligned).
 
@@ -59,13 +57,6 @@ def even_range(
 ) -> ShardRange:
     """Return the range of part ``index`` of a dimension that is divided into equal parts.
 
-    Args:
-        size: Rows of the full tensor.
-        parts: Number of ranks that share them.
-        index: Position on the axis.
-        what: Name of the dimension in an error.
-        axis: Name of the axis in an error.
-
     Raises:
         ParallelPlanError: If the size is not a multiple of the number of parts.
     """
@@ -82,13 +73,7 @@ def even_range(
 
 
 def uneven_range(size: int, parts: int, index: int) -> ShardRange:
-    """Return the range of part ``index`` of a dimension whose parts differ by at most one row.
-
-    Args:
-        size: Rows of the full tensor.
-        parts: Number of ranks that share them.
-        index: Position on the axis.
-    """
+    """Return the range of part ``index`` of a dimension whose parts differ by at most one row."""
     return ShardRange(size * index // parts, size * (index + 1) // parts)
 
 
@@ -106,12 +91,6 @@ def attention_ranges(
     neighbouring ranks have copies of the same key/value head, which their query heads share.
 
     Shapes: the full weight has (num_heads + 2 num_kv_heads) x head_dim rows.
-
-    Args:
-        num_heads: Number of query heads.
-        num_kv_heads: Number of key/value heads.
-        head_dim: Rows per head.
-        index: Position on the tp axis.
 
     Returns:
         The ranges of Q, K and V.

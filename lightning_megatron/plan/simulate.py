@@ -20,13 +20,7 @@ UNIT_COSTS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1
 
 @dataclass(frozen=True)
 class Span:
-    """Time span in which a stage works on an action.
-
-    Args:
-        action: Action that the stage computes.
-        start: First tick.
-        stop: Tick after the last one.
-    """
+    """Time span in which a stage works on an action."""
 
     stage: int
     action: Action
@@ -36,12 +30,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Time spans of all actions of a schedule.
-
-    Args:
-        schedule: Schedule that was simulated.
-        rows: Spans of every stage's actions in order, as ``rows[stage]``.
-    """
+    """Time spans of all actions of a schedule."""
 
     schedule: Schedule
     rows: tuple[tuple[Span, ...], ...]
@@ -181,39 +170,6 @@ def _check_costs(schedule: Schedule, costs: Mapping[str, int] | StageCosts) -> N
         )
 
 
-def render(schedule: Schedule) -> str:
-    """Draw a schedule as text, with one row per stage and one column per tick.
-
-    A forward is drawn as F and its microbatch, a backward as B and its microbatch over two ticks.
-    With several chunks a letter follows, which is "a" for the first chunk.
-
-    Returns:
-        The drawing, followed by a line with the number of ticks and the share of waiting.
-    """
-    timeline = simulate(schedule)
-    suffixes = (
-        [chr(ord("a") + chunk) for chunk in range(schedule.num_chunks)]
-        if schedule.num_chunks > 1
-        else [""]
-    )
-    width = 1 + len(str(schedule.num_microbatches - 1)) + len(suffixes[0]) + 1
-    margin = len(f"stage {schedule.num_stages - 1} ")
-    header = "".join(f"{tick:<{width}}" for tick in range(timeline.length))
-    lines = [" " * margin + header.rstrip()]
-    for stage, row in enumerate(timeline.rows):
-        cells = ["." for _ in range(timeline.length)]
-        for span in row:
-            label = f"{span.action.kind}{span.action.microbatch}{suffixes[span.action.chunk]}"
-            cells[span.start : span.stop] = [label] + ["-" * (width - 1)] * (
-                span.stop - span.start - 1
-            )
-        lines.append(
-            f"stage {stage}".ljust(margin) + "".join(cell.ljust(width) for cell in cells).rstrip()
-        )
-    lines.append(f"{timeline.length} ticks, {timeline.bubble:.1%} of them waiting")
-    return "\n".join(lines)
-
-
 @dataclass(frozen=True)
 class ReductionPoint:
     """Action after which a stage starts to reduce a chunk's gradients over the data ranks.
@@ -238,9 +194,6 @@ def reduction_points(schedule: Schedule) -> tuple[tuple[ReductionPoint, ...], ..
     unit times of :func:`simulate`, until the last stage has finished its last backward of the
     chunk. Each stage starts after its first action that ends then or later, or after its last
     action. The order of the chunks is the same on all stages.
-
-    Args:
-        schedule: Order of actions, with backwards.
 
     Returns:
         For each stage one point per chunk, in the order of their start; ``after_action`` never

@@ -14,8 +14,6 @@ class StageCosts:
     """Times of every virtual stage, in ticks of any length.
 
     Args:
-        forward: Time of a forward, for each virtual stage.
-        input_half: Time of the input half of a backward, for each virtual stage.
         weight_half: Time of the weight half, for each virtual stage. A whole backward takes the sum
             of both halves.
         transfer: Time of a transfer between two stages.

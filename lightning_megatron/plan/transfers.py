@@ -47,8 +47,6 @@ class TransferBatch:
 
     Args:
         number: Index in the global order that all stages follow.
-        sends: Transfers to other stages.
-        receives: Transfers from other stages.
     """
 
     number: int
@@ -56,30 +54,12 @@ class TransferBatch:
     receives: tuple[Transfer, ...]
 
 
-@dataclass(frozen=True)
-class SingleTransfer:
-    """One transfer of a batch, from the side of one stage.
-
-    Args:
-        sends: Whether the stage sends; otherwise it receives.
-        transfer: Tensor and peer.
-    """
-
-    sends: bool
-    transfer: Transfer
-
-
 Instruction = Compute | TransferBatch
 
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions of every stage, transfers included.
-
-    Args:
-        schedule: Schedule that the program runs.
-        rows: Instructions of every stage in order, as ``rows[stage]``.
-    """
+    """Instructions of every stage, transfers included."""
 
     schedule: Schedule
     rows: tuple[tuple[Instruction, ...], ...]
@@ -155,28 +135,6 @@ def plan_transfers(
         events.sort(key=lambda event: event[:2])
         rows.append(tuple(instruction for _, _, instruction in events))
     return Program(schedule, tuple(rows))
-
-
-def one_by_one(schedule: Schedule, rank: int, batch: TransferBatch) -> tuple[SingleTransfer, ...]:
-    """Order the transfers of a batch for sends and receives that run one after the other.
-
-    All stages follow one global order, so that each transfer may block until its peer takes part.
-
-    Args:
-        schedule: Schedule of the program.
-        batch: Batch of this stage.
-    """
-    singles = [SingleTransfer(True, send) for send in batch.sends]
-    singles += [SingleTransfer(False, receive) for receive in batch.receives]
-
-    def key(single: SingleTransfer) -> tuple[str, int, int]:
-        transfer = single.transfer
-        producer = schedule.virtual_stage(rank, transfer.chunk)
-        if not single.sends:
-            producer -= 1 if transfer.kind == "F" else -1
-        return transfer.kind, producer, transfer.microbatch
-
-    return tuple(sorted(singles, key=key))
 
 
 def _delivery_of(schedule: Schedule, span: Span) -> _Delivery | None:

@@ -1,4 +1,4 @@
-"""Rows of schedules that split backward passes: zb-h1, zb-h2, zb-v and dualpipe-v.
+"""Rows of schedules that split backward passes: zb-h1, zb-v and dualpipe-v.
 
 The result of the input half of a backward is sent to the previous stage, so it is on the critical
 path. The weight half can run at any later time, and fills idle time.
@@ -9,29 +9,24 @@ from __future__ import annotations
 from lightning_megatron.plan.actions import Action, RowBuilder
 
 
-def zero_bubble_row(
-    rank: int, num_stages: int, num_microbatches: int, lead: int
-) -> tuple[Action, ...]:
-    """Order the actions of a stage with one chunk, for zb-h1 (lead 1) and zb-h2 (lead 2).
+def zero_bubble_row(rank: int, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Order the actions of a stage with one chunk, for zb-h1.
 
-    A stage begins with ``lead`` forwards for each stage after it, and defers ``lead`` weight halves
-    for each stage before it. All stages thus keep equally many microbatches: ``lead x (num_stages -
-    1) + 1``, where a microbatch is kept until its weight half has run.
-
-    Args:
-        lead: Forwards by which a stage is ahead of the next one.
+    A stage begins with a forward for each stage after it, and defers a weight half for each stage
+    before it. All stages thus keep ``num_stages`` microbatches, where a microbatch is kept until
+    its weight half has run.
 
     Source: Qi et al. 2023 (https://arxiv.org/abs/2401.10241), section 2.
     """
     row = RowBuilder()
-    warmup = min(lead * (num_stages - 1 - rank), num_microbatches)
+    warmup = min(num_stages - 1 - rank, num_microbatches)
     for _ in range(warmup):
         row.forward()
     for microbatch in range(num_microbatches):
         if warmup + microbatch < num_microbatches:
             row.forward()
         row.input_half()
-        if microbatch >= lead * rank:
+        if microbatch >= rank:
             row.weight_half()
     while row.num_due:
         row.weight_half()

@@ -93,7 +93,7 @@ class MegatronStrategy(TrainerAnswers):
         ep: int = 1,
         etp: int | None = None,
         sequence_parallel: bool | None = None,
-        schedule: ScheduleOption | str | RowFunction | None = None,
+        schedule: ScheduleOption | RowFunction | None = None,
         microbatch_size: int | Literal["batch"] | None = None,
         recompute: Recompute | Recomputation | None = None,
         loss_chunk: int | Literal["auto", "forward"] | None = None,

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.plan import Action
 from lightning_megatron.recipe_files import recipe_path, with_recipe_paths
 from lightning_megatron.strategy.cli import MegatronCLI
 
@@ -125,14 +126,19 @@ def test_model_and_data_default_to_classes_of_the_package(base, capsys):
     assert config["data"]["init_args"]["seq_length"] == 12
 
 
-def test_schedule_option_takes_a_file_and_refuses_the_name_of_a_function(base):
-    (base.parent / "mine.csv").write_text("0F0,0I0,0W0\n")
-    schedule = [STRATEGY, f"--trainer.strategy.schedule={base.parent / 'mine.csv'}"]
+def in_halves(rank, pp, num_microbatches, vpp):
+    """Forward, input half and weight half of each microbatch."""
+    for number in range(num_microbatches):
+        yield from (Action(kind, 0, number) for kind in ("F", "I", "W"))
+
+
+def test_a_schedule_is_named_by_the_path_of_its_function(base, capsys):
+    schedule = [STRATEGY, f"--trainer.strategy.schedule={__name__}.in_halves"]
     assert MegatronCLI(args=["fit", "-c", str(base), *schedule]).trainer.global_step == 3
-    # The text is a name or a path, never a function to import.
-    schedule[-1] = "--trainer.strategy.schedule=json.dumps"
-    with pytest.raises(ValueError, match=r"it is 'json\.dumps'\. A YAML file cannot name"):
+    schedule[-1] = "--trainer.strategy.schedule=mine.no_such_rows"
+    with pytest.raises(SystemExit):
         MegatronCLI(args=["fit", "-c", str(base), *schedule])
+    assert "No module named 'mine'" in capsys.readouterr().err
 
 
 #: Options, their values, the settings that they give, and why these do not fit here.

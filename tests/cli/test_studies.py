@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from lightning_megatron.cli.tune import (
-    Machine,
     TunedRun,
     Tuning,
     advice_of,
@@ -138,41 +137,19 @@ def test_invalid_options_of_a_study_and_of_its_strategy_are_refused(tmp_path, re
         assert message in refused(TINY, *options, "--output", tmp_path)
 
 
-STRATEGY: dict[str, Any] = {
-    "tp": 1,
-    "pp": 1,
-    "cuda_graphs": None,
-    "sequence_parallel": None,
-    "linear.overlap": False,
-    "job.nccl": None,
-}
-STRATEGY |= {
-    "optimizer.zero": 1,
-    "optimizer.bucket_size": 40_000_000,
-    "optimizer.overlap_parameters": None,
-}
-
-
-def tried_values(machine: Machine, **changes: Any) -> dict[str, Sequence[Any]]:
-    candidates = candidates_of(nested({**STRATEGY, **changes}), machine)
-    return {candidate.option: candidate.values for candidate in candidates}
+STRATEGY: dict[str, Any] = {"tp": 1, "sequence_parallel": None}
+STRATEGY |= {"linear.overlap": False, "cuda_graphs": None}
 
 
 def test_options_are_tried_only_where_they_have_an_effect():
-    buckets = [10_000_000, 20_000_000, 80_000_000, 160_000_000]
-    assert tried_values(Machine(False, 1)) == {}
-    assert tried_values(Machine(True, 1)) == {"cuda_graphs": ["segments"]}
-    data_parallel = {
-        "optimizer.bucket_size": buckets,
-        "optimizer.overlap_parameters": [True, False],
-    }
-    assert tried_values(Machine(False, 4)) == data_parallel
-    assert tried_values(Machine(False, 4), tp=2, pp=2) == {"linear.overlap": [True]}
-    assert tried_values(Machine(False, 4), tp=4, sequence_parallel=False) == {}
-    settings = {"tp": {"max_ctas": 2}, "data": {"high_priority": True, "max_ctas": 8}}
-    tried = [{"high_priority": True, "max_ctas": number} for number in (4, 16)]
-    actual = tried_values(Machine(True, 2), **{"job.nccl": settings})["job.nccl"]
-    assert actual == [{**settings, "data": options} for options in tried], "other settings stay"
+    for on_gpu, changes, tried in (
+        (False, {}, {}),
+        (True, {}, {"cuda_graphs": ["segments"]}),
+        (False, {"tp": 2}, {"linear.overlap": [True]}),
+        (False, {"tp": 4, "sequence_parallel": False}, {}),
+    ):
+        candidates = candidates_of(nested({**STRATEGY, **changes}), on_gpu)
+        assert {candidate.option: candidate.values for candidate in candidates} == tried
 
 
 def tuning(
@@ -186,7 +163,7 @@ def tuning(
         result = seconds({name: yaml.safe_load(value) for name, value in texts})
         if isinstance(result, str):
             return result
-        content = {"seconds_per_step": result, "peak_gib": None, "num_ranks": 4}
+        content = {"seconds_per_step": result, "peak_gib": 2.0}
         log.with_suffix(".json").write_text(json.dumps(content))
         return None
 
@@ -196,23 +173,24 @@ def tuning(
 
 def test_the_search_keeps_the_best_values_so_far(tmp_path, monkeypatch):
     def seconds(settings: dict[str, Any]) -> float | str:
-        bucket = settings.get("optimizer.bucket_size", 40_000_000)
-        if bucket == 160_000_000:
+        if settings.get("cuda_graphs"):
             return "out of memory"
-        duration = 1.0 if bucket == 40_000_000 else 0.9 if bucket == 80_000_000 else 1.1
-        # This gain is below the threshold.
-        return duration * (0.995 if settings.get("optimizer.overlap_parameters") else 1.0)
+        return 0.9 if settings.get("linear.overlap") else 1.0
 
     search = tuning(tmp_path, monkeypatch, seconds)
-    best = search.search(nested(STRATEGY))
-    assert best.settings == {"optimizer.bucket_size": 80_000_000}
-    assert search.trials[-1].settings == {**best.settings, "optimizer.overlap_parameters": False}
+    best = search.search(nested({**STRATEGY, "tp": 2}))
+    assert best.settings == {"linear.overlap": True}
+    assert search.trials[-1].settings == {**best.settings, "cuda_graphs": "segments"}
     table = table_of_runs(search.trials)
-    assert "| the recipe's | 1000.0 | 1.000 |  |" in table
-    assert "| `optimizer.bucket_size=80000000` | 900.0 | 0.900 |  |" in table
+    assert "| the recipe's | 1000.0 | 1.000 | 2.0 |" in table
+    assert "| `linear.overlap=true` | 900.0 | 0.900 | 2.0 |" in table
+    search = tuning(tmp_path, monkeypatch, lambda settings: 0.995 if settings else 1.0)
+    assert search.search(nested({**STRATEGY, "tp": 2})).settings == {}, (
+        "the gains are below the threshold"
+    )
     advice = yaml.safe_load(advice_of(best).removeprefix("Set in the recipe:\n\n"))
     assert advice == {"trainer": {"strategy": {"init_args": nested(best.settings)}}}
-    assert advice_of(TunedRun({}, 1.0, 2.0, "", 1)).startswith("No setting is faster")
+    assert advice_of(TunedRun({}, 1.0, 2.0, "")).startswith("No setting is faster")
 
 
 @pytest.mark.usefixtures("quick_jobs")

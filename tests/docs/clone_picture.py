@@ -8,8 +8,8 @@ from functools import cache, partial
 
 from benchmarks.routing import Popularity
 from benchmarks.shapes import SHAPES
-from lightning_megatron.plan.cloning import plan_clones
 from lightning_megatron.plan.expert_clones import CloneCost
+from tests.clone_oracle import plan_clones
 from tests.docs.blocks import DOCS
 from tests.docs.svg import box, picture_of, text
 

@@ -23,7 +23,7 @@ def trained_schedules() -> str:
     names = get_args(ScheduleName)
     return (
         f"A training runs {', '.join(f'`{name}`' for name in names)} (`MegatronStrategy(schedule=...)`).\n"
-        "It also runs [a schedule of your own](#a-schedule-of-your-own), from a file or a function.\n"
+        "It also runs [a schedule of your own](#a-schedule-of-your-own), from a function.\n"
     )
 
 

@@ -17,7 +17,7 @@ from lightning_megatron.experts.transport.cloning import PlacedClones
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.recompute import recomputed
-from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
+from lightning_megatron.plan.expert_clones import CloneSettings, ExpertPlaces
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.model_shape import Activation
 

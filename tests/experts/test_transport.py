@@ -25,8 +25,9 @@ from lightning_megatron.experts.transport.permute import map_rows, sort_by_exper
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit, RowNeed
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.cloning import ClonePlan, CloneSettings, physical_experts, plan_clones
+from lightning_megatron.plan.expert_clones import CloneSettings
 from lightning_megatron.plan.shards import ShardRange
+from tests.clone_oracle import ClonePlan, physical_experts, plan_clones
 from tests.plan.clone_draws import DrawnSelections, drawn_counts, drawn_selections
 
 

@@ -33,7 +33,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp4": {"tp": 4, "sequence_parallel": False},
         "pp4": {"pp": 4},
         "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
-        "pp4 zb-h2": {"pp": 4, "schedule": "zb-h2"},
+        "pp4 zb-h1": {"pp": 4, "schedule": "zb-h1"},
         "tp2 pp2 zb-v": {"tp": 2, "pp": 2, "vpp": 2, "schedule": "zb-v"},
         "tp2 pp2": {"tp": 2, "pp": 2},
         "dp4": {},
@@ -48,7 +48,6 @@ CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
     },
     4: {
         "cp4 ring": {"cp": 4, "context.transport": "ring"},
-        "cp4 hierarchical": {"cp": 4, "context.transport": "hierarchical"},
         "cp2 dp2 ring": {"cp": 2, "context.transport": "ring"},
         "tp2 cp2": {"tp": 2, "cp": 2},
         "pp2 cp2 all_gather": {"pp": 2, "cp": 2, "context.transport": "all_gather"},

@@ -30,8 +30,8 @@ from lightning_megatron.pipeline.executor import BuildSchedule, PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.plan.actions import Action
-from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.custom_schedule import custom_schedule
+from lightning_megatron.plan.expert_clones import CloneSettings
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.schedule import Schedule, build_schedule
 from tests.optimizer.runs import Run

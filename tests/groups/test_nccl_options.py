@@ -15,7 +15,6 @@ from lightning_megatron import MegatronStrategy, ParallelPlanError
 from lightning_megatron.groups import mesh_groups
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.nccl_options import GROUP_NAMES, read_nccl_options
-from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.strategy_options import notes_on
 
@@ -83,20 +82,16 @@ def created_groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...
 
 
 @pytest.mark.usefixtures("nccl", "created_groups")
-def test_cp_groups_have_high_priority_whatever_the_data_group_has(
+def test_cp_has_high_priority_whatever_the_data_group_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    links = ContextLinks(inner=4, groups="documents")
     for of_data in (False, True):
         options = {"data": {"high_priority": of_data}}
-        mesh = ParallelMesh.create(
-            ParallelLayout(8, cp=8), backend="nccl", context=links, options=options
-        )
+        mesh = ParallelMesh.create(ParallelLayout(8, cp=8), backend="nccl", options=options)
         assert mesh.cp.ranks == mesh.data.ranks
         assert mesh.cp.group is not mesh.data.group
-        for axis in (mesh.cp, mesh.cp_inner, mesh.cp_outer, *mesh.cp_groups):
-            assert axis.group.options.is_high_priority_stream
+        assert mesh.cp.group.options.is_high_priority_stream
         assert mesh.data.group.options.is_high_priority_stream == of_data
 
 

@@ -13,7 +13,8 @@ from lightning_megatron.experts.transport.cloning import (
 )
 from lightning_megatron.experts.transport.permute import sort_by_expert
 from lightning_megatron.kernels import triton as kernels
-from lightning_megatron.plan.cloning import ExpertPlaces, physical_experts, plan_clones
+from lightning_megatron.plan.expert_clones import ExpertPlaces
+from tests.clone_oracle import physical_experts, plan_clones
 from tests.kernels.checks import Draw
 from tests.plan.clone_draws import drawn_counts, drawn_selections
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels import triton as kernels
-from lightning_megatron.plan.cloning import ExpertPlaces
-from lightning_megatron.plan.expert_clones import CloneMemory
+from lightning_megatron.plan.expert_clones import CloneMemory, ExpertPlaces
 from tests.kernels.checks import Draw
 
 #: Ranks, experts, places per rank, rows and columns of both matrices of an expert.

@@ -20,11 +20,10 @@ from lightning_megatron.plan import (
     TransferBatch,
     build_schedule,
     custom_schedule,
-    one_by_one,
 )
 from lightning_megatron.plan.simulate import consumer_of
 
-CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-h2": 1, "zb-v": 2, "dualpipe-v": 2}
+CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
 NUMBERS = st.integers(0, 2**32)
 Node = tuple[int, Action]
 
@@ -159,14 +158,25 @@ class Rank:
 
 
 def steps_of(program: Program, rank: int, singly: bool) -> Iterator[Any]:
-    """Yield the instructions of a stage, with transfers that block one by one if they are single."""
+    """Yield the instructions of a stage, with transfers that block one by one if they are single.
+
+    The transfers of a batch then follow one order on all stages.
+    """
+    virtual_stage = program.schedule.virtual_stage
     for step in program.instructions(rank):
-        if singly and isinstance(step, TransferBatch):
-            for single in one_by_one(program.schedule, rank, step):
-                sides = ((single.transfer,), ())
-                yield TransferBatch(step.number, *(sides if single.sends else sides[::-1]))
-        else:
+        if not singly or not isinstance(step, TransferBatch):
             yield step
+            continue
+        singles = []
+        for sends, transfers in ((True, step.sends), (False, step.receives)):
+            for transfer in transfers:
+                producer = virtual_stage(rank, transfer.chunk)
+                if not sends:
+                    producer -= 1 if transfer.kind == "F" else -1
+                sides = ((transfer,), ()) if sends else ((), (transfer,))
+                singles.append(((transfer.kind, producer, transfer.microbatch), sides))
+        for _, sides in sorted(singles, key=lambda single: single[0]):
+            yield TransferBatch(step.number, *sides)
 
 
 def peers_of(exchange: TransferBatch) -> set[int]:

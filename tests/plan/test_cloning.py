@@ -6,18 +6,16 @@ from collections import Counter
 
 import pytest
 
-from lightning_megatron.plan.cloning import (
+from lightning_megatron.plan.expert_clones import CloneCost, ExpertPlaces
+from tests.clone_oracle import (
     ClonePlan,
-    ExpertPlaces,
     assign_largest_first,
-    assign_one_shot,
     divide_over_ranks,
     excess_of_rank,
     overlaps,
     physical_experts,
     plan_clones,
 )
-from lightning_megatron.plan.expert_clones import CloneCost
 from tests.plan.clone_draws import DrawnCounts, drawn_counts, drawn_selections
 from tests.refusals import check_refusals
 from tests.sweeps import all_run
@@ -39,15 +37,13 @@ def test_worked_examples_of_the_steps_of_a_plan():
     assert divide_over_ranks([[30], [50], [20]], [0], [83]) == ((26,), (41,), (16,))
 
 
-def test_both_assignments_send_the_largest_surplus_to_the_largest_room():
+def test_the_largest_surplus_is_sent_to_the_largest_room():
     surplus, room = [0, 80, 0, 0, 50, 100, 0, 30], [0, 120, 60, 0]
+    one_place = ExpertPlaces(num_ranks=4, num_experts=8, places=1)
+    assert assign_largest_first(surplus, room, one_place)[1:3] == [(5, 100), (1, 60)]
     two_places = ExpertPlaces(num_ranks=4, num_experts=8, places=2)
-    for assign, second in ((assign_one_shot, (1, 20)), (assign_largest_first, (4, 20))):
-        assignment = assign(surplus, room, ExpertPlaces(num_ranks=4, num_experts=8, places=1))
-        assert [assignment[1], assignment[2]] == [(5, 100), (1, 60)]
-        assert not any(amount for _, amount in (assignment[0], assignment[3]))
-        moved = [pair for pair in assign(surplus, room, two_places) if pair[1]]
-        assert moved == [(5, 100), second, (1, 60)]
+    moved = [pair for pair in assign_largest_first(surplus, room, two_places) if pair[1]]
+    assert moved == [(5, 100), (4, 20), (1, 60)]
 
 
 def test_clones_balance_four_ranks_and_none_is_below_min_rows():
@@ -102,7 +98,6 @@ def test_plans_of_any_counts_keep_their_invariants_and_enough_places_balance_all
     for drawn in drawn_counts(MANY):
         plan = plan_clones(drawn.counts, drawn.places, drawn.min_rows)
         check_plan(drawn, plan)
-        check_plan(drawn, plan_clones(drawn.counts, drawn.places, drawn.min_rows, assign_one_shot))
         num_moved += any(plan.amounts)
         layout = ExpertPlaces(len(drawn.counts), len(drawn.counts[0]), 1)
         plan = plan_clones(drawn.counts, layout.num_experts - layout.homes)

@@ -14,7 +14,6 @@ from lightning_megatron.plan.context import (
     kv_heads_of,
     split_heads_over,
 )
-from lightning_megatron.plan.context_groups import ContextGroups, context_group_sizes
 from lightning_megatron.plan.context_transport import ContextLinks, choose_context_transport
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.refusals import check_refusals
@@ -38,17 +37,6 @@ def test_every_token_is_held_once_and_causal_work_is_equal(cut):
         blocks = [block for source in ranks for block in cut.ring_blocks(rank, source, causal=True)]
         pairs = sum(block.num_pairs for block in blocks)
         assert pairs * cut.size == cut.seq_length * (cut.seq_length + 1) // 2
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-def test_neighbouring_ranks_join_to_a_rank_of_a_coarser_cut(inner, outer, piece):
-    fine = ContextCut(inner * outer, 2 * inner * outer * piece)
-    coarse = ContextCut(outer, fine.seq_length)
-    for host in range(outer):
-        ranks = range(host * inner, (host + 1) * inner)
-        joined = sum((fine.positions(rank) for rank in ranks), [])
-        actual = [joined[at * piece + i] for at in fine.sequence_order(ranks) for i in range(piece)]
-        assert actual == coarse.positions(host)
 
 
 def visible_pairs(block: AttentionBlock, queries: list[int], keys: list[int]) -> set:
@@ -111,86 +99,35 @@ def test_query_heads_are_divided_with_their_kv_heads(group, kv_heads, ranks):
             assert read == [head // group for head in part]
 
 
-@given(CPS, st.integers(1, 4), st.data())
-def test_documents_stay_in_the_smallest_groups(cp, piece, data):
-    length = 2 * cp * piece
-    inner = data.draw(st.lists(st.integers(0, 2 * length), max_size=12))
-    borders = sorted([0, length, 2 * length, *inner])
-    document = [sum(stop <= token for stop in borders[1:]) for token in range(2 * length)]
-
-    def has_shared_document(size: int) -> bool:
-        holders: dict[int, set[int]] = {}
-        for rank in range(cp):
-            for position in ContextGroups(cp, size, length).positions(rank):
-                for row in (0, length):
-                    holders.setdefault(document[row + position], set()).add(rank // size)
-        return any(len(holding_groups) > 1 for holding_groups in holders.values())
-
-    groups = ContextGroups.of(borders, length, cp)
-    assert not has_shared_document(groups.size)
-    assert groups.size == 1 or has_shared_document(groups.size // 2)
-
-
-@given(CPS, st.integers(1, 4), st.data())
-def test_groups_hold_every_position_once(cp, piece, data):
-    length = 2 * cp * piece
-    groups = ContextGroups(cp, data.draw(st.sampled_from(context_group_sizes(cp))), length)
-    held = [groups.positions(rank) for rank in range(cp)]
-    assert sorted(sum(held, [])) == list(range(length))
-    for rank, positions in enumerate(held):
-        assert len(positions) == 2 * piece
-        assert rank in groups.ranks(rank)
-        joined = sum((held[peer] for peer in groups.ranks(rank)), [])
-        assert sorted(joined) == list(groups.window_of(rank))
-        whole = ContextGroups(cp, cp, length).positions(rank)
-        assert whole == ContextCut(cp, length).positions(rank), "one group is the cut of rows"
-
-
 def test_sizes_and_rows_that_do_not_divide_are_refused_with_legal_ones():
     check_refusals(
         check_context_length, [((30, 4, 1), "Use 24 or 32."), ((36, 4, 4), "Use 32 or 48.")]
     )
-    check_refusals(context_group_sizes, [((6,), "Use 4 or 8.")])
-    check_refusals(ContextGroups, [((4, 3, 16), "Use 1, 2 or 4.")])
-    check_refusals(
-        ContextGroups.of,
-        [
-            (([0, 12], 12, 4), "seq_length (12) must be a multiple"),
-            (([0, 10, 32], 16, 4), "must end at the ends of rows"),
-        ],
-    )
 
 
 def test_context_links_follow_the_hosts():
-    cases: list[tuple[int, dict[str, Any], int, tuple[int, bool]]] = [
-        (4, {"cp": 4}, 4, (1, True)),
-        (4, {"cp": 4}, 2, (2, False)),
-        (16, {"cp": 8, "tp": 2}, 8, (4, False)),
-        (4, {"cp": 4}, 1, (1, False)),
+    cases: list[tuple[int, dict[str, Any], int, bool]] = [
+        (4, {"cp": 4}, 4, True),
+        (8, {"cp": 4}, 4, True),
+        (4, {"cp": 4}, 2, False),
+        (16, {"cp": 8, "tp": 2}, 8, False),
         # Each rank of a sequence lies on another host.
-        (16, {"cp": 4, "order": "dp-cp-tp-pp"}, 4, (1, False)),
+        (16, {"cp": 4, "order": "dp-cp-tp-pp"}, 4, False),
         # The hosts have three ranks, which do not divide the ranks of a sequence.
-        (12, {"cp": 4}, 3, (1, False)),
+        (12, {"cp": 4}, 3, False),
     ]
     for world_size, sizes, ranks_per_host, expected in cases:
         links = ContextLinks.of("auto", ParallelLayout(world_size, **sizes), ranks_per_host)
-        assert (links.inner, links.is_one_host) == expected
-    assert ContextLinks.of("hierarchical", ParallelLayout(8, cp=8), 8).inner == 4
-    check_refusals(
-        lambda cp, hosts: ContextLinks.of("hierarchical", ParallelLayout(cp, cp=cp), hosts),
-        [((4, 1), "cp is 4, and 1 of its ranks are neighbours")],
-    )
+        assert links.is_one_host == expected
 
 
 def test_the_transport_follows_links_heads_and_dropout():
-    hosts = ContextLinks(inner=2, is_one_host=False)
     for links, heads, kv_heads, dropout, transport in (
         (ContextLinks(), 8, 4, 0.0, "all_to_all"),
         (ContextLinks(), 6, 6, 0.0, "ring"),
         (ContextLinks(), 6, 1, 0.0, "all_gather"),
         (ContextLinks(), 6, 6, 0.1, "all_to_all"),
         (ContextLinks(is_one_host=False), 8, 4, 0.0, "ring"),
-        (hosts, 8, 4, 0.0, "hierarchical"),
         (ContextLinks("ring"), 8, 4, 0.0, "ring"),
         (ContextLinks("all_to_all"), 8, 4, 0.1, "all_to_all"),
     ):

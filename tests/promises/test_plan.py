@@ -21,7 +21,7 @@ from lightning_megatron.plan.partition import LayerCosts, partition_of
 GOLDEN = Path(__file__).parents[1] / "golden"
 ARGUMENTS = ("world_size", "tp", "pp", "cp", "ep", "etp", "order", "rank_offset")
 CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 
 def cases_of(name: str) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.experts.transport.rank_rows import StepRows
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.cloning import CloneSettings
+from lightning_megatron.plan.expert_clones import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.strategy.callbacks import expert_load
 from lightning_megatron.strategy.callbacks.expert_load import (

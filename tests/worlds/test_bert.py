@@ -26,10 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2+sp dp2": ("pre", {"tp": 2}),
     "pp2 dp2": ("post", {"pp": 2}),
     "cp4": ("post", {"cp": 4, "optimizer.zero": 0}),
-    "cp4 hierarchical": (
-        "pre",
-        {"cp": 4, "context.transport": "hierarchical", "recompute": "selective"},
-    ),
+    "cp4 ring": ("pre", {"cp": 4, "context.transport": "ring", "recompute": "selective"}),
     "cp2 dp2 ring": ("post", {"cp": 2, "context.transport": "ring", "recompute": "full"}),
     "cp2 tp2+sp": ("pre", {"cp": 2, "tp": 2, "context.transport": "all_gather"}),
 }

@@ -7,9 +7,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,6 +45,7 @@ from lightning_megatron.groups.shard_spec import (
     replicated_spec,
 )
 from lightning_megatron.optimizer import DistributedOptimizerConfig
+from lightning_megatron.optimizer.sharding import BufferPlanner
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import even_range
 from tests.checkpoint.pieces import fill_disk, names_in
@@ -60,13 +63,15 @@ from tests.world import run_world
 
 #: Sizes and division of the optimizer. Buckets are small, so that slices end anywhere inside of
 #: parameters.
-ELEMENTS = DistributedOptimizerConfig(slices="elements", bucket_size=40)
+ELEMENTS = DistributedOptimizerConfig(bucket_size=40)
+#: Each rank trains whole parameters, as for optimizers that need them.
+WHOLE = DistributedOptimizerConfig()
 ZERO0 = DistributedOptimizerConfig(zero=0, bucket_size=40)
 LAYOUTS: dict[str, tuple[dict[str, int], DistributedOptimizerConfig]] = {
     "tp2 pp2": ({"tp": 2, "pp": 2}, ELEMENTS),
     "tp4": ({"tp": 4}, ELEMENTS),
     "dp4": ({}, ELEMENTS),
-    "dp4 whole parameters": ({}, DistributedOptimizerConfig(slices="parameters")),
+    "dp4 whole parameters": ({}, WHOLE),
     "dp2 pp2 zero0": ({"pp": 2}, ZERO0),
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -96,7 +101,11 @@ class Trained(Run):
     def __init__(self, mesh: ParallelMesh, optimizer: str, layout: str = "") -> None:
         self.named, division = parameters(mesh), LAYOUTS[layout][1] if layout else ELEMENTS
         make = OPTIMIZERS[optimizer]
-        super().__init__(self.named, mesh, division, lambda _: make(groups_of(self.named)))
+        with ExitStack() as patches:
+            if division is WHOLE:
+                whole = patch.object(BufferPlanner, "granularity_for", lambda *_: "parameters")
+                patches.enter_context(whole)
+            super().__init__(self.named, mesh, division, lambda _: make(groups_of(self.named)))
 
     def train(self) -> None:
         for _ in range(STEPS):

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention import flex as attention_flex
@@ -27,7 +25,6 @@ from lightning_megatron.layers.attention.score_terms import AlibiSlopes
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.head_exchange import (
     exchanged_attention,
-    hierarchical_attention,
     of_own_heads,
 )
 from lightning_megatron.layers.context_parallel.ring import gathered_attention, ring_attention
@@ -103,11 +100,11 @@ def transports(mesh: ParallelMesh) -> dict[str, Callable[..., Tensor]]:
     """Return attention by transport, called with queries, keys, values and the span of the full rows."""
     size, rank = mesh.cp.size, mesh.cp.rank
 
-    def cut(span: AttentionSpan, inner: int = 1) -> AttentionSpan:
+    def cut(span: AttentionSpan) -> AttentionSpan:
         if span.borders is None:
             return span
-        options = {"longest": span.longest, "inner": inner}
-        return replace(span, cut=DocumentCut.of(span.borders, B, S, size, rank, **options))
+        of_documents = DocumentCut.of(span.borders, B, S, size, rank, longest=span.longest)
+        return replace(span, cut=of_documents)
 
     def by_heads(query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan) -> Tensor:
         head_span = of_own_heads(span, query.shape[2], mesh.cp)
@@ -115,21 +112,11 @@ def transports(mesh: ParallelMesh) -> dict[str, Callable[..., Tensor]]:
             query, key, value, mesh.cp, partial(attend, span=head_span), cut(span).cut
         )
 
-    attention_of = {
+    return {
         "ring": lambda q, k, v, span: ring_attention(q, k, v, mesh.cp, cut(span)),
         "all_gather": lambda q, k, v, span: gathered_attention(q, k, v, mesh.cp, cut(span)),
         "all_to_all": by_heads,
     }
-    if size == 4:
-        # Pairs of ranks as of two nodes.
-        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-        node, place = divmod(rank, 2)
-        inner = MeshAxis("cp", (2 * node, 2 * node + 1), place, groups[node])
-        outer = MeshAxis("cp", (place, place + 2), node, groups[2 + place])
-        attention_of["hierarchical"] = lambda q, k, v, span: hierarchical_attention(
-            q, k, v, inner, outer, cut(span, 2)
-        )
-    return attention_of
 
 
 @contextmanager
@@ -177,7 +164,6 @@ def check_transports(rank: int, size: int) -> None:
     for cp in (2, 4):
         mesh = ParallelMesh.create(ParallelLayout(size, cp=cp))
         attention_of = transports(mesh)
-        assert len(attention_of) == (4 if cp == 4 else 3)
         for name, attention in attention_of.items():
             for case in CASES:
                 check_case(mesh, attention, case, name)

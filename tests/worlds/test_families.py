@@ -171,7 +171,7 @@ JOBS: dict[int, tuple[Job, ...]] = {
         Job({"tp": 2, "ep": 2, "etp": 2}, ("mixtral",), experts="all_to_all"),
         Job({"pp": 2, "ep": 2}, MIXTURES, generates=("mixtral",)),
         Job({"tp": 4}, ("roberta masked",), ("llama with one key head",), shares=True),
-        Job({"cp": 4}, ("roberta masked",), context="hierarchical"),
+        Job({"cp": 4}, ("roberta masked",), context="ring"),
         Job({"cp": 2, "tp": 2}, ("bert", "roberta masked", "bert classes"), context="ring"),
         Job({"cp": 2, "tp": 2}, ("roberta masked",), shares=True, context="all_gather"),
     ),

@@ -61,7 +61,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], str, bool, str]] = {
     "pp2 vpp2 dp2": ({"pp": 2, "vpp": 2}, "auto", False, "gpt2"),
     "tp2 sp ep2": ({"tp": 2, "ep": 2}, "auto", True, "mixtral"),
     "cp4 ring": ({"cp": 4}, "ring", False, "bloom"),
-    "cp4 hierarchical": ({"cp": 4}, "hierarchical", False, "phi3"),
+    "cp4 ring, phi3": ({"cp": 4}, "ring", False, "phi3"),
     "cp2 tp2 sp": ({"cp": 2, "tp": 2}, "auto", True, "gpt2"),
     "cp2 tp2 sp all_gather": ({"cp": 2, "tp": 2}, "all_gather", True, "gemma2"),
     "cp2 pp2 ring": ({"cp": 2, "pp": 2}, "ring", False, "mistral"),

@@ -53,7 +53,7 @@ CONFIGS = {
 }
 #: Layout with the transport over cp, sequence parallelism, recomputation, and model of documents.
 PACKED: list[tuple[dict[str, Any], bool, str, str]] = [
-    ({"cp": 4, "transport": "hierarchical"}, False, "none", "slopes"),
+    ({"cp": 4, "transport": "ring"}, False, "none", "slopes"),
     ({"cp": 4, "transport": "all_to_all"}, False, "none", "rotary"),
     ({"cp": 2, "tp": 2, "transport": "ring"}, True, "selective", "slopes"),
     ({"cp": 2, "pp": 2, "vpp": 2, "transport": "ring"}, False, "none", "learned, windows"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lightning_megatron.optimizer import (
     MainParameters,
     clip_by_norm_,
 )
+from lightning_megatron.optimizer.sharding import BufferPlanner
 from lightning_megatron.optimizer.ties import check_ties as check_tied_groups
 from lightning_megatron.optimizer.user_writes import ShardedGradient
 from lightning_megatron.plan.layout import ParallelLayout
@@ -42,7 +44,6 @@ DIVISIONS = (
     DistributedOptimizerConfig(),
     DistributedOptimizerConfig(bucket_size=40),
     DistributedOptimizerConfig(zero=0, bucket_size=40),
-    DistributedOptimizerConfig(slices="parameters"),
 )
 
 
@@ -51,6 +52,8 @@ def run_all(rank: int, size: int) -> None:
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes), seed=1)
         for division in DIVISIONS:
             check_layout(mesh, division)
+        with patch.object(BufferPlanner, "granularity_for", lambda *_: "parameters"):
+            check_layout(mesh, DistributedOptimizerConfig())
         if not sizes:
             check_unused_gradients(mesh)
             check_late_gradient(mesh)

@@ -13,7 +13,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.optimizer import DistributedOptimizerConfig
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
-from lightning_megatron.plan.cloning import CloneSettings
+from lightning_megatron.plan.expert_clones import CloneSettings
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.models.memory import (

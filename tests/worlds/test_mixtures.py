@@ -22,7 +22,7 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.parameters.init import initialize_
-from lightning_megatron.plan.cloning import CloneSettings
+from lightning_megatron.plan.expert_clones import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.dense import Routed, dense, draw, route

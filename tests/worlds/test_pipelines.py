@@ -42,7 +42,7 @@ WIDTH, LAYERS = 4, 8
 #: Schedule, stages, chunks and microbatches.
 TOWERS: list[tuple[str, int, int, int]] = [
     ("1f1b", 4, 1, 1), ("1f1b", 2, 1, 4), ("gpipe", 4, 1, 5), ("interleaved", 2, 4, 6),
-    ("interleaved", 4, 2, 8), ("zb-h1", 4, 1, 6), ("zb-h2", 4, 1, 3), ("zb-v", 2, 2, 5),
+    ("interleaved", 4, 2, 8), ("zb-h1", 4, 1, 6), ("zb-v", 2, 2, 5),
     ("zb-v", 4, 2, 9), ("dualpipe-v", 4, 2, 8), ("halves of interleaved", 4, 2, 8),
 ]  # fmt: skip
 

@@ -23,11 +23,9 @@ from lightning_megatron.errors import ParallelPlanError, RankMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.pipeline.action_times import measure_transfer
-from lightning_megatron.plan import Action, Placement, StageCosts, build_schedule, format_schedule
-from lightning_megatron.plan.custom_order import order_from_function
-from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRule
+from lightning_megatron.plan import Action, build_schedule
+from lightning_megatron.plan.custom_schedule import CustomOrder
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.strategy.logs import run_table
 from lightning_megatron.strategy.step import schedule_choice
@@ -80,27 +78,13 @@ def chunk_after_chunk(rank: int, pp: int, num_microbatches: int, vpp: int) -> li
     return [*forwards, *(Action("B", a.chunk, a.microbatch) for a in reversed(forwards))]
 
 
-def searched(
-    shape: PlacementShape, num_stages: int, num_chunks: int, num_microbatches: int
-) -> Schedule:
-    """Construct the rows for stages of unequal times."""
-    placement = Placement(shape, num_stages, num_chunks)
-    count = placement.num_virtual_stages
-    costs = StageCosts(*(tuple(range(first, first + count)) for first in (2, 3, 1)), transfer=1)
-    rule = GreedyRule(num_chunks * 2.0, (1.0,) * count, 0.9, True, True, 0.5)
-    rows = GreedyConstruction(placement, num_microbatches, costs, rule).rows()
-    assert rows is not None, "the limit is above one microbatch in each chunk"
-    return Schedule("", num_stages, num_microbatches, num_chunks, rows, shape=shape).validate()
-
-
-FILES = {"halves": searched("loop", 2, 1, 4), "v of three": searched("v", 2, 3, 4)}
-#: The model, and the layout with its schedule, which may be a file of `FILES`.
+#: The model, and the layout with its schedule.
 CASES: dict[str, tuple[GPTConfig, dict[str, Any]]] = {
     "zb-h1 tp2, overlapped": (
         LLAMA,
         {"pp": 2, "schedule": "zb-h1", "tp": 2, "linear.overlap": True},
     ),
-    "zb-h2 pp4": (GPT2, {"pp": 4, "schedule": "zb-h2", "job.check_microbatches": True}),
+    "zb-h1 pp4": (GPT2, {"pp": 4, "schedule": "zb-h1", "job.check_microbatches": True}),
     "zb-v pp4": (KINDS["eight layers"], {**ZBV, "pp": 4, "job.check_microbatches": True}),
     "zb-v tp2, recomputed": (
         GPT2,
@@ -119,11 +103,6 @@ CASES: dict[str, tuple[GPTConfig, dict[str, Any]]] = {
         KINDS["some experts"],
         {**V, "pipeline.stage_layers": [1, 2, 1, 0]},
     ),
-    "file of halves": (GPT2, {"pp": 2, "schedule": "halves", **ONE}),
-    "file of three chunks": (
-        KINDS["eight layers"],
-        {"pp": 2, "vpp": 3, "schedule": "v of three", **ONE},
-    ),
     "function of halves": (GPT2, {"pp": 4, "schedule": halves_from_the_last, **ONE}),
     "function of chunks": (LLAMA, {**V, "schedule": chunk_after_chunk}),
     # Chosen by the times of a step.
@@ -133,24 +112,21 @@ CASES: dict[str, tuple[GPTConfig, dict[str, Any]]] = {
 }
 
 
-def job_of(name: str, folder: Path) -> Job:
-    config, layout = CASES[name]
-    if layout.get("schedule") in FILES:
-        layout = {**layout, "schedule": str(folder / f"{layout['schedule']}.csv")}
-    return Job(config, layout, steps=4 if name.startswith("auto") else 2)
+def job_of(name: str) -> Job:
+    return Job(*CASES[name], steps=4 if name.startswith("auto") else 2)
 
 
-def run_all(rank: int, size: int, folder: Path) -> tuple[dict[str, Report], list[Any], list[str]]:
+def run_all(rank: int, size: int) -> tuple[dict[str, Report], list[Any], list[str]]:
     """Return the reports, the chosen schedules with the measured times, and the log of the choice.
 
     The time of a transfer follows from the size of the message and the rank.
     """
-    search: Any = ScheduleChoice._search
+    choose: Any = ScheduleChoice._choose
     found: list[Any] = []
     messages: list[str] = []
 
-    def search_and_record(self: ScheduleChoice, *args: Any) -> Schedule:
-        found.append((search(self, *args), self.measured))
+    def choose_and_record(self: ScheduleChoice, *args: Any) -> Schedule:
+        found.append((choose(self, *args), self.measured))
         return found[-1][0]
 
     def slow_transfer(num_bytes: int, mesh: ParallelMesh) -> float:
@@ -160,19 +136,16 @@ def run_all(rank: int, size: int, folder: Path) -> tuple[dict[str, Report], list
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_choice, "WARMUP_STEPS", 1)
         patch.setattr(schedule_choice, "MEASURED_STEPS", 1)
-        patch.setattr(ScheduleChoice, "_search", search_and_record)
+        patch.setattr(ScheduleChoice, "_choose", choose_and_record)
         patch.setattr(schedule_choice, "measure_transfer", slow_transfer)
         patch.setattr(schedule_choice, "rank_zero_info", messages.append)
-        reports = {name: run_job(job_of(name, folder), size) for name in CASES}
+        reports = {name: run_job(job_of(name), size) for name in CASES}
     return reports, found, messages
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("schedules")
-    for name, schedule in FILES.items():
-        (folder / f"{name}.csv").write_text(format_schedule(schedule))
-    return run_world(run_all, 4, folder)
+def ranks() -> list[Any]:
+    return run_world(run_all, 4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -255,19 +228,19 @@ REFUSED: tuple[tuple[Callable[..., Any], type[Exception], str], ...] = (
 VALIDATED = Job(GPT2, {"pp": 2, **ONE}, validation=partial(Tokens, BATCH + 3))
 
 
-def run_two(rank: int, size: int, path: str) -> tuple[dict[str, Report], int, list[str]]:
+def run_two(rank: int, size: int) -> tuple[dict[str, Report], int, list[str]]:
     """Return the reports, the number of products that the compiled job left to weight halves, and
     the log.
     """
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2))
     for function, error, message in REFUSED:
-        check = CustomOrderCheck(mesh, order_from_function(function, 2, 1))
+        check = CustomOrderCheck(mesh, CustomOrder.of(function, 2, 1))
         check.check(2)
         with pytest.raises(error) as caught:
             check.check(4)
         assert message in str(caught.value)
     mesh.destroy()
-    job = replace(VALIDATED, strategy={"pp": 2, **ONE, "schedule": path})
+    job = replace(VALIDATED, strategy={"pp": 2, **ONE, "schedule": halves_from_the_last})
     reports = run_jobs(rank, size, {"validated": job})
     # The compiler would trace the checks of shapes.
     shape_checks.update("jaxtyping_disable", True)
@@ -288,11 +261,8 @@ def run_two(rank: int, size: int, path: str) -> tuple[dict[str, Report], int, li
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    # Validation batches are of other sizes than the rows of the file.
-    path = tmp_path_factory.mktemp("mine") / "mine.csv"
-    path.write_text(format_schedule(searched("loop", 2, 1, 8)))
-    return run_world(run_two, 2, str(path))
+def two() -> list[Any]:
+    return run_world(run_two, 2)
 
 
 def test_compiled_blocks_split_their_backward_passes_and_train_as_one_process(two: Any) -> None:

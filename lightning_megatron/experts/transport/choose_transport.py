@@ -32,7 +32,7 @@ from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fused.choose_kernels import reason_against_puts
-from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
+from lightning_megatron.plan.expert_clones import CloneSettings, ExpertPlaces
 from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_to_all_rows
-from lightning_megatron.plan.cloning import ExpertPlaces
+from lightning_megatron.plan.expert_clones import ExpertPlaces
 from lightning_megatron.shapes import Bool, Float, Int
 
 

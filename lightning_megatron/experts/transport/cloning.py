@@ -1,7 +1,8 @@
-"""Clones of busy experts, planned on the device: :mod:`lightning_megatron.plan.cloning` in tensors.
+"""Clones of busy experts, planned on the device.
 
-All sizes follow from shapes, and nothing is copied from the device to the host. All numbers are
-int64, so that all ranks compute the same plan from the same counts.
+All ranks compute the same plan from the same counts: all numbers are int64, because a rounded share
+could be one selection too large. All sizes follow from shapes, and nothing is copied from the
+device to the host.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lightning_megatron.experts.transport.permute import RowMap
 from lightning_megatron.layers.fused.choose_kernels import fused_kernels, warn_of_slow_path
-from lightning_megatron.plan.cloning import NO_EXPERT, ExpertPlaces
+from lightning_megatron.plan.expert_clones import NO_EXPERT, ExpertPlaces
 from lightning_megatron.shapes import Int
 
 
@@ -22,7 +23,7 @@ from lightning_megatron.shapes import Int
 class PlacedClones:
     """Clones of one layer and microbatch, and the selections that are sent to them, on the device.
 
-    Equal to :class:`~lightning_megatron.plan.cloning.ClonePlan`. All tensors are int64.
+    All tensors are int64.
 
     Args:
         amounts: Number of selections that are sent to every place.
@@ -42,7 +43,11 @@ def place_clones(
 ) -> PlacedClones:
     """Return the clones that balance the rows of ranks.
 
-    Equal to :func:`~lightning_megatron.plan.cloning.plan_clones`. There are as many ``places`` on
+    Afterwards no rank has more rows than the busiest had before. Experts with few selections stay
+    whole, so that few clones are needed. For every place, the rank with the most room among those
+    with a free place takes as many selections as fit of the expert with the most left. Each rank
+    sends the same fraction of its selections of an expert, rounded down; the remainder comes from
+    the ranks in order. Selections without a place stay at home. There are as many ``places`` on
     every rank; ``min_rows`` is the smallest number of selections for which a clone is created.
     """
     num_ranks, num_experts = counts.shape
@@ -78,9 +83,10 @@ def to_physical(
 ) -> Int[Tensor, "tokens top_k"]:
     """Return the physical expert of each selection of this rank's tokens.
 
-    Equal to :func:`~lightning_megatron.plan.cloning.physical_experts`. Selections of no expert (-1)
-    stay so. The map sorts these selections by expert, for all experts of the layer, and the clones
-    must have been planned from its counts, among others.
+    The first selections of an expert, in the order of tokens, are sent to its places in order, as
+    many to each as the plan says. The others stay at home, and selections of no expert (-1) stay
+    so. The map sorts these selections by expert, for all experts of the layer, and the clones must
+    have been planned from its counts, among others.
     """
     layout = clones.layout
     kernels = _kernels(experts, layout)

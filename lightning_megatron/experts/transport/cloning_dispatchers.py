@@ -21,7 +21,7 @@ from lightning_megatron.experts.transport.transit import (
 )
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
-from lightning_megatron.plan.cloning import CloneSettings
+from lightning_megatron.plan.expert_clones import CloneSettings
 from lightning_megatron.shapes import Float, Int
 
 

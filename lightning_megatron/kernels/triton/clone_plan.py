@@ -31,7 +31,7 @@ def assign_clones(
 ]:
     """Plan the clones that balance the rows of ranks; all results are int64.
 
-    Equal to :func:`lightning_megatron.plan.cloning.plan_clones`.
+    ``experts.transport.cloning.place_clones`` describes the plan.
 
     Args:
         counts: Number of selections of every expert by the tokens of every rank (selections).
@@ -77,7 +77,7 @@ def physical_experts(
 ) -> Int[Tensor, "tokens top_k"]:
     """Return the physical expert, a home or a place, of each selection of this rank's tokens.
 
-    Equal to :func:`lightning_megatron.plan.cloning.physical_experts`.
+    ``experts.transport.cloning.to_physical`` describes the result.
 
     Args:
         experts: Experts selected for each token, int64; -1 means none.

@@ -55,8 +55,6 @@ class DocumentCut(TokenOrder):
             of documents (tokens).
         longest_piece: Upper bound of the length of a piece (tokens).
         longest: Upper bound of the documents' lengths (tokens).
-        outer: Coarser cut over the outer ranks of a hierarchy, each of which is several ranks of
-            this cut; None means one level.
     """
 
     halves: Int[Tensor, "batch ranks seq_part"]
@@ -65,7 +63,6 @@ class DocumentCut(TokenOrder):
     prefixes: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
     longest_piece: int
     longest: int
-    outer: DocumentCut | None = None
 
     @classmethod
     def of(
@@ -77,7 +74,6 @@ class DocumentCut(TokenOrder):
         rank: int,
         *,
         longest: int | None = None,
-        inner: int = 1,
     ) -> DocumentCut:
         """Cut the documents of a batch.
 
@@ -87,8 +83,6 @@ class DocumentCut(TokenOrder):
             seq_length: Length of the rows, a multiple of ``2 size`` (tokens).
             longest: Upper bound of the documents' lengths; None means the length of the rows
                 (tokens).
-            inner: Number of neighbouring ranks that form one rank of the outer cut; 1 means no
-                outer cut (ranks).
         """
         check_context_length(seq_length, size)
         longest = min(longest or seq_length, seq_length)
@@ -98,12 +92,7 @@ class DocumentCut(TokenOrder):
         # If several pieces start at the same token, all but the last one are empty.
         piece_index = torch.searchsorted(starts[:, :-1].flatten(), tokens, right=True) - 1
         pieces = (piece_index % (2 * size)).view(num_sequences, seq_length)
-        most = longest // (2 * size) + 1
-        outer = None
-        if inner > 1:
-            joined = sizes.unflatten(1, (-1, inner)).sum(2)
-            outer = _cut(pieces // inner, joined, rank // inner, inner * most, longest)
-        return _cut(pieces, sizes, rank, most, longest, outer)
+        return _cut(pieces, sizes, rank, longest // (2 * size) + 1, longest)
 
 
 def _piece_starts(borders: Tensor, num_sequences: int, num_pieces: int) -> Tensor:
@@ -121,14 +110,7 @@ def _piece_starts(borders: Tensor, num_sequences: int, num_pieces: int) -> Tenso
     return borders[:-1, None] + index * (lengths // num_pieces)[:, None] + longer
 
 
-def _cut(
-    pieces: Tensor,
-    sizes: Tensor,
-    rank: int,
-    longest_piece: int,
-    longest: int,
-    outer: DocumentCut | None = None,
-) -> DocumentCut:
+def _cut(pieces: Tensor, sizes: Tensor, rank: int, longest_piece: int, longest: int) -> DocumentCut:
     """Return the cut from each token's piece and the sizes of the pieces of the documents."""
     num_pieces = sizes.shape[1]
     size = num_pieces // 2
@@ -154,7 +136,6 @@ def _cut(
         (prefixes[0], prefixes[1]),
         longest_piece,
         longest,
-        outer,
     )
 
 

@@ -9,23 +9,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention.core import attend
-from lightning_megatron.layers.attention.document_cut import DocumentCut, TokenOrder
-from lightning_megatron.layers.attention.span import AttentionSpan, borders_of
+from lightning_megatron.layers.attention.document_cut import DocumentCut
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.blocks import hides_keys
 from lightning_megatron.layers.context_parallel.head_exchange import (
     exchanged_attention,
-    hierarchical_attention,
     of_own_heads,
 )
 from lightning_megatron.layers.context_parallel.ring import gathered_attention, ring_attention
 from lightning_megatron.layers.fused.dropout import WeightDropout
 from lightning_megatron.plan.context import split_heads_over
-from lightning_megatron.plan.context_groups import ContextGroups
 from lightning_megatron.plan.context_transport import ContextChoice, ContextTransport
-from lightning_megatron.shapes import Float, Int
+from lightning_megatron.shapes import Float
 
 
 def attend_across(
@@ -44,13 +41,10 @@ def attend_across(
     Equal to :func:`~lightning_megatron.layers.attention.core.attend` of the whole sequences, which
     the span describes. Where torch's kernels drop no weights, ``drop`` does; None draws at random.
 
-    Communication: that of the transport, over the ranks of cp that share documents.
+    Communication: that of the transport, over cp.
     """
     transport = transport_of(span, mesh, choice)
-    axis = mesh.cp if span.cut is None else mesh.group_of_cp(span.cut.size)
-    if axis.size == 1:
-        whole = replace(span, cut=None)
-        return attend(query, key, value, whole, dropout=dropout, drop=drop or F.dropout)
+    axis = mesh.cp
     if span.mask is not None and transport != "all_to_all":
         span = replace(span, mask=span.mask.expand(query.shape[1], -1, -1, -1))
     if transport == "all_to_all":
@@ -62,8 +56,6 @@ def attend_across(
             return attend(query, key, value, whole, dropout=dropout, drop=own)
 
         return exchanged_attention(query, key, value, axis, core, span.cut)
-    if transport == "hierarchical":
-        return hierarchical_attention(query, key, value, mesh.cp_inner, mesh.cp_outer, span)
     by_axis = ring_attention if transport == "ring" else gathered_attention
     return by_axis(query, key, value, axis, span)
 
@@ -74,33 +66,20 @@ def cut_documents(
     seq_length: int,
     mesh: ParallelMesh,
     choice: ContextChoice,
-    group: int,
 ) -> AttentionSpan:
     """Return a laid out span with the cut of its documents, if layers compute attention in parts.
 
     The positions of all tokens are then given, because the tokens of a rank are not adjacent.
     Without documents, or if all ranks divide the heads during attention, whole rows are cut.
-    ``group`` neighbouring ranks of cp share documents.
     """
-    if span.borders is None or span.cut is not None:
+    if span.borders is None or span.cut is not None or choice.transport == "all_to_all":
         return span
     positions = span.positions
     if positions is None:
         index = torch.arange(seq_length, device=span.borders.device)
         positions = index.expand(num_sequences, -1)
-    if group < mesh.cp.size:
-        groups = ContextGroups(mesh.cp.size, group, seq_length)
-        return replace(in_groups(span, num_sequences, groups, mesh.cp.rank), positions=positions)
-    if choice.transport == "all_to_all":
-        return span
     cut = DocumentCut.of(
-        span.borders,
-        num_sequences,
-        seq_length,
-        mesh.cp.size,
-        mesh.cp.rank,
-        longest=span.longest,
-        inner=mesh.cp_inner.size if choice.transport == "hierarchical" else 1,
+        span.borders, num_sequences, seq_length, mesh.cp.size, mesh.cp.rank, longest=span.longest
     )
     return replace(span, positions=positions, cut=cut, order=cut)
 
@@ -133,55 +112,3 @@ def transport_of(
             "lengths of documents."
         )
     return choice.transport
-
-
-def group_size(
-    lengths: Int[Tensor, "batch documents"], seq_length: int, cp: int, host: HostValues
-) -> int:
-    """Return the smallest group size at which no document crosses groups (ranks).
-
-    All ranks with the same rows compute the same number, without communication. The host waits for
-    the device only if it does not know the lengths.
-    """
-    borders = borders_of(host.read(lengths), seq_length)
-    return ContextGroups.of(borders.tolist(), seq_length, cp).size
-
-
-def in_groups(
-    span: AttentionSpan, num_sequences: int, groups: ContextGroups, rank: int
-) -> AttentionSpan:
-    """Return the span of the window of a rank's group, with the cut of its documents.
-
-    Every group cuts the documents of its window over the group's ranks; no document lies in two
-    windows. The borders of the result describe the window; positions and the order of tokens still
-    describe whole rows.
-    """
-    assert span.borders is not None, "rows without documents have no windows"
-    window = groups.window
-    place = rank % groups.size
-    firsts = torch.arange(0, groups.seq_length, window, device=span.borders.device)
-    # A window becomes a row with all documents of the original row, most of which are empty.
-    borders = _borders_of_windows(span.borders, num_sequences, groups.seq_length, firsts, window)
-    num_windows = num_sequences * len(firsts)
-    cuts = DocumentCut.of(borders, num_windows, window, groups.size, place)
-    in_windows = cuts.order.unflatten(0, (num_sequences, -1))
-    order = (in_windows + firsts[:, None, None]).flatten(1, 2)
-
-    starts = firsts[rank // groups.size][None]
-    borders = _borders_of_windows(span.borders, num_sequences, groups.seq_length, starts, window)
-    longest = min(span.longest or window, window)
-    cut = DocumentCut.of(borders, num_sequences, window, groups.size, place, longest=longest)
-    held = TokenOrder(groups.cp, order, order.flatten(1).argsort(1))
-    return replace(span, borders=borders, longest=longest, cut=cut, order=held)
-
-
-def _borders_of_windows(
-    borders: Tensor, num_sequences: int, seq_length: int, firsts: Tensor, window: int
-) -> Tensor:
-    """Return the cumulative lengths of the documents of consecutive windows."""
-    ends = borders[1:].view(num_sequences, 1, -1)
-    starts = torch.arange(num_sequences, device=borders.device)[:, None, None] * seq_length
-    ends = (ends - starts - firsts[:, None]).clamp(0, window)
-    before = torch.arange(ends.shape[0] * ends.shape[1], device=borders.device) * window
-    ends = ends.flatten(0, 1) + before[:, None]
-    return F.pad(ends.flatten(), (1, 0)).to(torch.int32)

@@ -12,7 +12,6 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_to_all_rows
 from lightning_megatron.layers.attention.document_cut import DocumentCut
 from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.layers.context_parallel.ring import ring_attention
 from lightning_megatron.layers.context_parallel.sequence_order import (
     in_rank_order,
     in_sequence_order,
@@ -50,62 +49,6 @@ def exchanged_attention(
     Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
     """
     cut = documents or ContextCut(axis.size, axis.size * query.shape[0])
-    return _exchanged(query, key, value, axis, core, cut, range(axis.size))
-
-
-def hierarchical_attention(
-    query: Float[Tensor, "seq_part batch heads head_dim"],
-    key: Float[Tensor, "seq_part batch kv_heads head_dim"],
-    value: Float[Tensor, "seq_part batch kv_heads head_dim"],
-    inner: MeshAxis,
-    outer: MeshAxis,
-    span: AttentionSpan,
-) -> Float[Tensor, "seq_part batch heads*head_dim"]:
-    """Compute attention with an all-to-all over neighbours and a ring across them.
-
-    The ranks of ``inner``, such as those of one host, divide the heads and join their positions.
-    Their joined positions are the part of one rank of the cut over ``outer``, whose ranks form a
-    ring for these heads.
-
-    Equal to :func:`~lightning_megatron.layers.context_parallel.ring.ring_attention` over all ranks.
-    A cut of documents must have an outer cut.
-
-    Communication: two all-to-alls over ``inner`` and a ring over ``outer``, forward and backward.
-    Source: Fang and Zhao 2024 (unified sequence parallelism).
-    """
-    size = inner.size * outer.size
-    cut = span.cut or ContextCut(size, size * query.shape[0])
-    first = outer.rank * inner.size
-
-    head_span = of_own_heads(span, query.shape[2], inner)
-    if span.cut is not None:
-        head_span = replace(head_span, cut=span.cut.outer)
-
-    def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ring_attention(query, key, value, outer, head_span)
-
-    return _exchanged(query, key, value, inner, core, cut, range(first, first + inner.size))
-
-
-def of_own_heads(span: AttentionSpan, heads: int, axis: MeshAxis) -> AttentionSpan:
-    """Return the span for the heads that this rank computes during attention."""
-    share = split_heads_over(heads, axis.size)[axis.rank]
-    if span.sinks is not None:
-        span = replace(span, sinks=span.sinks[share.start : share.stop])
-    if span.slopes is not None:
-        span = replace(span, slopes=span.slopes.of(share))
-    return span
-
-
-def _exchanged(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    axis: MeshAxis,
-    core: Core,
-    cut: ContextCut | DocumentCut,
-    ranks: range,
-) -> Tensor:
     heads = query.shape[2]
     kv_heads = key.shape[2]
     shares = split_heads_over(heads, axis.size)
@@ -127,12 +70,28 @@ def _exchanged(
         .permute(0, 2, 3, 1, 4)
         .flatten(0, 1)
     )
-    own_heads = in_sequence_order(parts, cut, ranks).split([num_heads, own_kv, own_kv], dim=2)
+    own_heads = in_sequence_order(parts, cut).split([num_heads, own_kv, own_kv], dim=2)
     # A rank without heads computes no attention, but its backward pass must communicate, too.
     mixed = (
         core(*own_heads).unflatten(-1, (num_heads, query.shape[3])) if num_heads else sum(own_heads)
     )
-    parts = in_rank_order(mixed, cut, ranks).unflatten(0, (axis.size, query.shape[0]))
+    parts = in_rank_order(mixed, cut).unflatten(0, (axis.size, query.shape[0]))
     rows = parts.permute(0, 3, 1, 2, 4).flatten(0, 1)
     back = all_to_all_rows(rows, [num_heads] * axis.size, [len(share) for share in shares], axis)
     return back.permute(1, 2, 0, 3).flatten(2)
+
+
+def of_own_heads(span: AttentionSpan, heads: int, axis: MeshAxis) -> AttentionSpan:
+    """Return the span for the heads that this rank computes during attention.
+
+    Args:
+        span: Span of all heads.
+        heads: Query heads that are divided (heads).
+        axis: Ranks that divide the heads.
+    """
+    share = split_heads_over(heads, axis.size)[axis.rank]
+    if span.sinks is not None:
+        span = replace(span, sinks=span.sinks[share.start : share.stop])
+    if span.slopes is not None:
+        span = replace(span, slopes=span.slopes.of(share))
+    return span

@@ -90,32 +90,23 @@ def of_first_rank(value: Shaped[Tensor, "..."], axis: MeshAxis) -> Shaped[Tensor
 
 
 def in_sequence_order(
-    joined: Shaped[Tensor, "..."], cut: ContextCut | TokenOrder, ranks: range | None = None
+    joined: Shaped[Tensor, "..."], cut: ContextCut | TokenOrder
 ) -> Shaped[Tensor, "..."]:
-    """Sort joined parts of ranks into the order of the sequence, along the first dimension.
-
-    Args:
-        ranks: Ranks of the cut whose parts these are; None means all.
-    """
+    """Sort the joined parts of all ranks along the first dimension into the sequence's order."""
     if isinstance(cut, TokenOrder):
-        held = _held_by(cut, ranks)
-        holds_all = held.shape[1] == cut.places.shape[1]
-        return taken(joined, cut.places if holds_all else held.argsort(1))
+        return taken(joined, cut.places)
     pieces = joined.split(cut.piece)
-    return torch.cat([pieces[at] for at in cut.sequence_order(ranks)])
+    return torch.cat([pieces[at] for at in cut.sequence_order()])
 
 
 def in_rank_order(
-    ordered: Shaped[Tensor, "..."], cut: ContextCut | TokenOrder, ranks: range | None = None
+    ordered: Shaped[Tensor, "..."], cut: ContextCut | TokenOrder
 ) -> Shaped[Tensor, "..."]:
-    """Return the parts of ranks, one after the other; the inverse of :func:`in_sequence_order`."""
+    """Return the parts of all ranks, joined; the inverse of :func:`in_sequence_order`."""
     if isinstance(cut, TokenOrder):
-        # The place of each row of the parts among the sorted positions of these ranks.
-        held = _held_by(cut, ranks)
-        holds_all = held.shape[1] == cut.places.shape[1]
-        return taken(ordered, held if holds_all else held.argsort(1).argsort(1))
+        return taken(ordered, cut.order.flatten(1))
     pieces = ordered.split(cut.piece)
-    order = cut.sequence_order(ranks)
+    order = cut.sequence_order()
     return torch.cat([pieces[order.index(at)] for at in range(len(order))])
 
 
@@ -123,8 +114,3 @@ def length_multiple(mesh: ParallelMesh, *, is_cut: bool = True) -> int:
     """Return the divisor of all legal lengths of rows (tokens), which cp cuts if ``is_cut``."""
     cp = mesh.cp.size if is_cut else 1
     return context_multiple(cp, mesh.tp.size if mesh.sequence_parallel else 1)
-
-
-def _held_by(cut: TokenOrder, ranks: range | None) -> Tensor:
-    ranks = range(cut.size) if ranks is None else ranks
-    return cut.order[:, ranks.start : ranks.stop].flatten(1)

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.nccl_options import read_nccl_options
-from lightning_megatron.plan.context_groups import ContextGroupsChoice
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.fp8 import Backend
@@ -47,18 +46,12 @@ class ContextOptions:
     Args:
         transport: ring passes keys and values around while attention to those received before is
             computed. all_to_all divides the heads instead of the sequence during the attention, for
-            any number of heads. all_gather gives every rank all keys and values. hierarchical is
-            all_to_all among neighbouring ranks, such as those of a host, and ring between these
-            groups. auto means all_to_all if cp is on one host and divides the heads, or if
-            attention has dropout or a mask; hierarchical if the ranks of a host divide the heads;
-            otherwise ring, or all_gather for one key/value head.
-        groups: Ranks of cp that divide a packed document: all, or with documents the smallest
-            groups of 1, 2, 4 or more neighbouring ranks, chosen for each microbatch, such that no
-            document crosses the windows of two groups; cp must then be a power of two.
+            any number of heads. all_gather gives every rank all keys and values. auto means
+            all_to_all if cp is on one host and divides the heads, or if attention has dropout or a
+            mask; otherwise ring, or all_gather for one key/value head.
     """
 
-    transport: Literal["auto", "ring", "all_to_all", "all_gather", "hierarchical"] = "auto"
-    groups: ContextGroupsChoice = "all"
+    transport: Literal["auto", "ring", "all_to_all", "all_gather"] = "auto"
 
     def __post_init__(self) -> None:
         coerce_fields(self, "context.")
@@ -124,7 +117,9 @@ class OptimizerOptions:
     Args:
         zero: Stage of the distributed optimizer. With 1, each data-parallel rank keeps and updates
             its part of the optimizer state and main parameters, and all ranks gather the result.
-            With 0, every rank has the whole state.
+            The parts cut through parameters if a trial of the optimizer on small tensors shows that
+            this changes nothing, as with AdamW; otherwise they are whole parameters. With 0, every
+            rank has the whole state.
         gradient_dtype: Dtype in which mixed precisions accumulate and reduce gradients: float32, or
             bfloat16 for half of the memory.
         moments_dtype: Dtype of the moments of Adam and AdamW: float32, or bfloat16 for half of

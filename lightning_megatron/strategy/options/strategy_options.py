@@ -10,18 +10,15 @@ from math import lcm
 from typing import Any, Literal, TypeVar
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.context_groups import check_groups_option
 from lightning_megatron.plan.context_transport import check_transport_option
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
-from lightning_megatron.plan.custom_order import (
+from lightning_megatron.plan.custom_schedule import (
     CustomOrder,
     OrderOfPasses,
-    order_from_file,
-    order_from_function,
+    RowFunction,
     order_may_split,
     shape_of_order,
 )
-from lightning_megatron.plan.custom_schedule import RowFunction
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.fp8 import FP8, FP8Recipe, check_fp8_products
 from lightning_megatron.plan.layout import ParallelLayout
@@ -29,14 +26,16 @@ from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.model_shape import LossChunk
 from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
-from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, ScheduleOption
+from lightning_megatron.plan.schedule import (
+    SCHEDULE_NAMES,
+    ScheduleName,
+    ScheduleOption,
+    check_chunks,
+)
 from lightning_megatron.plan.settings import Count, coerce_fields
 from lightning_megatron.strategy.options.option_checks import (
     check_expert_clones,
     check_expert_rows,
-    check_named_schedule,
-    check_own_order,
-    check_schedule_name,
 )
 from lightning_megatron.strategy.options.records import (
     ContextOptions,
@@ -83,15 +82,14 @@ class StrategyOptions:
             sequence, whose length must then be divisible by tp. None means True if tp is above 1.
             It applies to this package's models and to plain modules whose tensor_parallel_plan says
             "sequence"; other modules receive whole sequences.
-        schedule: Order of forward and backward passes: 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v
-            or dualpipe-v. None means interleaved if vpp is above 1, else 1f1b. The zero-bubble
+        schedule: Order of forward and backward passes: 1f1b, interleaved, gpipe, zb-h1, zb-v or
+            dualpipe-v. None means interleaved if vpp is above 1, else 1f1b. The zero-bubble
             schedules and dualpipe-v split backward passes, so that weight gradients fill idle time.
             zb-v and dualpipe-v need vpp=2: the second chunks lie on the stages in reverse order.
-            "auto" measures the first steps, and then runs the fastest order that fits into memory;
-            with vpp=2 it places chunks like zb-v. A path that ends in .csv names a file with
-            the actions of all stages for one number of microbatches, as "lightning-megatron
-            schedule --csv" writes it. In Python, a function of rank, pp, number of microbatches and
-            vpp can return the actions of a stage, a list of plan.Action; its chunks lie in a loop.
+            "auto" measures the first steps, and then runs the fastest of them that fits into
+            memory; with vpp=2 it places chunks like zb-v. A function of rank, pp, number of
+            microbatches and vpp, named by its path in YAML, can return the actions of a stage, a
+            list of plan.Action; its chunks lie in a loop.
         microbatch_size: Samples per microbatch of one data-parallel rank, or "batch" for one
             microbatch. None means one microbatch without pipeline stages. With stages, None means
             the fewest equal microbatches with at most a fifth of the step idle, or one per sample;
@@ -146,7 +144,7 @@ class StrategyOptions:
     ep: Count
     etp: Count | None
     sequence_parallel: bool | None
-    schedule: ScheduleOption | str | RowFunction | None
+    schedule: ScheduleOption | RowFunction | None
     microbatch_size: Count | Literal["batch"] | None
     recompute: Recompute | Recomputation | None
     loss_chunk: LossChunk
@@ -170,13 +168,8 @@ class StrategyOptions:
         check_expert_rows(self.experts.rows, self.ep, self.experts.transport)
         check_expert_clones(self.clones, self.ep, self.experts.transport)
         etp = self.etp or self.tp
-        check_schedule_name(self.schedule)
-        group_size = self.pipeline.microbatch_group_size
-        if self.custom_order is not None:
-            check_own_order(self.custom_order, group_size)
-        else:
-            check_named_schedule(self.schedule, self.schedule_name, self.pp, self.vpp, group_size)
         ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep), **self.sizes())
+        self._check_schedule()
         linear = self.linear
         context = self.context
         check_sequence_parallel(
@@ -186,7 +179,18 @@ class StrategyOptions:
             self.products, linear.overlap, linear.backend, self.graph_mode, self.optimizer.zero
         )
         check_transport_option(context.transport, self.cp)
-        check_groups_option(context.groups, self.cp, context.transport, self.graphs is not None)
+
+    def _check_schedule(self) -> None:
+        group_size = self.pipeline.microbatch_group_size
+        orders_all = self.custom_order is not None or self.schedule == "auto"
+        if orders_all and group_size is not None:
+            raise ParallelPlanError(
+                f"microbatch_group_size ({group_size}) must be None with schedule "
+                f"{self.custom_order or self.schedule!r}, which orders all microbatches. Use "
+                "schedule='interleaved', or leave microbatch_group_size out."
+            )
+        if self.custom_order is None:
+            check_chunks(self.schedule_name, self.pp, self.vpp, group_size)
 
     @classmethod
     def from_locals(cls, names: Mapping[str, Any]) -> StrategyOptions:
@@ -265,12 +269,10 @@ class StrategyOptions:
 
     @cached_property
     def custom_order(self) -> CustomOrder | None:
-        """Return the order of the user's file or function; None for a named schedule and "auto"."""
+        """Return the order of the user's function; None for a named schedule and "auto"."""
         if callable(self.schedule):
-            return order_from_function(self.schedule, self.pp, self.vpp)
-        if self.schedule is None or self.schedule in (*SCHEDULE_NAMES, "auto"):
-            return None
-        return order_from_file(self.schedule, self.pp, self.vpp)
+            return CustomOrder.of(self.schedule, self.pp, self.vpp)
+        return None
 
     @property
     def pass_order(self) -> OrderOfPasses:
@@ -292,10 +294,7 @@ class StrategyOptions:
         return asdict(self)
 
     def contents(self) -> dict[str, Any]:
-        """Return all arguments by name, with the rows of a schedule in place of its path.
-
-        Ranks compare them: the path of a file may differ between machines.
-        """
+        """Return all arguments by name, as ranks compare them: a function has no address."""
         return self.as_dict() | {"schedule": self.custom_order or self.schedule}
 
 

@@ -69,12 +69,8 @@ class Membership:
                 configuration,
                 self._port.detach(),
             )
-        links = ContextLinks.of(
-            options.context.transport,
-            layout,
-            layout.world_size // num_nodes,
-            options.context.groups,
-        )
+        ranks_per_host = layout.world_size // num_nodes
+        links = ContextLinks.of(options.context.transport, layout, ranks_per_host)
         mesh = ParallelMesh.create(
             layout,
             device=device,

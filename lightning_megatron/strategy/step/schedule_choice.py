@@ -18,9 +18,9 @@ from lightning_megatron.pipeline.action_times import (
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.plan.automatic_schedule import (
     Candidate,
-    SearchResult,
+    fastest,
     in_halves,
-    search_schedule,
+    simulate_named,
 )
 from lightning_megatron.plan.live_microbatches import peak_activations, stage_peaks
 from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
@@ -34,12 +34,12 @@ _GIB = 2**30
 
 
 class ScheduleChoice:
-    """Choice of the fastest schedule that fits in memory, for ``schedule="auto"``.
+    """Choice of the fastest named schedule that fits in memory, for ``schedule="auto"``.
 
     The first steps run a named schedule with every backward pass split into halves. Every rank then
-    runs :func:`search_schedule` with the measured times and memory of all stages and the measured
-    time of a transfer between stages, so that all ranks find the same schedule. Without a known
-    memory limit (on CPUs), a stage may keep as many activations as under zb-h2.
+    simulates the named schedules with the measured times and memory of all stages and the measured
+    time of a transfer between stages, so that all ranks choose the same one. Without a known memory
+    limit (on CPUs), a stage may keep nearly twice as much as under the first schedule.
     """
 
     def __init__(self, mesh: ParallelMesh, executor: PipelineExecutor, name: ScheduleName) -> None:
@@ -92,7 +92,7 @@ class ScheduleChoice:
         if self._measured is None:
             return in_halves(base)
         if num_microbatches not in self._schedules:
-            self._schedules[num_microbatches] = self._search(self._measured, base)
+            self._schedules[num_microbatches] = self._choose(self._measured, base)
         return self._schedules[num_microbatches]
 
     def _base(self, num_microbatches: int, forward_only: bool) -> Schedule:
@@ -105,7 +105,7 @@ class ScheduleChoice:
             forward_only=forward_only,
         )
 
-    def _search(self, measured: MeasuredStages, base: Schedule) -> Schedule:
+    def _choose(self, measured: MeasuredStages, base: Schedule) -> Schedule:
         # On CPUs the kept memory is unknown; all forward passes then count as equal.
         kept = [float(size) for size in measured.kept]
         if not any(kept):
@@ -115,19 +115,13 @@ class ScheduleChoice:
         limit = own_peak * (2 - 1 / base.num_stages)
         if measured.free is not None:
             limit = max(float(measured.free), own_peak)
-        result = search_schedule(
-            base.num_stages,
-            base.num_microbatches,
-            measured.costs,
-            kept,
-            limit,
-            weight_half_share=share,
-            shapes=(base.shape,),
+        # The base is one of the candidates and within the limit.
+        candidates = simulate_named(
+            self._placement, base.num_microbatches, measured.costs, kept, limit, share
         )
         is_known = measured.free is not None
-        transfer = measured.costs.transfer
-        rank_zero_info(_described(result, base.num_microbatches, limit, is_known, transfer))
-        return result.chosen.schedule
+        rank_zero_info(_described(candidates, limit, is_known, measured.costs.transfer))
+        return fastest(candidates).timeline.schedule
 
     def _free(self, medians: Sequence[ActionMedians], num_microbatches: int) -> int | None:
         """Return the memory of this rank that is free for activations; None on a CPU (bytes)."""
@@ -143,13 +137,12 @@ class ScheduleChoice:
         return int(_USABLE_MEMORY_SHARE * total - other_memory)
 
 
-def _described(
-    result: SearchResult, num_microbatches: int, limit: float, is_known: bool, transfer: int
-) -> str:
+def _described(candidates: Sequence[Candidate], limit: float, is_known: bool, transfer: int) -> str:
     """Return the log message about a choice, with times in milliseconds."""
 
     def described(candidate: Candidate) -> str:
-        text = f"{candidate.schedule.name} {candidate.length / 1e3:.1f} ms"
+        timeline = candidate.timeline
+        text = f"{timeline.schedule.name} {timeline.length / 1e3:.1f} ms"
         if is_known:
             text += f" with {candidate.peak / _GIB:.1f} GiB"
         return text if candidate.fits else f"{text}, which does not fit"
@@ -157,10 +150,12 @@ def _described(
     memory = ""
     if is_known:
         memory = f" Activations may take {limit / _GIB:.1f} GiB on each stage."
-    simulated = "; ".join(described(candidate) for candidate in result.named)
+    simulated = "; ".join(map(described, candidates))
+    chosen = fastest(candidates)
+    timeline = chosen.timeline
     return (
-        f"schedule='auto' chose {described(result.chosen)} for {num_microbatches} microbatches, "
-        f"with {result.timeline.bubble:.1%} of the stages' time idle, from the times of steps "
-        f"{WARMUP_STEPS + 1} to {WARMUP_STEPS + MEASURED_STEPS} and {transfer / 1e3:.3g} ms for a "
-        f"transfer between stages. Simulated: {simulated}.{memory}"
+        f"schedule='auto' chose {described(chosen)} for {timeline.schedule.num_microbatches} "
+        f"microbatches, with {timeline.bubble:.1%} of the stages' time idle, from the times of "
+        f"steps {WARMUP_STEPS + 1} to {WARMUP_STEPS + MEASURED_STEPS} and "
+        f"{transfer / 1e3:.3g} ms for a transfer between stages. Simulated: {simulated}.{memory}"
     )

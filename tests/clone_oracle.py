@@ -1,108 +1,12 @@
-"""Plan that moves rows of busy experts to clones of these experts on less busy ranks.
-
-Over ep every rank computes the rows of its own experts, its homes, so all ranks wait for the one
-with the most rows. Every rank also has places, in which clones of other ranks' experts compute for
-one microbatch. A plan says which expert is cloned in which place, and how many selections every
-rank sends there instead of to the home. All ranks compute the same plan from the same counts, and
-the sum over a token's experts stays the same.
-
-This module is the oracle: the operators of torch and the kernel give the same integers. The plan
-uses integers only, so that all ranks agree; a rounded share could be one selection too large.
-"""
+"""Plan of clones in plain integers, which the operators of torch and the kernel must equal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.settings import require_positive
-
-#: Owner of a place that has no clone.
-NO_EXPERT = -1
-
-
-@dataclass(frozen=True)
-class ExpertPlaces:
-    """Homes and places of experts over the ranks of ep.
-
-    Expert e is at home on rank ``e // homes``, and place p is on rank ``p // places``. A physical
-    expert is the index of a home or a place over all ranks: a rank's homes come first, then its
-    places.
-
-    Args:
-        num_ranks: Number of ranks that share the experts (ranks).
-        num_experts: Number of experts of the layer (experts).
-        places: Number of places on every rank (places).
-
-    Raises:
-        ParallelPlanError: If the experts do not divide by the ranks, or a rank has more places than
-            other ranks have experts.
-    """
-
-    num_ranks: int
-    num_experts: int
-    places: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_ranks", "num_experts", "places"):
-            require_positive(name, getattr(self, name))
-        if self.num_experts % self.num_ranks:
-            raise ParallelPlanError(
-                f"num_experts ({self.num_experts}) must be a multiple of num_ranks "
-                f"({self.num_ranks}), because every rank has the same number of experts. Change "
-                "one of them."
-            )
-        remote = self.num_experts - self.homes
-        if self.places > remote:
-            raise ParallelPlanError(
-                f"places ({self.places}) must be at most {remote}, because other ranks have only "
-                f"{remote} of the {self.num_experts} experts. Use fewer places."
-            )
-
-    @property
-    def homes(self) -> int:
-        """Return the number of experts at home on every rank."""
-        return self.num_experts // self.num_ranks
-
-    @property
-    def num_places(self) -> int:
-        """Return the number of places of all ranks."""
-        return self.num_ranks * self.places
-
-    def physical_home(self, expert: int) -> int:
-        """Return the physical expert that is the home of an expert."""
-        rank, home = divmod(expert, self.homes)
-        return rank * (self.homes + self.places) + home
-
-    def physical_place(self, place: int) -> int:
-        """Return the physical expert that is a place."""
-        rank, number = divmod(place, self.places)
-        return rank * (self.homes + self.places) + self.homes + number
-
-
-@dataclass(frozen=True)
-class CloneSettings:
-    """Places for clones of busy experts, and the smallest clone that is worth its transfers.
-
-    Args:
-        places: Number of places on every rank (places).
-        min_rows: Smallest number of selections for which a clone is created (selections).
-
-    Raises:
-        ParallelPlanError: For values out of range.
-    """
-
-    places: int
-    min_rows: int = 0
-
-    def __post_init__(self) -> None:
-        require_positive("places", self.places)
-        if self.min_rows < 0:
-            raise ParallelPlanError(
-                f"min_rows must not be negative: it is {self.min_rows} selections. Use 0 or more."
-            )
+from lightning_megatron.plan.expert_clones import NO_EXPERT, ExpertPlaces
 
 
 @dataclass(frozen=True)
@@ -134,17 +38,7 @@ class ClonePlan:
         return self.owners[rank * places + number - homes]
 
 
-#: Choice of the expert and the number of selections of every place, from the surplus of every
-#: expert, the room of every rank and the layout.
-Assignment = Callable[[Sequence[int], Sequence[int], ExpertPlaces], list[tuple[int, int]]]
-
-
-def plan_clones(
-    counts: Sequence[Sequence[int]],
-    places: int,
-    min_rows: int = 0,
-    assign: Assignment | None = None,
-) -> ClonePlan:
+def plan_clones(counts: Sequence[Sequence[int]], places: int, min_rows: int = 0) -> ClonePlan:
     """Return the clones that balance the rows of ranks.
 
     Afterwards no rank has more rows than the busiest had before. Selections without a place stay at
@@ -155,7 +49,6 @@ def plan_clones(
             (selections).
         places: Number of places on every rank (places).
         min_rows: Smallest number of selections for which a clone is made (selections).
-        assign: Choice of the clones; None means :func:`assign_largest_first`.
 
     Raises:
         ParallelPlanError: If the sizes do not fit together.
@@ -171,7 +64,7 @@ def plan_clones(
     excess = [
         surplus for totals_of_rank in by_rank for surplus in excess_of_rank(totals_of_rank, mean)
     ]
-    assigned = (assign or assign_largest_first)(excess, room, layout)
+    assigned = assign_largest_first(excess, room, layout)
     kept = [
         (owner, amount) if amount >= max(min_rows, 1) else (NO_EXPERT, 0)
         for owner, amount in assigned
@@ -234,30 +127,6 @@ def assign_largest_first(
         space[rank] -= amount
         experts_of_rank[rank].append((expert, amount))
     return [place for experts in experts_of_rank for place in experts]
-
-
-def assign_one_shot(
-    excess: Sequence[int], room: Sequence[int], layout: ExpertPlaces
-) -> list[tuple[int, int]]:
-    """Return the expert and the number of selections of every place, by overlaps on one line.
-
-    Surplus and room are arranged as intervals on a line, each in descending order. A rank's places
-    take the largest overlaps with its room. This leaves more at home than
-    :func:`assign_largest_first`, noticeably from 8 ranks on.
-
-    Args:
-        excess: Number of selections of every expert that are to leave its rank (selections).
-        room: Number of selections that fit on every rank (selections).
-    """
-    experts = sorted(range(len(excess)), key=lambda expert: -excess[expert])
-    ranks = sorted(range(len(room)), key=lambda rank: -room[rank])
-    chunks = overlaps(sorted(excess, reverse=True), sorted(room, reverse=True))
-    assigned = [(NO_EXPERT, 0)] * layout.num_places
-    for column, rank in enumerate(ranks):
-        largest = sorted(range(len(experts)), key=lambda row: -chunks[row][column])
-        for number, row in enumerate(largest[: layout.places]):
-            assigned[rank * layout.places + number] = experts[row], chunks[row][column]
-    return assigned
 
 
 def divide_over_ranks(
