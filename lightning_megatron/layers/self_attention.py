@@ -240,7 +240,7 @@ class SelfAttention(Attention):
         ranges: Sequence[ShardRange],
         eps: float | None,
         offset: float,
-    ) -> tuple[nn.Module, nn.Module] | tuple[None, None]:
+    ) -> tuple[nn.Module | None, nn.Module | None]:
         """Build the norms of the queries and of the keys; without an epsilon there are none.
 
         Args:
