@@ -17,7 +17,7 @@ SegmentScope = Literal[
 ]
 GraphMode = Literal["segments", "full"]
 """Whether graphs hold parts of a chunk, or a whole step up to the update of the parameters."""
-GraphScope = SegmentScope | Literal["all"]
+GraphScope = Literal[SegmentScope, "all"]
 """Part of a model that mode "segments" captures, as :class:`CudaGraphs` describes it."""
 _GRAPH_COMPILE_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
