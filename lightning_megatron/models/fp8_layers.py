@@ -39,7 +39,8 @@ def set_fp8(
 ) -> list[str]:
     """Make linear layers of a model compute in 8 bits; return the names of those on this rank.
 
-    The model need not be on ``device`` yet.
+    With ``emulate``, products are computed in the precision of the device. The model need not be on
+    ``device`` yet.
     """
     num_layers = sum(model.partition.counts)
     linears = {name: (index, linear) for index, name, linear in _linears(model)}

@@ -73,7 +73,7 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
 
 
 def random_model(path: str, config: Any, dtype: str) -> nn.Module:
-    """Build the model of a configuration, whose dtype ``auto`` means, with random weights."""
+    """Build the model of a configuration with random weights; ``auto`` is the dtype it names."""
     with name_folder_in_errors(
         path, "config.json must describe a model that transformers can build"
     ):
