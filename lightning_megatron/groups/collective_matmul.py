@@ -86,6 +86,7 @@ def all_gather_scaled_matmul(
         matrix: Right factor in 8 bits, the transpose of a contiguous matrix.
         scales: Scale of the left factor, which is the same on all ranks, and of the right one.
         axis: Axis of the ranks, for which :func:`overlaps_scaled_products` holds.
+        fast: Whether the chip may sum up with fewer bits.
 
     Communication: an all-gather of 8 bits.
     """
@@ -116,6 +117,7 @@ def scaled_matmul_reduce_scatter(
     Args:
         matrix: Right factor, the transpose of a contiguous matrix.
         axis: Axis of the ranks, for which :func:`overlaps_scaled_products` holds.
+        fast: Whether the chip may sum up with fewer bits.
 
     Communication: a reduce-scatter.
     """

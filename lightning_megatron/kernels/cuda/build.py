@@ -37,18 +37,8 @@ def build_library(
     """Return the library of the sources and compilers; build it if it is not in the cache.
 
     If several processes call at the same time, one of them builds and the others wait. A finished
-    build is renamed to its final folder, so a library in that folder is always complete.
-
-    Args:
-        cache: Folder of libraries, created if missing.
-        sources: Sources to compile.
-        toolchain: Compilers and headers.
-        num_jobs: Number of files that are compiled in parallel (files).
-        say: Function that gets a message with the expected time before the build starts.
-
-    Raises:
-        UnsupportedError: If the folder is not writable, the disk is full, or a file does not
-            compile.
+    build is renamed to its final folder, so a library in that folder is always complete. Before a
+    build, ``say`` gets a message with the expected time.
     """
     folder = cache / f"{sources.key}-{toolchain.key}"
     if (folder / LIBRARY).is_file():  # without a lock, which a read-only cache does not allow

@@ -26,13 +26,8 @@ WHEEL_PACKAGE = "lightning_megatron_kernels"
 
 @dataclass(frozen=True)
 class BuiltLibrary:
-    """A built library with the facts of its build.
-
-    Args:
-        nvcc: Version of nvcc in the build.
-        cutlass: Version of CUTLASS in the build.
-        seconds: Duration of the build (seconds).
-        origin: Origin of the library, the cache or an installed wheel.
+    """A built library, with the versions of nvcc and CUTLASS and the duration of its build
+    (seconds).
     """
 
     path: Path
@@ -52,9 +47,6 @@ def find_library(cache: Path, sources: Sources) -> BuiltLibrary | None:
 
     The newest library in the cache has priority over an installed wheel. The search needs no
     compiler, so it also works on machines that share a cache with a build machine.
-
-    Args:
-        cache: Folder of libraries.
     """
     folder = _newest(cache, sources)
     if folder is not None:
@@ -65,11 +57,7 @@ def find_library(cache: Path, sources: Sources) -> BuiltLibrary | None:
 
 
 def reason_against_library(cache: Path, sources: Sources) -> str:
-    """Explain why no library was found, and how to get one.
-
-    Args:
-        cache: Folder of libraries.
-    """
+    """Explain why no library was found, and how to get one."""
     folder = _installed_folder()
     libraries = folder.glob(f"*/{LIBRARY}") if folder else ()
     others = sorted({path.parent.name.split("-")[0] for path in libraries})
@@ -84,11 +72,7 @@ def reason_against_library(cache: Path, sources: Sources) -> str:
 
 
 def describe(path: Path) -> BuiltLibrary:
-    """Read the description of a library.
-
-    Raises:
-        UnsupportedError: If the description is missing or damaged.
-    """
+    """Read the description of a library, or raise if it is missing or damaged."""
     try:
         fields = json.loads((path.parent / DESCRIPTION).read_text(encoding="utf-8"))
         return BuiltLibrary(

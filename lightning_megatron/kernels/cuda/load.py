@@ -18,9 +18,6 @@ def load_library(path: Path) -> None:
     """Register the operators of a library as ``torch.ops.lm_kernels``.
 
     Loading a library again has no effect.
-
-    Raises:
-        UnsupportedError: If it cannot be loaded.
     """
     try:
         torch.ops.load_library(path)
@@ -33,11 +30,7 @@ def load_library(path: Path) -> None:
 
 
 def reason_not_runnable(device: int = 0) -> str | None:
-    """Return the reason why a GPU cannot run the kernels; None if it can.
-
-    Args:
-        device: Index of the GPU.
-    """
+    """Return the reason why a GPU cannot run the kernels; None if it can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     capability = torch.cuda.get_device_capability(device)

@@ -36,13 +36,7 @@ _VARIANT = re.compile(r"^ +V\((\w+),", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Sources:
-    """A folder of sources with the hash of its files.
-
-    Args:
-        folder: Folder of the files to compile.
-        key: Hash of file names, contents and compiler flags, 16 digits.
-        architecture: Architecture of the kernels.
-    """
+    """A folder of sources with a hash of file names, contents and compiler flags, 16 digits."""
 
     folder: Path
     key: str
@@ -60,12 +54,7 @@ class Sources:
 
 
 def flags_of(suffix: str, architecture: str) -> tuple[str, ...]:
-    """Return the compiler flags of a kind of file, without include folders.
-
-    Args:
-        suffix: Suffix of the file, ``.cu`` for kernels and ``.cpp`` for operators.
-        architecture: Architecture of the kernels.
-    """
+    """Return the compiler flags of files with a suffix, without include folders."""
     if suffix != ".cu":
         return _FLAGS[suffix]
     number = architecture.removeprefix("sm_")
@@ -75,13 +64,7 @@ def flags_of(suffix: str, architecture: str) -> tuple[str, ...]:
 def read_sources(folder: Path = BUNDLED, architecture: str = ARCHITECTURE) -> Sources:
     """Read the sources and compute their hash.
 
-    Args:
-        folder: Folder of the sources.
-        architecture: Architecture of the kernels. Each architecture but the default has a subfolder
-            of its name.
-
-    Raises:
-        UnsupportedError: If the folder has no sources.
+    Each architecture but the default has a subfolder of its name.
     """
     if not (folder / "variants.h").is_file():
         raise UnsupportedError(

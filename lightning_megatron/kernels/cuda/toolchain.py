@@ -23,9 +23,7 @@ class Toolchain:
     """Compilers and headers of a build.
 
     Args:
-        nvcc_version: Version of nvcc, such as ``13.0.88``.
         cutlass: Include folder of CUTLASS.
-        cutlass_version: Version of CUTLASS, such as ``4.2.0``.
         torch: Folder of the package torch.
     """
 
@@ -51,10 +49,6 @@ def find_toolchain(cuda_home: Path | None = None, cutlass: Path | None = None) -
     Args:
         cuda_home: Folder of a CUDA toolkit; None searches the PATH, then NVIDIA's wheels.
         cutlass: Folder of CUTLASS, or its include folder; None uses the package nvidia-cutlass.
-
-    Raises:
-        MissingExtraError: If nvcc, CUTLASS or torch is not found.
-        UnsupportedError: If a version is not supported, or if nvcc does not run.
     """
     nvcc = find_nvcc(cuda_home)
     include = find_cutlass(cutlass)
@@ -73,13 +67,8 @@ def find_toolchain(cuda_home: Path | None = None, cutlass: Path | None = None) -
 
 
 def find_nvcc(cuda_home: Path | None = None) -> Path:
-    """Return the path of nvcc in a toolkit, on the PATH, or in the wheel nvidia-cuda-nvcc.
-
-    Args:
-        cuda_home: Folder of a CUDA toolkit; None searches the PATH, then NVIDIA's wheels.
-
-    Raises:
-        MissingExtraError: If nvcc is not found.
+    """Return the path of nvcc in a toolkit, or else on the PATH or in the wheel
+    nvidia-cuda-nvcc.
     """
     if cuda_home is not None:
         nvcc = cuda_home / "bin" / "nvcc"
@@ -105,14 +94,7 @@ def find_nvcc(cuda_home: Path | None = None) -> Path:
 
 
 def find_cutlass(folder: Path | None = None) -> Path:
-    """Return the include folder of CUTLASS.
-
-    Args:
-        folder: Folder of CUTLASS, or its include folder; None uses the package nvidia-cutlass.
-
-    Raises:
-        MissingExtraError: If the headers are not found.
-    """
+    """Return the include folder of CUTLASS, in a folder or else in the package nvidia-cutlass."""
     spec = find_spec("cutlass_library") if folder is None else None
     includes = [folder, folder / "include"] if folder is not None else []
     if spec is not None:

@@ -42,18 +42,10 @@ Tag: {tag}
 
 
 def build_wheel(out: Path, library: BuiltLibrary, sources: Sources, release: str) -> Path:
-    """Write the wheel of a library and return its path.
+    """Write the wheel of a library of a release into a folder and return its path.
 
     The wheel of a library is reproducible byte by byte. The key of the sources is the local part of
     the version, so pip replaces a wheel of other sources even if the release is the same.
-
-    Args:
-        out: Folder of the wheel, created if missing.
-        library: Library to pack.
-        release: Version of the package that the sources belong to.
-
-    Raises:
-        UnsupportedError: If the folder is not writable.
     """
     version = f"{release}+src{sources.key}"
     # The library links to torch, which the manylinux policies do not allow. The tag names the

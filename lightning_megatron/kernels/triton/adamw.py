@@ -63,7 +63,6 @@ class AdamKernel:
         Shapes: the tensors of a slice have one shape, and all are contiguous.
 
         Args:
-            parameters: Main parameters in float32.
             gradients: Gradients of the parameters, of one dtype; not modified.
             averages: First moments, all in float32 or bfloat16, as the second ones.
             steps: Numbers of earlier steps, in float32 on the device; each is increased by 1.
@@ -124,7 +123,6 @@ _Key = tuple[int, ...]
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the addresses of tensors."""
     # Called for every slice in every step: map is faster than a comprehension.
     return list(map(Tensor.data_ptr, tensors))
 
@@ -134,7 +132,6 @@ class _Table:
     """Addresses of slices on their device, and the assignment of programs to slices.
 
     Args:
-        key: Addresses and sizes, on the host.
         rows: Addresses and sizes on the device, with the number of the first program of every
             slice.
         owners: Index of the slice of every program.

@@ -31,12 +31,9 @@ def assign_clones(
 ]:
     """Plan the clones that balance the rows of ranks; all results are int64.
 
-    ``experts.transport.cloning.place_clones`` describes the plan.
-
-    Args:
-        counts: Number of selections of every expert by the tokens of every rank (selections).
-        places: Number of places on every rank (places).
-        min_rows: Smallest number of selections for which a clone is created (selections).
+    ``experts.transport.cloning.place_clones`` describes the plan. The tokens of rank r have
+    selected expert e ``counts[r, e]`` times; a clone is created for at least ``min_rows``
+    selections.
 
     Returns:
         The expert that is cloned in every place, or -1; the number of selections that are sent
@@ -84,8 +81,6 @@ def physical_experts(
         rows: Row of each selection, sorted by expert.
         ends: End (exclusive) of the rows of every expert of the layer.
         off: Number of selections that this rank sends to every place (selections).
-        homes: Number of experts at home on every rank (experts).
-        places: Number of places on every rank (places).
     """
     experts = experts.contiguous()
     rows = rows.contiguous()

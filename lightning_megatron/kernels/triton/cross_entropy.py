@@ -34,14 +34,9 @@ def cross_entropy_statistics(
     The results are float32.
 
     Args:
-        logits: Logits of a half type or float32.
         index: Column of each label; negative for labels of other shards, whose logit is 0.
         num_valid: Number of columns without the padding after them (columns).
         with_sum: Whether to compute the sum of the logits; it is 0 otherwise.
-
-    Returns:
-        The largest logit, the sum of exponentials relative to it, the label's logit, and the sum of
-        the logits.
     """
     rows = as_rows(logits)
     labels = index.contiguous()
@@ -78,11 +73,7 @@ def cross_entropy_gradient(
         scale: Gradient of each loss in float32; 0 for ignored labels.
         num_valid: Number of columns without padding (columns).
         smoothing: Probability that is spread over the vocabulary.
-        vocab_size: Size of the full vocabulary (tokens).
         overwrite: Whether the result may use the memory of the logits, if they are contiguous.
-
-    Returns:
-        The gradient in the dtype of the logits.
     """
     rows = as_rows(logits)
     if overwrite and logits.is_contiguous():

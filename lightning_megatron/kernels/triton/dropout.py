@@ -30,10 +30,8 @@ def drop_elements(
     bit for bit.
 
     Args:
-        values: The elements; not float64.
         key: Key of the mask, on the CPU or on the device of the values.
         threshold: Elements with a smaller 31-bit number are dropped.
-        scale: Factor of the elements that are kept.
     """
     rows = as_rows(values)
     output = torch.empty(values.shape, dtype=values.dtype, device=values.device)

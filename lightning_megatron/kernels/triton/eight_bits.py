@@ -41,14 +41,11 @@ def cast_by_one_scale(
 ) -> tuple[Cast | None, Cast | None]:
     """Cast a contiguous matrix with one scale, that of the largest of some magnitudes.
 
-    Returns:
-        The matrix and its scale, and the transposed matrix, whose rows are padded with 0, and its
-        scale; None for what was not asked for.
+    The results are the matrix and the transposed one, whose rows are padded with 0, each with its
+    scale; None for what was not asked for by ``rows`` and ``columns``.
 
     Args:
         parts: Bit patterns of magnitudes.
-        rows: Whether the matrix is needed.
-        columns: Whether the transposed matrix is needed.
         multiple: Number that the rows of the transposed matrix are padded to a multiple of.
         running_magnitude: Bit pattern of a magnitude, which the same pass raises to the largest
             magnitude of the matrix if that is larger; None skips this.
@@ -134,11 +131,6 @@ def cast_by_blocks(
 
     Shapes: scales ``(rows, columns/128)`` and ``(columns, rows/128)``, stored by columns; of square
         blocks ``(rows/128, columns/128)`` and its transpose, stored by rows. Divisions round up.
-
-    Args:
-        rows: Whether the matrix is needed.
-        columns: Whether the transposed matrix is needed.
-        is_square: Whether blocks are 128 x 128.
     """
     result = _new(matrix, dtype, rows=rows, columns=columns, multiple=TILE)
     tiles = _tiles(matrix, result)

@@ -35,8 +35,6 @@ def sort_selections(
 
     Args:
         experts: Experts selected for every token, int64; -1 means none.
-        first: Number of this rank's first expert.
-        num_experts: Number of this rank's experts (experts).
 
     Returns:
         The selection of every row, the row of every selection, and the end (exclusive) of the rows

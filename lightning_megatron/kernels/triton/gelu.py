@@ -30,7 +30,6 @@ def apply_gelu(
     exponential and no branch.
 
     Args:
-        hidden: Input of the activation.
         approximate_by_tanh: Whether to use the tanh approximation, as GPT-2 does.
 
     Source: Hendrycks and Gimpel 2016.

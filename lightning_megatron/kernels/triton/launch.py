@@ -50,12 +50,11 @@ def ceil_div(size: int, part: int) -> int:
 
 
 def early_start(seq_length: int | None) -> dict[str, bool]:
-    """Return the options of a launch on the current device, of which ``EARLY`` is a kernel's own.
+    """Return the options of a launch on the current device, of which ``EARLY`` is a kernel's
+    own.
 
-    Only passes over one token of each row that a CUDA graph captures start kernels early.
-
-    Args:
-        seq_length: Number of tokens of each row; None if the kernel must not start early (tokens).
+    Only passes over one token of each row that a CUDA graph captures start kernels early; None as
+    the number of tokens forbids it.
     """
     is_early = (
         seq_length == 1
@@ -73,11 +72,7 @@ def _can_start_early() -> bool:
 
 @triton.jit
 def wait_early(EARLY: tl.constexpr) -> None:
-    """Allow the next kernel to start, and wait for the results of the previous one.
-
-    Args:
-        EARLY: Whether the kernel was launched to start early.
-    """
+    """Allow the next kernel to start, and wait for the results of the previous one."""
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

@@ -40,11 +40,8 @@ def magnitude_parts(matrix: Float[Tensor, "rows columns"]) -> Int[Tensor, "parts
 def line_magnitudes(
     matrix: Float[Tensor, "rows columns"], *, of_rows: bool, of_columns: bool
 ) -> tuple[Int[Tensor, "rows"] | None, Int[Tensor, "columns"] | None]:
-    """Return bit patterns of the largest magnitude of each row and column of a contiguous matrix.
-
-    Args:
-        of_rows: Whether those of the rows are needed.
-        of_columns: Whether those of the columns are needed.
+    """Return bit patterns of the largest magnitude of each row and column of a contiguous
+    matrix.
     """
     rows, columns = matrix.shape
     tiles = ceil_div(rows, TILE), ceil_div(columns, TILE)
@@ -72,12 +69,7 @@ def note_magnitude(
     bits: tl.tensor,
     program: tl.tensor,
 ) -> None:
-    """Let one of ``MAGNITUDE_PARTS`` bit patterns grow to the largest one of a program.
-
-    Args:
-        magnitudes: The bit patterns that grow.
-        bits: Bit patterns of a block of magnitudes, which has one dimension.
-    """
+    """Let one of ``MAGNITUDE_PARTS`` bit patterns grow to the largest one of a block."""
     tl.atomic_max(magnitudes + program % _PARTS, tl.max(bits, 0), sem="relaxed")
 
 

@@ -40,7 +40,7 @@ def add_norm(
     take_bias: GradientSink | None = None,
     magnitudes: Int[Tensor, "parts"] | None = None,
 ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]:
-    """Add an update to the residual stream and normalise the sum.
+    """Add an update to the residual stream and normalise the sum; return both, in its dtype.
 
     Equal to ``stream = hidden + update; (stream, rms_norm(stream) or layer_norm(stream))``, with
     statistics and products in float32. The gradient of the weight is summed in a fixed order.
@@ -48,18 +48,11 @@ def add_norm(
     Args:
         update: Tensor that is added to the stream; None means that the first result is ``hidden``
             itself.
-        weight: Scale of each feature.
-        bias: Shift of each feature; None means no shift.
-        eps: Number that is added to the mean square or to the variance.
-        is_rms: Whether to compute an RMS norm; otherwise a layer norm.
         take_weight: Function that gets the weight gradient as partial sums, ``(parts, hidden)`` in
             float32; None leaves it to autograd.
         take_bias: Function that gets the bias gradient in the same way; None leaves it to autograd.
         magnitudes: ``MAGNITUDE_PARTS`` bit patterns, the largest of which grows to the largest
             magnitude of the normalised vectors in the same pass; None finds none.
-
-    Returns:
-        The new residual stream, and the normalised vectors in its dtype.
     """
     return _AddNorm.apply(
         hidden, update, weight, bias, eps, is_rms, take_weight, take_bias, magnitudes

@@ -40,12 +40,10 @@ def norm_and_rotate_qkv(
     normalised head is kept.
 
     Args:
-        qkv: Output of the fused projection.
         tables: Cosines and sines of the first elements of a head; the others are not rotated.
         sizes: This rank's query heads, its key/value heads, and the size of a head (heads, heads,
             elements).
         scales: Factors of the normalised queries and keys; None means no norm.
-        eps: Number that is added to the mean square of a head.
     """
     query_scale, key_scale = scales or (None, None)
     outputs: tuple[Tensor, Tensor, Tensor] = _NormAndRotate.apply(

@@ -31,11 +31,7 @@ _WORD_BYTES = 4
 
 
 def one_shot_bytes(num_ranks: int, num_bytes: int) -> int:
-    """Return the size of the region of a rank (bytes).
-
-    Args:
-        num_bytes: Size of the largest tensor that is reduced (bytes).
-    """
+    """Return the size of the region of a rank, for the largest tensor that is reduced (bytes)."""
     programs = ceil_div(num_bytes, _WORD_BYTES * _WORDS)
     return 8 * programs * (_HEADER.value + 2 * num_ranks * _WORDS)
 
@@ -54,7 +50,6 @@ def reduce_one_shot_(
     Args:
         x: Contiguous tensor with a multiple of 4 bytes: of a half type or float32 for sums, of
             int32 for maxima. A first dimension of one marks a pass over one token of each row.
-        op: Operation.
     """
     num_words = x.numel() * x.element_size() // _WORD_BYTES
     with on_device_of(x):

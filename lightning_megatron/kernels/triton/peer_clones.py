@@ -30,7 +30,6 @@ def put_counts(ends: Int[Tensor, "experts"], pointers: Int[Tensor, "ranks"], ran
 
     Args:
         ends: End (exclusive) of the selections of every expert of the layer, sorted by expert.
-        pointers: Address of the counts of every rank.
     """
     num_experts = ends.shape[0]
     with on_device_of(ends):
@@ -49,8 +48,6 @@ def put_weights(
     """Write the weight of every home with a clone into the place of the clone.
 
     Args:
-        weights: One matrix of every home, each without gaps.
-        pointers: Address of the memory of every rank.
         start: Offset of the stack of these matrices (bytes).
     """
     homes = weights.shape[0]
@@ -76,10 +73,7 @@ def add_clone_gradients(
     The gradients are float32. Homes without a clone are not changed.
 
     Args:
-        sums: Sum of the gradients of every home, each without gaps.
-        pointers: Address of the memory of every rank.
         start: Offset of the stack of these gradients (bytes).
-        scale: Factor of the gradients.
     """
     homes = sums.shape[0]
     size = sums[0].numel()

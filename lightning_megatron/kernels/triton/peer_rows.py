@@ -35,15 +35,8 @@ def put_tokens(
 ) -> None:
     """Write every token into its row on the ranks of its experts, this rank included.
 
-    If probabilities are given, they and the selections of every token are written to all ranks.
-
-    Args:
-        hidden: This rank's tokens.
-        probabilities: Probabilities of the selected experts; None writes tokens only.
-        experts: Experts selected for the tokens; -1 means none.
-        pointers: Address of the buffer of every rank.
-        experts_each: Number of experts of every rank (experts).
-        layout: Memory layout of the buffer.
+    If probabilities are given, they and the selections of every token are written to all ranks. An
+    expert of -1 means none.
     """
     hidden = as_rows(hidden)
     experts = experts.contiguous()
@@ -85,8 +78,6 @@ def put_sums(
             other ranks.
         ends: End (exclusive) of the rows of every expert, on the device.
         needed: Number of rows that all selections of this rank's experts need, on the device.
-        pointers: Address of the buffer of every rank.
-        layout: Memory layout of the buffer.
     """
     values = as_rows(values)
     rows = rows.contiguous()
@@ -110,15 +101,10 @@ def add_buffer_rows(
 ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens top_k"] | None]:
     """Sum the rows that the ranks of a token's experts have written, in the order of ranks.
 
-    The sum is computed in float32, or in float64 for float64 rows.
+    The sum is computed in float32, or in float64 for float64 rows. The buffer and the gradients of
+    probabilities are ordered by the rank that wrote them. An expert of -1 means none.
 
     Shapes: there are ``ranks * tokens`` rows of the buffer.
-
-    Args:
-        buffer: Sums of rows, ordered by the rank that wrote them.
-        scales: Gradients of probabilities in the same order; None means no gradients.
-        experts: Experts selected for this rank's tokens; -1 means none.
-        experts_each: Number of experts of every rank (experts).
     """
     experts = experts.contiguous()
     width = buffer.shape[1]

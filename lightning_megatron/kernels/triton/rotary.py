@@ -40,10 +40,7 @@ def rotate_qkv(
     one gradient in the layout of ``qkv``, without a concatenation.
 
     Args:
-        qkv: Output of the fused projection; overwritten.
         tables: Cosines and sines from ``rotary_tables``.
-        num_heads: Number of this rank's query heads (heads).
-        num_kv_heads: Number of this rank's key/value heads (heads).
     """
     return _RotateQKV.apply(qkv, *tables, num_heads, num_kv_heads)
 

@@ -57,7 +57,6 @@ def attend_rotated_token(
             not written by a kernel of the graph.
         counters: Zeros, of int32; the kernel leaves zeros.
         scales: Factors of the normalised queries and keys; None means no norm before the rotation.
-        eps: Number that is added to the mean square of a head.
     """
     _, kv_heads, slots, head_dim = keys.shape
     heads = qkv.numel() // head_dim - 2 * kv_heads
@@ -205,21 +204,13 @@ def _attend_part(
     """Return the largest score, the sum of the weights and the weighted sum of some values.
 
     Args:
-        queries: Rotated queries of the heads that share the keys.
         key: Rotated new key.
-        value: New value.
-        keys: Address of the keys of all slots.
-        values: Address of the values of all slots.
         block_keys: Keys of the first block, with zeros for the new slot.
         block_values: Values of the first block, with zeros for the new slot.
         first: First slot.
         last: Slot after the last one.
         new: Slot of the new key and value.
         scale: Factor of the scores, for powers of two.
-        HEAD_DIM: Size of a head.
-        ROWS: Rows of the queries.
-        LANES: Elements of a head, padded.
-        BLOCK: Slots of a block.
     """
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)

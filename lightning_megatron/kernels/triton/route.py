@@ -42,15 +42,11 @@ class RouteSettings:
     """Rules of scoring and selecting experts; see ``plan.experts.ExpertsConfig`` for details.
 
     Args:
-        num_experts: Number of experts of the layer (experts).
-        top_k: Number k of experts that each token chooses (experts).
         num_groups: Number of groups of experts; only experts of the best groups are eligible. 1
             makes all eligible.
         top_k_groups: Number of eligible groups.
         best_of_group: Number of a group's best scores that are summed as its own score.
         is_softmax: Whether scores are a softmax of the logits; otherwise they are sigmoids.
-        is_normalized: Whether the scores of the selected experts are divided by their sum.
-        scale: Factor of the probabilities of the selected experts.
         num_sequences: Number of sequences with sums of their own; token t belongs to sequence
             ``t % num_sequences``.
         round_robin_start: Number of the first token's first expert, if experts are assigned
@@ -100,15 +96,8 @@ def route_tokens(
 ) -> tuple[Shaped[Tensor, "..."], ...]:
     """Score all experts for every token, choose the best, and sum the statistics for the losses.
 
-    The logits get gradients from the probabilities, from the sums of shares and from the sum of
-    squares.
-
-    The logits are float32.
-
-    Args:
-        logits: Logits of the router.
-        bias: Tensor that is added to the scores for the selection only; None means no bias.
-        settings: Rules of the selection.
+    The logits, in float32, get gradients from the probabilities, from the sums of shares and from
+    the sum of squares. The bias is added to the scores for the selection only.
 
     Returns:
         Seven tensors: the probabilities of the selected experts ``(tokens, top_k)``; the selected

@@ -43,13 +43,10 @@ def add_routing(
 
     Args:
         sums: Sums of the step, in the layout of ``RouterStatistics``.
-        load: Number of selections of each expert.
         entropy_sum: Sum of the tokens' entropies (nats).
-        dropped: Number of dropped selections; None means none.
         share_sums: Sums of the tokens' shares of scores, in float32.
         load_factors: Factors of the share sums in the balance loss, computed from the load; None
             means no such loss.
-        coefficient: Coefficient of the balance loss.
         square_sum: Sum of the squared log-sum-exp of the logits, for the z-loss.
         square_coefficient: Coefficient of the z-loss; 0 means no such loss.
     """
@@ -81,11 +78,8 @@ def attach_losses(
 
     Args:
         x: Tensor that the main loss depends on.
-        share_sums: Sums of the tokens' shares of scores, in float32.
         load_factors: Factors of the share sums in the balance loss, without a gradient; None means
             no such loss.
-        coefficient: Coefficient of the balance loss.
-        square_sum: Sum of the squared log-sum-exp of the logits, in float32.
         square_coefficient: Coefficient of the z-loss; 0 means no such loss.
         scale: Factor of both losses; a tensor is read in the backward pass only.
     """

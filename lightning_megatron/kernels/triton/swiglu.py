@@ -38,7 +38,6 @@ def apply_swiglu(
     rounded once. Only ``gate_up`` is kept for the backward pass.
 
     Args:
-        gate_up: The features.
         magnitudes: ``MAGNITUDE_PARTS`` bit patterns, the largest of which grows to the largest
             magnitude of the output in the same pass; None finds none.
         take_magnitude: Function that gets the gradient of ``gate_up`` and bit patterns, the largest

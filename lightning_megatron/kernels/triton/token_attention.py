@@ -75,14 +75,9 @@ def store_token(
     values: Float[Tensor, "batch kv_heads slots value_dim"],
     place: Int[Tensor, "1"],
 ) -> None:
-    """Store one token of each row in slot ``place % slots``.
+    """Store one token of each row in slot ``place % slots`` of the contiguous keys and values.
 
     Equal to ``index_copy_`` of both.
-
-    Args:
-        keys: Keys of all slots; contiguous.
-        values: Values of all slots; contiguous.
-        place: Place of the new token in its row, on the device (tokens).
     """
     _, num_rows, kv_heads, head_dim = key.shape
     slots, value_dim = values.shape[2:]

@@ -30,11 +30,8 @@ def permute_tokens(
     summed in float32.
 
     Args:
-        hidden: Hidden states of the tokens.
-        probabilities: Probabilities of the selections; with None the second result is None.
         rows: Row of every selection; past the last end for selections without a row.
         ends: End (exclusive) of the rows of every expert, on the device.
-        num_rows: Number of rows of the result (rows).
     """
     return _Permute.apply(hidden, probabilities, rows, ends, num_rows)
 
@@ -45,11 +42,12 @@ def unpermute_rows(
     rows: Int[Tensor, "tokens top_k"],
     ends: Int[Tensor, "experts"],
 ) -> Float[Tensor, "tokens hidden"]:
-    """Sum the rows of every token's selections in float32, weighted by their probabilities.
+    """Sum the rows of every token's selections in float32, weighted by their probabilities if
+    any.
+
+    Rows past the last end are not read.
 
     Args:
-        values: Rows to sum; rows past the last end are not read.
-        probabilities: Factor of the row of every selection; None means 1.
         rows: Row of every selection; past the last end for selections without a row.
         ends: End (exclusive) of the rows of every expert, on the device.
     """

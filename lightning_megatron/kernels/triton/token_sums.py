@@ -40,11 +40,7 @@ _HEADER = tl.constexpr(2)
 
 
 def token_sum_bytes(num_ranks: int, width: int) -> int:
-    """Return the size of the region of a rank (bytes).
-
-    Args:
-        width: Size of the residual stream, an even number (elements).
-    """
+    """Return the size of the region of a rank, for an even width of the residual stream (bytes)."""
     return 8 * (_HEADER.value + 2 * num_ranks * power_of_two(width // 2))
 
 
@@ -58,7 +54,6 @@ def send_token_vector(
     """Send the vector of a token to all ranks if this rank holds it, and zeros otherwise.
 
     Args:
-        tokens: The token, a legal id.
         table: Vectors of this rank, of a half type with an even number of elements; ranks have
             equal numbers of consecutive tokens.
         number: Number of the sum in the pass.
@@ -85,9 +80,6 @@ def add_norm_sums(
 
     Equal to ``add_norm(stream, sum of the products)``, where the sum is computed in float32 and
     rounded once. All ranks get the same bits. There is no gradient.
-
-    Returns:
-        The new residual stream and the normalised vector.
 
     Args:
         stream: The residual stream, of a half type; None means zeros.
@@ -141,12 +133,7 @@ def region_of(pointers: tl.tensor, rank: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def sequence_number(region: tl.tensor, number: tl.tensor) -> tl.tensor:
-    """Return the sequence number of a sum, which counts the sums of all passes.
-
-    Args:
-        region: Address of the region of this rank.
-        number: Number of the sum in this pass.
-    """
+    """Return the sequence number of a sum of this pass, which counts the sums of all passes."""
     return (tl.load(region) + number).to(tl.int32)
 
 
@@ -161,15 +148,8 @@ def send_words(
     NUM_RANKS: tl.constexpr,
     SLOT: tl.constexpr,
 ) -> None:
-    """Write words into the regions of all ranks.
-
-    Args:
-        words: Words, as int32.
-        places: Place of each word in the row of a rank.
-        inside: Whether each word is sent.
-        regions: Address of the region of every rank.
-        sequence: Sequence number of the sum.
-        SLOT: Words of the row of a rank.
+    """Write the words (int32) inside into the regions of all ranks, at their places in this rank's
+    row.
     """
     row = _HEADER + ((sequence & 1) * NUM_RANKS + rank) * SLOT
     sent = (words.to(tl.int64) & 0xFFFFFFFF) | (sequence.to(tl.int64) << 32)

@@ -19,13 +19,8 @@ def split_rows(
 ) -> Float[Tensor, "rows 2 hidden"]:
     """Fill ``parts`` with the rounded numbers and the rounding errors, and return it.
 
-    Equal to ``parts[:, 0] = values; parts[:, 1] = values - parts[:, 0]``.
-
-    The values are float32, and the parts are contiguous.
-
-    Args:
-        values: Numbers to split.
-        parts: Destination, of a half type.
+    Equal to ``parts[:, 0] = values; parts[:, 1] = values - parts[:, 0]``. The values are float32,
+    and the parts are contiguous and of a half type.
     """
     values = values.contiguous()
     num_elements = values.numel()
@@ -61,11 +56,8 @@ def _split_rows(
 
 @triton.jit
 def unpack_halves(words: tl.tensor, like: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first and the second number of every word, in float32.
-
-    Args:
-        words: Words, as int32.
-        like: Tensor or pointer with the half type of the numbers.
+    """Return the first and second number of every int32 word, in float32; ``like`` has their half
+    type.
     """
     low = (words & 0xFFFF).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
     high = (words >> 16).to(tl.int16).to(like.dtype.element_ty, bitcast=True)
@@ -74,11 +66,6 @@ def unpack_halves(words: tl.tensor, like: tl.tensor) -> tuple[tl.tensor, tl.tens
 
 @triton.jit
 def pack_halves(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """Return a word, as int32, for every pair of numbers.
-
-    Args:
-        low: First numbers, of a half type.
-        high: Second numbers, of the same type.
-    """
+    """Return an int32 word for every pair of numbers of a half type."""
     first = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return (high.to(tl.int16, bitcast=True).to(tl.int32) << 16) | first

@@ -35,14 +35,11 @@ def multiply_vector(
     *,
     is_stored: bool = True,
 ) -> Float[Tensor, "out_features"]:
-    """Return the product of a weight and a vector, plus a bias, rounded once.
+    """Return the product of a contiguous weight and vector, plus a bias if any, rounded once.
 
     Equal to ``linear(vector, weight, bias)``, summed in float32. There is no gradient.
 
     Args:
-        vector: Contiguous vector.
-        weight: Contiguous weight.
-        bias: Contiguous bias; None means none.
         is_stored: Whether the weight is stored, and not computed by the previous kernel. In a
             captured pass, the kernel then reads it before the previous kernel has ended.
     """
@@ -55,14 +52,11 @@ def multiply_vector_swiglu(
     vector: Float[Tensor, "in_features"],
     weight: Float[Tensor, "gate_up in_features"],
 ) -> Float[Tensor, "gate_up//2"]:
-    """Return the SwiGLU of the product of a stored weight and a vector.
+    """Return the SwiGLU of the product of a stored weight and a vector, both contiguous.
 
     Equal to ``apply_swiglu(linear(vector, weight))``; the product is rounded before the activation.
-    There is no gradient.
-
-    Args:
-        vector: Contiguous vector of at most ``MAX_PAIRED_WIDTH`` elements.
-        weight: Contiguous weight: all gates, then the features that they multiply.
+    The weight has all gates, then the features that they multiply; the vector has at most
+    ``MAX_PAIRED_WIDTH`` elements. There is no gradient.
     """
     result = vector.new_empty(weight.shape[0] // 2)
     _launch(vector, weight, None, result, is_gated=True)
@@ -76,15 +70,12 @@ def send_vector_product(
     rank: int,
     number: int,
 ) -> None:
-    """Send the product of a stored weight and a vector to all ranks, rounded once.
+    """Send the product of a stored weight and a vector, both contiguous, to all ranks, rounded
+    once.
 
-    ``add_norm_sums`` with the same number receives the products of all ranks and adds them.
-
-    Args:
-        vector: Contiguous vector of a half type with at most ``MAX_PAIRED_WIDTH`` elements.
-        weight: Contiguous weight with an even number of rows.
-        pointers: Address of the region of every rank, on the device; see ``token_sums``.
-        number: Number of the sum in the pass.
+    ``add_norm_sums`` with the same number receives the products of all ranks and adds them; see
+    ``token_sums`` for the regions. The vector has a half type and at most ``MAX_PAIRED_WIDTH``
+    elements, the weight an even number of rows.
     """
     _launch(vector, weight, None, vector, pointers=pointers, rank=rank, number=number)
 

@@ -29,7 +29,6 @@ class SliceCastKernel:
     Shapes: main and target one-dimensional; magnitudes ``(weights,)``.
 
     Args:
-        main: Numbers of all slices.
         target: Bit patterns of 8 bits that :meth:`cast` writes.
         slices: Start in ``main``, start in ``target``, size and number of the weight of each slice
             (elements).
@@ -85,12 +84,8 @@ class SliceCastKernel:
 def padded_transpose(
     matrix: Shaped[Tensor, "rows columns"], multiple: int
 ) -> Shaped[Tensor, "columns padded"]:
-    """Return the transpose of a matrix of bytes, whose rows are padded with 0.
-
-    Shapes: matrix ``(rows, columns)``; result ``(columns, rows)``, the rows rounded up.
-
-    Args:
-        multiple: Number that the length of its rows is a multiple of (elements).
+    """Return the transpose of a matrix of bytes, whose rows are padded with 0 to a multiple
+    (elements).
     """
     matrix = matrix.contiguous()
     rows, columns = matrix.shape

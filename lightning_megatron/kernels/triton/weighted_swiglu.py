@@ -43,7 +43,6 @@ def apply_weighted_swiglu(
     undefined.
 
     Args:
-        gate_up: Output of the fused projection.
         ends: End (exclusive) of the rows of every expert, on the device.
         computed: The output, if the kernel of ``gate_up`` has already computed it. This function
             then only attaches the gradients.
@@ -64,10 +63,6 @@ def apply_weighted_clamped_swiglu(
 
     Equal to ``gate * sigmoid(1.702 * gate) * (up + 1) * probability`` with ``gate`` at most 7 and
     ``up`` between -7 and 7, under the rules of :func:`apply_weighted_swiglu`.
-
-    Args:
-        gate_up: Output of the fused projection.
-        ends: End (exclusive) of the rows of every expert, on the device.
     """
     return _WeightedSwiGLU.apply(gate_up, probabilities, ends, None, _CLAMPED)
 
