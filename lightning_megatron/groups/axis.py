@@ -76,7 +76,6 @@ class MeshAxis:
         group: Process group; None for a group of one rank, which never communicates.
         overlaps_matmul: Whether matrix products on GPUs are cut into pieces that overlap with their
             communication.
-        journal: Counter of this rank's collectives.
         peer_memory: Symmetric memory that the ranks of the group write into.
     """
 

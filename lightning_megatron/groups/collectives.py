@@ -24,6 +24,7 @@ reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
+    # gloo has no mean, so the sum is divided afterwards.
     "mean": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
@@ -85,8 +86,7 @@ def reduce_scatter_sequence(x: Tensor, axis: MeshAxis, dim: int = 0) -> Tensor:
 def all_to_all_rows(
     x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: MeshAxis
 ) -> Tensor:
-    """Send rows, sorted by destination rank, to every rank of the axis, and join those they
-    send.
+    """Send rows, sorted by destination rank, over the axis, and join those that arrive.
 
     Backward sends the gradients the opposite way.
 

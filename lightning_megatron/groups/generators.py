@@ -207,9 +207,7 @@ class MaskKeys:
         self._host: list[array[int]] = []
 
     def take(self, values: Sequence[int] | None) -> Int[torch.Tensor, "4"]:
-        """Return the next key; without values in a capture, before whose replays :meth:`write`
-        runs.
-        """
+        """Return the next key; without values, :meth:`write` sets them before a replay."""
         self.num_taken += 1
         if self._device.type == "cpu":
             self._host.append(array("q", values or [0] * KEY_SIZE))

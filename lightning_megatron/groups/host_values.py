@@ -61,9 +61,7 @@ class HostValues:
             yield
 
     def note(self, tensor: Tensor, values: Tensor) -> None:
-        """Record the values of a tensor that fills its storage; ``values`` are the same on the
-        host.
-        """
+        """Record the values of a tensor that fills its storage, given the same on the host."""
         is_whole = tensor.is_contiguous() and not tensor.storage_offset()
         if not is_whole or tensor.is_inference() or values.is_inference():
             return
@@ -92,9 +90,7 @@ class HostValues:
         return known.values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor on the host, which waits for the device if they are
-        unknown.
-        """
+        """Return the values of a tensor on the host; wait for the device if they are unknown."""
         copied = self.of(tensor)
         if copied is not None or _is_on_host(tensor):
             return tensor if copied is None else copied

@@ -169,6 +169,9 @@ class ParallelMesh:
     def on_cpu(self, name: str) -> MeshAxis:
         """Return the gloo twin of an axis: the same ranks, for Python objects and CPU tensors.
 
+        Args:
+            name: Name of the axis, such as ``tp``.
+
         Raises:
             ParallelPlanError: For a name that is not an axis with a group.
         """

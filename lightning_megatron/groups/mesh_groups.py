@@ -231,8 +231,7 @@ def groups_of_part(rank_offset: int, number: int) -> Iterator[None]:
 
 
 def watch_world_size(note: Callable[[FrameType], None]) -> Callable[[], None]:
-    """Call a function, with the frame of the caller, at each ``get_world_size()`` without a
-    group.
+    """Call ``note`` with the caller's frame at each ``get_world_size()`` without a group.
 
     The result ends the watch.
     """

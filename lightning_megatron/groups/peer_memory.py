@@ -50,9 +50,7 @@ class PeerRegion:
     )
 
     def view(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a part of this rank's buffer, from byte ``start``, as a tensor; the view is
-        cached.
-        """
+        """Return the part of this rank's buffer from byte ``start`` on; the view is cached."""
         key = (start, shape, dtype)
         cached = self._views.get(key)
         if cached is None:
@@ -90,8 +88,7 @@ class PeerMemory:
     def reason_unavailable(
         self, group: dist.ProcessGroup | None, device: torch.device, missing: str | None = None
     ) -> str | None:
-        """Return why the ranks of a group cannot write into each other's memory; None if they
-        can.
+        """Return why ranks cannot write into each other's memory; None if they can.
 
         The answer is the same on all ranks. ``missing`` is a reason that the caller knows already.
 
@@ -122,8 +119,9 @@ class PeerMemory:
         device: torch.device,
         use: PeerUse = "tokens",
     ) -> PeerRegion:
-        """Return a region of at least ``num_bytes``, the same on all ranks; it cannot grow inside a
-        capture.
+        """Return a region of at least ``num_bytes``, the same on all ranks.
+
+        A region cannot grow inside a capture.
 
         Communication: the ranks of the group wait for each other if the region grows.
         """

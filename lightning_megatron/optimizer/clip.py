@@ -53,8 +53,7 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
 def clip_by_norm_(
     main: MainParameters, max_norm: float, names: Collection[str] | None = None
 ) -> Float[Tensor, ""]:
-    """Scale gradients in place so that the norm of those named, or of all, is at most
-    ``max_norm``.
+    """Scale the named gradients, or all, in place so that their norm is at most ``max_norm``.
 
     Equal to ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one process. The result is
     the norm before clipping, for which the host does not wait.
@@ -77,6 +76,7 @@ def clip_coefficient(
     Communication: one all-reduce of a scalar over the world.
     """
     norm = grad_norm(main, names)
+    # torch adds the same small number.
     return norm, torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
@@ -124,8 +124,8 @@ class Clipping:
         return self.algorithm, self.limit
 
     def begin(self) -> tuple[Float[Tensor, ""] | None, Float[Tensor, ""] | None]:
-        """Clip by value in place, or compute the norm and the factor for clipping by norm, else
-        None.
+        """Clip by value in place (None, None), or return the norm and the factor to clip by
+        norm.
 
         Communication: that of :func:`clip_coefficient`; none for clipping by value.
         """

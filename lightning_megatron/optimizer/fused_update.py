@@ -126,8 +126,7 @@ class UpdatePiece:
 
     @torch.no_grad()
     def run(self, coefficient: Float[Tensor, ""] | None) -> None:
-        """Multiply the gradients by the factor, update the slices and round them into the
-        parameters.
+        """Multiply gradients by the factor, update the slices and round them into parameters.
 
         A CUDA graph can capture this call after an uncaptured step with the same tensors.
         """

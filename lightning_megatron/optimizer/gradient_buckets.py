@@ -47,8 +47,7 @@ class GradientBucket:
         return self.buffer.plan.buckets[self.index].group
 
     def start(self, mesh: ParallelMesh, is_whole: bool) -> None:
-        """Start to average the gradients over the replicas; with ``is_whole``, each gets the full
-        bucket.
+        """Start to average the gradients; each rank gets the whole bucket if ``is_whole``.
 
         Communication: that of :meth:`Zero1Sharding.start_reduction`.
         """
@@ -103,8 +102,7 @@ class BucketStarts:
             self._num_arrived.update(dict.fromkeys(bucket.names, 0))
 
     def begin_last_weight_half(self, chunk: int, left: Mapping[str, int]) -> None:
-        """Expect the last weight half of a chunk, and start the buckets that are complete
-        already.
+        """Expect the last weight half of a chunk, and start buckets that are complete already.
 
         A weight half is the part of a split backward pass that computes weight gradients; ``left``
         counts those that it will add to each parameter.
@@ -148,9 +146,7 @@ class BucketStarts:
         self._armed.clear()
 
     def mark_arrived(self, names: Sequence[str]) -> None:
-        """Count gradients that have arrived together, and start the buckets that are complete
-        now.
-        """
+        """Count gradients that arrived together, and start the buckets that are complete now."""
         # This runs in the backward pass, once for each gradient of each microbatch.
         num_arrived = self._num_arrived
         touched = set(map(self.bucket_of.__getitem__, names))

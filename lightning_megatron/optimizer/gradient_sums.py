@@ -158,10 +158,9 @@ class RowSums:
         self._qualifies: dict[GradientBucket, bool] = {}
 
     def start(self, bucket: GradientBucket, slots: Mapping[str, GradientSlot]) -> bool:
-        """Start to average a bucket that is complete here by rows, if all ranks find that
-        faster.
+        """Start to average a bucket, complete here, by rows if all ranks find that faster.
 
-        The result says whether the exchange has started.
+        The result says whether the exchange has started; it is the same on all ranks.
 
         Communication: one all-reduce of a number over the data axis on the CPU, if the table
             qualified in the first step, and that of :func:`start_row_sum`.

@@ -418,11 +418,7 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
 def replace_parameters(
     optimizer: Optimizer, main_of: Callable[[nn.Parameter], nn.Parameter]
 ) -> None:
-    """Replace the parameters in lists, tuples, sets and dictionaries of an optimizer's
-    attributes.
-
-    Groups and states do not change.
-    """
+    """Replace the parameters in an optimizer's attributes, except in groups and states."""
     for name, value in list(vars(optimizer).items()):
         if name not in _OWN and isinstance(value, (nn.Parameter, list, tuple, set, dict)):
             setattr(optimizer, name, _replaced(value, main_of))

@@ -42,9 +42,7 @@ class _UpdateGathers:
 
 @dataclass
 class RecordedGather:
-    """Record of whether a captured computation starts the deferred all-gathers and waits for
-    them.
-    """
+    """Record of a captured computation: whether it starts and awaits deferred all-gathers."""
 
     gathers: bool = False
 

@@ -416,9 +416,7 @@ class UnusedParameters:
         self._without_gradient.add(name)
 
     def note_zero_grad(self, names: Collection[str], with_zeros: Collection[str]) -> None:
-        """Record a call of ``zero_grad``; optimizers do not skip parameters whose gradients are
-        zeros.
-        """
+        """Record a call of ``zero_grad``; optimizers do not skip parameters with zeros."""
         self._with_zeros.difference_update(names)
         self._with_zeros.update(with_zeros)
 

@@ -307,6 +307,7 @@ def _granularity_on(
     if not is_cut_alike:
         return "parameters"
     try:
+        # Cut inside a row, as flat buffers cut their parameters.
         pieces, _ = _train(
             [[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in matrices],
             optimizer,

@@ -11,9 +11,7 @@ from lightning_megatron.errors import UnsupportedError
 def overlapping_pieces(
     ranges_by_rank: Sequence[Sequence[tuple[int, int]]],
 ) -> list[tuple[int, int]]:
-    """List the row ranges [start, stop) of the full tensor that more than one rank has, in
-    order.
-    """
+    """List the row ranges [start, stop) that more than one rank has, in order."""
     borders = sorted(
         {border for ranges in ranges_by_rank for row_range in ranges for border in row_range}
     )

@@ -18,9 +18,7 @@ from lightning_megatron.optimizer.main_parameters import MainParameters
 
 @dataclass(frozen=True)
 class _Training:
-    """Whether a parameter requires gradients, and its group in each optimizer, None for no
-    group.
-    """
+    """Whether a parameter is trained, and its group in each optimizer (None for no group)."""
 
     is_trained: bool
     groups: tuple[int | None, ...]
@@ -127,9 +125,7 @@ class TiedCopies:
                 _move(optimizer, main, copy, original, number)
 
     def check(self) -> None:
-        """Check that no embedding's ``requires_grad`` changed on this stage since
-        :meth:`follow`.
-        """
+        """Check that no embedding was frozen or unfrozen on this stage since :meth:`follow`."""
         for name, was_trained in self._followed.items():
             if self._main.parameter(name).requires_grad != was_trained:
                 raise UnsupportedError(

@@ -26,9 +26,7 @@ WHEEL_PACKAGE = "lightning_megatron_kernels"
 
 @dataclass(frozen=True)
 class BuiltLibrary:
-    """A built library, with the versions of nvcc and CUTLASS and the duration of its build
-    (seconds).
-    """
+    """A built library: versions of nvcc and CUTLASS, and duration of the build (seconds)."""
 
     path: Path
     nvcc: str

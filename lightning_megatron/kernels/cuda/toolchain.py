@@ -67,9 +67,7 @@ def find_toolchain(cuda_home: Path | None = None, cutlass: Path | None = None) -
 
 
 def find_nvcc(cuda_home: Path | None = None) -> Path:
-    """Return the path of nvcc in a toolkit, or else on the PATH or in the wheel
-    nvidia-cuda-nvcc.
-    """
+    """Return the path of nvcc in a toolkit, on the PATH, or in the wheel nvidia-cuda-nvcc."""
     if cuda_home is not None:
         nvcc = cuda_home / "bin" / "nvcc"
         if not nvcc.is_file():

@@ -50,8 +50,7 @@ def ceil_div(size: int, part: int) -> int:
 
 
 def early_start(seq_length: int | None) -> dict[str, bool]:
-    """Return the options of a launch on the current device, of which ``EARLY`` is a kernel's
-    own.
+    """Return a launch's options on the current device, of which ``EARLY`` is a kernel's own.
 
     Only passes over one token of each row that a CUDA graph captures start kernels early; None as
     the number of tokens forbids it.

@@ -40,9 +40,7 @@ def magnitude_parts(matrix: Float[Tensor, "rows columns"]) -> Int[Tensor, "parts
 def line_magnitudes(
     matrix: Float[Tensor, "rows columns"], *, of_rows: bool, of_columns: bool
 ) -> tuple[Int[Tensor, "rows"] | None, Int[Tensor, "columns"] | None]:
-    """Return bit patterns of the largest magnitude of each row and column of a contiguous
-    matrix.
-    """
+    """Return bit patterns of the largest magnitudes of a contiguous matrix's rows and columns."""
     rows, columns = matrix.shape
     tiles = ceil_div(rows, TILE), ceil_div(columns, TILE)
     new = matrix.new_empty

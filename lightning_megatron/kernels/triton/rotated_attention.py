@@ -52,7 +52,6 @@ def attend_rotated_token(
         tables: Cosines and sines of all places, for the first elements of a head; the others are
             not rotated.
         keys: Keys of all slots; contiguous. Slot ``p % slots`` holds the token at place ``p``.
-        values: Values of all slots; contiguous.
         place: Place of the new token in its row, on the device (tokens). In a captured pass it is
             not written by a kernel of the graph.
         counters: Zeros, of int32; the kernel leaves zeros.
@@ -69,6 +68,7 @@ def attend_rotated_token(
     query_scale, key_scale = scales or (None, None)
     lanes = max(16, power_of_two(head_dim))
     with on_device_of(qkv):
+        # The kernel takes powers of two, so the factor includes log2(e).
         _attend[(kv_heads, parts)](
             qkv, *tables, query_scale, key_scale, keys, values, place, counters, sums,
             bests, totals, output, kv_heads, slots, eps, scale * 1.4426950408889634, HEADS=group,
@@ -207,7 +207,6 @@ def _attend_part(
         key: Rotated new key.
         block_keys: Keys of the first block, with zeros for the new slot.
         block_values: Values of the first block, with zeros for the new slot.
-        first: First slot.
         last: Slot after the last one.
         new: Slot of the new key and value.
         scale: Factor of the scores, for powers of two.

@@ -55,6 +55,7 @@ def attend_one_token(
     output = query.new_empty(1, num_rows, num_heads * value_dim)
     lanes = max(16, power_of_two(value_dim))
     with on_device_of(query):
+        # The kernel takes powers of two, so the factor includes log2(e).
         _attend_part[(pairs, parts)](
             query, keys, values, place, padding, sums, bests, totals, kv_heads, slots, head_dim,
             value_dim, group, scale * 1.4426950408889634, HAS_PADDING=padding is not None,

@@ -42,8 +42,7 @@ def unpermute_rows(
     rows: Int[Tensor, "tokens top_k"],
     ends: Int[Tensor, "experts"],
 ) -> Float[Tensor, "tokens hidden"]:
-    """Sum the rows of every token's selections in float32, weighted by their probabilities if
-    any.
+    """Sum the rows of a token's selections in float32, weighted by probabilities if any.
 
     Rows past the last end are not read.
 

@@ -148,9 +148,7 @@ def send_words(
     NUM_RANKS: tl.constexpr,
     SLOT: tl.constexpr,
 ) -> None:
-    """Write the words (int32) inside into the regions of all ranks, at their places in this rank's
-    row.
-    """
+    """Write int32 words that are inside into all regions, at places in this rank's row."""
     row = _HEADER + ((sequence & 1) * NUM_RANKS + rank) * SLOT
     sent = (words.to(tl.int64) & 0xFFFFFFFF) | (sequence.to(tl.int64) << 32)
     for peer in tl.static_range(NUM_RANKS):

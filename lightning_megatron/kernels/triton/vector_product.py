@@ -70,12 +70,11 @@ def send_vector_product(
     rank: int,
     number: int,
 ) -> None:
-    """Send the product of a stored weight and a vector, both contiguous, to all ranks, rounded
-    once.
+    """Send the product of a stored weight and a vector to all ranks, rounded once.
 
     ``add_norm_sums`` with the same number receives the products of all ranks and adds them; see
     ``token_sums`` for the regions. The vector has a half type and at most ``MAX_PAIRED_WIDTH``
-    elements, the weight an even number of rows.
+    elements, the weight an even number of rows; both are contiguous.
     """
     _launch(vector, weight, None, vector, pointers=pointers, rank=rank, number=number)
 

@@ -84,9 +84,7 @@ class SliceCastKernel:
 def padded_transpose(
     matrix: Shaped[Tensor, "rows columns"], multiple: int
 ) -> Shaped[Tensor, "columns padded"]:
-    """Return the transpose of a matrix of bytes, whose rows are padded with 0 to a multiple
-    (elements).
-    """
+    """Return the transpose of a matrix of bytes, with rows padded by 0 to a multiple (elements)."""
     matrix = matrix.contiguous()
     rows, columns = matrix.shape
     padded = ceil_div(rows, multiple) * multiple

@@ -73,8 +73,7 @@ class LayerStates:
         return was_fresh and not self._was_fresh
 
     def end_step(self) -> Mapping[int, StepStatistics]:
-        """Update routers and scales from this step, and return the routers' token counts by
-        layer.
+        """Update routers and scales from this step, and return the token counts by layer.
 
         A graph may contain this method, because it only writes tensors that keep their addresses.
 
@@ -179,8 +178,7 @@ class MixtureRuntime:
         self._trained.check(epoch)
 
     def end_step(self) -> Mapping[int, StepStatistics]:
-        """Update the routers with the token counts of this step, and return these by layer
-        index.
+        """Update the routers with this step's token counts, and return these by layer index.
 
         A graph may contain this method, because it only writes tensors that keep their addresses.
 

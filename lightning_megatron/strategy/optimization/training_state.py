@@ -178,8 +178,7 @@ class TrainingState:
         self.main.user_writes.adopt(all_values=True)
 
     def attach_new(self, optimizers: Sequence[Optimizer], epoch: int | None = None) -> bool:
-        """Attach parameters and groups that callbacks have unfrozen or added since the last
-        step.
+        """Attach parameters and groups that were unfrozen or added since the last step.
 
         The result says whether this rank has attached any. Outside of training steps ``epoch`` is
         None; within an epoch, no embedding with a copy on another stage may be frozen or unfrozen.
@@ -210,8 +209,7 @@ class TrainingState:
     def leave_eight_bits(self, *, gathers: bool) -> None:
         """Convert weights that are kept in 8 bits back to ordinary parameters.
 
-        Their values come from the main parameters of all ranks if ``gathers``, else from the 8
-        bits.
+        Values come from the main parameters of all ranks if ``gathers``, else from the 8 bits.
 
         Communication: an all-gather of each bucket over the data ranks if ``gathers``.
         """

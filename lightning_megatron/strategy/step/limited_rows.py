@@ -127,9 +127,7 @@ class LimitedRows:
         return ran
 
     def _undo(self, inner: RunCall, call: StepCall, before: _Before) -> None:
-        """Undo the first run of a call, after which the sum has the gradients of earlier
-        batches.
-        """
+        """Undo the first run of a call; the sum then has the gradients of earlier batches."""
         if call.passes is None:
             before.restore()
             return

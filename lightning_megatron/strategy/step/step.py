@@ -101,10 +101,8 @@ class Step:
         state: Main parameters and gradients of the run, checked before and completed after a step.
         graphs: CUDA graphs, permitted or forbidden for a step; None to run all steps eagerly.
         trials: Trials of steps at their first batch; None skips them.
-        attributes: Module attributes that steps set, recorded before a run and shared after it.
         around: Objects through which each run of a step goes, the outermost one first.
         choice: Choice of the schedule by the times of the first steps; None keeps the executor's.
-        executor: Executor of the pipeline schedule, which calls the user's step.
         overlaps_gradients: Whether sums of gradients may start during the backward pass.
     """
 
@@ -152,9 +150,7 @@ class Step:
         self._clear_gradients: ClearGradients | None = None
 
     def prepare(self, clear_gradients: ClearGradients | None) -> None:
-        """Set the function that clears the previous step's gradients; None while they
-        accumulate.
-        """
+        """Set the function that clears the last step's gradients; None while they accumulate."""
         self._clear_gradients = clear_gradients
 
     # ---- a training step
@@ -363,8 +359,7 @@ class Step:
     # ---- an evaluation step
 
     def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Run ``validation_step``, ``test_step`` or ``predict_step``, with the arguments of that
-        step.
+        """Run ``validation_step``, ``test_step`` or ``predict_step`` with its arguments.
 
         The result is the step's output for the batch on the last stage. Every stage receives
         predictions, and other outputs that a hook receives.

@@ -118,9 +118,7 @@ class AroundRuns(Protocol):
     """Object through which all runs of steps go."""
 
     def run(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
-        """Run the microbatches of a step, once, repeatedly or by a graph, by the function further
-        inside.
-        """
+        """Run the microbatches of a step by ``inner``, once or repeatedly, or by a graph."""
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,7 @@ class WorldAgreement:
         return self.permits
 
     def failure_of_any(self, failure: str | None) -> str | None:
-        """Return the warning that all ranks continue eagerly, or raise; None if no capture has
-        failed.
+        """Return the warning that all ranks continue eagerly, or raise; None without a failure.
 
         Communication: one gather of objects on the CPU over the world.
         """

@@ -117,9 +117,7 @@ class WholeSteps:
     def _run_in_graph(
         self, inner: RunCall, call: StepCall, states: LayerStates | None, *, sums: bool
     ) -> MicrobatchOutputs:
-        """Run what a graph of a training step captures, and end the step of layers with state in
-        it.
-        """
+        """Run what a graph of a training step captures; ``states`` end their step in it."""
         gather = self._state.main.gather
         gather.begin()
         ran = inner(call).result
