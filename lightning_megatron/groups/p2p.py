@@ -53,12 +53,10 @@ class _Batch:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for all transfers, on a GPU with the current stream only."""
         for work in self._works:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all transfers are known to be complete, without waiting."""
         return all(work.is_completed() for work in self._works)
 
 

@@ -124,8 +124,7 @@ class Clipping:
         return self.algorithm, self.limit
 
     def begin(self) -> tuple[Float[Tensor, ""] | None, Float[Tensor, ""] | None]:
-        """Clip by value in place (None, None), or return the norm and the factor to clip by
-        norm.
+        """Clip by value in place (None, None), or return the norm and the clipping factor.
 
         Communication: that of :func:`clip_coefficient`; none for clipping by value.
         """

@@ -235,7 +235,6 @@ class FlatBuffer:
         return pairs
 
     def _stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of :attr:`parameters` for members of a dtype."""
         return dtype
 
     def _take_members(self) -> None:

@@ -36,7 +36,6 @@ class _UpdateGathers:
     missing: Mapping[_BucketKey, set[str] | None]
 
     def next_complete(self) -> _BucketKey | None:
-        """Return the next bucket if its parameters are updated."""
         return self.left.popleft() if self.left and self.missing[self.left[0]] == set() else None
 
 

@@ -222,7 +222,6 @@ class _ShardPlacement:
         return reduced.bool() if name in ("any", "all") else reduced
 
     def norm(self, gradient: Tensor, order: float) -> Tensor:
-        """Return the norm of the full tensor."""
         local = gradient.as_subclass(Tensor).abs()
         if order == float("inf"):
             return self.reduce(local, "max")

@@ -362,7 +362,6 @@ class RunGraphs:
                 )
 
     def _log_captures(self) -> None:
-        """Log the captured parts of each stage."""
         lines = all_gather_objects(self._captures.report().line(), self._mesh.pp_cpu)
         for stage, line in enumerate(lines):
             rank_zero_info(line if len(lines) == 1 else f"Stage {stage}: {line}")

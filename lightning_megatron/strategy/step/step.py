@@ -509,7 +509,6 @@ class Step:
 def _merged(
     outputs: list[Any], microbatches: Sequence[Microbatch], counts: list[Weight] | None
 ) -> Any:
-    """Return the output of a step for its batch."""
     detached = apply_to_collection(outputs, Tensor, Tensor.detach)
     if counts is None:
         return merge_outputs(detached, [part.num_samples for part in microbatches])
