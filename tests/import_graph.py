@@ -43,6 +43,16 @@ class SourceFile:
         return ast.parse(self.text, filename=str(self.path))
 
     @cached_property
+    def num_code_lines(self) -> int:
+        """The number of lines without blank lines, comments and docstrings."""
+        texts = set[int]()
+        for node in self.nodes:
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                texts.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        lines = enumerate(map(str.strip, self.text.splitlines()), 1)
+        return sum(bool(line) and line[0] != "#" for number, line in lines if number not in texts)
+
+    @cached_property
     def nodes(self) -> list[ast.AST]:
         """All nodes of the tree."""
         return list(ast.walk(self.tree))

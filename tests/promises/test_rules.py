@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -99,6 +100,27 @@ LIGHTNING_FILES = set(
 TRITON_ROOM = "kernels/triton"
 # Optional packages: the only imports allowed inside a function.
 EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transformer_engine", "triton"}
+# Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
+# a change that needs more deletes as much elsewhere, or says in its message why it cannot.
+BUDGETS: dict[str, int] = {
+    "beside rooms": 430,
+    "checkpoint": 3560,
+    "cli": 3200,
+    "data": 3860,
+    "experts": 3570,
+    "generation": 890,
+    "graphs": 2790,
+    "groups": 2370,
+    "kernels": 4860,
+    "layers": 8020,
+    "models": 4690,
+    "optimizer": 3520,
+    "pipeline": 820,
+    "plan": 6150,
+    "strategy": 12580,
+    "swap": 9490,
+    "tasks": 4810,
+}
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
@@ -425,6 +447,21 @@ def test_sub_rooms_are_those_that_have_an_order() -> None:
     for room, order in SUB_ROOMS.items():
         folders = {folder.parent.name for folder in (PACKAGE / room).glob("*/__init__.py")}
         assert folders == set(order) - {""}
+
+
+def test_code_keeps_the_budget_of_its_room() -> None:
+    lines = Counter[str]()
+    for file in FILES:
+        lines[file.room if "/" in file.place else "beside rooms"] += file.num_code_lines
+    over = {room: number for room, number in lines.items() if number > BUDGETS[room]}
+    assert not over, f"{over} lines of code: delete as much elsewhere, and say what in the commit"
+    loose = {room: lines[room] for room, budget in BUDGETS.items() if budget - lines[room] > 100}
+    assert not loose, f"budgets only fall: lower them to {loose}"
+
+
+def test_tests_are_at_most_two_thirds_as_long_as_the_package() -> None:
+    tests = sum(file.text.count("\n") for file in files_of(ROOT / "tests"))
+    assert tests <= 0.65 * sum(file.text.count("\n") for file in FILES)
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
