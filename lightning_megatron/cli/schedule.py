@@ -19,7 +19,7 @@ from lightning_megatron.cli.schedule_costs import (
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.live_microbatches import check_peak, is_within
-from lightning_megatron.plan.schedule import SCHEDULE_NAMES, build_schedule, shape_of
+from lightning_megatron.plan.schedule import NAMED_SCHEDULES, SCHEDULE_NAMES, build_schedule
 
 DESCRIPTION = """Simulate a pipeline schedule, or compare all of them: step time, bubble and memory.
 No process starts, and no GPU is needed."""
@@ -77,7 +77,7 @@ def _chunks_of(name: str, options: argparse.Namespace) -> int:
     """Return the chunks per stage; in a comparison, ``--chunks`` applies to interleaved only."""
     if options.chunks is not None and (name == "interleaved" or not options.compare):
         return int(options.chunks)
-    return 2 if shape_of(name) == "v" or name == "interleaved" else 1
+    return 2 if NAMED_SCHEDULES[name].shape == "v" or name == "interleaved" else 1
 
 
 def _describe_outcome(

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.experts import ChosenTransport, Transport
+from lightning_megatron.plan.schedule import NAMED_SCHEDULES
 from lightning_megatron.plan.settings import Count, coerce_fields, coerced
 
 SegmentScope = Literal[
@@ -211,11 +212,12 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
             "optimization, in which its own code runs backward passes and updates in every step. "
             "Use automatic_optimization=True, or leave cuda_graphs out."
         )
-    if conditions.schedule == "gpipe":
+    named = NAMED_SCHEDULES.get(conditions.schedule)
+    if named is not None and named.keeps_all:
         yield (
-            f"cuda_graphs ({graphs.mode}) cannot be used with schedule 'gpipe', which keeps all "
-            "microbatches of a step at once, so that each needs graphs and memory of its own. Use "
-            "schedule '1f1b', or 'interleaved' with vpp above 1."
+            f"cuda_graphs ({graphs.mode}) cannot be used with schedule {conditions.schedule!r}, "
+            "which keeps all microbatches of a step at once, so that each needs graphs and memory of "
+            "its own. Use schedule '1f1b', or 'interleaved' with vpp above 1."
         )
     if conditions.transport == "all_to_all" and (
         graphs.mode == "full" or "experts" in graphs.scopes

@@ -11,12 +11,11 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.schedule import (
+    NAMED_SCHEDULES,
     Schedule,
     ScheduleName,
     build_schedule,
     forward_schedule,
-    shape_of,
-    splits_backward,
 )
 from lightning_megatron.plan.settings import require_positive, shown
 from lightning_megatron.plan.simulate import simulate
@@ -175,9 +174,9 @@ def build_order(
 
 def shape_of_order(order: OrderOfPasses) -> PlacementShape:
     """Return how an order places chunks on the stages."""
-    return order.placement.shape if isinstance(order, CustomOrder) else shape_of(order)
+    return order.placement.shape if isinstance(order, CustomOrder) else NAMED_SCHEDULES[order].shape
 
 
 def order_may_split(order: OrderOfPasses) -> bool:
     """Return whether an order may run some backward passes in halves, as a function may."""
-    return isinstance(order, CustomOrder) or splits_backward(order)
+    return isinstance(order, CustomOrder) or NAMED_SCHEDULES[order].splits

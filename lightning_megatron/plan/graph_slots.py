@@ -9,7 +9,7 @@ from functools import cached_property
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.actions import PipelineUnit
 from lightning_megatron.plan.live_microbatches import LIVE_CHANGE, live_microbatches
-from lightning_megatron.plan.schedule import Schedule
+from lightning_megatron.plan.schedule import NAMED_SCHEDULES, Schedule
 from lightning_megatron.plan.settings import require_index
 
 
@@ -121,7 +121,9 @@ def check_graph_slots(schedule: Schedule) -> None:
     peaks = [max(_peaks(schedule, rank)) for rank in range(schedule.num_stages)]
     stage = max(range(len(peaks)), key=peaks.__getitem__)
     fills = 2 * schedule.num_stages
-    if schedule.name != "gpipe" and not peaks[stage] == num_microbatches > fills:
+    named = NAMED_SCHEDULES.get(schedule.name)
+    keeps_all = named is not None and named.keeps_all
+    if not keeps_all and not peaks[stage] == num_microbatches > fills:
         return
     raise UnsupportedError(
         "CUDA graphs need a schedule whose stages keep a limited number of microbatches: schedule "

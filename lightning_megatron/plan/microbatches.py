@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.custom_schedule import CustomOrder, OrderOfPasses, build_order
-from lightning_megatron.plan.schedule import check_schedule_sizes, splits_backward
+from lightning_megatron.plan.schedule import NAMED_SCHEDULES, check_schedule_sizes
 from lightning_megatron.plan.simulate import simulate
 
 #: Largest share of a step in which stages are idle, where the size of a microbatch is chosen.
@@ -84,7 +84,7 @@ class MicrobatchRule:
         Source: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2, for named
             schedules with whole backward passes; others are simulated.
         """
-        if not isinstance(self.schedule, CustomOrder) and not splits_backward(self.schedule):
+        if not isinstance(self.schedule, CustomOrder) and not NAMED_SCHEDULES[self.schedule].splits:
             waits = self.num_stages - 1
             return waits / (num_microbatches * self.num_chunks + waits)
         return simulate(

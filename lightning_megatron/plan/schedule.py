@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -73,6 +74,71 @@ ScheduleOption = ScheduleName | Literal["auto"]
 """Named schedules, and the fastest of them by times that the first steps measure."""
 
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+
+def _one_forward_one_backward(
+    stage: int, num_stages: int, num_microbatches: int, num_chunks: int, group: int
+) -> tuple[Action, ...]:
+    warmup = min(num_stages - stage - 1, num_microbatches)
+    return whole_backward_row(warmup, num_microbatches, num_chunks, group)
+
+
+def _interleaved(
+    stage: int, num_stages: int, num_microbatches: int, num_chunks: int, group: int
+) -> tuple[Action, ...]:
+    warmup = 2 * (num_stages - stage - 1) + (num_chunks - 1) * group
+    warmup = min(warmup, num_microbatches * num_chunks)
+    return whole_backward_row(warmup, num_microbatches, num_chunks, group)
+
+
+@dataclass(frozen=True)
+class NamedSchedule:
+    """Properties of a named schedule.
+
+    Args:
+        row: Function that returns the actions of a stage, given the stage, the numbers of stages,
+            of microbatches and of chunks, and the microbatches that run through a chunk before the
+            next chunk runs.
+        chunks: Chunks per stage; None means any number above 1.
+        shape: Placement of the chunks on the stages.
+        splits: Whether some backward passes run in halves.
+        keeps_all: Whether a stage keeps all microbatches of a step.
+    """
+
+    row: Callable[[int, int, int, int, int], tuple[Action, ...]]
+    chunks: int | None = 1
+    shape: PlacementShape = "loop"
+    splits: bool = False
+    keeps_all: bool = False
+
+
+#: What differs between the named schedules, in the order of :data:`ScheduleName`.
+NAMED_SCHEDULES: Mapping[str, NamedSchedule] = {
+    "1f1b": NamedSchedule(_one_forward_one_backward),
+    "interleaved": NamedSchedule(_interleaved, chunks=None),
+    "gpipe": NamedSchedule(
+        lambda stage, stages, microbatches, *_: whole_backward_row(
+            microbatches, microbatches, 1, microbatches
+        ),
+        keeps_all=True,
+    ),
+    "zb-h1": NamedSchedule(
+        lambda stage, stages, microbatches, *_: zero_bubble_row(stage, stages, microbatches),
+        splits=True,
+    ),
+    "zb-v": NamedSchedule(
+        lambda stage, stages, microbatches, *_: zero_bubble_v_row(stage, stages, microbatches),
+        chunks=2,
+        shape="v",
+        splits=True,
+    ),
+    "dualpipe-v": NamedSchedule(
+        lambda stage, stages, microbatches, *_: dual_pipe_v_row(stage, stages, microbatches),
+        chunks=2,
+        shape="v",
+        splits=True,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -249,13 +315,14 @@ def build_schedule(
     check_schedule_sizes(
         name, num_stages, num_microbatches, num_chunks, microbatch_group_size, forward_only
     )
-    shape = shape_of(name)
+    named = NAMED_SCHEDULES[name]
+    shape = named.shape
     if forward_only:
         placement = Placement(shape, num_stages, num_chunks)
         return forward_schedule(name, placement, num_microbatches, microbatch_group_size)
     group = (microbatch_group_size or num_stages) if name == "interleaved" else num_microbatches
     rows = tuple(
-        _row(name, rank, num_stages, num_microbatches, num_chunks, group)
+        named.row(rank, num_stages, num_microbatches, num_chunks, group)
         for rank in range(num_stages)
     )
     return Schedule(name, num_stages, num_microbatches, num_chunks, rows, shape=shape).validate()
@@ -281,16 +348,6 @@ def forward_schedule(
     return Schedule(
         name, num_stages, num_microbatches, num_chunks, rows, True, placement.shape
     ).validate()
-
-
-def shape_of(name: str) -> PlacementShape:
-    """Return how a named schedule places chunks on the stages."""
-    return "v" if name in ("zb-v", "dualpipe-v") else "loop"
-
-
-def splits_backward(name: str) -> bool:
-    """Return whether a named schedule runs some backward passes in halves."""
-    return name not in ("1f1b", "interleaved", "gpipe")
 
 
 def check_schedule_sizes(
@@ -332,13 +389,14 @@ def check_chunks(name: str, num_stages: int, num_chunks: int, group: int | None)
     Raises:
         ParallelPlanError: For numbers that the schedule cannot run.
     """
-    if shape_of(name) == "v" and num_chunks != 2:
+    named = NAMED_SCHEDULES[name]
+    if named.shape == "v" and num_chunks != 2:
         raise ParallelPlanError(
             f"schedule {name!r} runs two chunks per stage: vpp is {num_chunks}. The first chunks "
             "go from the first stage to the last in a V, and the second chunks go back. Use vpp of "
             "2."
         )
-    if name in ("gpipe", "1f1b", "zb-h1") and num_chunks > 1:
+    if named.chunks == 1 and num_chunks > 1:
         raise ParallelPlanError(
             f"schedule {name!r} runs one chunk per stage: vpp is {num_chunks}. It cannot order "
             "several chunks of a stage. Use schedule 'interleaved', 'zb-v' or 'dualpipe-v', or vpp "
@@ -394,21 +452,3 @@ def _check_group(num_stages: int, num_microbatches: int, group: int) -> None:
         f"microbatch groups must have at least pp microbatches and at most all: {values}; {why}. "
         f"Use microbatch_group_size of {join_or(legal)}, or {multiple} microbatches."
     )
-
-
-def _row(
-    name: str, rank: int, num_stages: int, num_microbatches: int, num_chunks: int, group: int
-) -> tuple[Action, ...]:
-    if name == "zb-h1":
-        return zero_bubble_row(rank, num_stages, num_microbatches)
-    if name == "zb-v":
-        return zero_bubble_v_row(rank, num_stages, num_microbatches)
-    if name == "dualpipe-v":
-        return dual_pipe_v_row(rank, num_stages, num_microbatches)
-    total = num_microbatches * num_chunks
-    warmups = {
-        "1f1b": num_stages - rank - 1,
-        "interleaved": 2 * (num_stages - rank - 1) + (num_chunks - 1) * group,
-        "gpipe": total,
-    }
-    return whole_backward_row(min(warmups[name], total), num_microbatches, num_chunks, group)

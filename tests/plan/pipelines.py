@@ -21,9 +21,10 @@ from lightning_megatron.plan import (
     build_schedule,
     custom_schedule,
 )
+from lightning_megatron.plan.schedule import NAMED_SCHEDULES
 from lightning_megatron.plan.simulate import consumer_of
 
-CHUNKS = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}
+CHUNKS = {name: named.chunks for name, named in NAMED_SCHEDULES.items() if named.chunks}
 NUMBERS = st.integers(0, 2**32)
 Node = tuple[int, Action]
 

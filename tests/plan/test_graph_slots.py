@@ -14,11 +14,12 @@ from lightning_megatron.plan import (
     custom_schedule,
     simulate,
 )
+from lightning_megatron.plan.schedule import NAMED_SCHEDULES
 from lightning_megatron.plan.simulate import reduction_points
-from tests.plan.pipelines import CHUNKS, NUMBERS, drawn_schedule
+from tests.plan.pipelines import NUMBERS, drawn_schedule
 from tests.refusals import check_refusals
 
-NAMES = [*(name for name in CHUNKS if name != "gpipe"), "interleaved"]
+NAMES = [name for name, named in NAMED_SCHEDULES.items() if not named.keeps_all]
 
 
 def slots_of(schedule: Schedule) -> list[GraphSlots]:

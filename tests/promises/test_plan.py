@@ -17,11 +17,10 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan import ParallelLayout, build_schedule, simulate
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.partition import LayerCosts, partition_of
+from lightning_megatron.plan.schedule import NAMED_SCHEDULES
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ARGUMENTS = ("world_size", "tp", "pp", "cp", "ep", "etp", "order", "rank_offset")
-CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 
 def cases_of(name: str) -> list[dict[str, Any]]:
@@ -64,9 +63,9 @@ def test_orders_of_1f1b_and_interleaved_schedules_equal_megatron_core() -> None:
         assert orders == case["orders"], case
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", list(NAMED_SCHEDULES))
 def test_no_schedule_deadlocks_and_every_microbatch_passes_once(name: str) -> None:
-    chunks = CHUNKS.get(name, 1)
+    chunks = NAMED_SCHEDULES[name].chunks or 2
     built = 0
     for stages in range(1, 7):
         for microbatches in range(1, 15):

@@ -30,7 +30,12 @@ from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.partition import LayerCosts, partition_of
 from lightning_megatron.plan.placement import Placement
-from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, build_schedule, shape_of
+from lightning_megatron.plan.schedule import (
+    NAMED_SCHEDULES,
+    SCHEDULE_NAMES,
+    ScheduleName,
+    build_schedule,
+)
 from tests.optimizer.runs import Run
 from tests.oracles import assert_equal
 from tests.pipeline.test_action_times import MILLISECONDS, Clock
@@ -114,7 +119,9 @@ def check_gradients(model: Tower, samples: int) -> None:
 
 def check_tower(schedule: str, pp: int, vpp: int, microbatches: int, size: int) -> None:
     base = schedule.removeprefix("halves of ")
-    mesh = ParallelMesh.create(ParallelLayout(size, pp=pp, vpp=vpp, shape=shape_of(base)))
+    mesh = ParallelMesh.create(
+        ParallelLayout(size, pp=pp, vpp=vpp, shape=NAMED_SCHEDULES[base].shape)
+    )
     model = Tower(mesh)
     samples = 2 * microbatches - (1 if microbatches > 1 else 0)
     parts = split_batch(batch_of(samples), 2)
@@ -254,7 +261,9 @@ def check_named(name: ScheduleName, pp: int, kind: str, freezes: bool, size: int
     gradients = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
 
     vpp = 2 if name in ("interleaved", "zb-v", "dualpipe-v") else 1
-    mesh = ParallelMesh.create(ParallelLayout(size, pp=pp, vpp=vpp, shape=shape_of(name)))
+    mesh = ParallelMesh.create(
+        ParallelLayout(size, pp=pp, vpp=vpp, shape=NAMED_SCHEDULES[name].shape)
+    )
     model = build_model(kind, mesh, freezes)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     # The parameters of a stage may all be frozen.
@@ -272,7 +281,7 @@ def check_named(name: ScheduleName, pp: int, kind: str, freezes: bool, size: int
         twin_key = key
         if kind == "tied" and key in (WORD_EMBEDDING, "head.weight"):
             # Copies of a tied weight have parts of its gradient. In a V, there is a single weight.
-            assert (mesh.embedding.size == 2) == (shape_of(name) == "loop"), label
+            assert (mesh.embedding.size == 2) == (NAMED_SCHEDULES[name].shape == "loop"), label
             all_reduce_(gradient, mesh.embedding)
             twin_key = WORD_EMBEDDING
         assert_equal(gradient, gradients[twin_key], f"{label}: {key}", 1e-12)
