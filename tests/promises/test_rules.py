@@ -103,23 +103,23 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 430,
-    "checkpoint": 3560,
-    "cli": 3200,
-    "data": 3860,
+    "beside rooms": 410,
+    "checkpoint": 3460,
+    "cli": 2960,
+    "data": 3930,
     "experts": 3570,
-    "generation": 890,
+    "generation": 950,
     "graphs": 2790,
-    "groups": 2370,
+    "groups": 2340,
     "kernels": 4860,
-    "layers": 8020,
-    "models": 4690,
+    "layers": 7860,
+    "models": 4680,
     "optimizer": 3520,
     "pipeline": 820,
-    "plan": 6150,
-    "strategy": 12580,
-    "swap": 9490,
-    "tasks": 4810,
+    "plan": 5370,
+    "strategy": 12450,
+    "swap": 9440,
+    "tasks": 4680,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700
