@@ -216,8 +216,8 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
     if named is not None and named.keeps_all:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with schedule {conditions.schedule!r}, "
-            "which keeps all microbatches of a step at once, so that each needs graphs and memory of "
-            "its own. Use schedule '1f1b', or 'interleaved' with vpp above 1."
+            "which keeps all microbatches of a step at once, so that each needs graphs and memory "
+            "of its own. Use schedule '1f1b', or 'interleaved' with vpp above 1."
         )
     if conditions.transport == "all_to_all" and (
         graphs.mode == "full" or "experts" in graphs.scopes
