@@ -231,7 +231,7 @@ class InputEmbedding(nn.Module):
         The first token has the position ``offset``, unless all positions are given.
         """
         self.mesh.random.seek(0)
-        hidden = self.word(tokens) if vectors is None else self._local_part(vectors)
+        hidden = self.word(tokens) if vectors is None else _local_part(vectors, self.mesh)
         if self.scale != 1.0 and (vectors is None or self.scales_vectors):
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device="cpu").item()
         if self.position is not None:
@@ -242,9 +242,11 @@ class InputEmbedding(nn.Module):
             hidden = self.norm(hidden)
         return hidden_dropout(hidden, self.dropout, self.training, self.mesh)
 
-    def _local_part(self, vectors: Tensor) -> Tensor:
-        hidden = vectors.transpose(0, 1).contiguous()
-        return split_to_axis(hidden, self.mesh.tp, dim=0) if self.mesh.sequence_parallel else hidden
+
+def _local_part(vectors: Tensor, mesh: ParallelMesh) -> Tensor:
+    """Return this rank's positions of given vectors, sequence first."""
+    hidden = vectors.transpose(0, 1).contiguous()
+    return split_to_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
 
 
 class VocabParallelHead(nn.Module):
@@ -359,10 +361,7 @@ class EncoderEmbedding(nn.Module):
 
     def _words(self, tokens: Tensor | None, vectors: Tensor | None) -> Tensor:
         if vectors is not None:
-            hidden = vectors.transpose(0, 1).contiguous()
-            if self.mesh.sequence_parallel:
-                return split_to_axis(hidden, self.mesh.tp, dim=0)
-            return hidden
+            return _local_part(vectors, self.mesh)
         assert tokens is not None, "there are tokens where there are no vectors"
         embedded: Tensor = self.word(tokens)
         return embedded

@@ -19,6 +19,7 @@ from lightning_megatron.layers.context_parallel.sequence_order import (
     of_first_rank,
     own_part,
 )
+from lightning_megatron.layers.linear.regions import dtype_of_products
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
 from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.models.config_checks import check_length
@@ -26,7 +27,7 @@ from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_parts import build_block, build_embedding, build_head
 from lightning_megatron.models.encoder_rows import EncoderInput, RowAttention
 from lightning_megatron.models.gpt_block import context_choice
-from lightning_megatron.models.layered import LayeredModule, LayerInputs, dtype_of_products
+from lightning_megatron.models.layered import LayeredModule, LayerInputs
 from lightning_megatron.models.remote_tensor import RemoteTensor, check_present
 from lightning_megatron.shapes import Float, Int
 

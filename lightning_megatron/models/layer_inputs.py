@@ -14,10 +14,11 @@ from lightning_megatron.layers.attention.cached_attention import cached_span
 from lightning_megatron.layers.attention.core import prepared
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.cached_parts import held_span
+from lightning_megatron.layers.linear.regions import dtype_of_products
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt_block import rotary_name, span_of_layer
-from lightning_megatron.models.layered import LayerInputs, dtype_of_products
+from lightning_megatron.models.layered import LayerInputs
 from lightning_megatron.shapes import Float
 
 

@@ -267,12 +267,6 @@ def layered_modules(root: nn.Module) -> list[LayeredModule]:
     return [model for _, model in pipelined_modules(root) if isinstance(model, LayeredModule)]
 
 
-def dtype_of_products(hidden: Float[Tensor, "..."]) -> torch.dtype:
-    """Return the dtype of matrix products of hidden states, which autocast may change."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
 def single_mesh(seed: int) -> ParallelMesh:
     """Return the mesh of a single process on the default device, or the CPU instead of meta."""
     ambient = torch.empty(0).device

@@ -154,6 +154,6 @@ def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
 
 
 def losses_of(routing: Routing) -> Tensor:
-    assert routing.balance_loss is not None
-    assert routing.z_loss is not None
-    return routing.balance_loss + routing.z_loss
+    assert routing.losses.balance is not None
+    assert routing.losses.z is not None
+    return routing.losses.balance + routing.losses.z

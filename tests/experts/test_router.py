@@ -61,8 +61,11 @@ def test_the_router_equals_a_loop_over_tokens(name):
     assert (0 if routing.dropped is None else int(routing.dropped)) == reference.dropped
     assert routing.probabilities.dtype == torch.float64
     assert_equal(routing.entropy_sum, reference.entropy * S * B, "entropy_sum")
-    for field in ("probabilities", "balance_loss", "z_loss"):
-        actual, expected = getattr(routing, field), getattr(reference, field)
+    for field, actual, expected in (
+        ("probabilities", routing.probabilities, reference.probabilities),
+        ("balance_loss", routing.losses.balance, reference.balance_loss),
+        ("z_loss", routing.losses.z, reference.z_loss),
+    ):
         assert_equal(actual, expected, field)
         weigh = main_loss if field == "probabilities" else torch.sum
         assert_same_gradients(weigh(actual), weigh(expected), hidden, *router.parameters())
@@ -116,7 +119,7 @@ def test_the_router_equals_routers_of_hugging_face(name):
     if config.scoring == "softmax":
         # For equal experts, the loss of Hugging Face is top_k, and ours is 1.
         theirs = load_balancing_loss_func((reference(hidden)[0],), E, K) * config.aux_loss / K
-        balance_loss = router(hidden).balance_loss
+        balance_loss = router(hidden).losses.balance
         assert_equal(balance_loss, theirs, "auxiliary loss")
         assert_same_gradients(balance_loss, theirs, hidden)
 
@@ -163,10 +166,10 @@ def test_evaluation_has_no_losses_and_no_jitter():
     router = router_of(config_of(jitter=0.5)).eval()
     hidden = draw(S, B, D)
     routing = router(hidden)
-    assert routing.balance_loss is None
-    assert routing.z_loss is None
+    assert routing.losses.balance is None
+    assert routing.losses.z is None
     assert torch.equal(routing.probabilities, router_of(config_of())(hidden).probabilities)
-    assert router_of(config_of(aux_loss=0.0, z_loss=0.0))(hidden).balance_loss is None
+    assert router_of(config_of(aux_loss=0.0, z_loss=0.0))(hidden).losses.balance is None
 
 
 def test_jitter_is_within_its_bounds_and_repeats_with_the_position():

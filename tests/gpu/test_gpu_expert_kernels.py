@@ -82,7 +82,7 @@ def mixture(config: ExpertsConfig, hidden: Tensor, keeps_rows: bool = True) -> l
     recipe = None if keeps_rows else dispatcher.rows_recipe(sent)
     outputs = experts(sent.rows, sent.probabilities, sent.ends, rows_recipe=recipe)
     output = dispatcher.combine(dispatcher.send_back(outputs, sent))
-    losses = [loss for loss in (routing.balance_loss, routing.z_loss) if loss is not None]
+    losses = [loss for loss in (routing.losses.balance, routing.losses.z) if loss is not None]
     outer = torch.randn(
         output.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(3)
     )

@@ -49,16 +49,6 @@ class Routing:
     entropy_sum: Float[Tensor, ""]
     losses: RouterLosses
 
-    @property
-    def balance_loss(self) -> Float[Tensor, ""] | None:
-        """Return this rank's part of the auxiliary loss times its coefficient, if there is one."""
-        return self.losses.balance
-
-    @property
-    def z_loss(self) -> Float[Tensor, ""] | None:
-        """Return this rank's part of the z-loss times its coefficient, if there is one."""
-        return self.losses.z
-
 
 class Router(nn.Module):
     """Choose the experts of each token.

@@ -67,8 +67,8 @@ class RouterStatistics:
         numbers[RoutingSum.ENTROPY].add_(routing.entropy_sum)
         for index, value in (
             (RoutingSum.DROPPED, routing.dropped),
-            (RoutingSum.BALANCE_LOSS, routing.balance_loss),
-            (RoutingSum.Z_LOSS, routing.z_loss),
+            (RoutingSum.BALANCE_LOSS, losses.balance),
+            (RoutingSum.Z_LOSS, losses.z),
         ):
             if value is not None:
                 numbers[index].add_(value)

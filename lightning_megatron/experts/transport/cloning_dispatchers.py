@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -49,8 +48,7 @@ class CloningDispatcher(OuterDispatcher):
     ) -> PreparedTokens:
         """Plan clones, and replace the selected experts by physical ones."""
         row_map = map_rows(experts, 0, self.num_experts)
-        counts = torch.diff(row_map.ends, prepend=row_map.ends.new_zeros(1))
-        every = all_gather_sequence(counts.unsqueeze(0), self.axis)
+        every = all_gather_sequence(row_map.counts.unsqueeze(0), self.axis)
         clones = place_clones(every, self.settings.places, self.settings.min_rows)
         physical = to_physical(experts, row_map, clones, self.axis.rank)
         return replace(self.inner.prepare(hidden, probabilities, physical), clones=clones)

@@ -246,7 +246,7 @@ class AllToAllDispatcher(Dispatcher):
     ) -> PreparedTokens:
         """Exchange row counts, and sort the rows by expert."""
         row_map = map_rows(experts, 0, self.num_experts)
-        sent = torch.diff(row_map.ends, prepend=row_map.ends.new_zeros(1)).view(self.axis.size, -1)
+        sent = row_map.counts.view(self.axis.size, -1)
         one_per_rank = (1,) * self.axis.size
         received = all_to_all_rows(sent, one_per_rank, one_per_rank, self.axis)
         totals = torch.stack([sent.sum(1), received.sum(1)])

@@ -165,15 +165,7 @@ class Puts:
         buffer = TokenBufferViews.over(self.axis, hidden, probabilities, experts)
         if buffer.layout.count:
             self.axis.note("put_tokens")
-            self.kernels.put_tokens(
-                hidden,
-                probabilities,
-                experts,
-                buffer.region.pointers,
-                self.axis.rank,
-                self.experts_each,
-                buffer.layout,
-            )
+            self._put(hidden, probabilities, experts, buffer)
             buffer.region.wait()
         return buffer
 
@@ -190,15 +182,24 @@ class Puts:
         buffer = self.buffer_again(hidden, experts)
         if buffer.layout.count:
             self.axis.note("put_tokens_again")
-            self.kernels.put_tokens(
-                hidden,
-                None,
-                experts,
-                buffer.region.pointers,
-                self.axis.rank,
-                self.experts_each,
-                buffer.layout,
-            )
+            self._put(hidden, None, experts, buffer)
+
+    def _put(
+        self,
+        hidden: Tensor,
+        probabilities: Tensor | None,
+        experts: Tensor,
+        buffer: TokenBufferViews,
+    ) -> None:
+        self.kernels.put_tokens(
+            hidden,
+            probabilities,
+            experts,
+            buffer.region.pointers,
+            self.axis.rank,
+            self.experts_each,
+            buffer.layout,
+        )
 
     def collect(
         self,

@@ -58,6 +58,11 @@ class RowMap:
         return self.rows.shape[1]
 
     @property
+    def counts(self) -> Int[Tensor, "experts"]:
+        """Return the number of rows of each local expert."""
+        return torch.diff(self.ends, prepend=self.ends.new_zeros(1))
+
+    @property
     def num_rows(self) -> int:
         """Return the number of rows of the buffer."""
         return self.pairs.shape[0]

@@ -15,7 +15,7 @@ from lightning_megatron.layers.attention.key_value_cache import CachedTokens, Ke
 from lightning_megatron.layers.attention.operators import DropWeights, attend_by_operators
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.attention.token_attention import attend_one_token
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Int
 
 
 def attend_with_cache(
@@ -75,30 +75,34 @@ def cached_span(
         mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
             ~visible, -torch.inf
         )
+    return span_of_places(layer_span, past, mask, queries, keys[None])
+
+
+def span_of_places(
+    layer_span: AttentionSpan,
+    past: CachedTokens,
+    mask: Float[Tensor, "#batch 1 #seq _"] | None,
+    queries: Int[Tensor, "seq"],
+    keys: Int[Tensor, "#batch _"],
+) -> AttentionSpan:
+    """Return the span of new tokens, with the places between which ALiBi counts distances.
+
+    ``queries`` and ``keys`` are positions in the rows.
+    """
     if layer_span.slopes is None:
         return AttentionSpan(mask=mask, past=past)
-    if not layer_span.slopes.skips_padding or past.visible is None:
-        places = queries[None], keys[None]
-    else:
+    places = queries[None], keys
+    if layer_span.slopes.skips_padding and past.visible is not None:
         counted = past.visible.cumsum(-1)
-        places = counted[:, queries], counted[:, keys]
+        places = counted[:, queries], counted.gather(1, keys.expand(len(counted), -1))
     return AttentionSpan(mask=mask, places=places[0], past=replace(past, key_places=places[1]))
-
-
-def _needs_operators(layer_span: AttentionSpan) -> bool:
-    """Return whether a kind of attention has scores that torch's kernel cannot compute."""
-    return (
-        layer_span.soft_cap is not None
-        or layer_span.slopes is not None
-        or layer_span.sinks is not None
-    )
 
 
 def _attend_to_stored(
     query: Tensor, stored: KeysAndValues, span: AttentionSpan, past: CachedTokens, dropout: float
 ) -> Tensor:
     keys, values = stored
-    if _needs_operators(span):
+    if span.has_own_scores:
         rows = KeyRows(keys.shape[2], places=past.key_places)
         keys = keys.permute(2, 0, 1, 3)
         values = values.permute(2, 0, 1, 3)

@@ -139,7 +139,7 @@ def _choose_kernel(
     head_dim: int,
 ) -> CoreChoice:
     plain = is_plain(span, 2**62 if seq_length is None else seq_length)
-    if plain and not _has_own_scores(span) and span.sinks is None:
+    if plain and not span.has_own_scores:
         return _default_core(device, dtype, dropout)
     reason = reason_against_flash(device, dtype, span, dropout, head_dim)
     if reason is None and dropout > 0.0:
@@ -151,7 +151,7 @@ def _choose_kernel(
         return CoreChoice("flash", (), False, False, why, package=flash.kernel.name)
     if device.type != "cuda" and dropout > 0.0:
         return _operators(device, _DROPS_BY_PLACE, plain)
-    if not _has_own_scores(span) and span.sinks is None and span.prefix is None:
+    if not span.has_own_scores and span.prefix is None:
         return _masked(device, reason, span)
     obstacle_to_a_kernel = reason_against_flex(device, dtype, span, dropout, head_dim)
     if obstacle_to_a_kernel is None:
@@ -163,11 +163,6 @@ def _choose_kernel(
     if span.sinks is not None:
         return _operators(device, f"sinks: {obstacle_to_a_kernel}", plain)
     return _masked(device, f"{reason}, and {obstacle_to_a_kernel}", span)
-
-
-def _has_own_scores(span: AttentionSpan) -> bool:
-    """Return whether a soft cap or ALiBi changes the scaled scores of visible pairs."""
-    return span.soft_cap is not None or span.slopes is not None
 
 
 def _default_core(device: torch.device, dtype: torch.dtype, dropout: float) -> CoreChoice:

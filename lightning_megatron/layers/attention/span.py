@@ -176,6 +176,11 @@ class AttentionSpan:
         )
 
     @property
+    def has_own_scores(self) -> bool:
+        """Return whether a soft cap, ALiBi or sinks change the softmax of scaled scores."""
+        return self.soft_cap is not None or self.slopes is not None or self.sinks is not None
+
+    @property
     def has_documents(self) -> bool:
         """Return whether rows may consist of several documents."""
         return self.lengths is not None or self.borders is not None

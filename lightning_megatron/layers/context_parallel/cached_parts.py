@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
+from lightning_megatron.layers.attention.cached_attention import span_of_places
 from lightning_megatron.layers.attention.dense_mask import KeyRows
 from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.attention.key_value_cache import HeldTokens
@@ -103,14 +104,7 @@ def held_span(
         visible.shape, dtype=torch.promote_types(dtype, torch.float32), device=device
     )
     mask = mask.masked_fill_(~visible, -torch.inf)[:, None]
-    if layer_span.slopes is None:
-        return AttentionSpan(mask=mask, past=past)
-    if not layer_span.slopes.skips_padding or past.visible is None:
-        places = queries[None], index
-    else:
-        counted = past.visible.cumsum(-1)
-        places = counted[:, queries], counted.gather(1, index)
-    return AttentionSpan(mask=mask, places=places[0], past=replace(past, key_places=places[1]))
+    return span_of_places(layer_span, past, mask, queries, index)
 
 
 def _held(held: HeldTokens | None) -> HeldTokens:

@@ -24,7 +24,7 @@ from lightning_megatron.layers.linear.regions import (
     RowLinear,
     add_bias,
     as_rows,
-    forward_dtype,
+    dtype_of_products,
     ready,
     start_early,
     start_gathering,
@@ -165,7 +165,7 @@ class _EngineProducts:
         """Return the outputs as rows, and the cast inputs if the weight gradient needs them."""
         scaling = self.scaling
         counts = self.counts
-        ctx.dtype = forward_dtype(hidden)
+        ctx.dtype = dtype_of_products(hidden)
         rows = as_rows(hidden).to(ctx.dtype)
         keeps = keeps and ctx.needs_input_grad[1]
         inputs = scaling.cast(scaling.padded(rows), "input", columns=keeps, counts=counts)

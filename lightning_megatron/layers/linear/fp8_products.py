@@ -36,7 +36,7 @@ from lightning_megatron.layers.linear.regions import (
     RowLinear,
     add_bias,
     as_rows,
-    forward_dtype,
+    dtype_of_products,
     ready,
     start_early,
     start_gathering,
@@ -129,7 +129,7 @@ class _FP8Products:
         ctx.weight_axes = {"row_axes": (mesh.tp,)}
         left, kept = self._cast_column_input(ctx, x, magnitude)
         right = self._cast_and_save(ctx, kept, weight)
-        dtype = forward_dtype(x)
+        dtype = dtype_of_products(x)
         emulate = self.scaling.emulate
         fast = self.scaling.sums_fast
         if mesh.sequence_parallel and self.scaling.has_one_scale:
@@ -153,7 +153,7 @@ class _FP8Products:
         )
         left = needed(inputs.rows)
         right = self._cast_and_save(ctx, inputs.columns, weight)
-        dtype = forward_dtype(x)
+        dtype = dtype_of_products(x)
         emulate = self.scaling.emulate
         fast = self.scaling.sums_fast
         if mesh.sequence_parallel:

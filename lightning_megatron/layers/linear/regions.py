@@ -175,24 +175,6 @@ def _is_plain(weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> bool:
     return mesh.tp.size == 1 and slot_of(weight) is None and slot_of(bias) is None
 
 
-def column_border(ctx: Any) -> BoundaryGradients | None:
-    """Return the border at which a tensor-parallel region begins: the input gradient is summed."""
-    mesh = ctx.mesh
-    if mesh.tp.size == 1:
-        return None
-    return BoundaryGradients((mesh.sequence_parallel, True, True), takes_parts=True)
-
-
-def row_border(ctx: Any) -> BoundaryGradients | None:
-    """Return the border at which the region ends: the output is summed before the bias."""
-    shares = ctx.mesh.sequence_parallel
-    return (
-        None
-        if ctx.mesh.tp.size == 1
-        else BoundaryGradients((True, True, shares), takes_parts=shares)
-    )
-
-
 class ColumnLinear(torch.autograd.Function):
     """Beginning of a tensor-parallel region.
 
@@ -201,7 +183,13 @@ class ColumnLinear(torch.autograd.Function):
     ``sum`` a reduce-scatter; otherwise ``gather`` is the identity and ``sum`` an all-reduce.
     """
 
-    border = staticmethod(column_border)
+    @staticmethod
+    def border(ctx: Any) -> BoundaryGradients | None:
+        """Return the border at which the region begins: the input gradient is summed."""
+        mesh = ctx.mesh
+        if mesh.tp.size == 1:
+            return None
+        return BoundaryGradients((mesh.sequence_parallel, True, True), takes_parts=True)
 
     @staticmethod
     def forward(
@@ -248,7 +236,13 @@ class RowLinear(torch.autograd.Function):
     and ``db = sum of the rows of dy``, with ``gather`` and ``sum`` as for :class:`ColumnLinear`.
     """
 
-    border = staticmethod(row_border)
+    @staticmethod
+    def border(ctx: Any) -> BoundaryGradients | None:
+        """Return the border at which the region ends: the output is summed before the bias."""
+        if ctx.mesh.tp.size == 1:
+            return None
+        shares = ctx.mesh.sequence_parallel
+        return BoundaryGradients((True, True, shares), takes_parts=shares)
 
     @staticmethod
     def forward(
@@ -387,7 +381,7 @@ def start_early(ctx: Any, start: Callable[[], T]) -> Callable[[], T]:
     return start
 
 
-def forward_dtype(hidden: Float[Tensor, "*tokens in_features"]) -> torch.dtype:
+def dtype_of_products(hidden: Float[Tensor, "*tokens in_features"]) -> torch.dtype:
     """Return the dtype of a linear layer's products: that of autocast, or that of the input."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

@@ -67,6 +67,7 @@ class SequenceShard(Tensor):
         """Gather the full activation; all ranks must use the result in the same way."""
         return gather_from_axis(self.part, self.axis, dim=CUT)
 
+    @property
     def full_shape(self) -> torch.Size:
         """Return the shape of the full activation."""
         shape = list(self.part.shape)
@@ -75,7 +76,7 @@ class SequenceShard(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return the shape only: showing values would need a collective call of all ranks."""
-        return f"SequenceShard({tuple(self.full_shape())})"
+        return f"SequenceShard({tuple(self.full_shape)})"
 
     @classmethod
     def __torch_function__(
@@ -88,9 +89,9 @@ class SequenceShard(Tensor):
         kwargs = dict(kwargs or {})
         name = func.__name__
         if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
-            return args[0].full_shape()
+            return args[0].full_shape
         if name == "size":
-            shape = args[0].full_shape()
+            shape = args[0].full_shape
             if len(args) > 1:
                 return shape[args[1]]
             return shape[kwargs["dim"]] if kwargs else shape
@@ -126,7 +127,7 @@ def _parts(values: Sequence[Any], axis: MeshAxis) -> list[Any] | None:
 
     None means that the operands cannot be sharded in the same way.
     """
-    lengths = {value.full_shape()[CUT] for value in values if isinstance(value, SequenceShard)}
+    lengths = {value.full_shape[CUT] for value in values if isinstance(value, SequenceShard)}
     parts = []
     for value in values:
         if isinstance(value, SequenceShard):

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from lightning_megatron.groups.collectives import BoundaryGradients
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fused.choose_kernels import fused_kernels
 from lightning_megatron.layers.loss.cross_entropy import LossTerms, RowStatistics
@@ -56,6 +57,13 @@ class ChunkedHead:
     chunk: int
     form: LogitForm
     slot: GradientSlot | None
+
+    @property
+    def border(self) -> BoundaryGradients | None:
+        """Return the border of the tensor-parallel region: the gradient of the input is summed."""
+        if self.mesh.tp.size == 1:
+            return None
+        return BoundaryGradients((self.mesh.sequence_parallel, True, True), takes_parts=False)
 
     def statistics(
         self,

@@ -55,10 +55,8 @@ def chunked_cross_entropy(
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> BoundaryGradients | None:
-        mesh = ctx.head.mesh
-        if mesh.tp.size == 1:
-            return None
-        return BoundaryGradients((mesh.sequence_parallel, True, True), takes_parts=False)
+        border: BoundaryGradients | None = ctx.head.border
+        return border
 
     @staticmethod
     def forward(

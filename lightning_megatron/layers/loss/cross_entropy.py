@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import BoundaryGradients, all_reduce_
@@ -43,18 +44,11 @@ def vocab_parallel_cross_entropy(
     Source: Shoeybi et al. 2019, section 3.
     """
     check_ids(labels, vocab_size, ignore_index)
+    terms = LossTerms(mesh.tp, vocab_size, label_smoothing, ignore_index)
     kernels = fused_kernels(logits_shard)
     if kernels is not None:
-        terms = LossTerms(mesh.tp, vocab_size, label_smoothing, ignore_index)
         return _FusedCrossEntropy.apply(logits_shard, labels, terms, kernels, overwrite_logits)
-    return _VocabParallelCrossEntropy.apply(
-        logits_shard,
-        labels,
-        mesh.tp,
-        vocab_size,
-        label_smoothing,
-        ignore_index,
-    )
+    return _VocabParallelCrossEntropy.apply(logits_shard, labels, terms)
 
 
 def check_ids(ids: Int[Tensor, "..."], vocab_size: int, ignore_index: int | None = None) -> None:
@@ -98,24 +92,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return BoundaryGradients((True, False), takes_parts=False)
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        tp: MeshAxis,
-        vocab_size: int,
-        smoothing: float,
-        ignore_index: int,
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
+        tp = terms.tp
+        smoothing = terms.smoothing
         width = logits.shape[-1]
-        start = tp.rank * width
-        num_valid = min(max(vocab_size - start, 0), width)
+        num_valid = terms.num_valid(width)
         wide = logits[..., :num_valid].to(torch.promote_types(logits.dtype, torch.float32))
 
         largest = wide.amax(-1) if num_valid else wide.new_full(labels.shape, -torch.inf)
         shifted = wide - all_reduce_(largest, tp, "max").unsqueeze(-1)
-        ignored = labels == ignore_index
-        index, here = _local_index(labels, ignored, vocab_size, start, num_valid)
+        ignored = labels == terms.ignore_index
+        start = tp.rank * width
+        index, here = _local_index(labels, ignored, terms.vocab_size, start, num_valid)
         # One all-reduce for the three sums: logit of the label, normaliser, all logits (for
         # smoothing).
         target = torch.zeros_like(largest)
@@ -128,10 +116,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         loss = total.log() - (1.0 - smoothing) * target
         if smoothing:
-            loss = loss - smoothing / vocab_size * rest[0]
+            loss = loss - smoothing / terms.vocab_size * rest[0]
         ctx.save_for_backward(exponents.div_(total.unsqueeze(-1)), index, here, ignored)
-        ctx.smoothing = smoothing
-        ctx.vocab_size = vocab_size
+        ctx.terms = terms
         ctx.width = width
         ctx.dtype = logits.dtype
         return loss.masked_fill(ignored, 0.0)
@@ -139,26 +126,17 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         softmax, index, here, ignored = ctx.saved_tensors
+        terms: LossTerms = ctx.terms
         scale = grads[0].masked_fill(ignored, 0.0).unsqueeze(-1)
         grad = softmax * scale
-        if ctx.smoothing:
-            grad.sub_(scale * (ctx.smoothing / ctx.vocab_size))
+        if terms.smoothing:
+            grad.sub_(scale * (terms.smoothing / terms.vocab_size))
         if softmax.shape[-1]:
-            grad.scatter_add_(
-                -1,
-                index.unsqueeze(-1),
-                here.unsqueeze(-1) * scale * -(1.0 - ctx.smoothing),
-            )
+            of_label = here.unsqueeze(-1) * scale * -(1.0 - terms.smoothing)
+            grad.scatter_add_(-1, index.unsqueeze(-1), of_label)
         grad = grad.to(ctx.dtype)
         padding = ctx.width - grad.shape[-1]
-        return (
-            (torch.nn.functional.pad(grad, (0, padding)) if padding else grad),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return (F.pad(grad, (0, padding)) if padding else grad), None, None
 
 
 @dataclass(frozen=True)
@@ -326,9 +304,9 @@ def vocab_parallel_argmax(
 
     Communication: one max and one min all-reduce over tp, of one number per token.
     """
-    width = logits_shard.shape[-1]
-    start = mesh.tp.rank * width
-    logits = logits_shard[..., : min(max(vocab_size - start, 0), width)]
+    start = mesh.tp.rank * logits_shard.shape[-1]
+    # A slice ends with the last column.
+    logits = logits_shard[..., : max(vocab_size - start, 0)]
     # All columns of a rank may be padding.
     has_any = logits.shape[-1] > 0
     peak = logits.amax(-1) if has_any else logits.new_full(logits.shape[:-1], -torch.inf)

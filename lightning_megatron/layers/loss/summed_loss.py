@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lightning_megatron.groups.collectives import BoundaryGradients, all_gather_sequence
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fused.choose_kernels import fused_kernels
-from lightning_megatron.layers.linear.regions import start_summing
+from lightning_megatron.layers.linear.regions import dtype_of_products, start_summing
 from lightning_megatron.layers.loss.chunked_head import ChunkedHead, LogitForm, new_slot, rows_of
 from lightning_megatron.layers.loss.chunked_loss import chunked_cross_entropy
 from lightning_megatron.layers.loss.cross_entropy import LossTerms, check_ids
@@ -46,7 +46,7 @@ def summed_cross_entropy(
         per token, and an all-reduce of the gradient of ``hidden``. Under sequence parallelism an
         all-gather of ``hidden`` and a reduce-scatter of its gradient. Backward none.
     """
-    if _dtype_of_products(hidden) == torch.float16:
+    if dtype_of_products(hidden) == torch.float16:
         return chunked_cross_entropy(
             hidden, weight, labels, mesh, vocab_size, chunk, label_smoothing, ignore_index, form
         ).sum()
@@ -58,19 +58,11 @@ def summed_cross_entropy(
     return _SummedCrossEntropy.apply(hidden, weight, labels, head, wants_gradients)
 
 
-def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    is_cast = torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
-
-
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def border(ctx: Any) -> BoundaryGradients | None:
-        mesh = ctx.mesh
-        if mesh.tp.size == 1:
-            return None
-        return BoundaryGradients((mesh.sequence_parallel, True, True), takes_parts=False)
+        border: BoundaryGradients | None = ctx.head.border
+        return border
 
     @staticmethod
     def forward(
@@ -112,8 +104,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             kept, leaving = start_summing(grad_hidden, mesh)
             leaving.wait()
         ctx.save_for_backward(kept, None if slot is None else slot.gradient)
-        ctx.mesh = mesh
-        ctx.slot = head.slot
+        ctx.head = head
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.stack(sums).sum()
 
@@ -129,12 +120,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
             torch.mul(unit_hidden, grads[0].reshape(1), out=grad_hidden)
         if unit_weight is not None:
             scaled = ScaledGradient(unit_weight, grads[0].to(unit_weight.dtype))
-            if ctx.slot is not None:
-                ctx.slot.add_computed(scaled)
+            if ctx.head.slot is not None:
+                ctx.head.slot.add_computed(scaled)
             else:
                 grad_weight = scaled.value().to(ctx.dtypes[1])
         return grad_hidden, grad_weight, None, None, None
 
 
 def _empty_gradient(full: Tensor) -> Tensor:
-    return torch.empty(full.shape, dtype=_dtype_of_products(full), device=full.device)
+    return torch.empty(full.shape, dtype=dtype_of_products(full), device=full.device)
