@@ -44,7 +44,6 @@ from lightning_megatron.data.tokenizer import encode_prompt as encode_prompt
 from lightning_megatron.data.tokenizer import load_tokenizer as load_tokenizer
 from lightning_megatron.data.tokenizer import read_pretrained_tokenizer as read_pretrained_tokenizer
 from lightning_megatron.data.tokenizer import vocab_size_of as vocab_size_of
-from lightning_megatron.data.window_packing import check_context_windows as check_context_windows
 from lightning_megatron.data.worker_pool import map_in_order as map_in_order
 from lightning_megatron.disk_sync import sync_file as sync_file
 from lightning_megatron.disk_sync import sync_folder as sync_folder

@@ -50,12 +50,12 @@ class BlendedSamples:
         return self.parts[self.choices[index]][int(self.numbers[index])]
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document or gap in a window, in order."""
+        """Return the number of tokens of each document in a window, in order."""
         return self.parts[self.choices[index]].lengths(int(self.numbers[index]))
 
     @property
     def max_documents(self) -> int:
-        """Largest number of documents and gaps in a window."""
+        """Largest number of documents in a window."""
         return max(part.max_documents for part in self.parts)
 
     @property

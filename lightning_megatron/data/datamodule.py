@@ -25,7 +25,6 @@ from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Order, SampleOptions, Samples, check_rows
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import Tokenizer
-from lightning_megatron.data.window_packing import check_context_windows
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import (
@@ -84,9 +83,6 @@ class TokenDataModule(RowDataModule):
             across the ends. "whole" also packs whole documents into samples by best fit, and cuts
             only documents that are longer than a sample. The samples of a pass have all tokens of
             the corpus, except documents of one token, and little padding.
-        context_windows: Number of windows of a sample, a power of two. Whole documents then lie in
-            spans of 1, 2, 4 ... neighbouring windows, and no span is longer than the longest
-            document of the sample needs. Needs ``documents="whole"``.
         balance_attention: Whether to assign the samples of each global batch to data ranks and
             microbatches so that all have about equal attention work, which is the sum of the
             squares of document lengths. The samples of a global batch, the loss and the position in
@@ -100,8 +96,8 @@ class TokenDataModule(RowDataModule):
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
-        UnsupportedError: If data sources conflict or none is given, ``balance_attention`` is used
-            with joined documents, or ``context_windows`` without whole documents.
+        UnsupportedError: If data sources conflict or none is given, or ``balance_attention`` is
+            used with joined documents.
     """
 
     order_settings = "corpus, split, weights, tokenizer, seq_length, seed or order"
@@ -124,7 +120,6 @@ class TokenDataModule(RowDataModule):
         train_samples: Elements | None = None,
         mask_after_eod: bool = False,
         documents: Literal["joined", "separate", "whole"] = "joined",
-        context_windows: Count = 1,
         balance_attention: bool = False,
         data_dir: str = "data",
         cache_dir: str | None = None,
@@ -135,7 +130,6 @@ class TokenDataModule(RowDataModule):
         super().__init__(**row_arguments(given))
         check_sources(train, val, test, split, corpus)
         check_rows(documents == "whole", order)
-        check_context_windows(given["context_windows"], given["seq_length"], documents == "whole")
         _check_balance(balance_attention, documents)
         if split is not None:
             check_split(given["split"], given["order"])
@@ -164,7 +158,6 @@ class TokenDataModule(RowDataModule):
         self.order: Literal["passes", "megatron"] = given["order"]
         self.mask_after_eod = mask_after_eod
         self.documents: Literal["joined", "separate", "whole"] = given["documents"]
-        self.context_windows: int = given["context_windows"]
         self.data_dir: str = given["data_dir"]
 
     @property
@@ -295,7 +288,6 @@ class TokenDataModule(RowDataModule):
             cache_dir=str(self._parts.cache_folder),
             by_sequence=self.order == "megatron",
             whole=self.documents == "whole",
-            context_windows=self.context_windows,
         )
 
     def _corpora(self, part: Part, name: str | None = None) -> list[tuple[TokenFile, range | None]]:

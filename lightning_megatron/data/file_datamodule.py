@@ -109,9 +109,7 @@ class FileDataModule(RowDataModule):
             self._encoded[part] = rows
         return self._encoded[part]
 
-    def stream_options(
-        self, num_samples: int | None, key: Mapping[str, Any], is_packed: bool
-    ) -> dict[str, Any]:
+    def stream_options(self, num_samples: int | None, is_packed: bool) -> dict[str, Any]:
         """Return arguments of ``StreamedSamples`` for the training rows in the order of training.
 
         Args:
@@ -129,7 +127,7 @@ class FileDataModule(RowDataModule):
             ),
             "messages": self.encoder.messages(is_packed),
             "seq_length": self.seq_length,
-            "key": {**self.stream_key, "section_size": section_size, "seed": seed, **key},
+            "key": {**self.stream_key, "section_size": section_size, "seed": seed},
             "report": log_row_counts,
             "num_samples": num_samples,
         }

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_megatron.data.sampler import TokenBatchSampler
-from lightning_megatron.data.samples import NO_TOKEN, Samples
+from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.streamed_samples import StreamedSamples
 
 IGNORE_INDEX = -100
@@ -34,9 +34,9 @@ class WindowBatches(SampleBatches):
 
     Shapes:
         An item is {"tokens": (B, S), "labels": (B, S)} with labels that are shifted by one token.
-        The padding of a short window, gaps between documents, and whole rows with number -1 have
-        token 0 and label -100. Separate documents add {"lengths": (B, L)}: the number of tokens of
-        each document and gap of a row, followed by zeros. L is the same for all batches.
+        The padding of a short window and whole rows with number -1 have token 0 and label -100.
+        Separate documents add {"lengths": (B, L)}: the number of tokens of each document of a row,
+        followed by zeros. L is the same for all batches.
 
     Args:
         samples: Windows of token ids.
@@ -62,8 +62,6 @@ class WindowBatches(SampleBatches):
                 window = self.samples[number]
                 tokens[row, : len(window) - 1] = window[:-1]
                 labels[row, : len(window) - 1] = window[1:]
-        tokens[tokens == NO_TOKEN] = 0
-        labels[labels == NO_TOKEN] = IGNORE_INDEX
         if self.mask_after is not None:
             labels[tokens == self.mask_after] = IGNORE_INDEX
         batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}

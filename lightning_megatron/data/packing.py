@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.data.window_packing import GAP, best_fit, pack_windows
+#: Smallest size of an item (tokens).
+_MIN_SIZE = 2
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class PackedIndex:
 
     Args:
         parts: Document, offset in the document and number of tokens of each piece, in the order of
-            the rows. A gap, which has positions but no tokens, is the document -1.
+            the rows.
         firsts: Index of the first piece of each row, and the total number of pieces.
     """
 
@@ -34,7 +36,7 @@ class PackedIndex:
 
     @property
     def max_pieces(self) -> int:
-        """Return the largest number of documents and gaps in a row."""
+        """Return the largest number of pieces in a row."""
         return int(np.diff(self.firsts).max(initial=0))
 
     def pieces(self, index: int, bounds: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -44,13 +46,10 @@ class PackedIndex:
             bounds: Index of the first token of each document, and the total number of tokens.
 
         Returns:
-            Start and end of each piece among all tokens; -n and 0 for a gap of n positions.
+            Start and end of each piece among all tokens.
         """
         ranges = []
         for document, offset, size in self.parts[self.firsts[index] : self.firsts[index + 1]]:
-            if document == GAP:
-                ranges.append((-int(size), 0))
-                continue
             start = int(bounds[document]) + int(offset)
             ranges.append((start, start + int(size)))
         return ranges
@@ -62,7 +61,6 @@ def index_packed(
     num_samples: int | None,
     seed: int | None,
     is_packed: bool = True,
-    num_windows: int = 1,
 ) -> PackedIndex:
     """Pack the documents of one or several passes; each pass is shuffled and packed separately.
 
@@ -76,15 +74,13 @@ def index_packed(
         num_samples: Number of rows, over as many passes as needed; None makes one pass (samples).
         seed: Seed of the shuffles; None keeps the order.
         is_packed: Whether rows have several documents; otherwise each row has one.
-        num_windows: Windows of a row, which groups of context-parallel ranks share. No document
-            spans more windows than the longest document of its row needs.
     """
     pieces = _pieces(lengths, seq_length)
     rows: list[npt.NDArray[np.int64]] = []
     number = 0
     while len(pieces) and (number == 0 or (num_samples is not None and len(rows) < num_samples)):
         random = None if seed is None else np.random.RandomState([seed, number, 4])
-        rows += _rows_of_pass(pieces, seq_length, random, is_packed, num_windows, None)
+        rows += _rows_of_pass(pieces, seq_length, random, is_packed, None)
         number += 1
     return _indexed(rows[:num_samples])
 
@@ -94,7 +90,6 @@ def pack_once(
     seq_length: int,
     random: np.random.RandomState | None,
     is_packed: bool,
-    num_windows: int,
     max_pieces: int | None,
 ) -> PackedIndex:
     """Pack documents like one pass of :func:`index_packed`.
@@ -105,10 +100,10 @@ def pack_once(
         seq_length: Tokens that a row predicts; a row has one token more, its last label (tokens).
         random: Random number generator that shuffles documents and rows; None keeps their order.
         is_packed: Whether rows have several documents; otherwise each row has one.
-        max_pieces: Largest number of documents and gaps of a row; None sets no limit.
+        max_pieces: Largest number of pieces of a row; None sets no limit.
     """
     pieces = _pieces(lengths, seq_length)
-    return _indexed(_rows_of_pass(pieces, seq_length, random, is_packed, num_windows, max_pieces))
+    return _indexed(_rows_of_pass(pieces, seq_length, random, is_packed, max_pieces))
 
 
 def _rows_of_pass(
@@ -116,37 +111,19 @@ def _rows_of_pass(
     seq_length: int,
     random: np.random.RandomState | None,
     is_packed: bool,
-    num_windows: int,
     max_pieces: int | None,
 ) -> list[npt.NDArray[np.int64]]:
     ordered = pieces if random is None else pieces[random.permutation(len(pieces))]
-    rows = _rows(ordered, seq_length, is_packed, num_windows, random, max_pieces)
+    if is_packed:
+        rows = [ordered[row] for row in best_fit(ordered[:, 2], seq_length + 1, max_pieces)]
+    else:
+        rows = [ordered[item : item + 1] for item in range(len(ordered))]
     return rows if random is None else [rows[index] for index in random.permutation(len(rows))]
 
 
 def _indexed(rows: Sequence[npt.NDArray[np.int64]]) -> PackedIndex:
     firsts = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
     return PackedIndex(np.concatenate([np.zeros((0, 3), np.int64), *rows]), firsts)
-
-
-def _rows(
-    pieces: npt.NDArray[np.int64],
-    seq_length: int,
-    is_packed: bool,
-    num_windows: int,
-    random: np.random.RandomState | None,
-    max_pieces: int | None,
-) -> list[npt.NDArray[np.int64]]:
-    """Return the document, offset and number of tokens of the pieces and gaps of each row."""
-    if not is_packed:
-        return [pieces[item : item + 1] for item in range(len(pieces))]
-    if num_windows == 1:
-        return [pieces[row] for row in best_fit(pieces[:, 2], seq_length + 1, max_pieces)]
-    rows = []
-    for row in pack_windows(pieces[:, 2], seq_length, num_windows, random, max_pieces):
-        parts = [[GAP, 0, size] if item == GAP else pieces[item] for item, size in row]
-        rows.append(np.array(parts))
-    return rows
 
 
 def _pieces(lengths: npt.NDArray[np.int64], seq_length: int) -> npt.NDArray[np.int64]:
@@ -157,3 +134,46 @@ def _pieces(lengths: npt.NDArray[np.int64], seq_length: int) -> npt.NDArray[np.i
     offsets = (np.arange(len(documents)) - np.repeat(counts.cumsum() - counts, counts)) * seq_length
     sizes = np.minimum(lengths[documents] - offsets, seq_length + 1)
     return np.stack([documents, offsets, sizes], axis=1)
+
+
+def best_fit(
+    sizes: npt.NDArray[np.int64],
+    capacity: int,
+    most_items: int | None = None,
+) -> list[list[int]]:
+    """Pack items into rows by best fit: the largest item first, into the fullest row that fits it.
+
+    Args:
+        sizes: Size of each item, from 2 to the capacity (tokens).
+        capacity: Size of a row (tokens).
+        most_items: Largest number of items of a row; None sets no limit.
+
+    Returns:
+        Indices of the items of each row.
+
+    Source: Ding et al. 2024 (https://arxiv.org/abs/2404.10830).
+    """
+    rows: list[list[int]] = []
+    #: Open rows by their free space, and all amounts of free space in ascending order.
+    by_space: dict[int, list[int]] = {}
+    spaces: list[int] = []
+    limit = len(sizes) if most_items is None else most_items
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        index = bisect_left(spaces, size)
+        if index == len(spaces):
+            space = capacity
+            row = len(rows)
+            rows.append([])
+        else:
+            space = spaces[index]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[index]
+        rows[row].append(item)
+        if space - size >= _MIN_SIZE and len(rows[row]) < limit:
+            if space - size not in by_space:
+                by_space[space - size] = []
+                insort(spaces, space - size)
+            by_space[space - size].append(row)
+    return rows

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from lightning_megatron.data.index_cache import cache_key, load_or_build
 from lightning_megatron.data.packing import PackedIndex, index_packed
 from lightning_megatron.data.token_file import TokenFile
-from lightning_megatron.data.window_packing import check_context_windows
 from lightning_megatron.data.windows import (
     WindowIndex,
     index_as_megatron,
@@ -25,15 +24,10 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 Order = Literal["passes", "megatron", "spread", "sequential"]
 #: Orders that use every token of one pass once.
 ONE_PASS_ORDERS = ("spread", "sequential")
-#: Id at positions of gaps between documents, which have no token.
-NO_TOKEN = -1
 
 
 class Samples(Protocol):
-    """Sequence of windows with at most seq_length + 1 token ids each.
-
-    Positions in gaps between documents have the id ``NO_TOKEN``.
-    """
+    """Sequence of windows with at most seq_length + 1 token ids each."""
 
     seq_length: int
 
@@ -43,14 +37,14 @@ class Samples(Protocol):
 
     @property
     def max_documents(self) -> int:
-        """Largest number of documents and gaps in a window."""
+        """Largest number of documents in a window."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]: ...
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document or gap in a window, in order."""
+        """Return the number of tokens of each document in a window, in order."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +60,6 @@ class SampleOptions:
             shuffles the windows of "sequential", so that the first windows represent the corpus.
         whole: Whether windows consist of whole documents, packed by best fit; otherwise windows
             cross the ends of documents. Cannot be used with the order "megatron".
-        context_windows: Number of parts of a window that groups of context-parallel ranks share. No
-            whole document spans more parts than the longest document of its window needs.
         by_sequence: Whether to shuffle and split the sequences of a corpus instead of its
             documents, as Megatron-Core does. The order "megatron" always does so. The two differ if
             a document has several sequences.
@@ -85,11 +77,9 @@ class SampleOptions:
     cache_dir: str | None = None
     by_sequence: bool = False
     whole: bool = False
-    context_windows: int = 1
 
     def __post_init__(self) -> None:
         check_rows(self.whole, self.order)
-        check_context_windows(self.context_windows, self.seq_length, self.whole)
         if self.seq_length < 1:
             raise UnsupportedError(f"seq_length must be at least 1: it is {self.seq_length}.")
         if not 0 <= self.seed < 2**32:
@@ -202,20 +192,20 @@ class GPTSamples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} of {self.corpus.prefix}.")
         pieces = [
-            np.full(stop - start, NO_TOKEN) if start < 0 else self._tokens(start, stop, index)
+            self._tokens(start, stop, index)
             for start, stop in self.index.pieces(index, self._bounds)
             if start < stop
         ]
         return np.concatenate(pieces)
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document or gap in a window, in order."""
+        """Return the number of tokens of each document in a window, in order."""
         sizes = [stop - start for start, stop in self.index.pieces(index, self._bounds)]
         return [size for size in sizes if size]
 
     @property
     def max_documents(self) -> int:
-        """Largest number of documents and gaps in a window."""
+        """Largest number of documents in a window."""
         return self.index.max_pieces
 
     @property
@@ -238,8 +228,7 @@ class GPTSamples:
         # Both orders are the same if every document is one sequence.
         by_sequence = len(options.bounds(corpus)) != len(corpus.document_starts)
         # Options that are off have no field, so that cached indices of earlier versions match.
-        added: dict[str, bool | int] = {"by_sequence": by_sequence, "whole": options.whole}
-        added |= {"context_windows": options.context_windows > 1 and options.context_windows}
+        added = {"by_sequence": by_sequence, "whole": options.whole}
         return {
             **{name: value for name, value in added.items() if value},
             # The `.idx` file determines the windows; the path and times of the corpus do not.
@@ -269,13 +258,7 @@ class GPTSamples:
         options = self.options
         if options.whole:
             seed = None if options.order == "sequential" else options.seed
-            return index_packed(
-                lengths,
-                options.seq_length,
-                num_samples,
-                seed,
-                num_windows=options.context_windows,
-            )
+            return index_packed(lengths, options.seq_length, num_samples, seed)
         if options.order in ONE_PASS_ORDERS:
             seed = options.seed if options.order == "spread" else None
             return index_once(lengths, options.seq_length, seed)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from lightning_megatron.data.row_tokens import RowTokens
-from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.plan.settings import Count, coerce_fields
 
 #: Default of ``max_conversations``: one for each this many tokens of a row, and the minimum.
@@ -29,9 +29,8 @@ class Streaming:
             section in memory, and with ``num_workers`` also the next one.
         shuffle: Whether each pass shuffles the files, and each section its conversations and rows;
             otherwise all keep their order.
-        max_conversations: Largest number of conversations, and gaps of ``context_windows``, in a
-            packed row. The lengths of all batches have this size. None means one for each 32 tokens
-            of a row, and at least 16.
+        max_conversations: Largest number of conversations in a packed row. The lengths of all
+            batches have this size. None means one for each 32 tokens of a row, and at least 16.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
@@ -44,25 +43,14 @@ class Streaming:
     def __post_init__(self) -> None:
         coerce_fields(self, "streaming.")
 
-    def max_pieces(self, seq_length: int, num_windows: int) -> int:
-        """Return the largest number of conversations and gaps in a packed row.
+    def max_pieces(self, seq_length: int) -> int:
+        """Return the largest number of conversations in a packed row.
 
         Args:
             seq_length: Tokens that a row predicts (tokens).
-            num_windows: Windows of a row.
-
-        Raises:
-            ParallelPlanError: If ``max_conversations`` is below two for each window.
         """
-        minimum = 2 * num_windows if num_windows > 1 else 1
         if self.max_conversations is None:
-            return max(_MIN_CONVERSATIONS, minimum, seq_length // _TOKENS_PER_CONVERSATION)
-        if self.max_conversations < minimum:
-            raise ParallelPlanError(
-                f"streaming.max_conversations must be at least 2 * context_windows ({minimum}), "
-                "because each window may have a conversation and a gap: it is "
-                f"{self.max_conversations}. Use {minimum} or more, or leave it out."
-            )
+            return max(_MIN_CONVERSATIONS, seq_length // _TOKENS_PER_CONVERSATION)
         return self.max_conversations
 
 

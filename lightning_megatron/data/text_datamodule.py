@@ -28,7 +28,6 @@ from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.data.streaming import StreamCounts, Streaming
 from lightning_megatron.data.text_rows import StreamedTexts, TextRows
 from lightning_megatron.data.tokenizer import Tokenizer
-from lightning_megatron.data.window_packing import check_context_windows
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import Count, Index, Range, coerced_arguments
@@ -103,9 +102,7 @@ class TextSamples(TextRows):
         seq_length: Tokens that a packed row predicts (tokens).
     """
 
-    def __init__(
-        self, files: Sequence[Path], encoder: TextEncoder, seq_length: int, num_windows: int
-    ) -> None:
+    def __init__(self, files: Sequence[Path], encoder: TextEncoder, seq_length: int) -> None:
         self.seq_length = seq_length
         rows = RowTokens.of_files(files, encoder.encode_row)
         if not len(rows.numbers):
@@ -114,7 +111,7 @@ class TextSamples(TextRows):
         # This key gives the fixed order of `TokenDataModule`.
         random = np.random.RandomState([0, 0, 4])
         lengths = np.diff(rows.bounds)
-        super().__init__(rows, pack_once(lengths, seq_length, random, True, num_windows, None))
+        super().__init__(rows, pack_once(lengths, seq_length, random, True, None))
         self.order_key = cache_key({"files": [sizes_of(path) for path in files]})
 
 
@@ -148,8 +145,6 @@ class TextDataModule(FileDataModule):
         seed: Seed of the order of training samples.
         balance_attention: Whether to balance the attention work of rows over data ranks, as in
             ``TokenDataModule``.
-        context_windows: Windows of a row, which groups of context-parallel ranks share, as in
-            ``TokenDataModule``.
         streaming: Settings of the stream, where ``max_conversations`` counts documents; None uses
             the defaults.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
@@ -165,7 +160,7 @@ class TextDataModule(FileDataModule):
 
     plural = "documents"
     example = '{"text": "..."}'
-    order_settings = "files, tokenizer, json_key, seq_length, context_windows, streaming or seed"
+    order_settings = "files, tokenizer, json_key, seq_length, streaming or seed"
 
     def __init__(
         self,
@@ -182,7 +177,6 @@ class TextDataModule(FileDataModule):
         num_workers: Index = 0,
         seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
         balance_attention: bool = False,
-        context_windows: Count = 1,
         streaming: Streaming | None = None,
         pin_memory: bool | None = None,
     ) -> None:
@@ -191,13 +185,7 @@ class TextDataModule(FileDataModule):
         super().__init__(
             {"train": train, "val": val, "test": test}, given | {"streaming": streaming}
         )
-        check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
-        self.context_windows: int = given["context_windows"]
-        #: Arguments of the packing of streamed documents.
-        self._packing = {
-            "num_windows": self.context_windows,
-            "max_pieces": streaming.max_pieces(self.seq_length, self.context_windows),
-        }
+        self._max_pieces = streaming.max_pieces(self.seq_length)
         options = EncodingOptions(given["tokenizer"], given["json_key"], append_eod)
         self._encoder = TextEncoder(options, self.seq_length)
         self._evaluated: dict[str, TextSamples] = {}
@@ -234,17 +222,15 @@ class TextDataModule(FileDataModule):
 
     @override
     def training_samples(self, num_samples: int | None) -> StreamedTexts:
-        options = self.stream_options(num_samples, self._packing, is_packed=True)
+        options = self.stream_options(num_samples, is_packed=True)
         # Documents are left out because they predict nothing, which is no reason for a warning.
         options |= {"report": lambda line, _: log_row_counts(line, False)}
-        return StreamedTexts(**self._packing, **options)
+        return StreamedTexts(is_packed=True, max_pieces=self._max_pieces, **options)
 
     @override
     def evaluation_samples(self, part: str) -> TextSamples:
         if part not in self._evaluated:
-            self._evaluated[part] = TextSamples(
-                self.files[part], self._encoder, self.seq_length, self.context_windows
-            )
+            self._evaluated[part] = TextSamples(self.files[part], self._encoder, self.seq_length)
         return self._evaluated[part]
 
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,7 +11,6 @@ from typing_extensions import override
 
 from lightning_megatron.data.packing import PackedIndex, pack_once
 from lightning_megatron.data.row_tokens import RowTokens
-from lightning_megatron.data.samples import NO_TOKEN
 from lightning_megatron.data.streamed_samples import StreamedSamples
 
 
@@ -45,41 +45,43 @@ class TextRows:
         return self._index.num_windows
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return self._values_of_row(self._texts.tokens, index, NO_TOKEN).astype(np.int64)
+        return self._values_of_row(self._texts.tokens, index).astype(np.int64)
 
     @property
     def max_documents(self) -> int:
-        """Largest number of texts and gaps in a row."""
+        """Largest number of texts in a row."""
         return self._index.max_pieces
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each text and gap in a row, in order."""
+        """Return the number of tokens of each text in a row, in order."""
         return [stop - start for start, stop in self._index.pieces(index, self._texts.bounds)]
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
         """Return a mask of the tokens of a row that belong to answers."""
-        return self._values_of_row(self._texts.is_answer, index, 0).astype(np.bool_)
+        return self._values_of_row(self._texts.is_answer, index).astype(np.bool_)
 
-    def _values_of_row(self, values: npt.NDArray, index: int, gap_value: int) -> npt.NDArray:
-        parts = [
-            values[start:stop] if start >= 0 else np.full(-start, gap_value, np.int64)
-            for start, stop in self._index.pieces(index, self._texts.bounds)
-        ]
-        return np.concatenate(parts)
+    def _values_of_row(self, values: npt.NDArray, index: int) -> npt.NDArray:
+        pieces = self._index.pieces(index, self._texts.bounds)
+        return np.concatenate([values[start:stop] for start, stop in pieces])
 
 
 class StreamedTexts(StreamedSamples[TextRows]):
     """Packed rows of a stream of texts, such as conversations or documents.
 
     Args:
-        num_windows: Windows of a packed row; 0 puts one text into each row.
-        max_pieces: Largest number of texts and gaps in a packed row.
+        is_packed: Whether rows have several texts; otherwise each row has one.
+        max_pieces: Largest number of texts in a packed row.
         options: Arguments of ``StreamedSamples`` except ``max_documents``.
     """
 
-    def __init__(self, *, num_windows: int, max_pieces: int, **options: Any) -> None:
-        super().__init__(max_documents=max_pieces if num_windows else 1, **options)
-        self._num_windows = num_windows
+    def __init__(
+        self, *, is_packed: bool, max_pieces: int, key: Mapping[str, Any], **options: Any
+    ) -> None:
+        # The names of earlier versions, so that their checkpoints match.
+        packing = {"num_windows": int(is_packed), "max_pieces": max_pieces}
+        max_documents = max_pieces if is_packed else 1
+        super().__init__(max_documents=max_documents, key={**key, **packing}, **options)
+        self._is_packed = is_packed
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
         """Return a mask of the tokens of a row that belong to answers."""
@@ -88,12 +90,6 @@ class StreamedTexts(StreamedSamples[TextRows]):
 
     @override
     def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> TextRows:
-        index = pack_once(
-            np.diff(rows.bounds),
-            self.seq_length,
-            random,
-            self._num_windows > 0,
-            max(self._num_windows, 1),
-            self.max_documents,
-        )
+        lengths = np.diff(rows.bounds)
+        index = pack_once(lengths, self.seq_length, random, self._is_packed, self.max_documents)
         return TextRows(rows, index)

@@ -180,12 +180,6 @@ class ContextCut:
         return blocks
 
 
-def legal_context_lengths(seq_length: int, multiple: int) -> list[int]:
-    """Return the legal lengths next to a length: below, if there is one, and above (tokens)."""
-    below = seq_length // multiple * multiple
-    return [length for length in (below, below + multiple) if length]
-
-
 def context_multiple(cp: int, sequence_shards: int = 1) -> int:
     """Return the number that the length of a sequence must be a multiple of (tokens).
 
@@ -217,9 +211,11 @@ def check_context_length(seq_length: int, cp: int, sequence_shards: int = 1) -> 
     if sequence_shards > 1:
         shared = f"{multiple}, for cp ({cp}) and tp ({sequence_shards}) under sequence parallelism"
         why += ", and its tp ranks share them evenly"
+    below = seq_length // multiple * multiple
+    legal = [length for length in (below, below + multiple) if length]
     raise ParallelPlanError(
         f"seq_length ({seq_length}) must be a multiple of {shared}, because {why}. Use "
-        f"{join_or(legal_context_lengths(seq_length, multiple))}."
+        f"{join_or(legal)}."
     )
 
 

@@ -44,12 +44,6 @@ def join_or(values: Sequence[object]) -> str:
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
 
 
-def powers_of_two_around(number: int) -> list[int]:
-    """Return the largest power of two up to a number of at least 1, and the next larger one."""
-    below = 1 << (number.bit_length() - 1)
-    return [below, 2 * below]
-
-
 def require_positive(name: str, value: int) -> None:
     """Check that a size is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

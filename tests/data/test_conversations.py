@@ -105,36 +105,6 @@ def test_only_the_completion_of_a_pair_has_labels(tmp_path, model, plain, is_mar
         assert documents_of(ChatDataModule(path, model, **options)) == [expected]
 
 
-def test_context_windows_hold_complete_conversations_with_their_labels(tmp_path, model):
-    rows, windows, length = conversations(20), 4, 248 // 4
-    path = write_lines(tmp_path / "rows.jsonl", rows)
-    data = ChatDataModule(path, model, seq_length=248, seed=3, context_windows=windows)
-    data.setup("fit")
-    samples, actual = data.training_samples(None), []
-    batches = data.loader_of(samples, [[]]).batches
-    for row in range(len(samples)):
-        batch = {name: values[0].tolist() for name, values in batches[[row]].items()}
-        tokens, labels, start = samples[row].tolist(), [-100, *batch["labels"]], 0
-        longest = max(samples.lengths(row))  # of conversations and gaps
-        group = length * next(n for n in (1, 2, 4) if longest <= n * length + (n == windows))
-        for size in samples.lengths(row):
-            part = slice(start, start + size)
-            num_inputs = min(size, len(tokens) - 1 - start)  # the last token is a label
-            if tokens[start] == -1:
-                assert set(tokens[part]) == {-1}
-                assert set(labels[start + 1 : start + size]) <= {-100}
-                assert not any(batch["tokens"][part])
-            else:
-                actual.append((tokens[part], labels[part]))
-                positions = batch["position_ids"][start : start + num_inputs]
-                assert positions == list(range(num_inputs))
-                # The conversation lies in one group of windows, which has the size that the
-                # longest conversation of the row needs.
-                assert start // group == (start + num_inputs - 1) // group
-            start += size
-    assert sorted(actual) == expected_of(model, rows)
-
-
 def side_of(model: str, row: dict[str, Any], side: str) -> Document:
     """Return tokens and labels; the prompt and the header of the answer have no labels."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -290,8 +260,6 @@ def test_invalid_settings_and_models_are_refused(tmp_path, model):
         (lambda: ChatDataModule(str(tmp_path / "none.jsonl"), model), "names none"),
         (lambda: ChatDataModule(path, str(tmp_path)).setup("fit"), "local folder with tokenizer.json"),
         (lambda: ChatDataModule(path, model, packing=False, balance_attention=True), "packing=False"),
-        (lambda: ChatDataModule(path, model, packing=False, context_windows=4), r"context_windows \(4\) .* packing=False"),
-        (lambda: ChatDataModule(path, model, context_windows=3), r"context_windows \(3\) must be a power of two"),
         (lambda: ChatDataModule(path, model, val={"": "x"}), "val must give each set a name and at least one"),
         (lambda: PreferenceDataModule(path, model, length_multiple=0), "length_multiple must be a whole number"),
     ]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Rows of whole documents predict every token once, in spans of windows, with little padding."""
+"""Rows of whole documents predict every token once, with little padding."""
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.datamodule import TokenDataModule
-from lightning_megatron.data.loader import WindowBatches
-from lightning_megatron.data.packing import PackedIndex, index_packed
-from lightning_megatron.data.samples import NO_TOKEN, GPTSamples, SampleOptions
-from lightning_megatron.data.window_packing import best_fit
+from lightning_megatron.data.packing import best_fit, index_packed
+from lightning_megatron.data.samples import GPTSamples, SampleOptions
 from lightning_megatron.errors import CorruptDataError
 from tests.data.recorder import write_documents
 from tests.refusals import check_refusals
@@ -29,36 +27,23 @@ def test_no_two_rows_fit_into_one_row(sizes, capacity):
     assert all(size + next_size > capacity for size, next_size in pairwise(filled))
 
 
-def positions_of(index: PackedIndex, row: int, length: int) -> list[tuple[int, int, int]]:
-    """Return the document (-1 for a gap), first position and end of each piece of a row; the last
-    token of a row is only a label.
-    """
-    parts = index.parts[index.firsts[row] : index.firsts[row + 1]].tolist()
-    ends = [0, *(min(end, length) for end in accumulate(size for _, _, size in parts))]
-    return [(part[0], *ends) for part, ends in zip(parts, pairwise(ends), strict=True)]
-
-
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=30),
-    st.sampled_from([1, 2, 4, 8]),
-    st.integers(1, 3),
+    st.integers(2, 48),
     st.sampled_from([None, 3]),
     st.integers(1, 3),
 )
-def test_every_pass_predicts_every_token_once_in_spans_of_windows(
-    lengths, num_windows, half, seed, num_passes
-):
-    window, sizes = 2 * half, np.array(lengths)
-    seq_length, options = num_windows * window, {"num_windows": num_windows}
+def test_every_pass_predicts_every_token_once(lengths, seq_length, seed, num_passes):
+    sizes = np.array(lengths)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    single = index_packed(sizes, seq_length, None, seed, **options)
+    single = index_packed(sizes, seq_length, None, seed)
     pairs = zip(bounds, lengths, strict=False)
     expected = sorted(token for start, size in pairs for token in range(start + 1, start + size))
     if not expected:
         assert single.num_windows == 0
         return
     count = single.num_windows * num_passes
-    index = index_packed(sizes, seq_length, count, seed, **options)
+    index = index_packed(sizes, seq_length, count, seed)
     assert index.num_windows == count, "all passes have the same number of rows"
     for number in range(num_passes):
         predicted: list[int] = []
@@ -68,16 +53,9 @@ def test_every_pass_predicts_every_token_once_in_spans_of_windows(
             assert 0 < len(pieces) <= index.max_pieces
             assert held <= seq_length + 1
             for start, stop in pieces:
-                predicted += range(start + 1, stop) if start >= 0 else []
-            if num_windows > 1:
-                assert held >= seq_length
-                positions = positions_of(index, row, seq_length)
-                longest = max(stop - start for document, start, stop in positions if document >= 0)
-                powers = [2**power for power in range(4)]
-                span = window * next(power for power in powers if longest <= window * power)
-                assert all(start // span == (stop - 1) // span for _, start, stop in positions)
+                predicted += range(start + 1, stop)
         assert sorted(predicted) == expected
-    longer = index_packed(sizes, seq_length, count + 1, seed, **options)
+    longer = index_packed(sizes, seq_length, count + 1, seed)
     assert all(longer.pieces(row, bounds) == index.pieces(row, bounds) for row in range(count))
 
 
@@ -96,32 +74,6 @@ def test_only_documents_longer_than_a_row_are_cut(tmp_path):
         GPTSamples(write_documents(tmp_path / "d", [1, 1, 1]), SampleOptions(4, whole=True))
 
 
-def test_gaps_have_no_tokens_no_labels_and_separate_lengths(tmp_path):
-    corpus = write_documents(tmp_path / "c", [4, 4, 6, 4], first=10)
-    options = SampleOptions(8, order="sequential", whole=True, context_windows=2)
-    samples, gap, none = GPTSamples(corpus, options), NO_TOKEN, -100
-    rows = [(samples[row].tolist(), samples.lengths(row)) for row in range(len(samples))]
-    assert rows == [
-        ([18, 19, 20, 21, 22, 23, gap, gap], [6, 2]),
-        ([10, 11, 12, 13, 14, 15, 16, 17], [4, 4]),
-        ([24, 25, 26, 27, gap, gap, gap, gap], [4, 4]),
-    ]
-    batch = WindowBatches(samples, are_separate=True)[[0, 1, 2]]
-    assert {name: rows.tolist() for name, rows in batch.items()} == {
-        "tokens": [
-            [18, 19, 20, 21, 22, 23, 0, 0],
-            [10, 11, 12, 13, 14, 15, 16, 0],
-            [24, 25, 26, 27, 0, 0, 0, 0],
-        ],
-        "labels": [
-            [19, 20, 21, 22, 23, none, none, none],
-            [11, 12, 13, none, 15, 16, 17, none],
-            [25, 26, 27, *[none] * 5],
-        ],
-        "lengths": [[6, 1], [4, 3], [4, 3]],
-    }
-
-
 def test_blends_of_whole_documents_have_every_token_once(tmp_path):
     a = write_documents(tmp_path / "a", [5, 3, 8])
     corpora = [(a, None), (write_documents(tmp_path / "b", [4, 9, 2, 2], first=1000), None)]
@@ -131,16 +83,9 @@ def test_blends_of_whole_documents_have_every_token_once(tmp_path):
     assert sorted(tokens) == [*range(16), *range(1000, 1017)]
     assert len(blend_samples(corpora, [1.0, 1.0], options)) == len(once)
     assert once.order_key != blend_samples(corpora, None, SampleOptions(8)).order_key
-    options = [SampleOptions(16, whole=True, context_windows=number) for number in (1, 2, 4)]
-    assert len({GPTSamples(a, each).order_key for each in options}) == 3
 
 
 def test_settings_that_do_not_fit_whole_documents_are_refused():
     whole = {"train": "c", "documents": "whole"}
-    cases = [
-        ({**whole, "order": "megatron"}, "whose samples cross the ends"),
-        ({**whole, "seq_length": 24, "context_windows": 6}, "Use 4 or 8."),
-        ({**whole, "seq_length": 20, "context_windows": 4}, "Use 16 or 24."),
-        ({"train": "c", "documents": "separate", "context_windows": 4}, "needs documents='whole'"),
-    ]
+    cases = [({**whole, "order": "megatron"}, "whose samples cross the ends")]
     check_refusals(TokenDataModule, cases)

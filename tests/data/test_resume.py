@@ -64,7 +64,6 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...], int]] = {
     "Megatron's blend": ({"train": "weights", "order": "megatron"}, EPOCHS, (4, 12), 0),
     "Megatron's split": ({"train": "sizes", "order": "megatron", "split": "80,10,10"}, STEPS, (4, 12), 14),
     "whole documents": ({"train": "mixed", "seq_length": 8, "balance_attention": True, **WHOLE}, {"max_steps": 9}, (5,), 9),
-    "context windows": ({"train": "mixed", "seq_length": 16, "context_windows": 4, **WHOLE}, {"max_steps": 7}, (4,), 7),
 }  # fmt: skip
 
 

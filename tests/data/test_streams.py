@@ -24,7 +24,6 @@ from lightning_megatron.data.preprocess import EncodingOptions, preprocess
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
-    ParallelPlanError,
     UnsupportedError,
 )
 from tests.chat_folder import conversations, preferences, turn, write_lines
@@ -80,11 +79,9 @@ def assert_equal(actual: Batch, expected: Batch) -> None:
 SECTIONS: list[tuple[str, dict[str, Any]]] = [
     ("chat", {}),
     ("chat", {"packing": False}),
-    ("chat", {"seq_length": 248, "context_windows": 4}),
     ("pairs", {}),
     ("pairs", {"length_multiple": None}),
     ("text", {"seq_length": 32}),
-    ("text", {"seq_length": 32, "context_windows": 4}),
 ]
 
 
@@ -347,6 +344,15 @@ def test_a_loader_has_each_pair_once_in_the_order_of_the_files(
     assert shares == [[[0, 1], [4, 5], [-1]], [[2, 3], [6, 7], [8]]]
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+def test_packed_rows_have_at_most_max_conversations(tmp_path, model, kind):
+    path = write_lines(tmp_path / "rows.jsonl", ROWS[kind](40))
+    streaming = Streaming(max_conversations=2)
+    samples = data_of(kind, path, model, seq_length=400, streaming=streaming).training_samples(None)
+    assert samples.max_documents == 2
+    assert max(len(samples.lengths(row)) for row in range(10)) == 2
+
+
 def test_unsupported_settings_of_a_stream_are_refused(tmp_path, model):
     for kind in ROWS:
         path = write_lines(tmp_path / f"{kind}.jsonl", ROWS[kind](8))
@@ -361,10 +367,6 @@ def test_unsupported_settings_of_a_stream_are_refused(tmp_path, model):
         data_of("chat", path, model, train_samples=9)
     with pytest.raises(UnsupportedError, match=r"max_conversations \(4\) cannot be used with pai"):
         data_of("pairs", path, model, streaming=Streaming(max_conversations=4))
-    few = {"context_windows": 4, "streaming": Streaming(max_conversations=7)}
-    with pytest.raises(ParallelPlanError, match=r"at least 2 \* context_windows \(8\)"):
-        data_of("chat", path, model, seq_length=248, **few)
-    assert Streaming(max_conversations=8).max_pieces(248, 4) == 8
     empty = write_lines(tmp_path / "empty.jsonl", [{"text": ""}] * 3)
     for streaming in (Streaming(7), None):
         data = data_of("text", empty, model, append_eod=False, streaming=streaming)

@@ -23,7 +23,6 @@ from lightning_megatron.building_blocks import (
     TextRows,
     WindowBatches,
     cache_key,
-    check_context_windows,
     coerced_arguments,
     index_packed,
 )
@@ -44,8 +43,7 @@ class ChatSamples(TextRows):
     Args:
         seq_length: Tokens that a row predicts (tokens).
         seed: Seed of the shuffle; None keeps the order of the files.
-        num_windows: Windows of a packed row, see ``data.packing.index_packed``; 0 puts one
-            conversation into each row.
+        is_packed: Whether rows have several conversations; otherwise each row has one.
         num_samples: Number of rows, over as many passes as needed; None makes one pass (samples).
     """
 
@@ -54,21 +52,18 @@ class ChatSamples(TextRows):
         encoded: EncodedRows,
         seq_length: int,
         seed: int | None,
-        num_windows: int,
+        is_packed: bool,
         num_samples: int | None = None,
     ) -> None:
         self.seq_length = seq_length
         lengths = np.diff(encoded.bounds)
-        is_packed = num_windows > 0
-        index = index_packed(lengths, seq_length, num_samples, seed, is_packed, max(1, num_windows))
-        super().__init__(encoded, index)
+        super().__init__(encoded, index_packed(lengths, seq_length, num_samples, seed, is_packed))
         self.order_key = cache_key(
             {
                 "conversations": encoded.key,
                 "seed": seed,
                 "is_packed": is_packed,
                 "is_pass": num_samples is None,
-                **({"context_windows": num_windows} if num_windows > 1 else {}),
             }
         )
 
@@ -147,8 +142,6 @@ class ChatDataModule(ConversationDataModule):
             if the Trainer stops by steps alone, and one pass otherwise.
         balance_attention: Whether to balance the attention work of packed rows over data ranks, as
             in ``TokenDataModule``.
-        context_windows: Windows of a packed row, which groups of context-parallel ranks share, as
-            in ``TokenDataModule``.
         streaming: Settings to read and encode the training files during training, for files that
             are too large to encode before; None encodes them before training. Validation and test
             files are always encoded before. In a Trainer without ``max_steps``, an epoch is a pass
@@ -167,9 +160,7 @@ class ChatDataModule(ConversationDataModule):
             datasets for folders of ``save_to_disk``.
     """
 
-    order_settings = (
-        "files, tokenizer, template, seq_length, too_long, packing, context_windows or seed"
-    )
+    order_settings = "files, tokenizer, template, seq_length, too_long, packing or seed"
 
     def __init__(
         self,
@@ -188,7 +179,6 @@ class ChatDataModule(ConversationDataModule):
         seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
         train_samples: Elements | None = None,
         balance_attention: bool = False,
-        context_windows: Count = 1,
         streaming: Streaming | None = None,
         cache_dir: str | None = None,
         pin_memory: bool | None = None,
@@ -200,16 +190,6 @@ class ChatDataModule(ConversationDataModule):
                 "balance_attention cannot be used with packing=False, because all rows then have "
                 "equal attention work. Use packing=True, or leave balance_attention out."
             )
-        if context_windows > 1 and not packing:
-            raise UnsupportedError(
-                f"context_windows ({context_windows}) cannot be used with packing=False, because "
-                "windows divide packed rows of several conversations. Use packing=True, or leave "
-                "context_windows out."
-            )
-        check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
-        self.context_windows: int = given["context_windows"]
-        if self.streaming is not None:
-            self.streaming.max_pieces(self.seq_length, self.context_windows)
         #: Whether rows have several conversations, like ``documents`` of ``TokenDataModule``.
         self.documents: Literal["joined", "whole"] = "whole" if packing else "joined"
 
@@ -217,12 +197,9 @@ class ChatDataModule(ConversationDataModule):
     def training_samples(self, num_samples: int | None) -> ConversationSamples:
         if self.streaming is None:
             return self._samples("train", self.seed, num_samples)
-        packing = {
-            "num_windows": self._num_windows,
-            "max_pieces": self.streaming.max_pieces(self.seq_length, self._num_windows),
-        }
-        options = self.stream_options(num_samples, packing, is_packed=True)
-        return StreamedTexts(**packing, **options)
+        max_pieces = self.streaming.max_pieces(self.seq_length)
+        options = self.stream_options(num_samples, is_packed=True)
+        return StreamedTexts(is_packed=self._is_packed, max_pieces=max_pieces, **options)
 
     @override
     def evaluation_samples(self, part: str) -> ChatSamples:
@@ -237,11 +214,5 @@ class ChatDataModule(ConversationDataModule):
     def _is_packed(self) -> bool:
         return self.documents == "whole"
 
-    @property
-    def _num_windows(self) -> int:
-        return self.context_windows if self._is_packed else 0
-
     def _samples(self, part: str, seed: int, num_samples: int | None) -> ChatSamples:
-        return ChatSamples(
-            self.encoded(part), self.seq_length, seed, self._num_windows, num_samples
-        )
+        return ChatSamples(self.encoded(part), self.seq_length, seed, self._is_packed, num_samples)

@@ -133,7 +133,7 @@ class StreamedPairs(StreamedSamples[PairRows]):
     @override
     def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> PairRows:
         lengths = one_row_each(len(rows.numbers))
-        return PairRows(rows, pack_once(lengths, 1, random, False, 1, None))
+        return PairRows(rows, pack_once(lengths, 1, random, False, None))
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class PreferenceDataModule(ConversationDataModule):
     def training_samples(self, num_samples: int | None) -> PreferenceSamples:
         if self.streaming is None:
             return PairSamples(self.encoded("train"), self.seed, num_samples)
-        return StreamedPairs(**self.stream_options(num_samples, {}, is_packed=False))
+        return StreamedPairs(**self.stream_options(num_samples, is_packed=False))
 
     @override
     def evaluation_samples(self, part: str) -> PairSamples:
@@ -276,7 +276,7 @@ class PreferenceDataModule(ConversationDataModule):
         """
         if not self.is_streamed(part):
             return self.evaluation_loader(PairSamples(self.encoded(part), None))
-        options = self.stream_options(None, {}, is_packed=False)
+        options = self.stream_options(None, is_packed=False)
         # The training itself reports how many pairs were read, cut and left out.
         options |= {"stream": replace(options["stream"], seed=None), "report": lambda *_: None}
         samples = StreamedPairs(**options)
