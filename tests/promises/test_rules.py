@@ -106,20 +106,20 @@ BUDGETS: dict[str, int] = {
     "beside rooms": 410,
     "checkpoint": 3460,
     "cli": 2960,
-    "data": 3930,
+    "data": 3800,
     "experts": 3570,
     "generation": 950,
     "graphs": 2790,
     "groups": 2340,
     "kernels": 4860,
-    "layers": 7860,
+    "layers": 7830,
     "models": 4680,
     "optimizer": 3520,
     "pipeline": 820,
     "plan": 5370,
     "strategy": 12450,
     "swap": 9440,
-    "tasks": 4680,
+    "tasks": 4650,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700
