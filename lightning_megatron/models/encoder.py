@@ -164,8 +164,8 @@ class Encoder(LayeredModule):
             chunk_attention = attention
             if hidden is not None:
                 chunk_attention = replace(attention, dtype=dtype_of_products(hidden))
-            given = LayerInputs(None, chunk_attention.span(rows))
-            layers = dict.fromkeys(self._layers_of_chunk[chunk], given)
+            shared = LayerInputs(None, chunk_attention.span(rows))
+            layers = dict.fromkeys(self._layers_of_chunk[chunk], shared)
             return self.run_chunk(chunk, hidden, call, layers)
 
         result: EncoderResult = self.run_stage(

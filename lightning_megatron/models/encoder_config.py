@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_megatron.models.config_checks import ModelConfig, require
+from lightning_megatron.models.config_checks import ModelConfig, check_padding, require
 from lightning_megatron.plan.model_shape import COUNTED_LENGTH, EMBEDDING_COST, LossChunk
 from lightning_megatron.plan.partition import LayerCosts
 from lightning_megatron.plan.settings import Count, Index, NotNegative, Probability, coerce_fields
@@ -94,15 +94,16 @@ class EncoderConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        is_legal = self.hidden_size % self.num_heads == 0
         rule = f"be a multiple of num_heads ({self.num_heads})"
-        require(
-            self.hidden_size % self.num_heads == 0,
-            "hidden_size",
-            self.hidden_size,
-            rule,
-            "each head takes an equal part",
-        )
-        self._check_padding()
+        require(is_legal, "hidden_size", self.hidden_size, rule, "each head takes an equal part")
+        is_legal = self.positions == "row" or self.padding_id is not None
+        why = "positions count only tokens other than padding"
+        require(is_legal, "padding_id", self.padding_id, "be a token", why)
+        check_padding(self.padding_id, self.vocab_size)
+        rule = f"be above padding_id + 1 ({self.first_position})"
+        why = "positions begin at this number"
+        require(self.max_seq_length >= 1, "num_positions", self.num_positions, rule, why)
 
     @classmethod
     def bert(cls, size: BERTSize = "336m", **changes: Any) -> EncoderConfig:
@@ -192,30 +193,3 @@ class EncoderConfig(ModelConfig):
         layer = size * (4 * size + 2 * self.ffn_hidden_size + 2 * keys)
         head = size * (size + self.vocab_size) if self.tie_embeddings else 0
         return LayerCosts((layer,) * self.num_layers, EMBEDDING_COST * layer, head)
-
-    def _check_padding(self) -> None:
-        token = self.padding_id
-        if self.positions == "tokens":
-            require(
-                token is not None,
-                "padding_id",
-                token,
-                "be a token",
-                "positions count only tokens other than padding",
-            )
-        legal = token is None or 0 <= token < self.vocab_size
-        require(
-            legal,
-            "padding_id",
-            token,
-            f"be in [0, {self.vocab_size})",
-            "it is a token of the vocabulary",
-        )
-        rule = f"be above padding_id + 1 ({self.first_position})"
-        require(
-            self.max_seq_length >= 1,
-            "num_positions",
-            self.num_positions,
-            rule,
-            "positions begin at this number",
-        )

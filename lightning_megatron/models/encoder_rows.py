@@ -13,6 +13,7 @@ from lightning_megatron.layers.attention.choose_core import choose_core
 from lightning_megatron.layers.attention.core import prepared
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.attend_across import transport_of
+from lightning_megatron.models.layered import either_input
 from lightning_megatron.plan.context_transport import ContextChoice
 from lightning_megatron.shapes import Bool, Float, Int
 
@@ -70,13 +71,7 @@ class EncoderInput:
         Raises:
             UnsupportedError: If neither or both are given.
         """
-        given = self.vectors if self.tokens is None else self.tokens
-        if given is None or (self.tokens is not None and self.vectors is not None):
-            raise UnsupportedError(
-                "an encoder takes either tokens or vectors, because both describe the same input: "
-                f"{'neither' if given is None else 'both'} were given. Pass one of them."
-            )
-        return given
+        return either_input("an encoder takes either tokens or vectors", self.tokens, self.vectors)
 
     @property
     def not_padding(self) -> Bool[Tensor, "batch seq"] | None:

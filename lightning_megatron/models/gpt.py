@@ -36,15 +36,15 @@ from lightning_megatron.models.gpt_block import (
     build_rotary,
     context_choice,
 )
-from lightning_megatron.models.gpt_inputs import (
+from lightning_megatron.models.gpt_losses import Targets
+from lightning_megatron.models.layer_inputs import (
     GPTCall,
+    LayerInputs,
     continues_cache,
     laid_out,
-    tokens_or_embeddings,
+    layer_inputs,
 )
-from lightning_megatron.models.gpt_losses import Targets
-from lightning_megatron.models.layer_inputs import LayerInputs, layer_inputs
-from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule
+from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule, either_input
 from lightning_megatron.models.layered import single_mesh as single_mesh
 from lightning_megatron.models.remote_tensor import check_present
 from lightning_megatron.plan.model_shape import LossChunk, tokens_of_chunk
@@ -198,7 +198,7 @@ class GPT(LayeredModule):
         place: int | None = None,
     ) -> Any:
         """Check the inputs, and run the stages of this rank; see :meth:`forward`."""
-        inputs = tokens_or_embeddings(tokens, embeddings)
+        inputs = either_input("GPT takes either tokens or embeddings", tokens, embeddings)
         check_present(tokens, embeddings)
         self.check_has_all_stages()
         parts = 1 if continues_cache(span) else self.mesh.cp.size

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.experts.transport.dispatchers import check_equal_counts
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -37,6 +38,21 @@ class LayerInputs:
 
     rotary: tuple[Float[Tensor, "..."], Float[Tensor, "..."]] | None
     span: AttentionSpan | None
+
+
+def either_input(
+    rule: str,
+    tokens: Int[Tensor, "batch seq"] | None,
+    vectors: Float[Tensor, "batch seq hidden"] | None,
+) -> Shaped[Tensor, "batch seq ..."]:
+    """Return the tokens, or the vectors that replace their embeddings; refuse neither or both."""
+    given = vectors if tokens is None else tokens
+    if given is None or (tokens is not None and vectors is not None):
+        raise UnsupportedError(
+            f"{rule}, because both describe the same input: "
+            f"{'neither' if given is None else 'both'} were given. Pass one of them."
+        )
+    return given
 
 
 class ChunkRunner(Protocol):

@@ -336,6 +336,8 @@ def _decay_of(arguments: dict[str, Any]) -> int:
 class WarmupSchedule:
     """Learning rate with a linear warm-up and a decay to a minimum, at which it stays.
 
+    Unlike :class:`WarmedUpScheduler`, its first step already changes the weights.
+
     Args:
         num_steps: Step at which the decay ends; not needed for ``constant``, which has no decay.
         min_ratio: Minimum of the learning rate as a fraction of its peak.

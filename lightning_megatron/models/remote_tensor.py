@@ -12,13 +12,25 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.shape_inference import OutputSpec
 from lightning_megatron.models.stage import PipelinedModule
-from lightning_megatron.models.tensor_functions import (
-    CREATE_LIKE,
-    NEED_SHAPE_ONLY,
-    name_of,
-    writes_in_place,
-)
 from lightning_megatron.user_code import line_of_user
+
+#: Attributes and methods that need only a shape and a dtype.
+_NEED_SHAPE_ONLY = frozenset(
+    """
+    shape dtype device ndim layout requires_grad is_leaf grad grad_fn itemsize nbytes is_cuda is_cpu
+    is_mps is_xla is_xpu is_meta is_sparse is_sparse_csr is_mkldnn is_quantized is_nested
+    retains_grad output_nr names size dim ndimension numel nelement stride is_floating_point
+    is_complex is_signed element_size get_device is_neg is_contiguous __len__ storage_offset
+    is_inference is_conj __hash__ requires_grad_
+    """.split()
+)
+#: Functions that create a tensor and read only the shape and dtype of their first argument.
+_CREATE_LIKE = frozenset(
+    """
+    zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones
+    new_empty new_full new_tensor
+    """.split()
+)
 
 
 class RemoteTensor(Tensor):
@@ -111,8 +123,8 @@ class RemoteTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = name_of(func)
-        if name in NEED_SHAPE_ONLY:
+        name = _name_of(func)
+        if name in _NEED_SHAPE_ONLY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
@@ -132,12 +144,12 @@ class RemoteTensor(Tensor):
             # Dispatch modes see the operator of a collective only after its Python function.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in CREATE_LIKE and isinstance(args[0], RemoteTensor) and len(absent) == 1:
+        if name in _CREATE_LIKE and isinstance(args[0], RemoteTensor) and len(absent) == 1:
             shaped = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(
                 args[0].shape
             )
             return func(shaped, *args[1:], **kwargs)
-        if writes_in_place(name, kwargs):
+        if _writes_in_place(name, kwargs):
             first._refuse(f"{name} uses it in an in-place write")
         return first._derived(func, name, args, kwargs)
 
@@ -233,7 +245,7 @@ class DeferredCall:
             ):
                 return None
             if self.is_random:
-                refuse(remote, f"it depends on random numbers ({name_of(self.function)})")
+                refuse(remote, f"it depends on random numbers ({_name_of(self.function)})")
             args, kwargs = pytree.tree_unflatten(values, structure)
             self._result = pytree.tree_leaves(self.function(*args, **kwargs))
         known: Tensor = self._result[remote.leaf]
@@ -275,3 +287,25 @@ def refuse(absent: RemoteTensor, why: str) -> NoReturn:
         "of the blocks, and values computed from these without random numbers or in-place writes. "
         "Change that line, or use pp=1."
     )
+
+
+def _name_of(func: Any) -> str:
+    """Return the name of a function that torch passes to ``__torch_function__``."""
+    name: str = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute: str = getattr(getattr(func, "__self__", None), "__name__", name)
+        return attribute if name == "__get__" or attribute == "requires_grad" else "__setattr__"
+    return name
+
+
+def _writes_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of a torch function writes into one of its arguments."""
+    if (
+        kwargs.get("out") is not None
+        or kwargs.get("inplace") is True
+        or name in ("__setitem__", "__setattr__")
+    ):
+        return True
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__index__", "__invert__", "__int__")
+    return name.endswith("_")

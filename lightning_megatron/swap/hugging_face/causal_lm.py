@@ -19,8 +19,8 @@ from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import join_parts, length_multiple
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.gpt_inputs import laid_out
 from lightning_megatron.models.gpt_losses import Targets
+from lightning_megatron.models.layer_inputs import laid_out
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import late_output, output_class
