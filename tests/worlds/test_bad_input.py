@@ -143,7 +143,7 @@ def test_invalid_arguments_of_the_strategy_are_refused() -> None:
         ({"job.order": "tp-cp-xp-dp-pp"}, "'tp-cp-xp-dp-pp' names 'xp'"),
         ({"job.order": "tp-cp-tp-dp-pp"}, "names tp 2 times, so its place is ambiguous"),
         ({"job.nccl": {"pipeline": {"max_ctas": 4}}}, "'pipeline' is not such an axis"),
-        ({"tp": 2, "order": "cp-dp-pp"}, "'cp-dp-pp' leaves out tp (2)"),
+        ({"tp": 2, "job.order": "cp-dp-pp"}, "'cp-dp-pp' leaves out tp (2)"),
         ({"schedule": "zb-h3"}, "a function or None: it is 'zb-h3'"),
     ]
     check_refusals(strategy_with, cases)
