@@ -19,6 +19,7 @@ from lightning_megatron.graphs.backend import CaptureBackend, GraphPool
 from lightning_megatron.graphs.host_reads import direct_reads_pass, host_read_error, reads_host
 from lightning_megatron.groups.axis import CollectiveLauncher, Work
 from lightning_megatron.groups.generators import GeneratorPool, draw_from
+from lightning_megatron.groups.pending import Pending
 
 #: Entry of a tape.
 Entry = Callable[[], None]
@@ -106,6 +107,23 @@ class RecordedWork:
         return False
 
 
+@contextmanager
+def _waits_for_own_collectives() -> Iterator[None]:
+    """Refuse, as CUDA does, to wait in a capture for a collective that started before it."""
+    original = Pending.wait
+
+    def wait(pending: Pending) -> None:
+        if pending._work is not None and not isinstance(pending._work, RecordedWork):
+            raise UnsupportedError("a capture waits for a collective that started before it")
+        original(pending)
+
+    Pending.wait = wait  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Pending.wait = original  # type: ignore[method-assign]
+
+
 # Operators that allocate memory without writing it.
 EMPTY = {
     torch.ops.aten.empty,
@@ -176,6 +194,7 @@ class Recording:
         try:
             with ExitStack() as stack:
                 stack.enter_context(direct_reads_pass(self._check_direct_read))
+                stack.enter_context(_waits_for_own_collectives())
                 yield
             self._check_waited()
         finally:

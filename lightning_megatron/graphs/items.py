@@ -129,6 +129,7 @@ class CallItem:
     Args:
         values: Its arguments by position and by name.
         result: Its result, as tensors on meta.
+        wait: Function that waits until its parameters are complete.
     """
 
     num_graphs = 0
@@ -139,8 +140,10 @@ class CallItem:
         values: FlatValues,
         result: FlatValues,
         has_backward: bool,
+        wait: Callable[[], None],
     ) -> None:
         self.function = function
+        self._wait = wait
         self.needs_gradient = [tensor.requires_grad for tensor in values.tensors]
         self._values = without_values(values)
         self._inputs = [tensor.detach() for tensor in values.tensors]
@@ -164,6 +167,7 @@ class CallItem:
 
     def replay(self, position: StreamPosition | None) -> None:
         """Call the function, and copy its results to their memory."""
+        self._wait()
         leaves = [
             tensor.detach().requires_grad_(needs)
             for tensor, needs in zip(self._inputs, self.needs_gradient, strict=True)

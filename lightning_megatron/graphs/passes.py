@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -126,8 +127,13 @@ class ForwardPass(_Pass):
 
     def run(self, values: Any) -> Any:
         """Run the plain code on inputs at fixed addresses, and return its outputs."""
+        captured = self.recording.captured
+        # A hook of a block waits for all parameters of the block, those of later graphs too, and a
+        # capture cannot wait for what has begun outside of it.
+        places = captured.part.interceptions
+        captured.wait_for([parameter for place in places for parameter in place.parameters])
         self._begin_graph()
-        outputs = self.recording.captured.part.run(values)
+        outputs = captured.part.run(values)
         self._end_graph()
         return outputs
 
@@ -142,19 +148,22 @@ class ForwardPass(_Pass):
         number = self._num_calls
         self._num_calls += 1
         if place.reason is not None:
-            return self._call(original, flatten((args, kwargs)))
+            return self._call(place, original, flatten((args, kwargs)))
         if self.recording.memory.is_shared and number > 0:
             self.between += [tensor.detach() for tensor in args if isinstance(tensor, Tensor)]
         if number in self._begins:
             args, kwargs = self._cut(flatten((args, kwargs)))
         return original(*args, **kwargs)
 
-    def _call(self, original: Callable[..., Any], values: FlatValues) -> Any:
+    def _call(self, place: Interception, original: Callable[..., Any], values: FlatValues) -> Any:
         """Let no graph hold a call: end one before it, and begin the next behind it."""
         self._end_graph()
         result = self._results.pop(0)
-        has_backward = self.recording.captured.has_backward
-        item = CallItem(original, values, result, has_backward)
+        captured = self.recording.captured
+        has_backward = captured.has_backward
+        # The hook that waits for its parameters may be that of its block, which no replay calls.
+        wait = partial(captured.wait_for, place.parameters)
+        item = CallItem(original, values, result, has_backward, wait)
         self.items.append(item)
         has_node = has_backward and any(tensor.requires_grad for tensor in result.tensors)
         self._begin_graph(has_node)
@@ -187,8 +196,6 @@ class ForwardPass(_Pass):
             self.spans.append([])
         self.spans[-1].append(needs)
         captured = self.recording.captured
-        # Hooks of modules would otherwise wait inside the capture.
-        captured.wait_for(needs.parameters)
         generators = captured.observation.generators(needs)
         self._begin("forward", generators, self.recording.memory.pool)
 

@@ -228,3 +228,15 @@ def test_a_call_whose_results_change_their_shapes_between_graphs_is_an_error():
 
     with pytest.raises(RuntimeError, match="must give results of the shapes of its first run"):
         train(Case(LLAMA), ParallelMesh.single(), graphs=True, spoil=spoil)
+
+
+def test_a_replayed_step_waits_for_all_parameters_those_of_eager_calls_too():
+    scopes: list[tuple[str, ...]] = [("all",), ("attention",), ("mlp", "head")]
+    for recompute in ("none", "full"):
+        for chosen in scopes:
+            case = Case(LLAMA, scopes=chosen, recompute=recompute)
+            actual = train(case, ParallelMesh.single(), graphs=True)
+            assert actual.runner is not None
+            assert actual.runner.failure is None, actual.runner.failure
+            left = set(actual.model.parameters()) - actual.waited
+            assert not left, (recompute, chosen, len(left))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -80,6 +80,8 @@ class Trained:
     model: GPT
     evaluated: list[Tensor]
     slots: tuple[int, ...]
+    #: Parameters for which the last step has waited.
+    waited: set[Tensor]
 
 
 def train(
@@ -101,7 +103,8 @@ def train(
             module.transport = case.transport
             module.clones = CloneSettings(case.places) if case.places else None
     run = Run(dict(model.named_parameters()), mesh)
-    runner = graph_runner(case, mesh, run, model) if graphs else None
+    waited = set[Tensor]()
+    runner = graph_runner(case, mesh, run, model, waited.update) if graphs else None
     model.runner = runner
     schedule: Any = case.schedule
     executor = PipelineExecutor(mesh, model, schedule, actions=runner)
@@ -112,6 +115,7 @@ def train(
         if runner is not None and step == 2:
             runner.begin()
         run.zero_grad()
+        waited.clear()
 
         def loss_of(result: Tensor, _: int, number: int = number) -> Tensor:
             losses.append(result.detach().clone())
@@ -138,7 +142,7 @@ def train(
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
     slots = () if runner is None else runner.counts.slots
     counts = dict(mesh.journal.counts)
-    return Trained(losses, parameters, counts, runner, model, evaluated, slots)
+    return Trained(losses, parameters, counts, runner, model, evaluated, slots, waited)
 
 
 def mean_loss(model: Any, data: Any) -> Tensor:
@@ -203,7 +207,13 @@ def counted_replays() -> Iterator[Counter[str]]:
         yield counts
 
 
-def graph_runner(case: Case, mesh: ParallelMesh, run: Run, model: GPT) -> GraphRunner:
+def graph_runner(
+    case: Case,
+    mesh: ParallelMesh,
+    run: Run,
+    model: GPT,
+    wait_for: Callable[[Collection[Tensor]], None],
+) -> GraphRunner:
     """Return a runner with the backend for the device."""
     is_cpu = mesh.device.type == "cpu"
     tools = CaptureTools(
@@ -214,7 +224,11 @@ def graph_runner(case: Case, mesh: ParallelMesh, run: Run, model: GPT) -> GraphR
     )
     buckets = [list(model.get_submodule(name).parameters()) for name in case.begins]
     settings = SegmentSettings(
-        case.scopes, buckets, redraws=case.recompute != "none", max_shapes=case.max_shapes
+        case.scopes,
+        buckets,
+        redraws=case.recompute != "none",
+        wait_for=wait_for,
+        max_shapes=case.max_shapes,
     )
     return GraphRunner(tools, run.reducer, mesh.pp.rank, settings)
 

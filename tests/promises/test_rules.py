@@ -109,7 +109,7 @@ BUDGETS: dict[str, int] = {
     "data": 3800,
     "experts": 3570,
     "generation": 950,
-    "graphs": 2790,
+    "graphs": 2800,
     "groups": 2340,
     "kernels": 4860,
     "layers": 7830,
