@@ -119,9 +119,9 @@ class PostNormBlock(Block):
     ) -> Float[Tensor, "seq_local batch hidden"]:
         self.begin()
         update = self.update_of(self.attention(hidden, rotary, span), self.attention_output_norm)
-        hidden = self.attention_norm(hidden, update)
+        hidden = self.attention_norm(hidden, update)  # norm(hidden + update), in one kernel
         update = self.update_of(self.mlp(hidden), self.mlp_output_norm)
-        return self.mlp_norm(hidden, update)
+        return self.mlp_norm(hidden, update)  # norm(hidden + update)
 
 
 class ParallelBlock(Block):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from lightning_megatron.models.config_checks import (
+    NORM_POSITIONS,
     ModelConfig,
     check_heads,
     check_latent_attention,
@@ -263,7 +264,7 @@ class GPTConfig(ModelConfig):
     @property
     def norms_per_layer(self) -> int:
         """Return the number of norms of the residual stream in a block."""
-        return 4 if self.norm_position == "sandwich" else 2
+        return NORM_POSITIONS[self.norm_position].num_per_block
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -329,7 +330,7 @@ class GPTConfig(ModelConfig):
             partly_rotated=self.position == "rotary" and not self._rotates_halves_of_heads,
             parallel=self.parallel_residual,
             tied=self.tie_embeddings,
-            final_norm=self.norm_position != "post",
+            final_norm=NORM_POSITIONS[self.norm_position].has_final_norm,
             norms_per_layer=self.norms_per_layer,
             dropout=self.hidden_dropout > 0.0,
             window=self.sliding_window,

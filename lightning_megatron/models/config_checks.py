@@ -27,6 +27,32 @@ _ROTARY_FIELDS: Mapping[str, object] = {
 _ALIBI_FIELDS: Mapping[str, object] = {"alibi_bias_max": 8.0, "alibi_skips_padding": False}
 
 
+@dataclass(frozen=True)
+class NormPosition:
+    """Norms of a model with a norm position, besides those of its embedding."""
+
+    #: Norm of each sublayer's input; with ``post`` that of each residual sum.
+    has_input_norms: bool = True
+    #: Norm of each sublayer's output, before the residual sum.
+    has_output_norms: bool = False
+    #: Norm of the last block's output.
+    has_final_norm: bool = True
+
+    @property
+    def num_per_block(self) -> int:
+        """Return the number of norms of the residual stream in a block."""
+        return 2 * (self.has_input_norms + self.has_output_norms)
+
+
+#: What follows from each norm position. ``models.gpt_block`` chooses the class of the blocks.
+NORM_POSITIONS: Mapping[str, NormPosition] = {
+    "pre": NormPosition(),
+    "post": NormPosition(has_final_norm=False),
+    "sandwich": NormPosition(has_output_norms=True),
+    "output": NormPosition(has_input_norms=False, has_output_norms=True),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes of a model with numbered layers, and how they divide over a layout.

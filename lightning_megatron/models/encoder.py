@@ -22,7 +22,7 @@ from lightning_megatron.layers.context_parallel.sequence_order import (
 from lightning_megatron.layers.linear.regions import dtype_of_products
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
 from lightning_megatron.layers.norm import LayerNorm
-from lightning_megatron.models.config_checks import check_length
+from lightning_megatron.models.config_checks import NORM_POSITIONS, check_length
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_parts import build_block, build_embedding, build_head
 from lightning_megatron.models.encoder_rows import EncoderInput, RowAttention
@@ -114,7 +114,7 @@ class Encoder(LayeredModule):
         self.final_norm: LayerNorm | None = None
         self.head: nn.Module | None = None
         if self.is_last_stage():
-            if config.norm_position == "pre":
+            if NORM_POSITIONS[config.norm_position].has_final_norm:
                 self.final_norm = LayerNorm(config.hidden_size, mesh, eps=config.norm_eps)
             self.head = build_head(config, mesh, holds_copy=not self.is_first_stage())
 

@@ -30,6 +30,7 @@ from lightning_megatron.layers.embedding import (
 from lightning_megatron.layers.loss.chunked_head import LogitForm
 from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.config_checks import NORM_POSITIONS
 from lightning_megatron.models.gpt_block import (
     build_block,
     build_norm,
@@ -119,7 +120,8 @@ class GPT(LayeredModule):
             {str(index): build_block(config, mesh, index) for index in indices}
         )
         if self.is_last_stage():
-            self.final_norm = build_norm(config, mesh) if config.norm_position != "post" else None
+            has_norm = NORM_POSITIONS[config.norm_position].has_final_norm
+            self.final_norm = build_norm(config, mesh) if has_norm else None
             # On the rank of the embedding, a tied head has no parameter: it reads the embedding.
             if not (config.tie_embeddings and self.is_first_stage()):
                 tied_to = WORD_EMBEDDING if config.tie_embeddings else None

@@ -19,7 +19,7 @@ from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.layers.self_attention import Attention, SelfAttention
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.config_checks import ModelConfig
+from lightning_megatron.models.config_checks import NORM_POSITIONS, ModelConfig
 from lightning_megatron.plan.context_transport import ContextChoice, choose_context_transport
 
 
@@ -87,11 +87,12 @@ def build_block(
         "output_initializer": output_initializer
         or Initializer.residual(config.init_std, config.num_layers),
     }
+    position = NORM_POSITIONS[config.norm_position]
     norms: Sequence[nn.Module | None] = (None, None)
-    if config.norm_position != "output":
+    if position.has_input_norms:
         norms = [build_norm(config, mesh) for _ in range(2)]
     output_norms = None
-    if config.norm_position in ("sandwich", "output"):
+    if position.has_output_norms:
         output_norms = build_norm(config, mesh), build_norm(config, mesh)
     block: type[Block] = PostNormBlock if config.norm_position == "post" else PreNormBlock
     if config.parallel_residual:

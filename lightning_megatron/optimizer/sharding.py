@@ -87,8 +87,9 @@ class Zero1Sharding:
     Buffers, buckets, gathers and 8-bit weights ask this object what a rank owns and which
     collectives run, and do not distinguish the cases themselves. A sharding with other parts or
     collectives is a second class with the methods of this one, beside it in this file, and
-    :meth:`BufferPlanner.shard` chooses between them. A sharding that frees the gradients or
-    parameters of other ranks between their uses must also own the memory that
+    :meth:`BufferPlanner.shard` chooses between them; ``OptimizerOptions.zero`` and ``plan.budget``
+    must know it. A sharding that frees the gradients or parameters of other ranks between their
+    uses must also own the memory that
     :class:`~lightning_megatron.optimizer.flat_buffer.FlatBuffer` allocates once: gradient slots and
     main parameters are views of it, and would have to ask for it before each use.
 

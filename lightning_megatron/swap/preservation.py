@@ -121,6 +121,11 @@ def check_nothing_is_lost(swap: Swap) -> None:
                 f"Register them after the strategy has set up the module, or give {site.name!r} "
                 "the kind 'replicate'."
             )
+        if not (is_root and stays) and not getattr(module, "is_capturable", True):
+            raise UnsupportedError(
+                f"{name!r} has is_capturable = False, which would be lost, because another module "
+                "replaces it. Set it on the replacement, for example in on_fit_start."
+            )
         _check_parameters(name, module, staying)
         if module._compiled_call_impl is not None:
             raise UnsupportedError(

@@ -113,7 +113,7 @@ BUDGETS: dict[str, int] = {
     "groups": 2340,
     "kernels": 4860,
     "layers": 7830,
-    "models": 4580,
+    "models": 4600,
     "optimizer": 3520,
     "pipeline": 820,
     "plan": 5370,

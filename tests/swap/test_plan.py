@@ -91,6 +91,11 @@ REFUSED: list[tuple[nn.Module, dict[str, str] | None, str]] = [
     (TiedDecoder(num_tokens=24), {"embedding": "vocab", "decoder": "column_gather"}, "cut it alike"),
     (nn.Sequential(*[nn.Linear(4, 4)] * 2), {"0": "column_gather"}, "'0' has the kind 'column_gather', '1' has 'replicate'"),
     (changed(mlp(), lambda m: m[0].register_forward_hook(print)), {"0": "column"}, "'0' has hooks"),
+    (
+        changed(mlp(), lambda m: setattr(m[0], "is_capturable", False)),
+        {"0": "column"},
+        "'0' has is_capturable = False, which would be lost",
+    ),
     (inside(nn.Embedding(8, 4, max_norm=1.0)), {"0": "vocab"}, "max_norm"),
     (inside(nn.MultiheadAttention(8, 2, kdim=4)), None, "kdim"),
     (inside(nn.MultiheadAttention(8, 2, add_zero_attn=True)), None, "add_zero_attn"),
