@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import timedelta
 from difflib import get_close_matches
+from functools import cache
 from numbers import Integral, Real
 from typing import (
     Annotated,
@@ -332,19 +333,22 @@ def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
 
 def _typed_mapping(name: str, value: Mapping[Any, Any], kind: Any) -> dict[Any, Any]:
     """Return a mapping whose named values have the types that a ``TypedDict`` gives them."""
-    kinds = get_type_hints(kind, include_extras=True)
-    _check_has(name, value, _required(kind))
+    kinds, required = _fields_of(kind)
+    _check_has(name, value, required)
     converted = dict(value)
     for key in kinds.keys() & value.keys():
-        bare = get_args(kinds[key])[0] if get_origin(kinds[key]) is NotRequired else kinds[key]
-        converted[key] = coerced(f"{name}.{key}", value[key], bare)
+        converted[key] = coerced(f"{name}.{key}", value[key], kinds[key])
     return converted
 
 
-def _required(kind: Any) -> list[str]:
-    """Return the names that every mapping of a ``TypedDict`` has."""
+# A header may list thousands of files of one kind, and annotations are evaluated slowly.
+@cache
+def _fields_of(kind: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the types of a ``TypedDict`` by name, and the names that every mapping has."""
     hints = get_type_hints(kind, include_extras=True)
-    return [key for key, hint in hints.items() if get_origin(hint) is not NotRequired]
+    required = [key for key, hint in hints.items() if get_origin(hint) is not NotRequired]
+    kinds = {key: hint if key in required else get_args(hint)[0] for key, hint in hints.items()}
+    return kinds, required
 
 
 def _check_has(name: str, value: Mapping[Any, Any], required: Sequence[str]) -> None:
@@ -373,7 +377,7 @@ def _words(kind: Any, bounds: Range | Pattern | None, value: Any) -> tuple[str, 
     if is_dataclass(kind):
         return (f"{_type_name(kind)} or a mapping of its settings",)
     if is_typeddict(kind):
-        return (f"a mapping with {', '.join(_required(kind))}",)
+        return (f"a mapping with {', '.join(_fields_of(kind)[1])}",)
     names = {
         bool: "True or False",
         int: "a whole number",
