@@ -83,6 +83,11 @@ def line_of_user() -> str:
     return f"{line.place} in {frame.f_code.co_name}: {line.text}"
 
 
+def refuses_graphs(module: nn.Module) -> bool:
+    """Return whether a user says by ``is_capturable = False`` that no graph may hold a module."""
+    return not getattr(module, "is_capturable", True)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of a module run code of ``torch.compile``.
 

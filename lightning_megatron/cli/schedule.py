@@ -77,7 +77,7 @@ def _chunks_of(name: str, options: argparse.Namespace) -> int:
     """Return the chunks per stage; in a comparison, ``--chunks`` applies to interleaved only."""
     if options.chunks is not None and (name == "interleaved" or not options.compare):
         return int(options.chunks)
-    return 2 if NAMED_SCHEDULES[name].shape == "v" or name == "interleaved" else 1
+    return NAMED_SCHEDULES[name].chunks or 2
 
 
 def _describe_outcome(

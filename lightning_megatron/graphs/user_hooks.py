@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.user_code import refuses_graphs
+
 #: Attributes of a module with the hooks of each kind.
 _KINDS = (
     "_forward_pre_hooks",
@@ -37,7 +39,7 @@ def reason_against_graphs(module: nn.Module) -> str | None:
     Args:
         module: The module itself; its parts are not searched.
     """
-    if not getattr(module, "is_capturable", True):
+    if refuses_graphs(module):
         return "is_capturable is False"
     hook = user_hook_of(module)
     return None if hook is None else f"hook {hook}"
@@ -64,16 +66,18 @@ def find_refusal(root: nn.Module) -> str | None:
         root: Module to search, with all its parts.
     """
     for name, module in root.named_modules():
-        if not getattr(module, "is_capturable", True):
+        place = name or "the module"
+        if refuses_graphs(module):
             return (
-                f"{name or 'the module'} must run eagerly (is_capturable is False). Use mode "
+                f"{place} must run eagerly (is_capturable is False). Use mode segments, which runs "
+                "this part eagerly."
+            )
+        hook = user_hook_of(module)
+        if hook is not None:
+            return (
+                f"a hook on {place} ({hook}) would not run at a replay. Remove it, or use mode "
                 "segments, which runs this part eagerly."
             )
-    for name, hook in modules_with_user_hooks(root).items():
-        return (
-            f"a hook on {name or 'the module'} ({hook}) would not run at a replay. Remove it, or "
-            "use mode segments, which runs this part eagerly."
-        )
     return None
 
 

@@ -44,8 +44,7 @@ class PipelineExecutor:
         mesh: The groups of this rank; ``mesh.pp`` is the pipeline.
         model: Module that is cut into stages; None with one stage, where ``step_fn`` need not call
             a pipelined module.
-        schedule: Name of the schedule (``1f1b``, ``interleaved`` or ``gpipe``), or the function
-            that builds it.
+        schedule: Name of the schedule, or the function that builds it.
         microbatch_group_size: Number of microbatches that run through one chunk before the next
             chunk runs; None means one for each stage (interleaved only).
         around_passes: Function from the number of microbatches to a context manager, in which a run

@@ -12,6 +12,7 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.swap.decide.swap_plan import WHOLE_MODEL, Swap
 from lightning_megatron.swap.hugging_face.peft_layers import is_input_hook
+from lightning_megatron.user_code import refuses_graphs
 
 #: Attribute in which torch.compile stores the wrapped module.
 _COMPILED = "_orig_mod"
@@ -121,7 +122,7 @@ def check_nothing_is_lost(swap: Swap) -> None:
                 f"Register them after the strategy has set up the module, or give {site.name!r} "
                 "the kind 'replicate'."
             )
-        if not (is_root and stays) and not getattr(module, "is_capturable", True):
+        if not (is_root and stays) and refuses_graphs(module):
             raise UnsupportedError(
                 f"{name!r} has is_capturable = False, which would be lost, because another module "
                 "replaces it. Set it on the replacement, for example in on_fit_start."
