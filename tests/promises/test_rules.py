@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3520,
     "pipeline": 820,
     "plan": 5370,
-    "strategy": 12450,
+    "strategy": 12300,
     "swap": 9440,
     "tasks": 4650,
 }

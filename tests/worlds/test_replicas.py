@@ -317,11 +317,11 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "penalty that a compiler hides": (lambda: CompiledPenalty(plain_net), TP, r"'net.(up|down).(weight|bias)' is read by other code"),
     "norm of a cut weight": (lambda: LogsNorm(plain_net), TP, r"'net.down.weight' .* reads it: 'self.log\(\"size\""),
     "a norm of all features, by hand": (
-        lambda: ByHand(lambda: Net(nn.LayerNorm(12))), TP, r"6 of 12 features, .*move it after the 'row' .*'column_gather'",
+        lambda: ByHand(lambda: Net(nn.LayerNorm(12))), TP, r"'net.up' \('column'\).* norm of all features after the 'row' .*'column_gather'",
     ),
     "an assertion of sizes": (module_with(asserts_sizes), TP, r"AssertionError: .*'net.up' \('column'\).*x.shape\[-1\]"),
-    "a row for every feature": (lambda: Regress(lambda: Net(nn.PReLU(12))), TP, r"6 of 12 features.*\{'net.between': 'features'\}"),
-    "a layer that sums": (plain, planned(up="column"), r"6 of 12 features, .*Use \{'net.down': 'row'\}"),
+    "a row for every feature": (lambda: Regress(lambda: Net(nn.PReLU(12))), TP, r"1/2 of them.* for every feature the kind 'features'"),
+    "a layer that sums": (plain, planned(up="column"), r"'net.up' \('column'\).*follows a 'column' layer the kind 'row'"),
     "a penalty of activations": (
         lambda: UsesActivations(logs=False), TP | {"job.check_microbatches": False},
         r"same loss.* it is ([\d.]+) on rank 0, (?!\1)[\d.]+ on rank 1",
@@ -334,9 +334,9 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         module_with(lambda x: x.view(4, 6, 4, 3).tanh().flatten(-2)), TP, r"RuntimeError: shape .* is invalid .*'net.up' \('column'\)",
     ),
     "linear layers without a plan": (plain, {"tp": 2}, r"tensor_parallel_plan \{'net.up': 'column', 'net.down': 'row'\}"),
-    "a row layer that splits a part": (plain, planned(up="column", down="row_split"), r"this rank's 6 features, .*: 'row'\}"),
-    "a row layer without a column layer": (plain, planned(down="row"), r"gets all 12 features, .* \{'net.down': 'row_split'\}"),
-    "two column layers": (plain, planned(**{"*": "column"}), r"this rank's 6 features, but needs all 12\..*'column_gather'"),
+    "a row layer that splits a part": (plain, planned(up="column", down="row_split"), r"'net.up' \('column'\).*the kind 'row'"),
+    "a row layer without a column layer": (plain, planned(down="row"), r"'net.down' \('row'\).*'row_split'"),
+    "two column layers": (plain, planned(**{"*": "column"}), r"'net.up' \('column'\), .*'net.down' \('column'\).*'column_gather'"),
     **{
         f"random numbers {name}": (module_with(function), TP, rf"tp \(2\).*{LINE} \(.*\), which {reason}.*the kind 'dropout'")
         for name, (function, reason) in DRAWS_WITHOUT_OWN_STREAM.items()

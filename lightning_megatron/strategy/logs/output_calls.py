@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.strategy.logs.merge import Weight, stack_scalars, weighted_mean
-from lightning_megatron.strategy.modules.attribute_sync import PICKLING_ERRORS
 from lightning_megatron.strategy.modules.serialization import pack, unpack
+from lightning_megatron.strategy.modules.state_digest import PICKLING_ERRORS
 from lightning_megatron.user_code import line_of_user
 
 _CPU = torch.device("cpu")

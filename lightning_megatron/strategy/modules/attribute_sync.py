@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,12 @@ from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.modules.serialization import pack, unpack
-from lightning_megatron.strategy.modules.state_digest import ListDigest, digest, num_kept
+from lightning_megatron.strategy.modules.state_digest import (
+    PICKLING_ERRORS,
+    ListDigest,
+    digest,
+    num_kept,
+)
 from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
 from lightning_megatron.swap.hugging_face.module_stubs import ModuleStub
 
@@ -45,20 +49,6 @@ _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
 _MOST_ITEMS = 128
 #: Location of a value: name of the module, whether the value is a buffer, name of the attribute.
 _Location = tuple[str, bool, str]
-
-
-#: Exceptions of pickling for objects that cannot be sent, such as locks, generators and open files.
-PICKLING_ERRORS = (
-    pickle.PicklingError,
-    TypeError,
-    AttributeError,
-    ValueError,
-    RuntimeError,
-    NotImplementedError,
-    RecursionError,
-    OSError,
-    KeyError,
-)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_megatron.graphs.backend import CAPTURE_ERRORS
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 
@@ -47,18 +48,9 @@ IGNORED_TYPES = (
 )
 #: Packages of large objects that steps only read.
 _IGNORED_PACKAGES = ("tokenizers", "sentencepiece")
-#: Errors that properties and ``__reduce_ex__`` of unsupported objects raise.
-_UNREADABLE = (
-    pickle.PicklingError,
-    TypeError,
-    AttributeError,
-    ValueError,
-    RuntimeError,
-    LookupError,
-    ArithmeticError,
-    OSError,
-    AssertionError,
-)
+#: Errors of pickling for objects that cannot be sent, such as locks, generators and open files, and
+#: of their properties.
+PICKLING_ERRORS = (*CAPTURE_ERRORS, pickle.PicklingError)
 _LEAF_TYPES = frozenset({int, float, str, bool, bytes, type(None), Tensor})
 #: Largest CPU tensor that is compared by value, which detects writes through ``.data`` (elements).
 _MAX_COMPARED_ELEMENTS = 65536
@@ -94,7 +86,7 @@ def digest(value: Any) -> bytes | ListDigest | None:
     sink = _HashSink()
     try:
         _Digester(sink, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    except _UNREADABLE:
+    except PICKLING_ERRORS:
         # Pickling runs properties of the user's objects, which may raise.
         return None
     return sink.hash.digest()
@@ -165,7 +157,7 @@ def _parts_of(obj: Any) -> tuple[Any, ...]:
         return ()
     try:
         return tuple(obj.__reduce_ex__(2)[1:3])
-    except _UNREADABLE:
+    except PICKLING_ERRORS:
         # A lock, a file or a generator counts as unchanged while it is the same object.
         return ()
 

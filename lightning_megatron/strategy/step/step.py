@@ -61,9 +61,8 @@ from lightning_megatron.strategy.step.step_values import (
     step_outputs,
 )
 from lightning_megatron.strategy.step.weight_reads import WeightReads
-from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
+from lightning_megatron.strategy.trials.feature_trial import FeatureTrials, name_cut_layers
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
-from lightning_megatron.strategy.trials.unsharded_modules import name_unsharded_modules
 from lightning_megatron.strategy.trials.weight_writes import preserve_state
 
 #: Names of batches in error texts, by step.
@@ -351,7 +350,7 @@ class Step:
             self._mixtures.loss_weight.value = self._precision.loss_factor
         guard = self._reads.guard(self._module, "training_step")
         passes = _wrap_backward_passes(self._state.gradients.raw_backward)
-        with guard, passes, name_unsharded_modules(self._module, self._mesh):
+        with guard, passes, name_cut_layers(self._module, self._mesh):
             output = self._module.training_step(*args, **kwargs)
         self._finish_states()
         return output
@@ -487,7 +486,7 @@ class Step:
             output,
             self._attributes.trial() if self._executor.is_repeated else nullcontext(),
             guard,
-            name_unsharded_modules(self._module, self._mesh),
+            name_cut_layers(self._module, self._mesh),
         ):
             # A step may change its batch, and another run needs it as it was.
             data = copy_batch(data) if is_repeated else data

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.graphs.backend import CAPTURE_ERRORS
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import named_layers
@@ -37,14 +41,8 @@ log = logging.getLogger(__name__)
 #: Largest relative distance between the inputs of a layer in both runs, by the tolerance of the
 #: logged values. Kernels over more features may round differently even if the code is correct.
 _MAX_DISTANCES = {1e-9: 1e-7, 1e-5: 1e-3, 5e-3: 3e-2, 2e-2: 1e-1}
-_USER_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
+_SHAPE_ERROR = re.compile(
+    r"size|shape|dimension|split|must match|out of (range|bounds)|mat1|expected", re.IGNORECASE
 )
 _NUM_SHOWN = 4
 
@@ -196,7 +194,7 @@ class _FeatureTrial:
                     for results in readings
                     for name, (value, _) in results.values.items()
                 }
-            except _USER_ERRORS as error:
+            except CAPTURE_ERRORS as error:
                 if not is_whole:
                     raise
                 if self._mesh.pp.size > 1:
@@ -317,6 +315,32 @@ def _first_difference(
             )
         before = [] if cut_input.layer.kind == "row" else [*before, cut_input.layer.name]
     return None
+
+
+@contextmanager
+def name_cut_layers(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
+    """Add the layers whose features are cut to errors in the block that may come from sizes."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
+        layers = cut_layers(root) if mesh.tp.size > 1 else []
+        # An assertion of sizes often has no message.
+        if layers and (isinstance(error, AssertionError) or _SHAPE_ERROR.search(str(error))):
+            error.add_note(_note_on_sizes(layers, mesh.tp.size))
+        raise
+
+
+def _note_on_sizes(layers: Sequence[CutLayer], tp: int) -> str:
+    cut = listed([f"{layer.name!r} ({layer.kind!r})" for layer in layers])
+    return (
+        f"The plan cuts features over tp ({tp}): what is between a 'column' and the next 'row' "
+        f"layer gets 1/{tp} of them. These layers are cut: {cut}. If sizes do not fit for this "
+        "reason, take sizes from the tensors (x.shape[-1], or -1 for the number of heads). Give "
+        "the linear layer that follows a 'column' layer the kind 'row', a module with a row of "
+        "parameters for every feature the kind 'features', and move a norm of all features after "
+        "the 'row' layer; or give the layers around the code the kinds 'column_gather' and "
+        "'row_split', or 'replicate', in tensor_parallel_plan."
+    )
 
 
 _IF_INTENDED = "If this is intended, use job.check_microbatches=False."

@@ -126,26 +126,14 @@ class MicrobatchTrials:
                 self._finished.add(key)
             return
         self._suspend()
-        whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
         # Weights that still arrive from other ranks would look like weights that a step writes.
         self._wait()
         with undo_changes(self._module, self._mesh) as state, without_compilation(self._module):
-            trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, whole)
-            try:
-                with refuse_weight_writes(self._module, key[0]):
-                    if trial.compare(joined, groups, parts, is_later=not is_whole_trial):
-                        self._finished.add(key)
-            except UnsupportedError:
-                raise
-            except Exception as error:
-                if trial.runs_whole():
-                    raise UnsupportedError(
-                        f"{key[0]} must run on microbatches, because its batch is cut into "
-                        f"{len(microbatches)}: it runs on {whole.num_samples} samples, but fails "
-                        f"on {parts[0].num_samples} ({type(error).__name__}: {error}). The first "
-                        f"dimension of a tensor in the batch may not count samples. {_REMEDY}"
-                    ) from error
-                raise
+            num_samples = sum(part.num_samples for part in microbatches)
+            trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, num_samples)
+            with refuse_weight_writes(self._module, key[0]):
+                if trial.compare(joined, groups, parts, is_later=not is_whole_trial):
+                    self._finished.add(key)
 
     def _is_due(self, key: tuple[Any, ...]) -> bool:
         """Return whether a training step is tried again because of its place in the fit."""
@@ -173,7 +161,11 @@ class MicrobatchTrials:
 
 
 class _MicrobatchTrial:
-    """One trial: runs of a step on parts of a batch, and their comparison."""
+    """One trial: runs of a step on parts of a batch, and their comparison.
+
+    Args:
+        num_samples: Size of the whole batch (samples).
+    """
 
     def __init__(
         self,
@@ -182,13 +174,13 @@ class _MicrobatchTrial:
         step: str,
         run: Run,
         state: ModuleState,
-        whole: Microbatch,
+        num_samples: int,
     ) -> None:
         self._mesh = mesh
         self._module = module
         self._step = step
         self._state = state
-        self._whole = whole
+        self._num_samples = num_samples
         self._tried = TrialStep(mesh, step, run, state)
 
     def compare(
@@ -249,40 +241,17 @@ class _MicrobatchTrial:
             self._warn_of_ignored_labels(parts)
         return is_counted
 
-    def runs_whole(self) -> bool:
-        """Return whether the step runs on the whole batch, if one rank can try it alone."""
-        if self._mesh.data.size > 1 or self._mesh.pp.size > 1:
-            return False
-        self._state.restore()
-        try:
-            self._run([self._whole], seed=0)
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            ArithmeticError,
-            AssertionError,
-        ):
-            return False
-        return True
-
     def _run(self, parts: Sequence[Microbatch], seed: int) -> list[StepResults]:
         """Return the step's results for every part, on the last stage."""
         try:
             return self._tried.read(parts, seed) if parts else []
         except Exception as error:
-            raise self._noted(error, parts)  # noqa: B904
-
-    def _noted(self, error: Exception, parts: Sequence[Microbatch]) -> Exception:
-        note = (
-            f"{self._step} was tried on parts of a batch: on {parts[0].num_samples} of "
-            f"{self._whole.num_samples} samples. If it needs the whole batch: {_REMEDY}"
-        )
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-        return error
+            error.add_note(
+                f"{self._step} was tried on {parts[0].num_samples} of {self._num_samples} samples. "
+                "If it runs on the whole batch only, or the first dimension of a tensor in the "
+                f"batch does not count samples: {_REMEDY}"
+            )
+            raise
 
     def _kinds_of(
         self, different: Mapping[str, str], part: Microbatch, tolerance: float
