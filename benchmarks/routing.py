@@ -77,24 +77,35 @@ def popularity_of(name: str) -> Popularity | None:
 def set_routing(model: GPT, name: str, num_tokens: int, rank: int) -> None:
     """Set the routing of all tokens of a model.
 
-    With a routing by popularity, drawn experts replace the experts that routers select; the
-    probabilities of the routers stay the same.
+    Experts in turn, or drawn ones, replace the experts that routers select; the probabilities of
+    the routers stay the same.
     """
     popularity = popularity_of(name)
+    if name == "natural":
+        return
     for number, layer in model.mixtures().items():
-        layer.router.forced_balance = name == "balanced"
-        if popularity is not None:
-            config = layer.config
-            choices = popularity.choices(
-                num_tokens, config.top_k, config.num_experts, number, rank, layer.mesh.device
-            )
-            # Replace forward instead of adding a hook, because parts with hooks are not captured.
-            layer.router.forward = MethodType(_Drawn(choices), layer.router)  # type: ignore[method-assign]
+        sizes = num_tokens, layer.config.top_k, layer.config.num_experts
+        device = layer.mesh.device
+        if popularity is None:
+            choices = in_turn(*sizes, device)
+        else:
+            choices = popularity.choices(*sizes, number, rank, device)
+        # Replace forward instead of adding a hook, because parts with hooks are not captured.
+        layer.router.forward = MethodType(_Drawn(choices), layer.router)  # type: ignore[method-assign]
+
+
+def in_turn(num_tokens: int, top_k: int, num_experts: int, device: Any) -> Tensor:
+    """Return the experts of tokens that take them in turn.
+
+    Shapes: ``(tokens, top_k)``, int64.
+    """
+    numbers = torch.arange(num_tokens * top_k, device=device)
+    return (numbers % num_experts).view(num_tokens, top_k)
 
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """Forward pass of a router with drawn experts."""
+    """Forward pass of a router with chosen experts."""
 
     choices: Tensor
 
@@ -102,4 +113,4 @@ class _Drawn:
         routing = Router.forward(router, hidden)
         experts = self.choices[: hidden.shape[0] * hidden.shape[1]]
         load = tokens_per_expert(experts, router.config.num_experts)
-        return replace(routing, experts=experts, load=load, counts=load)
+        return replace(routing, experts=experts, load=load)

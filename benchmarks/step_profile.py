@@ -40,7 +40,7 @@ _CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("router", ("_route_",)),
     (
         "permutes",
-        ("_spread", "_collect", "_weighed", "_count_choices", "_add_up_counts", "_place_choices"),
+        ("_spread", "_collect", "_count_choices", "_add_up_counts", "_place_choices"),
     ),
     (
         "optimizer",

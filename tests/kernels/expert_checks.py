@@ -209,32 +209,24 @@ def check_grad(actual: Tensor | None, expected: Tensor, what: str, noise: float 
 
 
 def check_unpermute(draw: Draw, sizes: ExpertSizes) -> None:
-    """Compare sums with and without probabilities, and their gradients, with NaN in the rows past
-    the last end.
-    """
+    """Compare sums and their gradients, with NaN in the rows past the last end."""
     for name, row_map, width in row_maps(draw, sizes):
         tokens, top_k = row_map.rows.shape
         num_rows = row_map.pairs.shape[0]
         is_here = is_row(row_map, num_rows)
         pairs = row_map.pairs[is_here]
-        for is_weighed in (False, True):
-            what = f"unpermute {name}, weighed {is_weighed}"
-            rows = leaf(with_nan_tail(row_map, draw(num_rows, width)))
-            probabilities = leaf(draw(tokens, top_k).float()) if is_weighed else None
-            result = kernels.unpermute_rows(rows, probabilities, row_map.rows, row_map.ends)
-            outer = draw(tokens, width)
-            result.backward(outer)
-            slow = wide(rows.detach()[is_here])
-            chosen = slow.new_zeros(tokens * top_k, width).index_put((pairs,), slow)
-            weights = wide(torch.ones(tokens, top_k) if probabilities is None else probabilities)
-            scales = weights.to(chosen.device).unsqueeze(-1)
-            expected = (chosen.view(tokens, top_k, width) * scales).sum(1)
-            expected.backward(outer.double())
-            check_grad(result, expected, what)
-            assert rows.grad is not None, f"{what}: no gradient"
-            check_grad(rows.grad[is_here], slow.grad, f"{what}: gradient")
-            if probabilities is not None:
-                check_grad(probabilities.grad, weights.grad, f"{what}: of probabilities", 2e-5)
+        what = f"unpermute {name}"
+        rows = leaf(with_nan_tail(row_map, draw(num_rows, width)))
+        result = kernels.unpermute_rows(rows, row_map.rows, row_map.ends)
+        outer = draw(tokens, width)
+        result.backward(outer)
+        slow = wide(rows.detach()[is_here])
+        chosen = slow.new_zeros(tokens * top_k, width).index_put((pairs,), slow)
+        expected = chosen.view(tokens, top_k, width).sum(1)
+        expected.backward(outer.double())
+        check_grad(result, expected, what)
+        assert rows.grad is not None, f"{what}: no gradient"
+        check_grad(rows.grad[is_here], slow.grad, f"{what}: gradient")
 
 
 def check_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
@@ -295,27 +287,29 @@ def check_router(draw: Draw, sizes: ExpertSizes) -> None:
     for num_sequences, length, settings in sizes.routers:
         config = ExpertsConfig(ffn_hidden_size=4, aux_loss=0.1, **settings)  # type: ignore[arg-type]
         for kind in sizes.logits:
-            # Round-robin choices depend only on the number of experts.
-            for round_robin_start in (None, 5) if config.num_experts < 32 else (None,):
-                what = f"router {num_sequences, length}, {settings}, {kind}, {round_robin_start}"
-                logits = leaf(logits_of(draw, num_sequences * length, config.num_experts, kind))
-                bias = None
-                if config.expert_bias:
-                    # Multiples of a power of two, so that ties of scores stay ties.
-                    bias = (draw.integers(9, config.num_experts) - 4) * 2.0**-5
-                check_routed(draw, logits, bias, config, num_sequences, round_robin_start, what)
+            what = f"router {num_sequences, length}, {settings}, {kind}"
+            logits = leaf(logits_of(draw, num_sequences * length, config.num_experts, kind))
+            bias = None
+            if config.expert_bias:
+                # Multiples of a power of two, so that ties of scores stay ties.
+                bias = (draw.integers(9, config.num_experts) - 4) * 2.0**-5
+            check_routed(draw, logits, bias, config, num_sequences, what)
 
 
 def check_routed(
-    draw: Draw, logits: Tensor, bias: Tensor | None, config: ExpertsConfig, num_sequences: int, round_robin_start: int | None,
+    draw: Draw,
+    logits: Tensor,
+    bias: Tensor | None,
+    config: ExpertsConfig,
+    num_sequences: int,
     what: str,
-) -> None:  # fmt: skip
+) -> None:
     """Compare a router with that of torch: choices with those in float32, and all else with float64
     for the same choices.
     """
     classes = num_sequences if config.aux_loss_scope == "sequence" else 1
-    actual = score_tokens(logits, bias, config, classes, round_robin_start, kernels)
-    choices_of_torch = score_tokens(logits.detach(), bias, config, classes, round_robin_start)
+    actual = score_tokens(logits, bias, config, classes, kernels)
+    choices_of_torch = score_tokens(logits.detach(), bias, config, classes)
     check_choices(actual, choices_of_torch, logits.detach(), bias, config, what)
     slow = wide(logits)
     expected = weigh_selected(slow, actual.experts, actual.experts, config, classes)
@@ -427,7 +421,7 @@ def check_attached(
         statistics.sums.copy_(before)
         for dropped in (None, counts.sum().int()):
             entropy, load = total.detach()[0, num_experts + 1], counts.sum(0, dtype=torch.int32)
-            statistics.add_(Routing(outer, outer.long(), load, load, dropped, entropy, losses))
+            statistics.add_(Routing(outer, outer.long(), load, dropped, entropy, losses))
         gradient = torch.zeros_like(total) if total.grad is None else total.grad
         results.append((x.grad, gradient, statistics.sums))
     assert torch.equal(results[0][0], outer), f"{what}: the gradient of what losses are attached to"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
+from benchmarks.routing import in_turn
+from lightning_megatron.experts.routing import scores
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.optimizer import DistributedOptimizerConfig
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.expert_clones import CloneSettings
+from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.models.memory import (
@@ -92,6 +97,10 @@ def permanent_pair(model: GPT, layout: ParallelLayout) -> Pair:
     return held, {part: getattr(estimate, part) for part in held}
 
 
+def select_in_turn(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> Tensor:
+    return in_turn(logits.shape[0], config.top_k, config.num_experts, logits.device)
+
+
 def expert_pairs(size: int) -> dict[str, Pair]:
     pairs: dict[str, Pair] = {}
     for name, (sizes, shares, transport, rows, recompute, places) in EXPERTS.items():
@@ -100,7 +109,7 @@ def expert_pairs(size: int) -> dict[str, Pair]:
         limit = RowLimit(rows or 1.0, mesh)
         model = build_model(CONFIG, mesh=mesh, recompute=recompute)
         for number, layer in model.mixtures().items():
-            layer.transport, layer.router.forced_balance = transport, True
+            layer.transport = transport
             layer.row_limit = LayerRows(limit, number, mesh.ep.size)
             layer.clones = CloneSettings(places) if places else None
         check_parameters(model, layout)
@@ -108,7 +117,8 @@ def expert_pairs(size: int) -> dict[str, Pair]:
             CONFIG, torch.bfloat16, recompute=recompute, sequence_parallel=shares, tp=layout.tp,
             ep=layout.ep, etp=layout.etp, expert_rows=rows, clone_places=places, transport=transport,
         )  # fmt: skip
-        with nullcontext() if rows is None else limit.limit_rows():
+        even = patch.object(scores, "select_experts", select_in_turn)
+        with even, nullcontext() if rows is None else limit.limit_rows():
             pairs[name] = kept_bytes(model, patience=0.5), estimate
         if rows is None:
             pairs[f"permanent, {name}"] = permanent_pair(model, layout)

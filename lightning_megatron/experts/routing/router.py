@@ -9,11 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.experts.routing.balance import (
-    microbatch_load,
-    tokens_per_expert,
-    update_bias_,
-)
+from lightning_megatron.experts.routing.balance import microbatch_load, update_bias_
 from lightning_megatron.experts.routing.exact_linear import exact_dtype, exact_linear
 from lightning_megatron.experts.routing.router_losses import RouterLosses
 from lightning_megatron.experts.routing.scores import RouterOutput, score_tokens
@@ -34,7 +30,6 @@ class Routing:
         probabilities: Factors of the experts' outputs, in float32 (or float64); 0 for dropped
             selections.
         experts: Selected experts, best first; -1 for dropped selections.
-        counts: Number of this rank's tokens that each expert gets.
         load: Number of selections of each expert, including dropped ones.
         dropped: Number of dropped selections; None without a capacity.
         entropy_sum: Sum over tokens of the entropy of their normalized scores (nats).
@@ -43,7 +38,6 @@ class Routing:
 
     probabilities: Float[Tensor, "tokens top_k"]
     experts: Int[Tensor, "tokens top_k"]
-    counts: Int[Tensor, "experts"]
     load: Int[Tensor, "experts"]
     dropped: Int[Tensor, ""] | None
     entropy_sum: Float[Tensor, ""]
@@ -69,8 +63,7 @@ class Router(nn.Module):
       gradient.
 
     If experts have a capacity, selections beyond it are dropped, those of later positions first.
-    The capacity is computed from the tokens of all tp ranks together. ``forced_balance`` assigns
-    experts round-robin instead of by score, for benchmarks.
+    The capacity is computed from the tokens of all tp ranks together.
 
     Communication: for the auxiliary loss of a microbatch or sequence, an all-reduce of counts over
         tp (under sequence parallelism) and cp. For a capacity, under sequence parallelism, an
@@ -88,12 +81,10 @@ class Router(nn.Module):
         mesh: ParallelMesh,
         *,
         initializer: Initializer | None = None,
-        forced_balance: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.mesh = mesh
-        self.forced_balance = forced_balance
         num_experts = config.num_experts
         here = [full_range(num_experts, mesh.tp.rank)]
         drawn = initializer or Initializer.normal()
@@ -128,19 +119,16 @@ class Router(nn.Module):
         )
         probabilities = scored.probabilities
         experts = scored.experts
-        counts = load
         dropped = None
         if config.capacity_factor is not None:
             capacity = expert_capacity(num_tokens, config)
             is_out = ~within_capacity(experts, load, capacity, self.mesh)
             probabilities = probabilities.masked_fill(is_out, 0.0)
             experts = experts.masked_fill(is_out, -1)
-            counts = tokens_per_expert(experts, config.num_experts)
             dropped = is_out.sum(dtype=torch.int32)
         return Routing(
             probabilities=probabilities,
             experts=experts,
-            counts=counts,
             load=load,
             dropped=dropped,
             entropy_sum=scored.entropy_sum,
@@ -197,17 +185,11 @@ class Router(nn.Module):
 
     def _score(self, hidden: Tensor, kernels: ModuleType | None) -> RouterOutput:
         config = self.config
-        length, num_sequences = hidden.shape[:2]
         logits = exact_linear(self._jittered(hidden), self.weight).flatten(0, 1)
         if self.bias is not None:
             logits = logits + self.bias.to(logits.dtype)
-        round_robin_start = None
-        if self.forced_balance:
-            # Ranks that share a sequence continue each other's rounds.
-            rank = self.mesh.tp.rank if self._num_parts > 1 else 0
-            round_robin_start = length * num_sequences * config.top_k * rank
-        classes = num_sequences if config.aux_loss_scope == "sequence" else 1
-        return score_tokens(logits, self.expert_bias, config, classes, round_robin_start, kernels)
+        classes = hidden.shape[1] if config.aux_loss_scope == "sequence" else 1
+        return score_tokens(logits, self.expert_bias, config, classes, kernels)
 
     def _losses(
         self, scored: RouterOutput, num_tokens: int, kernels: ModuleType | None

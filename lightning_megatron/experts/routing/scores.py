@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.experts.routing.balance import tokens_per_expert_of_sequences
-from lightning_megatron.experts.routing.selection import round_robin_experts, select_experts
+from lightning_megatron.experts.routing.selection import select_experts
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.shapes import Float, Int
 
@@ -46,7 +46,6 @@ def score_tokens(
     bias: Float[Tensor, "experts"] | None,
     config: ExpertsConfig,
     num_sequences: int = 1,
-    round_robin_start: int | None = None,
     kernels: ModuleType | None = None,
 ) -> RouterOutput:
     """Score all experts for each token, and select the best.
@@ -55,12 +54,10 @@ def score_tokens(
         logits: Logits of the router, in float32 or wider.
         bias: Values added to the scores for the selection only; None means zeros.
         num_sequences: Number of sequences with separate sums, C; token t belongs to ``t % C``.
-        round_robin_start: Index of the first selection, if experts are assigned round-robin; else
-            None.
         kernels: Fused kernels; None if they do not support the router's input.
     """
     # The auxiliary loss counts the selections by scores without biases.
-    counts_unbiased = bias is not None and round_robin_start is None and config.aux_loss > 0.0
+    counts_unbiased = bias is not None and config.aux_loss > 0.0
     if kernels is not None and logits.dtype == torch.float32:
         settings = kernels.RouteSettings(
             num_experts=config.num_experts,
@@ -72,16 +69,12 @@ def score_tokens(
             is_normalized=config.normalize_top_k,
             scale=config.score_scale,
             num_sequences=num_sequences,
-            round_robin_start=round_robin_start,
             counts_unbiased=counts_unbiased,
         )
         if settings.is_served():
             return RouterOutput(*kernels.route_tokens(logits, bias, settings))
     scores = _scores(logits, config)
-    if round_robin_start is None:
-        selected = select_experts(scores, bias, config)
-    else:
-        selected = round_robin_experts(scores.shape[0], round_robin_start, config, scores.device)
+    selected = select_experts(scores, bias, config)
     unbiased = select_experts(scores, None, config) if counts_unbiased else selected
     return weigh_selected(logits, selected, unbiased, config, num_sequences)
 

@@ -41,20 +41,6 @@ def select_experts(
     return _highest(scores, config.top_k)
 
 
-def round_robin_experts(
-    num_tokens: int, round_robin_start: int, config: ExpertsConfig, device: torch.device
-) -> Int[Tensor, "{num_tokens} top_k"]:
-    """Assign experts to tokens round-robin, independently of the scores.
-
-    ``round_robin_start`` is the number of selections on earlier ranks, where this rank's rounds
-    start.
-    """
-    numbers = torch.arange(
-        round_robin_start, round_robin_start + num_tokens * config.top_k, device=device
-    )
-    return (numbers % config.num_experts).view(num_tokens, config.top_k)
-
-
 def expert_capacity(num_tokens: int, config: ExpertsConfig) -> int:
     """Return an expert's even share of tokens times the capacity factor, rounded up (tokens)."""
     # Exact decimal arithmetic: in floating point 1.1 times 10 is more than 11.

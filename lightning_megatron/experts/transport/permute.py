@@ -153,22 +153,17 @@ def permute_probabilities(
 
 
 def unpermute(
-    rows: Float[Tensor, "rows hidden"],
-    row_map: RowMap,
-    probabilities: Float[Tensor, "tokens top_k"] | None = None,
+    rows: Float[Tensor, "rows hidden"], row_map: RowMap
 ) -> Float[Tensor, "tokens hidden"]:
-    """Sum the rows of each token's selections, weighted by their probabilities if these are given.
+    """Sum the rows of each token's selections.
 
     Selections of experts of other ranks add nothing, whatever values the rows past the last end
     have. The output has the dtype of the rows.
     """
     kernels = fused_kernels(rows)
     if kernels is not None:
-        return kernels.unpermute_rows(rows, probabilities, row_map.rows, row_map.ends)
-    selected = _FromRows.apply(rows, row_map).unflatten(0, row_map.rows.shape)
-    if probabilities is not None:
-        selected = selected * probabilities.unsqueeze(-1)
-    return selected.sum(1).to(rows.dtype)
+        return kernels.unpermute_rows(rows, row_map.rows, row_map.ends)
+    return _FromRows.apply(rows, row_map).unflatten(0, row_map.rows.shape).sum(1)
 
 
 class _ToRows(torch.autograd.Function):

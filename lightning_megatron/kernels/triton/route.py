@@ -49,8 +49,6 @@ class RouteSettings:
         is_softmax: Whether scores are a softmax of the logits; otherwise they are sigmoids.
         num_sequences: Number of sequences with sums of their own; token t belongs to sequence
             ``t % num_sequences``.
-        round_robin_start: Number of the first token's first expert, if experts are assigned
-            round-robin regardless of their scores; None selects by score.
         counts_unbiased: Whether to also count the selections by scores without biases.
     """
 
@@ -63,7 +61,6 @@ class RouteSettings:
     is_normalized: bool
     scale: float
     num_sequences: int
-    round_robin_start: int | None
     counts_unbiased: bool
 
     def is_served(self) -> bool:
@@ -137,8 +134,7 @@ class _Route(torch.autograd.Function):
         make = torch.empty if num_tokens else torch.zeros
         load = make((kinds, classes, num_experts), dtype=torch.int32, device=device)
         total = make((classes, num_experts + 2), dtype=torch.float32, device=device)
-        is_forced = settings.round_robin_start is not None
-        has_groups = settings.top_k_groups < settings.num_groups and not is_forced
+        has_groups = settings.top_k_groups < settings.num_groups
         # The kernel does not access a tensor that replaces None.
         bias_read = logits if bias is None else bias
         num_groups = settings.num_groups if has_groups else 1
@@ -146,11 +142,9 @@ class _Route(torch.autograd.Function):
             with on_device_of(logits):
                 _route_forward[(programs, classes)](
                     logits, bias_read, probabilities, experts, loads, sums, num_tokens,
-                    settings.round_robin_start or 0, settings.scale,
-                    HAS_BIAS=bias is not None and not is_forced,
-                    COUNTS_UNBIASED=settings.counts_unbiased, IS_FORCED=is_forced,
-                    GROUPS=num_groups, TOP_GROUPS=settings.top_k_groups,
-                    BEST=settings.best_of_group, **constants,
+                    settings.scale, HAS_BIAS=bias is not None,
+                    COUNTS_UNBIASED=settings.counts_unbiased, GROUPS=num_groups,
+                    TOP_GROUPS=settings.top_k_groups, BEST=settings.best_of_group, **constants,
                 )  # fmt: skip
                 _route_totals[(ceil_div(num_experts + 2, _COLUMNS), classes)](
                     loads, sums, load, total, programs,
@@ -262,13 +256,6 @@ def _softmax(
 
 
 @triton.jit
-def _forced(start: tl.tensor, columns: tl.tensor, E: tl.constexpr, K: tl.constexpr) -> tl.tensor:
-    """Select K experts in turn, from a start for each token."""
-    position = (columns - (start % E)[:, None] + E).to(tl.int32) % E
-    return tl.where((columns < E) & (position < K), position, -1)
-
-
-@triton.jit
 def _weights(
     x: tl.tensor,
     scores: tl.tensor,
@@ -291,11 +278,10 @@ def _weights(
 @triton.jit
 def _route_forward(
     logits: tl.tensor, bias: tl.tensor, probabilities: tl.tensor, experts: tl.tensor,
-    loads: tl.tensor, sums: tl.tensor, num_tokens: tl.tensor, round_robin_start: tl.tensor,
-    scale: tl.tensor, HAS_BIAS: tl.constexpr, COUNTS_UNBIASED: tl.constexpr,
-    IS_FORCED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr,
-    E: tl.constexpr, K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    loads: tl.tensor, sums: tl.tensor, num_tokens: tl.tensor, scale: tl.tensor,
+    HAS_BIAS: tl.constexpr, COUNTS_UNBIASED: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BEST: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     sequence = tl.program_id(1)
     num_sequences = tl.num_programs(1)
@@ -321,16 +307,13 @@ def _route_forward(
         share_sum += tl.where(inside, shares, 0.0)
         products = tl.where(inside & (shares != 0.0), shares * tl.log(shares), 0.0)
         entropy_sum -= tl.sum(products, axis=1)
-        if IS_FORCED:
-            position = _forced(round_robin_start + token * K, columns, E, K)
-        else:
-            biased = scores
-            if HAS_BIAS:
-                biased += tl.load(bias + columns, mask=is_expert, other=0.0)
-            if COUNTS_UNBIASED:
-                unbiased = _best(scores, columns, E, K, GROUPS, TOP_GROUPS, BEST, TOKENS, BLOCK)
-                unbiased_load += tl.where(inside & (unbiased >= 0), 1, 0)
-            position = _best(biased, columns, E, K, GROUPS, TOP_GROUPS, BEST, TOKENS, BLOCK)
+        biased = scores
+        if HAS_BIAS:
+            biased += tl.load(bias + columns, mask=is_expert, other=0.0)
+        if COUNTS_UNBIASED:
+            unbiased = _best(scores, columns, E, K, GROUPS, TOP_GROUPS, BEST, TOKENS, BLOCK)
+            unbiased_load += tl.where(inside & (unbiased >= 0), 1, 0)
+        position = _best(biased, columns, E, K, GROUPS, TOP_GROUPS, BEST, TOKENS, BLOCK)
         is_selected = position >= 0
         load += tl.where(inside & is_selected, 1, 0)
         weights = _weights(x, scores, is_selected, SOFTMAX, NORMALIZE)

@@ -38,11 +38,10 @@ def permute_tokens(
 
 def unpermute_rows(
     values: Float[Tensor, "rows hidden"],
-    probabilities: Float[Tensor, "tokens top_k"] | None,
     rows: Int[Tensor, "tokens top_k"],
     ends: Int[Tensor, "experts"],
 ) -> Float[Tensor, "tokens hidden"]:
-    """Sum the rows of a token's selections in float32, weighted by probabilities if any.
+    """Sum the rows of a token's selections in float32.
 
     Rows past the last end are not read.
 
@@ -50,7 +49,7 @@ def unpermute_rows(
         rows: Row of every selection; past the last end for selections without a row.
         ends: End (exclusive) of the rows of every expert, on the device.
     """
-    return _Unpermute.apply(values, probabilities, rows, ends)
+    return _Unpermute.apply(values, rows, ends)
 
 
 class _Permute(torch.autograd.Function):
@@ -70,42 +69,22 @@ class _Permute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, ends = ctx.saved_tensors
-        grad_hidden, grad_probabilities = _collect(grads[0], rows, ends, scales=grads[1])
+        grad_hidden, grad_probabilities = _collect(grads[0], rows, ends, grads[1])
         return grad_hidden, grad_probabilities, None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        values: Tensor,
-        probabilities: Tensor | None,
-        rows: Tensor,
-        ends: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(None if probabilities is None else values, probabilities, rows, ends)
+    def forward(ctx: Any, values: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, ends)
         ctx.num_rows = values.shape[0]
-        return _collect(values, rows, ends, probabilities=probabilities)[0]
+        return _collect(values, rows, ends)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        values, probabilities, rows, ends = ctx.saved_tensors
-        if probabilities is None:
-            return _spread(grads[0], None, rows, ends, ctx.num_rows)[0], None, None, None
-        grad = as_rows(grads[0])
-        values = as_rows(values)
-        width = values.shape[1]
-        grad_values = grad.new_empty((ctx.num_rows, width), dtype=values.dtype)
-        grad_probabilities = torch.empty(rows.shape, dtype=probabilities.dtype, device=rows.device)
-        if rows.numel():
-            with on_device_of(grad):
-                _weighed_rows_backward[(rows.shape[0],)](
-                    grad, values, probabilities.contiguous(), grad_values, grad_probabilities, rows,
-                    ends, grad.stride(0), values.stride(0), width, ctx.num_rows, ends.shape[0],
-                    K=rows.shape[1], BLOCK=_block(width),
-                )  # fmt: skip
-        return grad_values, grad_probabilities, None, None
+        rows, ends = ctx.saved_tensors
+        return _spread(grads[0], None, rows, ends, ctx.num_rows)[0], None, None
 
 
 def _block(width: int) -> int:
@@ -138,31 +117,21 @@ def _spread(
 
 
 def _collect(
-    values: Tensor,
-    rows: Tensor,
-    ends: Tensor,
-    *,
-    probabilities: Tensor | None = None,
-    scales: Tensor | None = None,
+    values: Tensor, rows: Tensor, ends: Tensor, scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum the rows of every token's selections, and gather the scales of the rows.
-
-    Rows are multiplied by probabilities if given. Scales are gathered if given.
-    """
+    """Sum the rows of every token's selections, and gather the scales of the rows if given."""
     values = as_rows(values)
     width = values.shape[1]
     result = values.new_empty((rows.shape[0], width))
     gathered = None if scales is None else scales.new_empty(rows.shape)
     # The kernel does not access a tensor that replaces None.
-    probabilities_read = rows if probabilities is None else probabilities.contiguous()
     scales_read = result if scales is None else scales.contiguous()
     scales_written = result if gathered is None else gathered
     if rows.numel():
         with on_device_of(values):
             _collect_rows[(rows.shape[0], ceil_div(width, _block(width)))](
-                values, result, probabilities_read, scales_read, scales_written, rows, ends,
-                values.stride(0), width, values.shape[0], ends.shape[0], K=rows.shape[1],
-                IS_WEIGHED=probabilities is not None, HAS_SCALES=scales is not None,
+                values, result, scales_read, scales_written, rows, ends, values.stride(0), width,
+                values.shape[0], ends.shape[0], K=rows.shape[1], HAS_SCALES=scales is not None,
                 PADDED_K=power_of_two(rows.shape[1]), BLOCK=_block(width),
             )  # fmt: skip
     return result, gathered
@@ -205,7 +174,6 @@ def _spread_rows(
 def _collect_rows(
     values: tl.tensor,
     result: tl.tensor,
-    probabilities: tl.tensor,
     scales: tl.tensor,
     gathered: tl.tensor,
     rows: tl.tensor,
@@ -215,7 +183,6 @@ def _collect_rows(
     num_rows: tl.tensor,
     num_experts: tl.tensor,
     K: tl.constexpr,
-    IS_WEIGHED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     PADDED_K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -233,49 +200,6 @@ def _collect_rows(
     total = tl.zeros((BLOCK,), tl.float32)
     for selection in tl.static_range(K):
         row = tl.load(rows + token * K + selection)
-        x = tl.load(values + row * value_stride + columns, mask=inside & (row < end), other=0.0).to(
-            tl.float32,
-        )
-        if IS_WEIGHED:
-            x *= tl.load(probabilities + token * K + selection)
-        total += x
+        x = tl.load(values + row * value_stride + columns, mask=inside & (row < end), other=0.0)
+        total += x.to(tl.float32)
     tl.store(result + token * width + columns, total.to(result.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _weighed_rows_backward(
-    grad: tl.tensor,
-    values: tl.tensor,
-    probabilities: tl.tensor,
-    grad_values: tl.tensor,
-    grad_probabilities: tl.tensor,
-    rows: tl.tensor,
-    ends: tl.tensor,
-    grad_stride: tl.tensor,
-    value_stride: tl.tensor,
-    width: tl.tensor,
-    num_rows: tl.tensor,
-    num_experts: tl.tensor,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    token = tl.program_id(0).to(tl.int64)
-    end = tl.minimum(tl.load(ends + num_experts - 1), num_rows)
-    for selection in tl.static_range(K):
-        row = tl.load(rows + token * K + selection)
-        probability = tl.load(probabilities + token * K + selection)
-        total = tl.zeros((BLOCK,), tl.float32)
-        # The token's gradient is read once per selection, from the cache after the first time.
-        for start in range(0, width, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            inside = (columns < width) & (row < end)
-            outer = tl.load(grad + token * grad_stride + columns, mask=inside, other=0.0).to(
-                tl.float32,
-            )
-            x = tl.load(values + row * value_stride + columns, mask=inside, other=0.0).to(
-                tl.float32,
-            )
-            total += outer * x
-            change = (outer * probability).to(grad_values.dtype.element_ty)
-            tl.store(grad_values + row * width + columns, change, mask=inside)
-        tl.store(grad_probabilities + token * K + selection, tl.sum(total, axis=0))
