@@ -138,7 +138,7 @@ class PretrainedEncoder:
         """
         if self.family is None:
             return self._fill_from_checkpoint(model)
-        return load_from(model, SafetensorsFolder(self.path), self.family, torch.initial_seed())
+        return load_from(model, SafetensorsFolder(self.path), self.family, may_lack=True)
 
     def _fill_from_checkpoint(self, model: Encoder) -> tuple[str, ...]:
         stored = None if Path(self.path).is_file() else OpenCheckpoint.open(self.path)

@@ -118,7 +118,7 @@ BUDGETS: dict[str, int] = {
     "pipeline": 820,
     "plan": 5370,
     "strategy": 12300,
-    "swap": 9440,
+    "swap": 9360,
     "tasks": 4650,
 }
 MIN_FILE_LINES = 70

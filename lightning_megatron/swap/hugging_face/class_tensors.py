@@ -117,8 +117,9 @@ class ClassTensors:
         tensor = self._maps[self._key(name)]
         key = self._class_tensor(tensor)
         reader = TensorsInMemory({key: whole})
-        rows = dict(packed_rows(key, key, reader, self.family.packed))
-        return tensor.full(RenamedTensors(reader, rows), whole.dtype)
+        parts = packed_rows(key, key, reader, self.family.packed)
+        renamed = RenamedTensors({name_of_part: (reader, rows) for name_of_part, rows in parts})
+        return tensor.full(renamed, whole.dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a tensor of the model (elements)."""

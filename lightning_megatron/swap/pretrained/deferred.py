@@ -17,8 +17,8 @@ from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.pretrained.unchanged_models import ModuleDescription
-from lightning_megatron.swap.tensors.mapping import Slices, TensorMap, TensorReader
-from lightning_megatron.swap.tensors.packed import pack
+from lightning_megatron.swap.tensors.mapping import TensorMap, TensorReader
+from lightning_megatron.swap.tensors.packed import find_packed, pack
 from lightning_megatron.swap.weights.load import reader_of
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
@@ -65,65 +65,53 @@ class Origin:
     layers: Callable[[], GPT | Encoder] = field(repr=False)
 
     def value_of(self, name: str) -> Tensor:
-        """Return the initial value of a tensor of the class."""
-        if self.reader is not None:
-            stored = _assembled(name, self.reader, self.family)
-            if stored is not None:
-                return stored
-        return self._drawn(name)
+        """Return the initial value of a tensor of the class, from the files or drawn."""
+        if self.has(name):
+            parts = {}
+            for part in self._names_in_files[name]:
+                whole = tuple(slice(0, size) for size in self._files.shape(part))
+                parts[part] = self._files.read(part, whole).clone()
+        else:
+            parts = self._drawn(name)
+        return pack(parts, self.family.packed)[name]
 
     def has(self, name: str) -> bool:
         """Return whether the folder has a tensor of the class; False without a folder."""
-        return self.reader is not None and bool(_names_in(name, self.reader, self.family))
+        return name in self._names_in_files
 
     @cached_property
-    def reader(self) -> TensorReader | None:
-        """Return a reader of the folder by the family's tensor names; None without a folder."""
-        return (
-            None if self.folder is None else reader_of(SafetensorsFolder(self.folder), self.family)
-        )
+    def _files(self) -> TensorReader:
+        """Return a reader of the folder by the family's tensor names."""
+        assert self.folder is not None, "there are files where there is a folder"
+        return reader_of(SafetensorsFolder(self.folder), self.family)
 
-    def _drawn(self, name: str) -> Tensor:
-        """Draw a tensor's initial values, which equal those of the replaced model."""
+    @cached_property
+    def _names_in_files(self) -> dict[str, list[str]]:
+        """List the names in the files of each tensor of the class, or of its parts."""
+        names: dict[str, list[str]] = {}
+        for part in () if self.folder is None else self._files.names():
+            names.setdefault(self._class_name(part), []).append(part)
+        return names
+
+    def _class_name(self, part: str) -> str:
+        match = find_packed(part, self.family.packed)
+        return part if match is None else match[0]
+
+    def _drawn(self, name: str) -> dict[str, Tensor]:
+        """Draw a tensor's parts with the initial values of the replaced model."""
         layers = self.layers()
-        table = [tensor for tensor in self.family.tensors(layers.config) if self._has(tensor, name)]
+        table = [t for t in self.family.tensors(layers.config) if self._has(t, name)]
         if not table:
             raise KeyError(name)
         initialize_(layers, "cpu", torch.initial_seed(), {tensor.target for tensor in table})
-        drawn: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
         for tensor in table:
-            drawn |= tensor.split(layers.get_parameter(tensor.target).detach()[: tensor.shape[0]])
-        return pack(drawn, self.family.packed)[name]
+            parts |= tensor.split(layers.get_parameter(tensor.target).detach()[: tensor.shape[0]])
+        return {part: drawn for part, drawn in parts.items() if self._class_name(part) == name}
 
     def _has(self, tensor: TensorMap, name: str) -> bool:
         """Return whether a full tensor has a part of the tensor of the class."""
-        parts = {source.name: torch.empty(0) for source in tensor.sources}
-        return name in pack(parts, self.family.packed)
-
-
-def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:
-    """Return the names in the files of a tensor of the class, or of its parts."""
-    names = set(reader.names())
-    return {name} & names or {
-        part
-        for part in names
-        for rule in family.packed
-        if rule.is_name(name)
-        and (position := rule.position_of(part)) is not None
-        and position[0] == name
-    }
-
-
-def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None:
-    """Read a tensor of the class from files that contain the tensor or its parts."""
-    names_in_file = _names_in(name, reader, family)
-    if not names_in_file:
-        return None
-    parts = {}
-    for part in names_in_file:
-        whole = tuple(slice(0, size) for size in reader.shape(part))
-        parts[part] = reader.read(part, whole).clone()
-    return pack(parts, family.packed)[name]
+        return any(self._class_name(source.name) == name for source in tensor.sources)
 
 
 def defer(model: nn.Module, origin: Origin) -> None:
@@ -268,46 +256,3 @@ def _give_value(parameter: Tensor, value: Tensor) -> None:
     # The parameter must stay the same object, because modules and optimizers may refer to it.
     swap_tensors(parameter, replacement)
     vars(parameter).update(kept)
-
-
-@dataclass(frozen=True)
-class OverlayReader:
-    """Reader that takes some tensors from one reader and the rest from another."""
-
-    overlay: TensorReader
-    base: TensorReader
-
-    def names(self) -> tuple[str, ...]:
-        """List the tensors."""
-        return tuple(dict.fromkeys((*self.overlay.names(), *self.base.names())))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor (elements)."""
-        return self._reader_of(name).shape(name)
-
-    def read(self, name: str, slices: Slices) -> Tensor:
-        """Return a part of a tensor."""
-        return self._reader_of(name).read(name, slices)
-
-    def _reader_of(self, name: str) -> TensorReader:
-        return self.overlay if name in set(self.overlay.names()) else self.base
-
-
-@dataclass(frozen=True)
-class DrawnTensors:
-    """Reader of initial values, each drawn when it is requested."""
-
-    origin: Origin
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def names(self) -> tuple[str, ...]:
-        """List the tensors."""
-        return tuple(self.shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor (elements)."""
-        return self.shapes[name]
-
-    def read(self, name: str, slices: Slices) -> Tensor:
-        """Return a part of a tensor."""
-        return self.origin.value_of(name)[slices]

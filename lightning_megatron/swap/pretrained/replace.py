@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.blocks.whole_model import is_cut
@@ -26,12 +23,7 @@ from lightning_megatron.swap.hugging_face.peft_layers import (
 )
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.hugging_face.tree import install_layers
-from lightning_megatron.swap.pretrained.deferred import (
-    DrawnTensors,
-    Origin,
-    OverlayReader,
-    origin_of,
-)
+from lightning_megatron.swap.pretrained.deferred import origin_of
 from lightning_megatron.swap.pretrained.from_pretrained import folder_of
 from lightning_megatron.swap.pretrained.unchanged_models import (
     built_settings,
@@ -50,7 +42,6 @@ from lightning_megatron.swap.weights.load import (
     plan_loading,
     reader_of,
 )
-from lightning_megatron.swap.weights.load import fill as fill_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
 #: Log text for a model whose full weights were on every rank.
@@ -96,11 +87,7 @@ def build_swapped_model(
     check_tie(name, source, is_tied=model.config.tie_embeddings)
     if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):
         model.recompute = "full"
-    load: Callable[[], str]
-    if any(tensor.is_meta for tensor in tensors.values()):
-        load = _loading_without_weights(source, model, family, tensors, origin, shows_progress)
-    else:
-        load = partial(_copy, plan_loading(model, tensors, family), NOTE if is_cut(mesh) else "")
+    load = _loading(model, family, tensors, folder_of(source), shows_progress)
     updates = [] if adapter is None else updates_of(name, model, source, family, adapter)
 
     def fill() -> str:
@@ -119,89 +106,49 @@ def build_swapped_model(
     return SwappedModel(model, fill, install)
 
 
-def _loading_without_weights(
-    source: Any,
+def _loading(
     model: GPT | Encoder,
     family: Family,
     tensors: Mapping[str, Tensor],
-    origin: Origin | None,
+    folder: str | None,
     shows_progress: bool,
 ) -> Callable[[], str]:
-    """Return a function that fills a model whose source has tensors without values."""
-    rows_by_name = reader_of(tensors, family)
-    # The check of the folder would not notice values that user code set in a model without weights.
-    check_tensors(rows_by_name, family.tensors(model.config), family, model.config.tie_embeddings)
-    with_values = rows_by_name.only(key for key, tensor in tensors.items() if not tensor.is_meta)
-    folder = folder_of(source)
-    if folder is None:
-        return partial(_draw, model, origin, family, rows_by_name, with_values)
-    return _reading(model, family, folder, with_values, shows_progress)
+    """Return a function that fills a model, and returns a text for the log.
 
-
-def _copy(loading: WeightLoading, note: str) -> str:
-    """Fill a model with the values of a complete model."""
-    loading.run()
-    return note
-
-
-def _reading(
-    model: GPT | Encoder, family: Family, folder: str, weights: RenamedTensors, shows_progress: bool
-) -> Callable[[], str]:
-    """Return a function that fills a model with values of a folder, or those set by user code."""
-    files = reader_of(SafetensorsFolder(folder), family)
-    loading = plan_loading(
-        model,
-        OverlayReader(weights, files) if weights.rows_by_name else files,
-        family,
-        may_lack=True,
-    )
+    Values come from the source's own tensors, else from its folder, else they are initial values.
+    """
+    own = reader_of(tensors, family)
+    if not any(tensor.is_meta for tensor in tensors.values()):
+        loading = plan_loading(model, own, family)
+        note = NOTE if is_cut(model.mesh) else ""
+    else:
+        # The check of the folder would not notice values that user code set.
+        check_tensors(own, family.tensors(model.config), family, model.config.tie_embeddings)
+        given = {
+            name: (reader, rows)
+            for name, (reader, rows) in own.tensors.items()
+            if not tensors[rows.name].is_meta
+        }
+        note = ""
+        if folder is None:
+            loading = WeightLoading(model, RenamedTensors(given), family)
+        else:
+            files = reader_of(SafetensorsFolder(folder), family).tensors
+            values = RenamedTensors({**files, **given})
+            loading = plan_loading(model, values, family, may_lack=True)
+            if loading.missing:
+                note = (
+                    f"{named(loading.missing)} are not in {folder} and keep their initial values."
+                )
+        if given:
+            count = f"{len(given)} tensors" if len(given) > 4 else named(given)
+            note = f"{count} keep the values from configure_model. {note}".strip()
 
     def fill() -> str:
-        loading.run(torch.initial_seed(), shows_progress)
-        note = ""
-        if loading.missing:
-            note = f"{named(loading.missing)} are not in {folder} and keep their initial values."
-        return _with_weights_note(note, weights)
+        loading.run(shows_progress)
+        return note
 
     return fill
-
-
-def _draw(
-    model: GPT | Encoder,
-    origin: Origin | None,
-    family: Family,
-    drawn: RenamedTensors,
-    weights: RenamedTensors,
-) -> str:
-    """Fill a model with initial values, except for tensors that user code has changed."""
-    initialize_(model, model.mesh.device, torch.initial_seed())
-    changed = set(weights.names())
-    table = [
-        tensor
-        for tensor in family.tensors(model.config)
-        if not changed.isdisjoint(tensor.source_shapes)
-    ]
-    if table and origin is not None:
-        # If a layer joins several tensors, and user code changed only some, draw the others again.
-        shapes = {name: drawn.shape(name) for tensor in table for name in tensor.source_shapes}
-        fill_from(
-            model,
-            {tensor.target: tensor for tensor in table},
-            OverlayReader(weights, DrawnTensors(origin, shapes)),
-            family,
-        )
-    return _with_weights_note("", weights)
-
-
-def _with_weights_note(note: str, weights: RenamedTensors) -> str:
-    if not weights.rows_by_name:
-        return note
-    count = (
-        f"{len(weights.rows_by_name)} tensors"
-        if len(weights.rows_by_name) > 4
-        else named(weights.rows_by_name)
-    )
-    return f"{count} keep the values from configure_model. {note}".strip()
 
 
 def _labels(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -20,7 +20,7 @@ _NUM_SHOWN = 6
 class TensorReader(Protocol):
     """Protocol of readers that return parts of Hugging Face tensors."""
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         """List the tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ class TensorsInMemory:
 
     tensors: Mapping[str, Tensor]
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         """List the tensors."""
         return self.tensors.keys()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
 
@@ -34,8 +35,8 @@ def load_from(
     model: GPT | Encoder,
     tensors: TensorReader | Mapping[str, Tensor],
     family: Family,
-    seed: int | None = None,
-    shows_progress: bool = False,
+    *,
+    may_lack: bool = False,
 ) -> tuple[str, ...]:
     """Fill this rank's parameters and buffers with Hugging Face tensors, converted to their dtype.
 
@@ -44,93 +45,88 @@ def load_from(
     tensor is changed. Padding is set to zero.
 
     Args:
-        seed: Seed of the initial values of a missing head, the same on all ranks; None makes a
-            missing head an error.
+        may_lack: Whether tensors of heads may be missing, which then get initial values.
 
     Returns:
         Names of the tensors of heads that were missing, the same on every rank.
     """
-    loading = plan_loading(model, tensors, family, may_lack=seed is not None)
-    loading.run(seed, shows_progress)
+    loading = plan_loading(model, reader_of(tensors, family), family, may_lack=may_lack)
+    loading.run()
     return loading.missing
 
 
 @dataclass(frozen=True)
 class WeightLoading:
-    """Loading of Hugging Face tensors into this rank's part of a model, after all checks.
-
-    Args:
-        missing: Names of the tensors of heads that are missing, the same on every rank.
-    """
+    """Loading of Hugging Face tensors into this rank's part of a model, after all checks."""
 
     model: GPT | Encoder
     reader: RenamedTensors
     family: Family
-    table: Mapping[str, TensorMap]
-    missing: tuple[str, ...]
 
-    def run(self, seed: int | None = None, shows_progress: bool = False) -> None:
-        """Fill the model's parameters and buffers, converted to their dtype."""
-        drawn = {
-            target
-            for target, tensor in self.table.items()
-            if not set(self.missing).isdisjoint(tensor.source_shapes)
-        }
-        if seed is not None:
-            initialize_(self.model, self.model.mesh.device, seed, drawn)
-        read = {target: tensor for target, tensor in self.table.items() if target not in drawn}
-        fill(self.model, read, self.reader, self.family, shows_progress)
+    @cached_property
+    def table(self) -> dict[str, TensorMap]:
+        """Return the sources of all full tensors, by name."""
+        return {tensor.target: tensor for tensor in self.family.tensors(self.model.config)}
+
+    @cached_property
+    def missing(self) -> tuple[str, ...]:
+        """List the tensors that the reader lacks, the same on every rank."""
+        names = {name for tensor in self.table.values() for name in tensor.source_shapes}
+        return tuple(sorted(names - self.reader.tensors.keys()))
+
+    def run(self, shows_progress: bool = False) -> None:
+        """Fill the model's parameters and buffers, converted to their dtype.
+
+        Missing tensors get initial values, which depend on torch's initial seed.
+        """
+        model = self.model
+        lacking = set(self.missing)
+        drawn: set[str] = set()
+        filled: dict[str, TensorMap] = {}
+        for name, parameter in _values_of(model, self.table).items():
+            tensor = self.table[shard_spec_of(parameter).tied_to or name]
+            sources = tensor.source_shapes.keys()
+            if sources & lacking:
+                drawn.add(name)
+            if sources - lacking:
+                filled[name] = tensor
+        initialize_(model, model.mesh.device, torch.initial_seed(), drawn)
+        copies: list[Copy] = []
+        values = _values_of(model, self.table)
+        for name, tensor in filled.items():
+            parameter = values[name]
+            spec = shard_spec_of(parameter, model.mesh.tp.rank)
+            if isinstance(parameter, nn.Parameter) and parameter.is_meta:
+                parameter = _materialised(model, name, parameter)
+            with torch.no_grad():
+                is_padded = spec.full_shape and parameter.shape[spec.dim] != spec.local_extent
+                if is_padded and name not in drawn:
+                    parameter.zero_()
+                for box, view in spec.local_views(parameter.data):
+                    copies += copies_of(tensor, view, box.offsets, box.sizes, self.reader)
+            if (
+                tensor.target == WORD_EMBEDDING
+                and model.config.tie_embeddings
+                and self.family.head in self.reader.names()
+            ):
+                _check_tied(parameter, self.reader, self.family)
+        copy_all(copies, self.reader, shows_progress and model.mesh.rank == 0)
 
 
 def plan_loading(
-    model: GPT | Encoder,
-    tensors: TensorReader | Mapping[str, Tensor],
-    family: Family,
-    *,
-    may_lack: bool = False,
+    model: GPT | Encoder, reader: RenamedTensors, family: Family, *, may_lack: bool = False
 ) -> WeightLoading:
     """Check the names and shapes of Hugging Face tensors; do not change the model.
 
     Args:
         may_lack: Whether tensors of heads may be missing.
     """
-    reader = reader_of(tensors, family)
-    table = {tensor.target: tensor for tensor in family.tensors(model.config)}
-    missing = check_tensors(
-        reader, table.values(), family, model.config.tie_embeddings, may_lack=may_lack
+    loading = WeightLoading(model, reader, family)
+    check_tensors(
+        reader, loading.table.values(), family, model.config.tie_embeddings, may_lack=may_lack
     )
-    _check_parameters(model, table)
-    return WeightLoading(model, reader, family, table, tuple(sorted(missing)))
-
-
-def fill(
-    model: GPT | Encoder,
-    table: Mapping[str, TensorMap],
-    reader: TensorReader,
-    family: Family,
-    shows_progress: bool = False,
-) -> None:
-    """Fill those of this rank's parameters and buffers that a table lists."""
-    copies: list[Copy] = []
-    for name, parameter in _values_of(model, table).items():
-        spec = shard_spec_of(parameter, model.mesh.tp.rank)
-        if (spec.tied_to or name) not in table:
-            continue
-        tensor = table[spec.tied_to or name]
-        if isinstance(parameter, nn.Parameter) and parameter.is_meta:
-            parameter = _materialised(model, name, parameter)
-        with torch.no_grad():
-            if spec.full_shape and parameter.shape[spec.dim] != spec.local_extent:
-                parameter.zero_()
-            for box, view in spec.local_views(parameter.data):
-                copies += copies_of(tensor, view, box.offsets, box.sizes, reader)
-        if (
-            tensor.target == WORD_EMBEDDING
-            and model.config.tie_embeddings
-            and family.head in reader.names()
-        ):
-            _check_tied(parameter, reader, family)
-    copy_all(copies, reader, shows_progress and model.mesh.rank == 0)
+    _check_parameters(model, loading.table)
+    return loading
 
 
 def full_tensors(
@@ -158,32 +154,24 @@ class RenamedTensors:
     """Reader of tensors by the names of a family's table.
 
     Args:
-        rows_by_name: Original name and rows of each tensor, by the name in the table.
+        tensors: Reader of each tensor, with its name and rows there, by the name in the table.
     """
 
-    reader: TensorReader
-    rows_by_name: Mapping[str, PackedRows]
+    tensors: Mapping[str, tuple[TensorReader, PackedRows]]
 
-    def only(self, keys: Iterable[str]) -> RenamedTensors:
-        """Return a reader of only the tensors with the given original names."""
-        kept = set(keys)
-        return RenamedTensors(
-            self.reader,
-            {name: rows for name, rows in self.rows_by_name.items() if rows.name in kept},
-        )
-
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         """List the tensors."""
-        return self.rows_by_name.keys()
+        return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor (elements)."""
-        return self.rows_by_name[name].shape(self.reader.shape(self.rows_by_name[name].name))
+        reader, rows = self.tensors[name]
+        return rows.shape(reader.shape(rows.name))
 
     def read(self, name: str, slices: Slices) -> Tensor:
         """Return a part of a tensor."""
-        rows = self.rows_by_name[name]
-        return rows.extract(self.reader.read(rows.name, rows.slices(slices)))
+        reader, rows = self.tensors[name]
+        return rows.extract(reader.read(rows.name, rows.slices(slices)))
 
 
 def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> RenamedTensors:
@@ -199,17 +187,17 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
             key: name if name == family.head else f"{family.base}{name}"
             for key, name in names.items()
         }
-    rows_by_name: dict[str, PackedRows] = {}
+    renamed: dict[str, tuple[TensorReader, PackedRows]] = {}
     for key, name in names.items():
         if family.ignores(name):
             continue
         for part, rows in packed_rows(name, key, reader, family.packed):
-            if rows_by_name.setdefault(part, rows) != rows:
+            if renamed.setdefault(part, (reader, rows))[1] != rows:
                 raise CheckpointMismatchError(
-                    f"a tensor must be present once: {rows_by_name[part].name!r} and {key!r} are "
+                    f"a tensor must be present once: {renamed[part][1].name!r} and {key!r} are "
                     f"two names of the same tensor of {family.architecture}. Remove one of them."
                 )
-    return RenamedTensors(reader, rows_by_name)
+    return RenamedTensors(renamed)
 
 
 def check_tensors(
@@ -218,25 +206,20 @@ def check_tensors(
     family: Family,
     is_tied: bool,
     may_lack: bool = False,
-) -> frozenset[str]:
+) -> None:
     """Refuse tensors that differ from a table in names or shapes; ignore heads of other classes.
 
     Args:
         is_tied: Whether the output head is tied to the embedding; the files may still contain it.
-
-    Returns:
-        Names of the missing tensors of heads.
+        may_lack: Whether tensors of heads may be missing.
     """
-    if isinstance(reader.reader, SafetensorsFolder):
-        reader.reader.check_types(rows.name for rows in reader.rows_by_name.values())
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
-    if is_tied and family.head in reader.rows_by_name:
+    if is_tied and family.head in reader.tensors:
         shapes[family.head] = shapes[family.embedding]
-    missing = shapes.keys() - reader.rows_by_name.keys()
-    unknown = reader.rows_by_name.keys() - shapes.keys()
+    missing = shapes.keys() - reader.tensors.keys()
+    missing = {name for name in missing if not (may_lack and family.is_head(name))}
+    unknown = reader.tensors.keys() - shapes.keys()
     unknown = {name for name in unknown if not family.is_head(name)}
-    lacking = frozenset(name for name in missing if may_lack and family.is_head(name))
-    missing = missing - lacking
     if missing or unknown:
         parts = [f"{named(missing)} missing"] if missing else []
         parts += [f"{named(unknown)} unexpected"] if unknown else []
@@ -245,10 +228,16 @@ def check_tensors(
             f"{', and '.join(parts)}. Parameters would keep their initial values, or tensors would "
             "be ignored. Load the weights that belong to the configuration."
         )
+    stored: dict[SafetensorsFolder, list[str]] = {}
+    for source, rows in reader.tensors.values():
+        if isinstance(source, SafetensorsFolder):
+            stored.setdefault(source, []).append(rows.name)
+    for folder, names in stored.items():
+        folder.check_types(names)
     wrong = [
         f"{name!r} {reader.shape(name)} instead of {shape}"
         for name, shape in shapes.items()
-        if name not in lacking and reader.shape(name) != shape
+        if name in reader.tensors and reader.shape(name) != shape
     ]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -256,7 +245,6 @@ def check_tensors(
             f"the tensors must have the shapes of this configuration: {wrong[0]}{more}. Load the "
             "weights that belong to the configuration."
         )
-    return lacking
 
 
 def _values_of(model: nn.Module, table: Mapping[str, TensorMap]) -> dict[str, Tensor]:
@@ -361,11 +349,13 @@ def copies_of(
     sizes: Sequence[int],
     reader: TensorReader,
 ) -> Iterator[Copy]:
-    """List the copies that fill a box of a full tensor.
+    """List the copies that fill a box of a full tensor, with what the reader has of it.
 
     Shapes: view ``sizes``.
     """
     for read in tensor.reads(offsets, sizes):
+        if read.name not in reader.names():
+            continue
         rows = view.narrow(0, read.start, read.num_rows)
         rows = rows.t() if read.is_transposed else rows
         first, *rest = read.slices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -115,7 +115,7 @@ class SafetensorsFolder:
                     "would be read as another. Save the model again, with one type."
                 )
 
-    def names(self) -> Iterable[str]:
+    def names(self) -> Collection[str]:
         """List the tensors."""
         return self._tensors.keys()
 
