@@ -9,7 +9,6 @@ from lightning_megatron.checkpoint.load import RankState as RankState
 from lightning_megatron.checkpoint.load import copy_full_tensors as copy_full_tensors
 from lightning_megatron.checkpoint.load import load_metadata as load_metadata
 from lightning_megatron.checkpoint.load import load_rank_state as load_rank_state
-from lightning_megatron.checkpoint.load import load_rank_states as load_rank_states
 from lightning_megatron.checkpoint.load import load_tensors as load_tensors
 from lightning_megatron.checkpoint.load import read_full as read_full
 from lightning_megatron.checkpoint.load import read_header as read_header

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.header import METADATA
-from lightning_megatron.checkpoint.index_checks import SavedTensor
 from lightning_megatron.checkpoint.load import load_metadata
 from lightning_megatron.checkpoint.metadata_checks import (
     CURRENT,
@@ -26,6 +25,7 @@ from lightning_megatron.checkpoint.metadata_checks import (
     check_names,
 )
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
+from lightning_megatron.checkpoint.tensor_index import SavedTensor
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.swap.hugging_face.class_tensors import (

@@ -8,9 +8,8 @@ from math import prod
 
 from torch import Tensor
 
-from lightning_megatron.checkpoint.planners import BoxToWrite
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import Placement
+from lightning_megatron.groups.shard_spec import Box, Placement
 
 #: Smallest piece that may be assigned to another than the first data-parallel rank (bytes).
 #: Distributing smaller pieces saves no time.
@@ -33,6 +32,17 @@ class Entry:
     tensor: Tensor
     placement: Placement
     is_exclusive: bool = False
+    changes_in_forward: bool = False
+
+
+@dataclass(frozen=True)
+class BoxToWrite:
+    """Piece of a full tensor that this rank writes."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    box: Box
+    view: Tensor
     changes_in_forward: bool = False
 
 

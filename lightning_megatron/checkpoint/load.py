@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.directory import find_checkpoint, is_sharded_checkpoint
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, Header
-from lightning_megatron.checkpoint.index_checks import SavedTensor
+from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.matching import Match, match
 from lightning_megatron.checkpoint.metadata_checks import check_metadata
 from lightning_megatron.checkpoint.open_checkpoint import (
@@ -25,9 +24,14 @@ from lightning_megatron.checkpoint.open_checkpoint import (
     Source,
     open_source,
 )
-from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
 from lightning_megatron.checkpoint.single_file import read_single_file
-from lightning_megatron.checkpoint.tensor_files import content_of
+from lightning_megatron.checkpoint.tensor_files import (
+    TensorToRead,
+    content_of,
+    damaged,
+    read_object,
+)
+from lightning_megatron.checkpoint.tensor_index import SavedTensor
 from lightning_megatron.checkpoint.values import from_bytes
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -72,7 +76,7 @@ def load_metadata(source: Source, weights_only: bool | None = None) -> dict[str,
     return values
 
 
-def saved_tensors(source: Source) -> dict[str, SavedTensor]:
+def saved_tensors(source: Source) -> Mapping[str, SavedTensor]:
     """Return the shape and dtype of every full tensor of a checkpoint, by name."""
     return open_source(source).tensors
 
@@ -107,12 +111,11 @@ def load_tensors(
     stored = open_source(source)
     shapes = {name: entry.shape for name, entry in stored.tensors.items()}
     matched = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
-    targets = {
-        name: TensorToRead(matched.sources[name], entry.tensor, entry.placement)
+    stored.read(
+        TensorToRead(matched.sources[name], entry.tensor, entry.placement)
         for name, entry in tensors.items()
         if name in matched.sources
-    }
-    stored.read(ShardLoadPlanner(targets))
+    )
     return matched
 
 
@@ -165,32 +168,12 @@ def load_rank_state(
     rank = (
         next(rank for rank in ranks if saved.coordinates(rank) == coordinates) - saved.rank_offset
     )
-    values = load_rank_states(stored, [rank], weights_only)[rank]
+    name = f"{RANK_STATE}{rank}"
+    if name not in stored.index.objects:
+        raise damaged(stored.checkpoint, TENSOR_INDEX, f"it does not list {name}")
+    content = read_object(stored.checkpoint, stored.index.objects[name])
+    values = _named_values(content, f"{name} of {stored.checkpoint.path}", weights_only)
     return RankState(values, rank, (saved.dp, saved.cp) == (layout.dp, layout.cp))
-
-
-def load_rank_states(
-    source: Source,
-    ranks: Iterable[int] | None = None,
-    weights_only: bool | None = None,
-) -> dict[int, dict[str, Any]]:
-    """Read the per-rank values of some or all ranks of the saved job.
-
-    Args:
-        ranks: Ranks of the saved job, counted from its first rank; None reads all.
-    """
-    stored = open_source(source)
-    checkpoint = stored.checkpoint
-    chosen = range(checkpoint.header.layout.world_size) if ranks is None else ranks
-    entries = {rank: f"{RANK_STATE}{rank}" for rank in chosen}
-    planner = ShardLoadPlanner({}, entries.values())
-    stored.read(planner)
-    return {
-        rank: _named_values(
-            planner.bytes_of[entry].getvalue(), f"{entry} of {checkpoint.path}", weights_only
-        )
-        for rank, entry in entries.items()
-    }
 
 
 def _all_expected(

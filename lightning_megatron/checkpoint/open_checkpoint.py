@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint
 from lightning_megatron.checkpoint.header import TENSOR_INDEX
-from lightning_megatron.checkpoint.index_checks import SavedTensor, check_index, check_ranks
-from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
-from lightning_megatron.checkpoint.tensor_files import content_of, damaged, read_tensors
-from lightning_megatron.checkpoint.tensor_index import read_index
+from lightning_megatron.checkpoint.tensor_files import (
+    TensorToRead,
+    content_of,
+    damaged,
+    read_tensors,
+)
+from lightning_megatron.checkpoint.tensor_index import SavedTensor, TensorIndex
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.shard_spec import replicated_spec
 
@@ -28,33 +27,28 @@ class OpenCheckpoint:
     """Checkpoint opened for reading."""
 
     checkpoint: Checkpoint
-    index: Metadata
+    index: TensorIndex
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> OpenCheckpoint:
         """Open the checkpoint at ``path``."""
         checkpoint = find_checkpoint(path)
-        content = io.BytesIO(content_of(checkpoint, TENSOR_INDEX))
+        header = checkpoint.header
+        content = content_of(checkpoint, TENSOR_INDEX)
         try:
-            index = read_index(content)
-            check_index(index, checkpoint.header.files)
-            check_ranks(index, checkpoint.header.layout.world_size)
+            index = TensorIndex.read(content, header.files, header.layout.world_size)
         except Exception as error:  # a manipulated pickle can raise anything
             raise damaged(checkpoint, TENSOR_INDEX, str(error) or type(error).__name__) from error
         return cls(checkpoint, index)
 
-    @cached_property
-    def tensors(self) -> dict[str, SavedTensor]:
+    @property
+    def tensors(self) -> Mapping[str, SavedTensor]:
         """Return the shape and dtype of every full tensor, by name."""
-        return {
-            name: SavedTensor(tuple(entry.size), entry.properties.dtype)
-            for name, entry in self.index.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        return self.index.tensors
 
-    def read(self, planner: LoadPlanner) -> None:
-        """Read the items that a planner requests."""
-        read_tensors(self.checkpoint, self.index, planner)
+    def read(self, targets: Iterable[TensorToRead]) -> None:
+        """Load local tensors."""
+        read_tensors(self.checkpoint, self.index.tensors, targets)
 
     def read_full(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Read full tensors into the memory of this process."""
@@ -68,11 +62,9 @@ class OpenCheckpoint:
                 f"{', '.join(list(saved)[:10])}{', ...' if len(saved) > 10 else ''}."
             )
         full = {name: torch.empty(saved[name].shape, dtype=saved[name].dtype) for name in chosen}
-        targets = {
-            name: TensorToRead(name, tensor, replicated_spec(tensor))
-            for name, tensor in full.items()
-        }
-        self.read(ShardLoadPlanner(targets))
+        self.read(
+            TensorToRead(name, tensor, replicated_spec(tensor)) for name, tensor in full.items()
+        )
         return full
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.index_checks import SavedTensor
 from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.metadata_checks import check_states
 from lightning_megatron.checkpoint.open_checkpoint import (
@@ -24,6 +23,7 @@ from lightning_megatron.checkpoint.parameter_groups import (
     check_saved_groups,
     hyperparameters_of,
 )
+from lightning_megatron.checkpoint.tensor_index import SavedTensor
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh

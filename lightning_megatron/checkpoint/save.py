@@ -10,29 +10,29 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_megatron.checkpoint.collective_steps import (
-    CaughtError,
-    describe,
-    failure,
-    run_collectively,
-)
+from lightning_megatron.checkpoint.collective_steps import CaughtError, run_collectively
 from lightning_megatron.checkpoint.directory import (
     CheckpointPath,
     checkpoint_path_of,
     folder_of,
     next_save_number,
 )
-from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
+from lightning_megatron.checkpoint.entries import BoxToWrite, Entry, boxes_to_write
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
-from lightning_megatron.checkpoint.planners import BoxToWrite, ShardSavePlanner
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, open_for_writing, read_record
-from lightning_megatron.checkpoint.tensor_files import TensorFileWriter, run_alone
+from lightning_megatron.checkpoint.tensor_files import (
+    write_metadata,
+    write_object,
+    write_piece,
+)
+from lightning_megatron.checkpoint.tensor_index import StoredPiece, TensorIndex
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.mesh import ParallelMesh
+
+#: Name of a tensor and offsets of one of its pieces (elements).
+_PieceKey = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -107,88 +107,83 @@ class CollectiveSave:
         Raises:
             CheckpointSaveError: On all ranks, with the reasons of the ranks that failed.
 
-        Communication: gathers plans and results over the world.
+        Communication: gathers names and places of pieces over the world.
         """
         target = checkpoint_path_of(self.path)
         axis = self.mesh.checkpoint_cpu
         what = f"saving {os.fspath(self.path)}"
         try:
-            content = self._begin(target, what)
+            content, pieces = self._begin(target, what)
             assert self.token is not None, "the first rank made the folder"
             folder = target.folder(self.token)
-            writer = TensorFileWriter(folder, axis.rank, content.ready)
-            self._write(content, writer, what)
-            records = run_collectively(
-                partial(self._finish, folder, content, writer.records), axis, what
-            )
-            header = self._header(
-                content, {name: record for rank in records for name, record in rank.items()}
-            )
-            run_collectively(
-                partial(self._first, partial(target.publish, self.token, header)), axis, what
-            )
+            written = run_collectively(partial(self._write, folder, content, pieces), axis, what)
+            publish = partial(self._publish, target, folder, content, written)
+            run_collectively(partial(self._first, publish), axis, what)
         except CheckpointSaveError:
             # All ranks raise together, so no rank is still writing into the folder.
             self._discard(target)
             raise
 
-    def _begin(self, target: CheckpointPath, what: str) -> RankSnapshot:
-        """Create the folder on the first rank, and raise on all ranks if any lacks its data."""
+    def _begin(self, target: CheckpointPath, what: str) -> tuple[RankSnapshot, list[BoxToWrite]]:
+        """Create the folder on the first rank, and raise on all ranks if any lacks its data.
+
+        Returns:
+            Data of this rank, and the pieces that this rank writes: the lowest rank that has a
+            piece writes it
+        """
         contents: list[RankSnapshot] = []
 
-        def start() -> str | None:
+        def start() -> tuple[str | None, list[_PieceKey]]:
             if self.mesh.world.rank == 0:
                 self.token = target.begin()
             contents.append(self.content())
-            return self.token
+            return self.token, [_key(piece) for piece in contents[0].pieces]
 
-        self.token = run_collectively(start, self.mesh.checkpoint_cpu, what)[0]
-        return contents[0]
-
-    def _write(self, content: RankSnapshot, writer: TensorFileWriter, what: str) -> None:
         axis = self.mesh.checkpoint_cpu
-        planner = ShardSavePlanner(
-            content.pieces, {f"{RANK_STATE}{self.mesh.world.rank}": content.rank_state}
-        )
-        if axis.size == 1:
-            run_collectively(partial(run_alone, planner, writer), axis, what)
-            return
-        try:
-            dcp.save({}, storage_writer=writer, planner=planner, process_group=axis.group)
-        except CheckpointException as error:
-            raise failure(
-                what, {rank: describe(e[0]) for rank, e in error.failures.items()}, axis.size
-            ) from error
+        begun = run_collectively(start, axis, what)
+        self.token = begun[0][0]
+        taken = {key for _, keys in begun[: axis.rank] for key in keys}
+        own = {_key(piece): piece for piece in contents[0].pieces}
+        return contents[0], [piece for key, piece in own.items() if key not in taken]
 
-    def _finish(
-        self, folder: Folder, content: RankSnapshot, records: dict[str, FileRecord]
-    ) -> dict[str, FileRecord]:
-        """Write the metadata on the first rank, and verify the checksums of this rank's files."""
-        if self.mesh.world.rank == 0:
-            with open_for_writing(folder, METADATA) as stream:
-                stream.write(content.metadata)
-            records[METADATA] = stream.record
-        for name, written in records.items():
-            stored = read_record(folder, name)
-            if stored != written:
-                raise OSError(
-                    f"{folder.name}/{name} has {stored.size} bytes with checksum "
-                    f"{stored.checksum}, but {written.size} bytes with checksum {written.checksum} "
-                    "were written"
-                )
-        return records
+    def _write(
+        self, folder: Folder, content: RankSnapshot, pieces: Sequence[BoxToWrite]
+    ) -> tuple[list[StoredPiece], FileRecord]:
+        """Write and verify the file of this rank."""
+        content.ready()
+        name = _file_of(self.mesh.world.rank)
+        with open_for_writing(folder, name) as stream:
+            stored = [write_piece(piece, name, stream) for piece in pieces]
+            state = f"{RANK_STATE}{self.mesh.world.rank}"
+            stored.append(write_object(state, content.rank_state, name, stream))
+        _verify(folder, name, stream.record)
+        return stored, stream.record
 
-    def _header(self, content: RankSnapshot, records: dict[str, FileRecord]) -> Header:
-        assert TENSOR_INDEX in records, "the first rank wrote the list of tensors"
-        return Header(
+    def _publish(
+        self,
+        target: CheckpointPath,
+        folder: Folder,
+        content: RankSnapshot,
+        written: Sequence[tuple[list[StoredPiece], FileRecord]],
+    ) -> None:
+        """Write the metadata and the tensor index, and make the checkpoint visible."""
+        files = {_file_of(rank): record for rank, (_, record) in enumerate(written)}
+        pieces = [piece for stored, _ in written for piece in stored]
+        TensorIndex.of(pieces, files)
+        files |= write_metadata(folder, content.metadata, pieces)
+        for name in (METADATA, TENSOR_INDEX):
+            _verify(folder, name, files[name])
+        header = Header(
             self.mesh.layout,
             torch.__version__,
-            records,
+            files,
             content.global_step,
             content.epoch,
             round(time.time(), 3),
             content.save_number,
         )
+        assert self.token is not None, "the first rank made the folder"
+        target.publish(self.token, header)
 
     def _first(self, action: Callable[[], None]) -> None:
         if self.mesh.world.rank == 0:
@@ -200,6 +195,23 @@ class CollectiveSave:
         with CaughtError():
             self._first(partial(target.discard, self.token))
         run_collectively(lambda: None, self.mesh.checkpoint_cpu, "removing what was written")
+
+
+def _key(piece: BoxToWrite) -> _PieceKey:
+    return piece.name, piece.box.offsets
+
+
+def _file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _verify(folder: Folder, name: str, written: FileRecord) -> None:
+    stored = read_record(folder, name)
+    if stored != written:
+        raise OSError(
+            f"{folder.name}/{name} has {stored.size} bytes with checksum {stored.checksum}, but "
+            f"{written.size} bytes with checksum {written.checksum} were written"
+        )
 
 
 def save_checkpoint(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.planners import BoxToWrite
+from lightning_megatron.checkpoint.entries import BoxToWrite
 
 #: Usual size of a buffer (bytes). A large piece needs a larger buffer, and a few small pieces need
 #: a smaller one. Sizes are powers of two, because the allocator of pinned memory rounds up to

@@ -265,7 +265,7 @@ def save_in_background(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str,
 #: Step: the rank that fails in it, the function, and an error that does not come from a disk.
 FAILURES: dict[str, tuple[int, str, type]] = {
     "collect": (3, "save.boxes_to_write", MemoryError),
-    "plan": (1, "planners.ShardSavePlanner.create_local_plan", KeyError),
+    "index": (0, "save.TensorIndex.of", KeyError),
     "write": (2, "tensor_files._alone", MemoryError),
     "verify": (3, "save.read_record", ValueError),
     "header": (0, "header.Header.write", TypeError),
@@ -316,14 +316,14 @@ def damage_files(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
 
 def save_repeatedly(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     """Save several times under the same name, while some ranks are slow to read their own files."""
-    writer, finish, path = CheckpointWriter(mesh), CollectiveSave._finish, folder / "last"
+    writer, write, path = CheckpointWriter(mesh), CollectiveSave._write, folder / "last"
 
-    def sleep_then_finish(self: CollectiveSave, *arguments: Any) -> Any:
+    def sleep_then_write(self: CollectiveSave, *arguments: Any) -> Any:
         time.sleep(0.05 * rank)
-        return finish(self, *arguments)
+        return write(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CollectiveSave, "_finish", sleep_then_finish)
+        patch.setattr(CollectiveSave, "_write", sleep_then_write)
         for step in range(3):
             writer.save(path, sliced(mesh, step), {"global_step": step}, {}, background=True)
             if step % 2:
