@@ -163,7 +163,7 @@ class MegatronStrategy(TrainerAnswers):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
-        self._membership.watch.rank = self.global_rank
+        self._failure_watch.rank = self.global_rank
         mesh = self.join_mesh()
         publish_device_mesh(self.user_module, mesh)
         if mesh.model.size > 1 or mesh.ep.size > 1:
@@ -406,7 +406,7 @@ class MegatronStrategy(TrainerAnswers):
         """Release the resources of the run: hooks, signal handlers and process groups."""
         if self._run is not None:
             self._run.close()
-        self._checkpoints.close(abandon=self._membership.watch.has_failed)
+        self._checkpoints.close(abandon=self._failure_watch.has_failed)
         self.leave_mesh()
         if self.lightning_module is not None:
             publish_device_mesh(self.lightning_module, None)
@@ -415,7 +415,7 @@ class MegatronStrategy(TrainerAnswers):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-        self._membership.watch.cleanup_done()
+        self._failure_watch.cleanup_done()
 
 
 MegatronStrategy.register_strategies(StrategyRegistry)

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -36,7 +35,6 @@ from lightning_megatron.strategy.process.children import (
 )
 from lightning_megatron.strategy.process.dataloaders import seed_dataloader
 from lightning_megatron.strategy.process.failure import FailureWatch
-from lightning_megatron.strategy.process.job_folder import JobFolder
 from lightning_megatron.strategy.process.launcher import MegatronLauncher
 from lightning_megatron.strategy.process.rank_status import start_time_of
 from lightning_megatron.strategy.process.rendezvous import ReservedPort
@@ -264,65 +262,6 @@ def test_a_rank_detects_that_its_launcher_is_gone(monkeypatch):
     monkeypatch.setattr("os.getppid", lambda: 1)
     assert [is_gone() for is_gone in checks[2:]] == [True, True]
     assert launcher_is_gone(torchrun) is None
-
-
-def test_a_new_job_removes_the_folders_of_killed_jobs(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    prefix, host = f"lightning_megatron_{os.getuid()}_", socket.gethostname()
-    processes = {
-        f"{prefix}old": (8 * 86400.0, "1 2 another"),
-        f"{prefix}elsewhere": (6 * 86400.0, "1 2 another"),
-        f"{prefix}dead": (90.0, f"{os.getpid()} 1 {host}"),
-        f"{prefix}starting": (30.0, f"{os.getpid()} 1 {host}"),
-        f"{prefix}alive": (90.0, f"{launcher_mark()} {host}"),
-        "lightning_megatron_another_users": (8 * 86400.0, ""),
-    }
-    for name, (age, process) in processes.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "process_0").write_text(process)
-        os.utime(folder, (time.time() - age,) * 2)
-    JobFolder("now", 0)
-    remaining = {folder.name.removeprefix(prefix) for folder in tmp_path.iterdir()}
-    kept = {"elsewhere", "starting", "alive", "now"}
-    assert remaining == {*kept, "lightning_megatron_another_users"}
-
-
-def test_a_new_job_ignores_entries_of_its_folders_names_that_are_not_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    prefix = f"lightning_megatron_{os.getuid()}_"
-    others, target = tmp_path / f"{prefix}others", tmp_path / "target"
-    for folder in (others, target):
-        folder.mkdir()
-        os.mkfifo(folder / "process_0")
-    os.mkfifo(tmp_path / f"{prefix}fifo")
-    (tmp_path / f"{prefix}text").write_text("no folder")
-    (tmp_path / f"{prefix}link").symlink_to(target)
-    dead = tmp_path / f"{prefix}zz_dead"
-    dead.mkdir()
-    (dead / "process_0").write_text(f"{os.getpid()} 1 {socket.gethostname()}")
-    for entry in tmp_path.iterdir():
-        os.utime(entry, (time.time() - 90.0,) * 2, follow_symlinks=False)
-    lstat, read_text = Path.lstat, Path.read_text
-
-    def lstat_of_others(path):
-        status = lstat(path)
-        fields = [*status[:4], status.st_uid + (path == others), *status[5:]]
-        return os.stat_result(fields)
-
-    def read_file(path, *args, **options):
-        assert path.is_file(), "reading a pipe would wait forever"
-        return read_text(path, *args, **options)
-
-    monkeypatch.setattr(Path, "lstat", lstat_of_others)
-    monkeypatch.setattr(Path, "read_text", read_file)
-    job = JobFolder("now", 0)
-    assert not dead.exists()
-    assert {entry.name for entry in tmp_path.iterdir()} == {
-        *(f"{prefix}{name}" for name in ("others", "fifo", "text", "link", "now")),
-        "target",
-    }
-    assert job.path.stat().st_mode & 0o077 == 0
 
 
 def test_a_killed_process_counts_as_ended_before_its_parent_waits_for_it():

@@ -53,7 +53,7 @@ class ChildProcesses:
         end: Callable[[int], None],
         note_exit: Callable[[int, int], None],
     ) -> None:
-        self._processes = list(processes)
+        self._processes = dict(enumerate(processes, first_rank))
         self._first_rank = first_rank
         self._end = end
         self._note_exit = note_exit
@@ -73,13 +73,13 @@ class ChildProcesses:
 
     def wait_for_end(self) -> None:
         """Wait for the killed processes to exit."""
-        for process in self._processes:
+        for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_SECONDS)
 
     def failed(self) -> int | None:
         """Return the shell exit code of the first process that failed; None if none did."""
-        codes = [process.poll() for process in self._processes]
+        codes = [process.poll() for process in self._processes.values()]
         return next((code if code > 0 else 128 - code for code in codes if code), None)
 
     def _check_processes(self) -> None:
@@ -89,7 +89,7 @@ class ChildProcesses:
             if code is not None:
                 if not self._is_over.wait(_grace(code)):
                     self._finish(code)
-            elif all(process.poll() == 0 for process in self._processes):
+            elif all(process.poll() == 0 for process in self._processes.values()):
                 return
 
     def _wait(self) -> None:
@@ -102,7 +102,7 @@ class ChildProcesses:
         self._is_over.set()
         timeout = _GRACE_SECONDS if _has_raised() else _EXIT_TIMEOUT_SECONDS
         deadline = time.monotonic() + timeout
-        while any(process.poll() is None for process in self._processes):
+        while self._running():
             code = self.failed()
             if code is not None:
                 deadline = min(deadline, time.monotonic() + _grace(code))
@@ -115,30 +115,29 @@ class ChildProcesses:
         if code is not None:
             self._finish(code)
 
+    def _running(self) -> dict[int, subprocess.Popen]:
+        """Return the processes that have not ended, by rank."""
+        return {rank: part for rank, part in self._processes.items() if part.poll() is None}
+
     def _report_stopped(self, timeout: float) -> None:
-        running = [
-            f"rank {self._first_rank + number}"
-            for number, process in enumerate(self._processes)
-            if process.poll() is None
-        ]
+        running = ", ".join(f"rank {rank}" for rank in self._running())
         sys.stderr.write(
-            f"{', '.join(running)} did not end within {timeout:g} s after the script of rank "
+            f"{running} did not end within {timeout:g} s after the script of rank "
             f"{self._first_rank - 1} and will be stopped.\n"
         )
 
     def _report_ends(self) -> None:
-        for number, process in enumerate(self._processes):
+        for rank, process in self._processes.items():
             code = process.poll()
-            if code is not None and number not in self._reported:
-                self._reported.add(number)
-                self._note_exit(self._first_rank + number, code)
+            if code is not None and rank not in self._reported:
+                self._reported.add(rank)
+                self._note_exit(rank, code)
 
     def _finish(self, code: int) -> None:
         """Kill the running processes and exit."""
         self._report_ends()
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
+        for process in self._running().values():
+            process.send_signal(signal.SIGKILL)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         logging.shutdown()

@@ -153,15 +153,15 @@ class FailureWatch:
         if self._claim():
             text = "".join(traceback.format_exception(error))
             self._print_line(f"failed; the other ranks will be stopped.\n{text}")
-            if self._folder is not None:
-                (self._folder / "reported").touch()
-        elif self._first_name() != f"rank {self.rank}":
+            self._name_first(f"rank {self.rank}")
+        else:
             self._wait_for_first()
-            summary = str(error).strip().partition("\n")[0][:200]
-            self._print_line(
-                f"stops after {self._first_name()} failed, whose report is above: "
-                f"{type(error).__name__}: {summary}"
-            )
+            if self._first_name() != f"rank {self.rank}":
+                summary = str(error).strip().partition("\n")[0][:200]
+                self._print_line(
+                    f"stops after {self._first_name()} failed, whose report is above: "
+                    f"{type(error).__name__}: {summary}"
+                )
         self._replace_excepthook()
         self._cleanup_timer = _daemon_timer(_CLEANUP_SECONDS, self._end_if_alone)
 
@@ -190,8 +190,7 @@ class FailureWatch:
         if not self._claim():
             return
         self._print_line(text)
-        if self._folder is not None:
-            (self._folder / "reported").touch()
+        self._name_first(f"rank {self.rank}")
         for status in silent:
             _kill(status)
 
@@ -199,7 +198,7 @@ class FailureWatch:
         """Report a rank that left by itself, because the others fail only by its absence."""
         begun = time.monotonic()
         joined = self._joined
-        while joined is not None and self._first_report() is None:
+        while joined is not None and self._first() is None:
             left = joined.early_leavers()
             waited = time.monotonic() - begun
             is_known = any(left.values())
@@ -216,67 +215,64 @@ class FailureWatch:
 
     def _report_end(self, rank: int, how: str) -> None:
         """Report how another rank has ended, unless a rank has failed before."""
-        folder = self._folder
-        if folder is not None:
-            if not self._write_first(f"rank {rank}"):
+        if self._folder is not None:
+            if not self._claim_first():
                 return
-            (folder / "reported").touch()
             if self._notices is not None:
                 self._notices.post(_FAILED, f"rank {rank}")
         self._print_line(f"{how}; the other ranks will be stopped.", rank)
+        self._name_first(f"rank {rank}")
 
     def _claim(self) -> bool:
         """Return whether this rank is the first to fail; True without other ranks.
 
-        The job folder has three kinds of marker files: ``failed_<rank>`` for each failed rank,
-        ``first`` with the name of the first one, and ``reported`` once its report is printed.
+        The job folder has two kinds of marker files: ``failed_<rank>`` for each failed rank, and
+        ``first``, which gets the name of the first one once its report is printed.
         """
         folder = self._folder
         if folder is None:
             return True
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / f"failed_{self.rank}").touch()
-        if not self._write_first(f"rank {self.rank}"):
+        if not self._claim_first():
             return False
         if self._notices is not None:
             # A rank of another machine may have failed before, which this machine has not yet read.
             other_failures = self._notices.read([_FAILED])
             if other_failures:
-                (folder / "first").write_text(other_failures[_FAILED], encoding="utf-8")
-                (folder / "reported").touch()
+                self._name_first(other_failures[_FAILED])
                 return False
             self._notices.post(_FAILED, f"rank {self.rank}")
         return True
 
-    def _write_first(self, name: str) -> bool:
-        """Write the name of the first failed rank for this machine's ranks, if none is written."""
-        folder = self._folder
+    def _claim_first(self) -> bool:
+        """Return whether this process reports the first failure to the ranks of this machine."""
         try:
-            if folder is None:
-                return False
-            with (folder / "first").open("x", encoding="utf-8") as file:
-                file.write(name)
+            if self._folder is not None:
+                (self._folder / "first").open("x").close()
         except (FileExistsError, FileNotFoundError):
             return False
-        return True
+        return self._folder is not None
+
+    def _name_first(self, name: str) -> None:
+        if self._folder is not None:
+            (self._folder / "first").write_text(name, encoding="utf-8")
 
     def _wait_for_first(self) -> None:
         """Wait for the first failed rank to print its traceback."""
         deadline = time.monotonic() + _GRACE_SECONDS / 2
-        while (
-            self._folder is not None
-            and not (self._folder / "reported").exists()
-            and time.monotonic() < deadline
-        ):
+        while not self._first() and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _first_report(self) -> Path | None:
-        path = None if self._folder is None else self._folder / "first"
-        return path if path is not None and path.exists() else None
+    def _first(self) -> str | None:
+        """Return the name of the first failed rank; empty before its report, None without one."""
+        try:
+            return None if self._folder is None else (self._folder / "first").read_text()
+        except FileNotFoundError:
+            return None
 
     def _first_name(self) -> str:
-        path = self._first_report()
-        return (path.read_text(encoding="utf-8") if path is not None else "") or "another rank"
+        return self._first() or "another rank"
 
     def _replace_excepthook(self) -> None:
         """Install an excepthook that does not print a reported exception again."""
@@ -308,7 +304,7 @@ class FailureWatch:
             elif time.monotonic() - complete > _GRACE_SECONDS:
                 # Otherwise all ranks may be about to leave in the same way.
                 self._report_leaver(left)
-            if self._first_report() is not None and not stop.wait(_GRACE_SECONDS):
+            if self._first() is not None and not stop.wait(_GRACE_SECONDS):
                 if self._first_name() != f"rank {self.rank}":
                     self._print_line(
                         f"waits for other ranks and is stopped, because {self._first_name()} "
@@ -326,12 +322,11 @@ class FailureWatch:
     def _read_other_machines(self) -> None:
         """Notify the ranks of this machine of a failure on another machine."""
         # Only one rank of each machine reads the store, which limits its load in a large job.
-        if self._notices is None or self.rank % self._num_local or self._first_report() is not None:
+        if self._notices is None or self.rank % self._num_local or self._first() is not None:
             return
         other_failures = self._notices.read([_FAILED])
-        folder = self._folder
-        if other_failures and self._write_first(other_failures[_FAILED]) and folder is not None:
-            (folder / "reported").touch()
+        if other_failures and self._claim_first():
+            self._name_first(other_failures[_FAILED])
 
     def _print_line(self, text: str, rank: int | None = None) -> None:
         # A single write keeps the lines of different ranks apart. A closed stderr must not keep

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 from lightning.pytorch import LightningModule
 
-from lightning_megatron.groups.journal import Journal
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.mesh_groups import DEFAULT_TIMEOUTS
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.strategy.private.loops import attached_trainer
+from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.rank_status import (
     RankStatus,
     hang_report,
@@ -47,38 +50,39 @@ class HangWatch:
     collective that other ranks have not started.
 
     Args:
-        num_ranks: Number of ranks of the job (ranks).
-        timeout: Timeout of collectives on the CPU (seconds).
-        device_timeout: Timeout of collectives on a GPU; None without a GPU (seconds).
+        timeout: Timeout of collectives; None means torch's default.
+        folder: Folder that the ranks of this machine share.
         notices: Messages in the job's store; None if all ranks are on this machine.
-        activity: Function that names the Trainer's current stage.
-        fail: Function that ends the job, called with the report and the statuses of silent ranks,
-            which cannot exit by themselves.
+        watch: Failure watch of this rank, which ends the job.
+        module: Module whose Trainer's stage and step are reported; None without one.
     """
 
     def __init__(
         self,
-        rank: int,
-        num_ranks: int,
-        journal: Journal,
-        timeout: float,
-        device_timeout: float | None,
+        mesh: ParallelMesh,
+        timeout: timedelta | None,
         folder: Path,
         notices: Notices | None,
-        activity: Callable[[], str],
-        fail: Callable[[str, Sequence[RankStatus]], None],
+        watch: FailureWatch,
+        module: LightningModule | None,
     ) -> None:
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._journal = journal
-        self._timeout = timeout
-        self._device_timeout = device_timeout
+        self._rank = mesh.rank
+        self._num_ranks = mesh.world.size
+        self._journal = mesh.journal
         self._folder = folder
         self._notices = notices
-        self._activity = activity
-        self._fail = fail
+        self._watch = watch
+        self._module = module
+        self._timeout, device_timeout = (
+            (timeout or DEFAULT_TIMEOUTS[kind]).total_seconds()
+            for kind in ("cpu", mesh.device.type)
+        )
+        #: Timeout of collectives on a GPU; None without one (seconds).
+        self._device_timeout = None if mesh.device.type == "cpu" else device_timeout
         self._period = min(
-            min(timeout, device_timeout or timeout) / _PERIODS_PER_TIMEOUT, _MAX_PERIOD_SECONDS
+            self._timeout / _PERIODS_PER_TIMEOUT,
+            device_timeout / _PERIODS_PER_TIMEOUT,
+            _MAX_PERIOD_SECONDS,
         )
         self._stop = threading.Event()
         self._number = 0
@@ -88,13 +92,13 @@ class HangWatch:
         # A rank that stops before its first period can be named and killed only if its status,
         # which contains its process id, is known.
         self._publish()
-        threading.Thread(target=self._watch, daemon=True, name="hang-watch").start()
+        threading.Thread(target=self._check_progress, daemon=True, name="hang-watch").start()
 
     def stop(self) -> None:
         """Stop watching."""
         self._stop.set()
 
-    def _watch(self) -> None:
+    def _check_progress(self) -> None:
         since = time.monotonic()
         before = None
         # Ranks often start to wait at the same time. The delay grows with the rank, so that the
@@ -115,7 +119,9 @@ class HangWatch:
 
     def _publish(self) -> RankStatus:
         self._number += 1
-        status = RankStatus.observe(self._rank, self._number, self._activity(), self._journal)
+        status = RankStatus.observe(
+            self._rank, self._number, _activity_of(self._module), self._journal
+        )
         text = status.to_text()
         with suppress(OSError):  # a full or vanished temporary folder must not stop the training
             written = self._path(self._rank).with_suffix(".new")
@@ -162,7 +168,7 @@ class HangWatch:
             if rank in first and status.number == first[rank].number
         }
         missing = missing_ranks(statuses, ages, self._num_ranks)
-        self._fail(
+        self._watch.report_hang(
             f"has waited for {time.monotonic() - since:.0f} s of a timeout of {timeout:.0f} s; "
             "the job is stopped.\n"
             f"{hang_report(statuses, missing, ages)}\n",
@@ -203,7 +209,7 @@ def _device_waits(statuses: Mapping[int, RankStatus]) -> dict[int, RankStatus]:
     }
 
 
-def activity_of(module: LightningModule | None) -> str:
+def _activity_of(module: LightningModule | None) -> str:
     """Return the Trainer's current stage and step as text; safe to call in another thread."""
     trainer = None if module is None else attached_trainer(module)
     if trainer is None:

@@ -5,35 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import stat
 import tempfile
-import time
 from contextlib import suppress
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 from lightning_megatron.strategy.process.rank_status import start_time_of
 
-#: Age after its last change at which any job folder is removed, even if its processes are not
-#: visible from this machine. Running ranks write to their folder all the time (seconds).
-_REMOVE_AFTER_SECONDS = 7 * 24 * 3600.0
-#: Age after its last change up to which a folder is kept, because its ranks may still be joining
-#: (seconds).
-_KEEP_SECONDS = 60.0
-
 
 class JobFolder:
     """Folder of a job in the system's temporary directory, removed by the last rank that leaves.
 
     Every rank writes a file that identifies its process. A rank that leaves removes this file, and
-    the folder if the processes of all other ranks have ended. If all ranks were killed, the next
-    job on this machine removes the folder.
+    the folder if the processes of all other ranks have ended.
     """
 
     def __init__(self, job: str, rank: int) -> None:
-        prefix = f"lightning_megatron_{os.getuid()}_"
-        self.path = Path(tempfile.gettempdir()) / f"{prefix}{job}"
-        _remove_forgotten(self.path.parent, prefix)
+        self.path = Path(tempfile.gettempdir()) / f"lightning_megatron_{os.getuid()}_{job}"
         self.path.mkdir(mode=0o700, exist_ok=True)
         self._rank = rank
         self._own_file = self.path / f"process_{rank}"
@@ -94,18 +82,3 @@ def _may_be_alive(file: Path) -> bool:
         # The file is incomplete: another rank is still writing it.
         return True
     return host != socket.gethostname() or not start_time or start_time_of(int(pid)) == start_time
-
-
-def _remove_forgotten(parent: Path, prefix: str) -> None:
-    """Remove the folders of jobs whose ranks were all killed."""
-    for folder in parent.glob(f"{prefix}*"):
-        with suppress(OSError):
-            status = folder.lstat()
-            # Any user may create an entry of this name, whose files could be links or pipes.
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-                continue
-            age = time.time() - status.st_mtime
-            files = list(folder.glob("process_*"))
-            is_dead = age > _KEEP_SECONDS and files and not any(map(_may_be_alive, files))
-            if is_dead or age > _REMOVE_AFTER_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)

@@ -28,7 +28,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
     Args:
         num_processes: Number of processes on this node (processes).
         num_nodes: Number of nodes of the job (nodes).
-        watch: Function that returns the failure watch of this rank.
+        watch: Failure watch of this rank.
         port: Port of the job's store, held before other processes start.
         check: Function that raises an error for runs that are not supported. It receives the
             arguments of ``fit``, ``validate``, ``test`` or ``predict``, and ``trainer``, by name.
@@ -39,7 +39,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         cluster_environment: ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
-        watch: Callable[[], FailureWatch],
+        watch: FailureWatch,
         port: ReservedPort,
         check: Callable[[Mapping[str, Any]], None],
     ) -> None:
@@ -61,7 +61,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
             # A single process has no other ranks to notify.
             if self.num_processes * self.num_nodes == 1:
                 return function(*inner_args, **inner_kwargs)
-            with self._watch().guard():
+            with self._watch.guard():
                 return function(*inner_args, **inner_kwargs)
 
         # The rest equals Lightning's launcher, except that ``ChildProcesses`` supervises the
@@ -78,7 +78,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
             if self.procs:
                 # ChildProcesses lives until this process exits, and gets no reference to this
                 # launcher, which would keep the trainer and its tensors in memory.
-                watch = self._watch()
+                watch = self._watch
                 self._children = ChildProcesses(self.procs, first, watch.end, watch.note_exit)
                 self._children.watch()
         set_num_threads_if_needed(num_processes=self.num_processes)
@@ -94,7 +94,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         self._children.forget()
         super().kill(signum)
         self._children.wait_for_end()
-        self._watch().remove_all_files()
+        self._watch.remove_all_files()
 
     @override
     def _call_children_scripts(self) -> None:

@@ -91,13 +91,12 @@ class RankStatus:
     def from_text(cls, text: str) -> RankStatus:
         """Return the status that :meth:`to_text` has written."""
         values = json.loads(text)
-        call = values.pop("call")
-        kind, axis, number, ranks = call or ("", "", 0, ())
-        last_call = Call(kind, axis, number, tuple(ranks)) if call else None
-        place = values.pop("device")
-        device = None if place is None else DeviceProgress(*place)
-        lines = tuple(values.pop("lines"))
-        return cls(**values, call=last_call, lines=lines, device=device)
+        if values["call"] is not None:
+            kind, axis, number, ranks = values["call"]
+            values["call"] = Call(kind, axis, number, tuple(ranks))
+        if values["device"] is not None:
+            values["device"] = DeviceProgress(*values["device"])
+        return cls(**values | {"lines": tuple(values["lines"])})
 
 
 def _main_frames() -> Iterator[FrameType]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,15 +31,20 @@ from lightning_megatron.groups.collectives import (
 from lightning_megatron.groups.fingerprint import package_hash
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.mesh_groups import watch_world_size
+from lightning_megatron.groups.notices import Notices
+from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.processes import reduce_over_group, utils_rank_zero_only
 from lightning_megatron.strategy.process.dataloaders import seed_dataloader
 from lightning_megatron.strategy.process.failure import FailureWatch
-from lightning_megatron.strategy.process.hang_watch import activity_of
+from lightning_megatron.strategy.process.hang_watch import HangWatch
 from lightning_megatron.strategy.process.launcher import MegatronLauncher
-from lightning_megatron.strategy.process.membership import Membership
-from lightning_megatron.strategy.process.rendezvous import ReservedPort, check_backend
+from lightning_megatron.strategy.process.rendezvous import (
+    ReservedPort,
+    check_backend,
+    join_processes,
+)
 from lightning_megatron.user_code import Line
 
 #: Packages that ask for the number of processes and mean it.
@@ -196,7 +202,10 @@ class RankStrategy(MeshCommunication, ABC):
         self.options = options
         #: Number of nodes of the job; the Trainer sets it.
         self.num_nodes = 1
-        self._membership = Membership(options, FailureWatch(0), ReservedPort())
+        self._failure_watch = FailureWatch(0)
+        self._hang_watch: HangWatch | None = None
+        #: Port of the job's store, held if this process starts the others.
+        self._port = ReservedPort()
         self._shown_rank: int | None = None
         self._is_rank_read = False
         self._world_notice = WorldNotice()
@@ -321,15 +330,13 @@ class RankStrategy(MeshCommunication, ABC):
             )
         check_backend(self.options.job.backend, self.root_device)
         assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
-        watch = FailureWatch(self.global_rank, self.num_processes)
-        port = ReservedPort()
-        self._membership = Membership(self.options, watch, port)
+        self._failure_watch = FailureWatch(self.global_rank, self.num_processes)
         self._launcher = MegatronLauncher(
             self.cluster_environment,
             self.num_processes,
             self.num_nodes,
-            lambda: watch,
-            port,
+            self._failure_watch,
+            self._port,
             self.check_run,
         )
 
@@ -342,30 +349,77 @@ class RankStrategy(MeshCommunication, ABC):
         return {**asdict(self.layout), "lightning-megatron sources": package_hash()}
 
     def join_mesh(self) -> ParallelMesh:
-        """Create this rank's groups; :meth:`leave_mesh` destroys them.
+        """Create this rank's groups, agree on the seed, and watch for ranks that fail or hang.
+
+        The process group of all ranks lives as long as the process, as in Lightning's strategies.
+        :meth:`leave_mesh` destroys all other groups.
 
         Communication: collective over all ranks.
         """
-        self._mesh = self._membership.join(
-            self.layout,
-            self.global_rank,
-            self.root_device,
-            self.cluster_environment,
-            self.num_nodes,
-            self.configuration(),
-            lambda: activity_of(self.lightning_module),
+        options = self.options
+        layout = self.layout
+        seed = torch.initial_seed()
+        if layout.world_size > 1:
+            join_processes(
+                self.cluster_environment,
+                self.global_rank,
+                layout.world_size,
+                self.root_device,
+                options.job,
+                self.configuration(),
+                self._port.detach(),
+            )
+        mesh = ParallelMesh.create(
+            layout,
+            device=self.root_device,
+            seed=seed % 2**63,
+            sequence_parallel=options.shards_sequence,
+            backend=options.job.backend,
+            timeout=options.job.timeout_delta,
+            options=options.job.nccl,
+            overlaps_matmul=options.linear.overlap,
+            context=ContextLinks.of(options.context.transport, layout, self.num_processes),
+            loss_chunk=options.loss_chunk,
         )
+        agreed, job = broadcast_object((seed, uuid.uuid4().hex[:12]), mesh.world_cpu)
+        if agreed != seed:
+            # The ranks have different seeds: use rank 0's, as ddp uses rank 0's weights.
+            torch.manual_seed(agreed)
+            mesh.random.seed = agreed % 2**63
+        self._mesh = mesh
+        if layout.world_size > 1:
+            self._watch_ranks(mesh, job)
         self._end_watch = watch_world_size(
             lambda frame: self._world_notice.note(frame, lambda: self.layout)
         )
-        return self._mesh
+        return mesh
+
+    def _watch_ranks(self, mesh: ParallelMesh, job: str) -> None:
+        """Start watching for ranks that fail or hang; only while the launcher guards the run."""
+        notices = Notices(job) if self.num_nodes > 1 else None
+        folder = self._failure_watch.join_job(job, notices)
+        if folder is not None:
+            self._hang_watch = HangWatch(
+                mesh,
+                self.options.job.timeout_delta,
+                folder,
+                notices,
+                self._failure_watch,
+                self.lightning_module,
+            )
+            self._hang_watch.start()
 
     def leave_mesh(self) -> None:
         """Destroy the process groups of this run."""
         if self._end_watch is not None:
             self._end_watch()
             self._end_watch = None
-        self._membership.leave(self._mesh)
+        if self._hang_watch is not None:
+            self._hang_watch.stop()
+            self._hang_watch = None
+        # A failed rank must not wait for the others here; the end of the process closes everything.
+        if self._mesh is not None and not self._failure_watch.has_failed:
+            self._mesh.destroy()
         self._mesh = None
 
     @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.agent_store import open_store
 from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.mesh_groups import DEFAULT_TIMEOUTS
+from lightning_megatron.strategy.options.records import JobOptions
 from lightning_megatron.strategy.private.processes import default_backend, init_process_group
 
 #: Environment variable that torchrun sets if ranks should use the store of its agent.
@@ -45,17 +45,14 @@ def join_processes(
     rank: int,
     size: int,
     device: torch.device,
-    backend: str | None,
-    timeout: timedelta | None,
+    job: JobOptions,
     configuration: Mapping[str, str | int],
-    listener: int | None = None,
+    listener: int | None,
 ) -> None:
     """Compare the configurations of all ranks and create their process group if none exists.
 
     Args:
         size: Number of ranks of the job (ranks).
-        backend: ``nccl`` or ``gloo``; None means the default of the device.
-        timeout: Timeout of collectives; None means torch's default.
         configuration: Settings that must be equal on all ranks, by name.
         listener: File descriptor of a socket that listens on the store's port; None without one.
 
@@ -65,16 +62,15 @@ def join_processes(
     # Start times of processes differ more than arrival times at collectives. A short timeout is
     # therefore raised to the default here; the groups of the mesh use it unchanged.
     join_timeout = DEFAULT_TIMEOUTS[device.type]
-    join_timeout = max(timeout or join_timeout, join_timeout)
+    join_timeout = max(job.timeout_delta or join_timeout, join_timeout)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    use_agent_store = os.environ.get(AGENT_STORE) == "True"
     store = open_store(
         environment.main_address,
         environment.main_port,
         rank,
         size,
         join_timeout,
-        use_agent_store,
+        os.environ.get(AGENT_STORE) == "True",
         listener,
     )
     # Ranks with different configurations might create groups with different backends and hang, so
@@ -82,7 +78,7 @@ def join_processes(
     check_same_in_store(store, rank, range(size), configuration, join_timeout, _REMEDY)
     init_process_group(
         environment,
-        backend or default_backend(device),
+        job.backend or default_backend(device),
         store=store,
         timeout=join_timeout,
         **options,

@@ -142,19 +142,11 @@ class SignalAgreement:
         if "SLURM_ARRAY_JOB_ID" in os.environ:
             job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         try:
-            done = subprocess.run(
-                ["scontrol", "requeue", job], capture_output=True, text=True, check=False
-            )
-            problem = (
-                ""
-                if done.returncode == 0
-                else done.stderr.strip() or f"exit code {done.returncode}"
-            )
-        except OSError as error:
-            problem = str(error)
-        if problem:
+            subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", "").strip() or error
             rank_zero_warn(
-                f"SLURM job {job!r} could not be submitted again: {problem}. Its checkpoint is "
+                f"SLURM job {job!r} could not be submitted again: {reason}. Its checkpoint is "
                 "saved."
             )
         else:
