@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3520,
     "pipeline": 820,
     "plan": 5370,
-    "strategy": 12300,
+    "strategy": 12150,
     "swap": 9360,
     "tasks": 4650,
 }

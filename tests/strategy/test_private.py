@@ -35,8 +35,38 @@ MODULES = [
     for path in sorted(PRIVATE_FOLDER.glob("*.py"))
     if path.stem != "__init__"
 ]
-TRAINER_ATTRIBUTES = sorted(
-    {pair for module in MODULES for pair in getattr(module, "TRAINER_ATTRIBUTES", ())}
+#: Attributes that the functions use: path of the owner from the Trainer, and name.
+TRAINER_ATTRIBUTES = (
+    ("fit_loop.epoch_loop", "automatic_optimization"),
+    ("fit_loop.epoch_loop", "total_batch_idx"),
+    ("fit_loop.epoch_loop.automatic_optimization", "optim_progress"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_skip_backward"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_make_closure"),
+    ("fit_loop.epoch_loop.automatic_optimization", "_make_zero_grad_fn"),
+    ("fit_loop", "_should_accumulate"),
+    ("fit_loop", "_skip_backward"),
+    ("", "log_every_n_steps"),
+    ("fit_loop.epoch_loop", "_batches_that_stepped"),
+    ("fit_loop", "on_advance_end"),
+    ("fit_loop.epoch_loop.val_loop", "on_run_start"),
+    ("fit_loop.epoch_loop.val_loop", "_store_dataloader_outputs"),
+    ("fit_loop.epoch_loop.val_loop", "_on_evaluation_epoch_end"),
+    ("predict_loop", "_on_predict_epoch_end"),
+    ("fit_loop.epoch_loop", "_broadcast_sigterm_tensor"),
+    ("fit_loop.epoch_loop", "advance"),
+    ("", "_signal_connector"),
+    ("_signal_connector", "_sigterm_notifier_fn"),
+    ("_signal_connector", "_slurm_sigusr_handler_fn"),
+    ("_signal_connector", "received_sigterm"),
+    ("", "_accelerator_connector"),
+    ("_accelerator_connector", "cluster_environment"),
+    ("", "_checkpoint_connector"),
+    ("_checkpoint_connector", "hpc_save_path"),
+    ("_checkpoint_connector", "_parse_ckpt_path"),
+    ("_checkpoint_connector", "resume_start"),
+    ("fit_loop", "_combined_loader"),
+    ("", "_data_connector"),
+    ("_data_connector", "_requires_distributed_sampler"),
 )
 
 

@@ -13,26 +13,8 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-__all__ = [
-    "LAST",
-    "RecipeCLI",
-    "filter_sampler_injection",
-    "replace_last_checkpoint_search",
-    "restore_sampler_injection",
-    "seed_worker",
-    "train_dataloaders",
-    "training_loader_states",
-]
+__all__ = ["seed_worker"]
 
-#: Attributes that the functions below use: (path of the owner from the Trainer, name).
-TRAINER_ATTRIBUTES = (
-    ("", "_checkpoint_connector"),
-    ("_checkpoint_connector", "_parse_ckpt_path"),
-    ("_checkpoint_connector", "resume_start"),
-    ("fit_loop", "_combined_loader"),
-    ("", "_data_connector"),
-    ("_data_connector", "_requires_distributed_sampler"),
-)
 #: Value of ``ckpt_path`` that selects the newest checkpoint.
 LAST = "last"
 

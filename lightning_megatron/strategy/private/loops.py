@@ -25,51 +25,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-__all__ = [
-    "AutomaticOptimization",
-    "Closure",
-    "ClearGradients",
-    "LRSearch",
-    "ScheduledOptimization",
-    "accumulates",
-    "attached_trainer",
-    "automatic_optimization",
-    "call_after_backward_hooks",
-    "call_around_epochs",
-    "forward_zero_grad",
-    "install_scheduled_loop",
-    "is_logged",
-    "is_overridden",
-    "logged_step",
-    "may_accumulate",
-    "publish_device_mesh",
-    "restore_epochs",
-    "run_backward",
-    "searches_learning_rate",
-    "skips_backward",
-    "total_batch_index",
-]
-
 #: Function that clears the gradients of the previous step.
 ClearGradients = Callable[[], None]
-#: Attributes that the functions below use: (path of the owner from the Trainer, name).
-TRAINER_ATTRIBUTES = (
-    ("fit_loop.epoch_loop", "automatic_optimization"),
-    ("fit_loop.epoch_loop", "total_batch_idx"),
-    ("fit_loop.epoch_loop.automatic_optimization", "optim_progress"),
-    ("fit_loop.epoch_loop.automatic_optimization", "_skip_backward"),
-    ("fit_loop.epoch_loop.automatic_optimization", "_make_closure"),
-    ("fit_loop.epoch_loop.automatic_optimization", "_make_zero_grad_fn"),
-    ("fit_loop", "_should_accumulate"),
-    ("fit_loop", "_skip_backward"),
-    ("", "log_every_n_steps"),
-    ("fit_loop.epoch_loop", "_batches_that_stepped"),
-    ("fit_loop", "on_advance_end"),
-    ("fit_loop.epoch_loop.val_loop", "on_run_start"),
-    ("fit_loop.epoch_loop.val_loop", "_store_dataloader_outputs"),
-    ("fit_loop.epoch_loop.val_loop", "_on_evaluation_epoch_end"),
-    ("predict_loop", "_on_predict_epoch_end"),
-)
 
 
 def automatic_optimization(trainer: Trainer) -> AutomaticOptimization:

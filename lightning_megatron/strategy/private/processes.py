@@ -26,35 +26,14 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 
 __all__ = [
-    "SIGTERMException",
     "SubprocessScriptLauncher",
     "TunerExitException",
-    "announce_sigterm",
     "default_backend",
     "init_process_group",
     "reduce_over_group",
-    "replace_signal_check",
-    "requeues_itself",
-    "reset_seed",
-    "restore_signal_check",
     "set_num_threads_if_needed",
-    "slurm_save_path",
     "utils_rank_zero_only",
 ]
-
-#: Attributes that the functions below use: (path of the owner from the Trainer, name).
-TRAINER_ATTRIBUTES = (
-    ("fit_loop.epoch_loop", "_broadcast_sigterm_tensor"),
-    ("fit_loop.epoch_loop", "advance"),
-    ("", "_signal_connector"),
-    ("_signal_connector", "_sigterm_notifier_fn"),
-    ("_signal_connector", "_slurm_sigusr_handler_fn"),
-    ("_signal_connector", "received_sigterm"),
-    ("", "_accelerator_connector"),
-    ("_accelerator_connector", "cluster_environment"),
-    ("", "_checkpoint_connector"),
-    ("_checkpoint_connector", "hpc_save_path"),
-)
 
 
 def replace_signal_check(
