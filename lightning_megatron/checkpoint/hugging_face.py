@@ -176,14 +176,8 @@ class SavedOwnCodeModel:
             max_file_bytes: Limit of a file's size, except for a file with one larger tensor
                 (bytes).
         """
-        saved = OpenCheckpoint.open(self.path).tensors
-        shapes = {
-            name: tuple(self.empty[entry]) if entry in self.empty else saved[entry].shape
-            for name, entry in self.entries.items()
-        }
         export_as_it_is(
             self.tensors(),
-            shapes,
             self.form,
             self.config,
             self.architecture,
@@ -276,13 +270,7 @@ def export_model(
         )
     else:
         export_folder(
-            saved.merged_tensors(),
-            saved.family,
-            saved.config,
-            out,
-            max_file_bytes,
-            dtype,
-            has_class_names=True,
+            saved.merged_tensors(), saved.family, saved.config, out, max_file_bytes, dtype
         )
 
 

@@ -104,7 +104,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
     "beside rooms": 410,
-    "checkpoint": 3190,
+    "checkpoint": 3180,
     "cli": 2960,
     "data": 3800,
     "experts": 3540,
@@ -118,7 +118,7 @@ BUDGETS: dict[str, int] = {
     "pipeline": 820,
     "plan": 5370,
     "strategy": 12150,
-    "swap": 9360,
+    "swap": 9290,
     "tasks": 4650,
 }
 MIN_FILE_LINES = 70

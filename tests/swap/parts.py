@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,9 @@ from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
+from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
+from lightning_megatron.swap.tensors.packed import class_parameters_of
 from lightning_megatron.swap.weights.load import reader_of
 from tests.oracles import assert_equal, float32_as_float64, gather_all
 from tests.swap.families import EXPERTS, WITH_SLOPES, V
@@ -89,6 +91,17 @@ def full_tensors(model: nn.Module) -> dict[str, Tensor]:
         tensors[name] = parameter.new_empty(spec.full_shape)
         spec.copy_to_full(parameter.detach(), tensors[name])
     return tensors
+
+
+def in_class_tree(
+    full: Iterable[tuple[str, Tensor]], family: Family, config: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Convert full tensors of layers to those of the class's module tree."""
+    table = {tensor.target: tensor for tensor in family.tensors(config)}
+    for name, tensor in full:
+        parameters = class_parameters_of(table[name], family.packed)
+        parts = tensor.split([parameter.num_rows for parameter in parameters])
+        yield from zip([parameter.name for parameter in parameters], parts, strict=True)
 
 
 def inputs() -> dict[str, Call]:

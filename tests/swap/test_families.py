@@ -36,7 +36,7 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
 )
 from lightning_megatron.swap.pretrained.replace import build_swapped_model
 from lightning_megatron.swap.tensors.packed import pack
-from lightning_megatron.swap.weights.export import export_folder, foreign_tensors
+from lightning_megatron.swap.weights.export import export_folder
 from lightning_megatron.swap.weights.load import full_tensors as full_tensors_in
 from lightning_megatron.swap.weights.load import load_from, reader_of
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
@@ -52,7 +52,7 @@ from tests.swap.families import (
     transformers,
     twin_of,
 )
-from tests.swap.parts import expert_mesh_of, full_tensors, mesh_of, part_on_meta
+from tests.swap.parts import expert_mesh_of, full_tensors, in_class_tree, mesh_of, part_on_meta
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 TOKENS = torch.arange(16).view(2, 8)
@@ -89,7 +89,9 @@ def test_every_family_is_loaded_cut_exported_and_named_bit_for_bit(case, tmp_pat
     assert counts.keys() >= set(reader_of(folder, family).names()) - {"lm_head.weight"}
     full = dict(full_tensors_in(twin.state_dict(), family, config, dtype))
     assert_same(dict(full_tensors_in(folder, family, config, dtype)), full, "files")
-    back = dict(foreign_tensors(full.items(), family, config))
+    back: dict[str, Tensor] = {}
+    for entry in family.tensors(config):
+        back |= entry.split(full[entry.target])
     assert_same(pack(back, family.packed), own(twin), "back")
     check_shards(folder, family, config, full)
     check_export(full, family, twin, tmp_path / "ours", tokens_of(case), dtype)
@@ -116,7 +118,9 @@ def check_export(
     full: dict[str, Tensor], family: Family, twin: Any, path: Path, tokens: Tensor, dtype: Any
 ) -> None:
     """Export a folder of several files, and load it by transformers."""
-    export_folder(full.items(), family, twin.config.to_dict(), path, 20_000, dtype)
+    config = twin.config.to_dict()
+    tensors = in_class_tree(full.items(), family, family.config(config))
+    export_folder(tensors, family, config, path, 20_000, dtype)
     assert len(list(path.glob("*.safetensors"))) > 2
     reloaded, report = type(twin).from_pretrained(path, dtype="auto", output_loading_info=True)
     assert not any(report.values()), report
@@ -264,8 +268,9 @@ def test_every_class_loads_the_files_of_every_class(kind, tmp_path):
         family = family_of(architecture)
         swap = build_swapped_model("model", model, family, ParallelMesh.single())
         note = swap.fill()
-        tensors = full_tensors(swap.layers).items()
-        ours = dict(foreign_tensors(tensors, family, swap.layers.config))
+        tensors, ours = full_tensors(swap.layers), {}
+        for entry in family.tensors(swap.layers.config):
+            ours |= entry.split(tensors[entry.target])
         in_file = {n.removeprefix(f"{kind}."): t for n, t in twin.state_dict().items()}
         for name, tensor in ours.items():
             known = in_file.get(name.removeprefix(f"{kind}."))
@@ -327,7 +332,8 @@ def test_expert_biases_stay_in_float32_beside_bfloat16_weights(tmp_path):
     assert len(biases) == 2
     tensors |= biases
     theirs = config_of("deepseek_v3").to_dict()
-    export_folder(tensors.items(), family, theirs, tmp_path, dtype=torch.bfloat16)
+    in_tree = in_class_tree(tensors.items(), family, config)
+    export_folder(in_tree, family, theirs, tmp_path, dtype=torch.bfloat16)
     folder = SafetensorsFolder(tmp_path)
     assert folder.dtype_of("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
     model = part_on_meta(config, ParallelMesh.single()).bfloat16()
@@ -373,7 +379,7 @@ def test_bert_without_pooler_is_replaced_and_exported_without_pooler(tmp_path):
     (hidden,) = root["model"](TOKENS, return_dict=False)
     assert torch.allclose(hidden, twin(TOKENS)[0], atol=1e-5)
     family, tensors = family_of("BertModel"), full_tensors(root["model"]).items()
-    export_folder(tensors, family, config.to_dict(), tmp_path, has_class_names=True)
+    export_folder(tensors, family, config.to_dict(), tmp_path)
     reloaded = transformers.BertModel.from_pretrained(tmp_path, **options)
     assert_same(reloaded.state_dict(), twin.state_dict(), "reloaded")
 
@@ -416,7 +422,7 @@ GPT2 = family_of("gpt2")
 def tensors_of_gpt2() -> Iterator[tuple[str, Tensor]]:
     """Yield full tensors, and check that nothing holds the previous tensor."""
     previous: weakref.ref[Tensor] | None = None
-    for entry in GPT2.tensors(GPT2.config(CONFIG)):
+    for entry in GPT2.class_tensors(GPT2.config(CONFIG)):
         assert previous is None or previous() is None, f"memory before {entry.target}"
         full = torch.randn(entry.shape)
         previous = weakref.ref(full)
@@ -451,13 +457,14 @@ def test_an_exported_configuration_has_the_dtype_and_names_no_code(tmp_path):
 
 
 def test_an_export_names_wrong_tensors_and_leaves_no_files(tmp_path):
-    ours = {entry.target: torch.randn(entry.shape) for entry in GPT2.tensors(GPT2.config(CONFIG))}
-    without_norm = {name: t for name, t in ours.items() if name != "final_norm.weight"}
+    table, norm = GPT2.class_tensors(GPT2.config(CONFIG)), "transformer.ln_f.weight"
+    ours = {entry.target: torch.randn(entry.shape) for entry in table}
+    without_norm = {name: t for name, t in ours.items() if name != norm}
     unknown = {"layers.9.mlp.down.weight": torch.ones(2)}
     for tensors, message in (
-        (without_norm.items(), "'final_norm.weight' missing"),
+        (without_norm.items(), f"'{norm}' missing"),
         ((ours | unknown).items(), "'layers.9.mlp.down.weight' is unknown"),
-        ((ours | {"final_norm.weight": torch.ones(64)}).items(), r"has \(64,\) instead of \(24,\)"),
+        ((ours | {norm: torch.ones(64)}).items(), r"has \(64,\) instead of \(24,\)"),
         ([*ours.items(), *ours.items()], "given twice"),
     ):
         with pytest.raises(CheckpointMismatchError, match=message):

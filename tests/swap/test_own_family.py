@@ -14,7 +14,7 @@ from lightning_megatron.swap.weights.export import export_folder
 from lightning_megatron.swap.weights.load import load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.families import transformers
-from tests.swap.parts import full_tensors
+from tests.swap.parts import full_tensors, in_class_tree
 from tests.swap.stablelm import STABLELM
 
 
@@ -33,7 +33,8 @@ def test_a_family_of_another_package_is_loaded_computed_and_exported(tmp_path):
     load_from(model, folder, family)
     tokens = torch.randint(0, 53, (2, 20))
     assert torch.allclose(model(tokens), twin(tokens).logits, atol=1e-4)
-    export_folder(full_tensors(model).items(), family, folder.config, tmp_path / "ours")
+    tensors = in_class_tree(full_tensors(model).items(), family, model.config)
+    export_folder(tensors, family, folder.config, tmp_path / "ours")
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
     assert all(torch.equal(tensor, reloaded[name]) for name, tensor in twin.state_dict().items())
 

@@ -27,8 +27,7 @@ from lightning_megatron.swap.hugging_face.save_pretrained import (
     write_together,
 )
 from lightning_megatron.swap.tensors.low_rank import is_factor, plain_name
-from lightning_megatron.swap.weights.export import ADAPTER_WEIGHTS, export_adapter
-from lightning_megatron.swap.weights.safetensors_writer import write_file
+from lightning_megatron.swap.weights.export import ADAPTER_WEIGHTS, export_adapter, write_adapter
 
 #: Methods that search for peft's layers. A replaced model has no such layers, so the methods would
 #: silently do nothing.
@@ -145,7 +144,7 @@ def _save_replaced(model: ReplacedModel, folder: Path) -> None:
         for n, parameter in model.named_parameters()
     }
 
-    def write(full: Iterator[tuple[str, Tensor]], _: Mapping[str, tuple[int, ...]]) -> None:
+    def write(full: Iterator[tuple[str, Tensor]]) -> None:
         export_adapter(full, family, config, adapter, _folder_of(adapter.name, folder))
 
     write_together(
@@ -177,7 +176,6 @@ def _write(
     name: str,
     folder: Path,
     full: Iterator[tuple[str, Tensor]],
-    shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Write one adapter; peft writes the files other than the tensors."""
     out = _folder_of(name, folder)
@@ -188,7 +186,7 @@ def _write(
         settings = {"selected_adapters": [name], "state_dict": wrapper.state_dict()}
         type(wrapper).save_pretrained(wrapper, unfinished, **settings)
         (written / ADAPTER_WEIGHTS).unlink()
-        write_file(written, full, shapes, ADAPTER_WEIGHTS)
+        write_adapter(written / ADAPTER_WEIGHTS, dict(full))
         for file in written.iterdir():
             shutil.move(file, out / file.name)
 

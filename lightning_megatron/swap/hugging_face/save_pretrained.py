@@ -67,10 +67,8 @@ def save_folder(
     }
     limit = _limit(max_shard_size)
 
-    def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        export_folder(
-            full, model.family, model.config.to_dict(), folder, limit, has_class_names=True
-        )
+    def write(full: Iterator[tuple[str, Tensor]]) -> None:
+        export_folder(full, model.family, model.config.to_dict(), folder, limit)
         _write_generation(model, folder)
 
     write_together(tensors, model.mesh, write)
@@ -114,11 +112,10 @@ def save_as_it_is(
             part.wait_for_parameters()
     limit = _limit(max_shard_size)
 
-    def write(full: Iterator[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def write(full: Iterator[tuple[str, Tensor]]) -> None:
         form = FileFormat.of(model)
-        export_as_it_is(
-            full, shapes, form, plain_config(model), type(model).__name__, save_directory, limit
-        )
+        kind = type(model).__name__
+        export_as_it_is(full, form, plain_config(model), kind, save_directory, limit)
         _write_generation(model, save_directory)
 
     write_together(_tensors_of_class(model), mesh, write)
@@ -145,13 +142,12 @@ def _tensors_of_class(model: Any) -> dict[str, Tensor]:
 def write_together(
     tensors: Mapping[str, Tensor],
     mesh: ParallelMesh,
-    write: Callable[[Iterator[tuple[str, Tensor]], Mapping[str, tuple[int, ...]]], None],
+    write: Callable[[Iterator[tuple[str, Tensor]]], None],
 ) -> None:
     """Gather full tensors from all ranks and write them on rank 0.
 
     Args:
-        write: Function that writes the full tensors of an iterator of names and tensors. Its second
-            argument has all shapes (elements).
+        write: Function that writes the full tensors of an iterator of names and tensors.
 
     Raises:
         CheckpointMismatchError: On all ranks, if ``write`` raises it on rank 0.
@@ -187,7 +183,7 @@ def write_together(
                 (name, _gathered(name, shapes[name], held, all_offers, world)) for name in shapes
             )
             try:
-                write(full, shapes)
+                write(full)
             except (CheckpointMismatchError, UnsupportedError, OSError) as error:
                 failure = error
                 deque(full, maxlen=0)  # the other ranks send all tensors before they get the error

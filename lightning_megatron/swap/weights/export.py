@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.extras import import_extra
 from lightning_megatron.swap.families.family import Family, ModelConfig
 from lightning_megatron.swap.families.layer_names import SETTINGS, is_training_only
 from lightning_megatron.swap.tensors.low_rank import Adapter
@@ -19,11 +20,7 @@ from lightning_megatron.swap.tensors.mapping import TensorMap, named
 from lightning_megatron.swap.tensors.packed import pack_for_files
 from lightning_megatron.swap.weights.file_format import FileFormat
 from lightning_megatron.swap.weights.safetensors_folder import CONFIG, INDEX
-from lightning_megatron.swap.weights.safetensors_writer import (
-    TensorWriter,
-    write_file,
-    write_synced,
-)
+from lightning_megatron.swap.weights.safetensors_writer import TensorWriter, write_synced
 
 #: File names of peft, and the prefix of tensor names in them.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -31,25 +28,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 #: Hugging Face's default for the size of a file (bytes).
 MAX_FILE_BYTES = 5 * 10**9
-
-
-def foreign_tensors(
-    full_tensors: Iterable[tuple[str, Tensor]],
-    family: Family,
-    config: ModelConfig,
-    table: tuple[TensorMap, ...] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Convert full tensors to those of a family, one after the other.
-
-    Args:
-        full_tensors: Names and full values of this package's parameters, without padding, in any
-            order. Tied heads and tensors that only training needs are skipped.
-        table: Table of the full tensors; None means the table of this package's model.
-    """
-    table = family.tensors(config) if table is None else table
-    names = [source.name for tensor in table for source in tensor.sources]
-    parts = _parts_of_files(full_tensors, family, config, table)
-    yield from pack_for_files(parts, names, family.packed)
 
 
 def _parts_of_files(
@@ -62,10 +40,7 @@ def _parts_of_files(
     known = {tensor.target: tensor for tensor in table}
     left = dict(known)
     for name, full in full_tensors:
-        is_alias = (name == "head.weight" and config.tie_embeddings) or family.is_alias(
-            name, config
-        )
-        if is_alias or is_training_only(name):
+        if family.is_alias(name, config) or is_training_only(name):
             continue
         if name not in left:
             problem = "given twice" if name in known else "unknown"
@@ -107,8 +82,6 @@ def export_folder(
     folder: str | os.PathLike[str],
     max_file_bytes: int = MAX_FILE_BYTES,
     dtype: torch.dtype | None = None,
-    *,
-    has_class_names: bool = False,
 ) -> None:
     """Write a model's configuration and weights as a folder for ``from_pretrained``.
 
@@ -116,37 +89,23 @@ def export_folder(
     written.
 
     Args:
-        full_tensors: Names and full values of this package's parameters, without padding, in any
+        full_tensors: Names in the class's module tree and full values, without padding, in any
             order.
         dtype: Dtype of the floating-point weights, except those with a fixed dtype; None keeps the
             dtypes of ``full_tensors``.
-        has_class_names: Whether the tensors have the names of the class's module tree.
     """
     config = family.config(hf_config)
-    target = _new_folder(folder)
-    table = family.class_tensors(config) if has_class_names else family.tensors(config)
-    parts = {
-        name: torch.empty(shape, device="meta")
-        for tensor in table
-        for name, shape in tensor.source_shapes.items()
-    }
-    whole = pack_for_files(parts.items(), parts, family.packed)
-    shapes = {name: tuple(tensor.shape) for name, tensor in whole}
-    kept = {
-        source.name: tensor.dtype
-        for tensor in table
-        if tensor.dtype is not None
-        for source in tensor.sources
-    }
-    writer = TensorWriter(target, max_file_bytes, shapes)
-    writer.write(foreign_tensors(full_tensors, family, config, table), dtype, kept)
+    table = family.class_tensors(config)
+    sources = [(source.name, tensor.dtype) for tensor in table for source in tensor.sources]
+    parts = _parts_of_files(full_tensors, family, config, table)
+    packed = pack_for_files(parts, dict(sources), family.packed)
+    kept = {name: fixed for name, fixed in sources if fixed is not None}
     names = {"model_type": family.model_type, "architectures": [family.architecture]}
-    _publish(writer, target, {**hf_config, **names})
+    _write_folder(packed, {**hf_config, **names}, folder, max_file_bytes, dtype, kept)
 
 
 def export_as_it_is(
     full_tensors: Iterable[tuple[str, Tensor]],
-    shapes: Mapping[str, tuple[int, ...]],
     form: FileFormat | None,
     hf_config: Mapping[str, Any],
     architecture: str,
@@ -161,13 +120,20 @@ def export_as_it_is(
             tensor has one name.
         form: Format of the files; None writes the tensors as they are.
     """
-    target = _new_folder(folder)
-    writer = TensorWriter(target, max_file_bytes, shapes if form is None else form.shapes(shapes))
-    writer.write(full_tensors if form is None else form.tensors(full_tensors), dtype)
-    _publish(writer, target, {**hf_config, "architectures": [architecture]})
+    tensors = full_tensors if form is None else form.tensors(full_tensors)
+    config = {**hf_config, "architectures": [architecture]}
+    _write_folder(tensors, config, folder, max_file_bytes, dtype)
 
 
-def _new_folder(folder: str | os.PathLike[str]) -> Path:
+def _write_folder(
+    tensors: Iterable[tuple[str, Tensor]],
+    config: Mapping[str, Any],
+    folder: str | os.PathLike[str],
+    max_file_bytes: int,
+    dtype: torch.dtype | None,
+    kept_dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Write weights, and the configuration with the most common dtype; then name the files."""
     target = Path(folder)
     present = sorted(
         path.name for pattern in ("*.safetensors", "*.bin", INDEX) for path in target.glob(pattern)
@@ -178,7 +144,25 @@ def _new_folder(folder: str | os.PathLike[str]) -> Path:
             "Files of two models would be mixed. Give another folder, or remove them."
         )
     target.mkdir(parents=True, exist_ok=True)
-    return target
+    writer = TensorWriter(target, max_file_bytes)
+    writer.write(tensors, dtype, kept_dtypes)
+    # ``auto_map`` names code that is not in the folder, and this package's settings of training do
+    # not belong to the model.
+    left = ("torch_dtype", "auto_map", SETTINGS)
+    kept = {
+        name: value
+        for name, value in config.items()
+        if not name.startswith("_") and name not in left
+    }
+    most_common = writer.floating.most_common(1)
+    kept["dtype"] = most_common[0][0] if most_common else torch.float32
+    _write_json(target / CONFIG, kept)
+    writer.publish()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=2, sort_keys=True, default=_plain)
+    write_synced(path, f"{text}\n".encode())
 
 
 def export_adapter(
@@ -211,30 +195,15 @@ def export_adapter(
         for target, (_, names) in class_tensors.items()
         for name in names
     }
-    write_file(
-        target, tensors.items(), {n: tuple(p.shape) for n, p in tensors.items()}, ADAPTER_WEIGHTS
-    )
-    config = {**adapter.config, "inference_mode": True}
-    write_synced(
-        target / ADAPTER_CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    )
+    write_adapter(target / ADAPTER_WEIGHTS, tensors)
+    _write_json(target / ADAPTER_CONFIG, {**adapter.config, "inference_mode": True})
 
 
-def _publish(writer: TensorWriter, folder: Path, config: Mapping[str, Any]) -> None:
-    """Write the configuration with the most common dtype, and give the files their names."""
-    # ``auto_map`` names code that is not in the folder, and this package's settings of training do
-    # not belong to the model.
-    left = ("torch_dtype", "auto_map", SETTINGS)
-    kept = {
-        name: value
-        for name, value in config.items()
-        if not name.startswith("_") and name not in left
-    }
-    most_common = writer.floating.most_common(1)
-    kept["dtype"] = most_common[0][0] if most_common else torch.float32
-    content = json.dumps(kept, indent=2, sort_keys=True, default=_plain)
-    write_synced(folder / CONFIG, f"{content}\n".encode())
-    writer.publish()
+def write_adapter(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the tensors of an adapter, which peft reads from a single file."""
+    library = import_extra("safetensors.torch", "hf")
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_synced(path, library.save(contiguous, {"format": "pt"}))
 
 
 def _plain(value: Any) -> str:

@@ -51,14 +51,6 @@ class FileFormat:
             )
         return cls(_on_meta(kind, kind.config_class.from_dict(dict(config))))
 
-    def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Convert the names and shapes of the model's tensors to those of the files (elements)."""
-        on_meta = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
-        return {
-            name: tuple(tensor.shape)
-            for name, tensor in self.tensors(sorted(on_meta, key=lambda item: block(item[0])))
-        }
-
     def tensors(self, full: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Convert full tensors of the model to those of the files.
 
