@@ -201,6 +201,18 @@ def test_adapters_of_models_without_values_start_with_the_values_of_peft(tmp_pat
             assert not update.b.weight.any()
 
 
+def test_adapters_computed_from_weights_of_a_model_without_values_match_peft(tmp_path):
+    twin_of("llama").save_pretrained(tmp_path)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa")
+    twin = peft.get_peft_model(twin_of("llama"), config)
+    with build_on_meta():
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        wrapped = peft.get_peft_model(model, config)
+    swapped(wrapped, MESH)
+    call = inputs()["whole"]
+    assert_equal(wrapped(**call).logits, logits_of(twin, call), "logits", 1e-4)
+
+
 def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     next(iter(tensors.values()))[0] = float("nan")
     return tensors

@@ -30,7 +30,6 @@ _UNSUPPORTED = tuple(
     use_qalora velora_config
     """.split()
 )
-_NO_VALUES = "Import peft at the top of the file, and leave out low_cpu_mem_usage"
 _NO_EXPERTS = (
     "Experts and routers cannot be adapted: name the target_modules, such as ['q_proj', 'k_proj', "
     "'v_proj', 'o_proj'], because 'all-linear' includes experts"
@@ -200,7 +199,7 @@ def _check_layer(name: str, module: str, layer: Any, adapter: str) -> None:
             "Leave it active and not merged in configure_model",
         )
     if any(parameter.is_meta for parameter in layer.lora_A[adapter].parameters()):
-        _refuse(name, f"the adapter of {module!r} has no values", _NO_VALUES)
+        _refuse(name, f"the adapter of {module!r} has no values", "Leave out low_cpu_mem_usage")
 
 
 def _refuse(name: str, problem: str, remedy: str) -> None:

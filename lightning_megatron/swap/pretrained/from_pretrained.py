@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
-from importlib.abc import Loader, MetaPathFinder
+from functools import partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,7 +47,8 @@ def call_on_import(name: str, act: Callable[[ModuleType], None]) -> Iterator[Non
     try:
         yield
     finally:
-        finder.leave()
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
 
 
 class _Finder(MetaPathFinder):
@@ -55,40 +58,22 @@ class _Finder(MetaPathFinder):
         self._name = name
         self._act = act
 
-    def leave(self) -> None:
-        with suppress(ValueError):
-            sys.meta_path.remove(self)
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        self.leave()
-        specs = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))
-        spec = next((spec for spec in specs if spec is not None), None)
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._act)
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._act(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-class _Loader(Loader):
-    """Import loader that delegates to another and runs a callback after the load."""
-
-    def __init__(self, loader: Loader, act: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._act = act
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # Requests for the module's source go to the other loader.
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._act(module)
 
 
 #: Attribute of a model built on the meta device, with the folder of its weights.
@@ -110,23 +95,22 @@ def build_on_meta() -> Iterator[None]:
     """Build models of known families on the meta device inside the block.
 
     Their weights are read when the model is swapped, and only from local folders. All other models,
-    and peft's adapters, are built as usual. transformers may be imported before the block or inside
-    it; peft must have been imported before.
+    and peft's adapters, are built as usual. transformers and peft may be imported before the block
+    or inside it.
     """
     with ExitStack() as stack:
         # transformers and peft are not imported here, because that takes most of a second, and not
         # every model needs them.
-        stack.enter_context(
-            call_on_import(
-                "transformers.modeling_utils", lambda module: _build_later(module, stack)
-            )
-        )
-        stack.enter_context(_give_adapters_values())
+        for name, patch in (
+            ("transformers.modeling_utils", _build_later),
+            ("peft.peft_model", _check_adapters),
+        ):
+            stack.enter_context(call_on_import(name, partial(patch, stack)))
         stack.enter_context(ReadOnFirstUse())
         yield
 
 
-def _build_later(library: Any, stack: ExitStack) -> None:
+def _build_later(stack: ExitStack, library: Any) -> None:
     """Patch the methods that build models, until the stack is closed."""
     base = library.PreTrainedModel
     before = {name: base.__dict__[name] for name in ("from_pretrained", "_from_config")}
@@ -142,63 +126,18 @@ def _build_later(library: Any, stack: ExitStack) -> None:
         stack.callback(setattr, base, name, method)
 
 
-@contextmanager
-def _give_adapters_values() -> Iterator[None]:
-    """Initialize peft's adapters on the CPU inside the block, even if their model has no values."""
-    # After a failed import of peft, some of its modules remain in sys.modules.
-    tuner = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
-    wrapper = getattr(sys.modules.get("peft"), "PeftModel", None)
-    if tuner is None or wrapper is None:
-        yield
-        return
-    inject = tuner.inject_adapter
-
-    def injected(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        first = getattr(self.peft_config[adapter_name], "init_lora_weights", True)
-        if first not in (True, False, "gaussian") and any(
-            parameter.is_meta for parameter in model.parameters()
-        ):
-            raise UnsupportedError(
-                "init_lora_weights must be True, False or 'gaussian' where weights are read later: "
-                f"{first!r}. Other values compute the adapter from the weights of the base. Build "
-                "the model in __init__."
-            )
-        inject(self, model, adapter_name, *args, **kwargs)
-        _draw_adapters(model, adapter_name, first)
-
+def _check_adapters(stack: ExitStack, library: Any) -> None:
+    """Check adapters that peft loads, until the stack is closed."""
+    wrapper = library.PeftModel
     load = wrapper.load_adapter
 
     def loaded(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         result = load(self, model_id, adapter_name, *args, **kwargs)
         _check_adapter(self, model_id, adapter_name, result)
-        if any(
-            parameter.is_meta
-            for name, parameter in self.named_parameters()
-            if ".modules_to_save." in name
-        ):
-            raise UnsupportedError(
-                "modules_to_save cannot be loaded where weights are read later, because their "
-                "values would be lost. Build the model in __init__."
-            )
         return result
 
-    tuner.inject_adapter = injected
     wrapper.load_adapter = loaded
-    try:
-        yield
-    finally:
-        tuner.inject_adapter = inject
-        wrapper.load_adapter = load
-
-
-def _draw_adapters(model: nn.Module, name: str, first: bool | str) -> None:
-    """Initialize adapters that peft moved to the meta device with their base layers."""
-    layers: list[Any] = [layer for layer in model.modules() if name in getattr(layer, "lora_A", ())]
-    for layer in layers:
-        if layer.lora_A[name].weight.is_meta:
-            for factor in (layer.lora_A[name], layer.lora_B[name]):
-                factor.to_empty(device="cpu").reset_parameters()
-            layer.reset_lora_parameters(name, first)
+    stack.callback(setattr, wrapper, "load_adapter", load)
 
 
 def _check_adapter(model: Any, folder: Any, name: str, result: Any) -> None:
