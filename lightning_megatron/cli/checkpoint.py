@@ -1,16 +1,15 @@
-"""The subcommand ``checkpoint``: show, verify, consolidate or reshard a checkpoint."""
+"""The command ``checkpoint``: show, verify, consolidate or reshard a checkpoint."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from jsonargparse.typing import PositiveInt
 
 from lightning_megatron.checkpoint import (
     load_metadata,
@@ -21,8 +20,7 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.consolidate import MODEL, OPTIMIZERS, WrittenSize, consolidate
 from lightning_megatron.checkpoint.rewrite import rewrite
 from lightning_megatron.checkpoint.single_file import read_single_file, verify_single_file
-from lightning_megatron.cli.arguments import at_least_one
-from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 
 DTYPES = {
     "float32": torch.float32,
@@ -30,153 +28,115 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-#: Exit status for a damaged checkpoint; unusable arguments exit with 2.
-DAMAGED = 1
+DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
-EXAMPLE = """examples:
+EXAMPLES = """examples:
   lightning-megatron checkpoint show runs/last.ckpt
   lightning-megatron checkpoint verify runs/last.ckpt
   lightning-megatron checkpoint consolidate runs/last.ckpt plain.ckpt  one file, for ddp
   lightning-megatron checkpoint reshard runs/last.ckpt weights --weights-only --dtype bfloat16"""
 
 
-def main(args: Sequence[str]) -> None:
-    """Run the subcommand with its arguments; exit with status 1 if a checkpoint is damaged."""
-    options = checkpoint_parser().parse_args(args)
-    try:
-        options.run(options)
-    except CorruptDataError as error:
-        print(f"lightning-megatron checkpoint {options.name}: damaged: {error}", file=sys.stderr)
-        sys.exit(DAMAGED)
-    except UnsupportedError as error:
-        if "weights_only=False" not in str(error):
-            raise
-        raise UnsupportedError(
-            f"{error} For this command, the option is --unsafe instead of weights_only=False."
-        ) from error
+def show(path: str, all: bool = False, unsafe: bool = False) -> None:
+    """Print layout, step, tensors, optimizers and files.
+
+    Args:
+        path: A checkpoint.
+        all: List the tensors of the optimizers one by one as well.
+        unsafe: Unpickle objects of any type, which runs code that the file names.
+    """
+    is_file = Path(path).is_file()
+    print("\n".join(_describe_file(path, unsafe) if is_file else _describe(path, all, unsafe)))
 
 
-def checkpoint_parser() -> argparse.ArgumentParser:
-    """Build the parser of ``show``, ``verify``, ``consolidate`` and ``reshard``."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron checkpoint",
-        description="Show and verify checkpoints, and write them in another form.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(required=True, metavar="show|verify|consolidate|reshard")
-    show = _add(commands, "show", run_show, "print layout, step, tensors, optimizers and files")
-    show.add_argument(
-        "--all", action="store_true", help="list the tensors of the optimizers one by one as well"
-    )
-    _add(
-        commands,
-        "verify",
-        run_verify,
-        "compare every file with its checksum; the exit status is 1 if a file is damaged",
-    )
-    one_file = _add(
-        commands,
-        "consolidate",
-        run_consolidate,
-        (
-            "write one plain file that Trainer(strategy='auto') or 'ddp' continues from, and "
-            "load_from_checkpoint reads"
-        ),
-    )
-    one_file.add_argument("out", metavar="OUT.ckpt", type=Path, help="the file to write")
-    reshard = _add(
-        commands,
-        "reshard",
-        run_reshard,
-        "write the checkpoint again, with another number of files, without what only training "
-        "needs, or in another dtype. Not needed to load it under another layout: every layout "
-        "loads every checkpoint",
-    )
-    reshard.add_argument("out", metavar="OUT", help="the directory or URL to write")
-    reshard.add_argument(
-        "--files",
-        type=at_least_one,
-        default=1,
-        metavar="N",
-        help="number of tensor files (default: 1)",
-    )
-    for command in (one_file, reshard):
-        _add_result_options(command)
-    for command in (show, one_file, reshard):
-        command.add_argument(
-            "--unsafe",
-            action="store_true",
-            help="unpickle objects of any type, which runs code that the file names",
-        )
-    return parser
+def verify(path: str) -> None:
+    """Compare every file with its checksum; the exit status is 1 if a file is damaged.
 
-
-def _add_result_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--weights-only", action="store_true", help="leave out what only training needs"
-    )
-    command.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of the weights; reshard accepts it only with --weights-only",
-    )
-    command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-
-
-def run_show(options: argparse.Namespace) -> None:
-    """Print the layout, tensors, optimizers and files of a checkpoint."""
-    lines = _describe_file(options) if Path(options.path).is_file() else _describe(options)
-    print("\n".join(lines))
-
-
-def run_verify(options: argparse.Namespace) -> None:
-    """Read all files of a checkpoint and compare them with their checksums."""
-    if Path(options.path).is_file():
+    Args:
+        path: A checkpoint.
+    """
+    if Path(path).is_file():
         num_files = 1
-        size = verify_single_file(options.path)
+        size = verify_single_file(path)
     else:
-        verify_checkpoint(options.path)
-        files = read_header(options.path).files
+        verify_checkpoint(path)
+        files = read_header(path).files
         num_files = len(files)
         size = sum(record.size for record in files.values())
-    print(f"{options.path}: {_plural(num_files, 'file')}, {_size(size)}, as written")
+    print(f"{path}: {_plural(num_files, 'file')}, {_size(size)}, as written")
 
 
-def run_consolidate(options: argparse.Namespace) -> None:
-    """Write a sharded checkpoint as one plain file."""
-    _check_sharded(options.path)
-    _check_new(options.out, options.overwrite)
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
-    written = consolidate(options.path, options.out, options.weights_only, dtype, options.unsafe)
-    print(_summary(options.out, written, options.weights_only))
+def write_one_file(
+    path: str,
+    out: Path,
+    weights_only: bool = False,
+    dtype: DtypeName | None = None,
+    overwrite: bool = False,
+    unsafe: bool = False,
+) -> None:
+    """Write one plain file, as Trainer(strategy='auto') or 'ddp' and load_from_checkpoint read it.
+
+    Args:
+        path: A checkpoint.
+        out: The file to write.
+        weights_only: Leave out what only training needs.
+        dtype: Dtype of the weights.
+        overwrite: Replace OUT if it exists.
+        unsafe: Unpickle objects of any type, which runs code that the file names.
+    """
+    _check_sharded(path)
+    _check_new(out, overwrite)
+    chosen = None if dtype is None else DTYPES[dtype]
+    written = consolidate(path, out, weights_only, chosen, unsafe)
+    print(_summary(out, written, weights_only))
 
 
-def run_reshard(options: argparse.Namespace) -> None:
-    """Write a checkpoint with another number of files, another dtype, or weights only."""
-    _check_sharded(options.path)
-    if options.dtype is not None and not options.weights_only:
+def reshard(
+    path: str,
+    out: str,
+    files: PositiveInt = 1,
+    weights_only: bool = False,
+    dtype: DtypeName | None = None,
+    overwrite: bool = False,
+    unsafe: bool = False,
+) -> None:
+    """Write a checkpoint again: other files, without what only training needs, or another dtype.
+
+    Not needed to load it under another layout: every layout loads every checkpoint.
+
+    Args:
+        path: A checkpoint.
+        out: The directory or URL to write.
+        files: Number of tensor files.
+        weights_only: Leave out what only training needs.
+        dtype: Dtype of the weights, only with --weights-only.
+        overwrite: Replace OUT if it exists.
+        unsafe: Unpickle objects of any type, which runs code that the file names.
+    """
+    _check_sharded(path)
+    if dtype is not None and not weights_only:
         raise UnsupportedError(
-            f"--dtype {options.dtype} needs --weights-only, because continued training needs the "
+            f"--dtype {dtype} needs --weights-only, because continued training needs the "
             "weights in their own type. Add --weights-only, or leave --dtype out."
         )
-    if "://" not in options.out:
-        _check_new(Path(options.out), options.overwrite)
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
-    written = rewrite(
-        options.path, options.out, options.files, options.weights_only, dtype, options.unsafe
-    )
-    print(_summary(options.out, written, options.weights_only))
+    if "://" not in out:
+        _check_new(Path(out), overwrite)
+    chosen = None if dtype is None else DTYPES[dtype]
+    written = rewrite(path, out, files, weights_only, chosen, unsafe)
+    print(_summary(out, written, weights_only))
 
 
-def _describe(options: argparse.Namespace) -> list[str]:
-    header = read_header(options.path)
-    tensors = saved_tensors(options.path)
+COMMAND = {"show": show, "verify": verify, "consolidate": write_one_file, "reshard": reshard}
+
+
+def _describe(path: str, all: bool, unsafe: bool) -> list[str]:
+    header = read_header(path)
+    tensors = saved_tensors(path)
     layout = header.layout
     sizes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "dp", "pp"))
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(header.saved_at))
     lines = [
-        f"{options.path}",
+        f"{path}",
         (
             f"step {header.global_step:,}, epoch {header.epoch}, saved {saved_at} with torch "
             f"{header.torch}"
@@ -199,14 +159,16 @@ def _describe(options: argparse.Namespace) -> list[str]:
         _total(weights.values(), "tensor"),
     ]
     states = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
-    lines += _describe_optimizers(options, states)
+    lines += _describe_optimizers(path, states, all, unsafe)
     files = [(name, _size(record.size), record.checksum) for name, record in header.files.items()]
     return [*lines, "", *_table(("file", "size", "crc32"), files)]
 
 
-def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any]) -> list[str]:
+def _describe_optimizers(
+    path: str, states: Mapping[str, Any], all: bool, unsafe: bool
+) -> list[str]:
     try:
-        optimizers = load_metadata(options.path, weights_only=not options.unsafe).get(OPTIMIZERS)
+        optimizers = load_metadata(path, weights_only=not unsafe).get(OPTIMIZERS)
     except UnsupportedError as error:
         return ["", f"optimizers: not read. {error}"]
     if not optimizers:
@@ -229,7 +191,7 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
         ]
         by_key: dict[str, list[Any]] = {}
         for name, tensor in entries.items():
-            by_key.setdefault(name if options.all else name.rpartition(".")[2], []).append(tensor)
+            by_key.setdefault(name if all else name.rpartition(".")[2], []).append(tensor)
         rows = []
         for key, saved in by_key.items():
             dtypes = " ".join(sorted({_dtype(tensor.dtype) for tensor in saved}))
@@ -242,8 +204,8 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
     return lines
 
 
-def _describe_file(options: argparse.Namespace) -> list[str]:
-    content = read_single_file(options.path, weights_only=not options.unsafe)
+def _describe_file(path: str, unsafe: bool) -> list[str]:
+    content = read_single_file(path, weights_only=not unsafe)
     tensors = {
         name: value
         for name, value in content["state_dict"].items()
@@ -255,7 +217,7 @@ def _describe_file(options: argparse.Namespace) -> list[str]:
     ]
     optimizers = content.get("optimizer_states", ())
     return [
-        f"{options.path}: a file of another strategy, {_size(Path(options.path).stat().st_size)}",
+        f"{path}: a file of another strategy, {_size(Path(path).stat().st_size)}",
         f"step {content.get('global_step', 0):,}, epoch {content.get('epoch', 0)}, saved with "
         f"Lightning {content.get('pytorch-lightning_version', '?')}",
         "",
@@ -267,17 +229,6 @@ def _describe_file(options: argparse.Namespace) -> list[str]:
         if optimizers
         else "no optimizer: saved with weights only",
     ]
-
-
-def _add(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], None], summary: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=f"{summary}.".capitalize()
-    )
-    parser.add_argument("path", metavar="PATH", help="a checkpoint")
-    parser.set_defaults(run=run, name=name)
-    return parser
 
 
 def _check_sharded(path: str) -> None:

@@ -1,15 +1,14 @@
-"""The subcommand ``convert``: conversion between checkpoints and Hugging Face folders."""
+"""The command ``convert``: conversion between checkpoints and Hugging Face folders."""
 
 from __future__ import annotations
 
-import argparse
 import shutil
-from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse.typing import PositiveInt
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import is_sharded_checkpoint
@@ -20,13 +19,13 @@ from lightning_megatron.checkpoint.hugging_face import (
     find_model,
     import_model,
 )
-from lightning_megatron.cli.checkpoint import DTYPES
+from lightning_megatron.cli.checkpoint import DTYPES, DtypeName
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap import parallelize
 
-EXAMPLE = """examples:
+EXAMPLES = """examples:
   lightning-megatron convert runs/last.ckpt exported            a folder for from_pretrained
   lightning-megatron convert path/to/folder model.ckpt          a checkpoint for validate and test
   lightning-megatron convert runs/last.ckpt exported --verify   compare both on some tokens
@@ -49,66 +48,78 @@ _NUM_TOKENS = 32
 _TOLERANCE = 1e-3
 
 
-def main(args: Sequence[str]) -> None:
-    """Run the subcommand."""
-    options = convert_parser().parse_args(args)
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
-    if Path(options.out).exists():
+def convert(
+    source: str,
+    out: str,
+    name: str | None = None,
+    dtype: DtypeName | None = None,
+    max_file_bytes: PositiveInt = 5 * 10**9,
+    tokenizer: str | None = None,
+    merge: bool = False,
+    verify: bool = False,
+    unsafe: bool = False,
+) -> None:
+    """Turn checkpoints into Hugging Face folders, and back.
+
+    Args:
+        source: A checkpoint of this library, or a local Hugging Face folder.
+        out: The folder or checkpoint to write.
+        name: Attribute of the LightningModule that holds the model; by default the only one, or
+            model.
+        dtype: Dtype of the weights; by default unchanged.
+        max_file_bytes: Maximum size of a file (bytes).
+        tokenizer: Copy the files of the tokenizer, and of generation, from this folder.
+        merge: Write the model with its adapter merged, instead of the adapter alone.
+        verify: Compare the results of both afterwards (needs transformers).
+        unsafe: Unpickle objects of any type from the checkpoint.
+    """
+    if Path(out).exists():
         raise CheckpointMismatchError(
-            f"the result must not exist yet: {options.out}. Its files would be mixed with the new "
-            "ones. Use another name."
+            f"the result must not exist yet: {out}. Its files would be mixed with the new ones. "
+            "Use another name."
         )
-    is_export = is_sharded_checkpoint(options.source)
-    _check_options(options, is_export)
-    if is_export:
-        limit = options.max_file_bytes
-        export_model(
-            options.source, options.out, options.name, dtype, limit, options.unsafe, options.merge
-        )
-        for file in _copied_files(options.tokenizer):
-            shutil.copy(file, options.out)
+    chosen = None if dtype is None else DTYPES[dtype]
+    if is_sharded_checkpoint(source):
+        copied = _tokenizer_files(tokenizer)
+        if verify and not merge:
+            _check_whole(find_model(source, name, unsafe))
+        export_model(source, out, name, chosen, max_file_bytes, unsafe, merge)
+        for file in copied:
+            shutil.copy(file, out)
+        print(f"{out}: a Hugging Face folder of {source}")
     else:
-        import_model(options.source, options.out, options.name or "model", dtype)
-    print(
-        f"{options.out}: {'a Hugging Face folder' if is_export else 'a checkpoint'} of "
-        f"{options.source}"
-    )
-    if options.verify:
-        checkpoint, folder = (
-            (options.source, options.out) if is_export else (options.out, options.source)
-        )
-        saved = find_model(checkpoint, options.name, options.unsafe)
-        if isinstance(saved, SavedOwnCodeModel):
-            what = "tensors"
-            gap = saved.gap(folder)
-        else:
-            what = f"results for {_NUM_TOKENS} tokens"
-            gap = compare(saved, folder)
-        print(f"{what} differ by {gap:.1e} of the largest")
-        if gap > _TOLERANCE:
+        if merge or tokenizer is not None:
             raise UnsupportedError(
-                f"both forms of a model must have the same {what}: they differ by {gap:.1e} of the "
-                f"largest, more than {_TOLERANCE:.0e}. Either they are of different models, or "
-                f"--dtype rounded the weights. Do not use {options.out}."
+                "--merge and --tokenizer are only for conversion to a Hugging Face folder: "
+                f"{source} is already one. Leave them out."
             )
+        import_model(source, out, name or "model", chosen)
+        print(f"{out}: a checkpoint of {source}")
+    if verify:
+        checkpoint, folder = (source, out) if is_sharded_checkpoint(source) else (out, source)
+        _verify(find_model(checkpoint, name, unsafe), folder, out)
 
 
-def _check_options(options: argparse.Namespace, is_export: bool) -> None:
-    """Reject options that cannot be combined, before anything is written."""
-    for name in ("merge", "tokenizer"):
-        if getattr(options, name) and not is_export:
-            raise UnsupportedError(
-                f"--{name} is only for conversion to a Hugging Face folder: {options.source} is "
-                f"already one. Leave --{name} out."
-            )
-    if options.tokenizer and not _copied_files(options.tokenizer):
-        raise CheckpointMismatchError(
-            f"--tokenizer must be a folder with files of a tokenizer: {options.tokenizer} has "
-            "none. Use the folder of the original model."
+COMMAND = convert
+
+
+def _verify(saved: SavedModel | SavedOwnCodeModel, folder: str, out: str) -> None:
+    if isinstance(saved, SavedOwnCodeModel):
+        what = "tensors"
+        gap = saved.gap(folder)
+    else:
+        what = f"results for {_NUM_TOKENS} tokens"
+        gap = compare(saved, folder)
+    print(f"{what} differ by {gap:.1e} of the largest")
+    if gap > _TOLERANCE:
+        raise UnsupportedError(
+            f"both forms of a model must have the same {what}: they differ by {gap:.1e} of the "
+            f"largest, more than {_TOLERANCE:.0e}. Either they are of different models, or "
+            f"--dtype rounded the weights. Do not use {out}."
         )
-    if not (is_export and options.verify) or options.merge:
-        return
-    saved = find_model(options.source, options.name, options.unsafe)
+
+
+def _check_whole(saved: SavedModel | SavedOwnCodeModel) -> None:
     if isinstance(saved, SavedModel) and saved.adapter:
         raise UnsupportedError(
             "--verify needs a whole model, because an adapter computes nothing without its base: "
@@ -116,60 +127,17 @@ def _check_options(options: argparse.Namespace, is_export: bool) -> None:
         )
 
 
-def _copied_files(folder: str | None) -> list[Path]:
+def _tokenizer_files(folder: str | None) -> list[Path]:
     """List the files of a folder that belong to the tokenizer or to generation."""
     if folder is None:
         return []
-    return sorted({file for pattern in _COPIED_FILES for file in Path(folder).glob(pattern)})
-
-
-def convert_parser() -> argparse.ArgumentParser:
-    """Build the parser of the subcommand's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron convert",
-        description="Turn checkpoints into Hugging Face folders, and back.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add(
-        "source",
-        metavar="SOURCE",
-        help="a checkpoint of this library, or a local Hugging Face folder",
-    )
-    add("out", metavar="OUT", help="the folder or checkpoint to write")
-    add(
-        "--name",
-        help=(
-            "attribute of the LightningModule that holds the model (default: the only one, or "
-            "model)"
-        ),
-    )
-    add("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
-    add(
-        "--max-file-bytes",
-        type=int,
-        default=5 * 10**9,
-        metavar="N",
-        help="maximum size of a file (default: 5e9)",
-    )
-    add(
-        "--tokenizer",
-        metavar="FOLDER",
-        help="copy the files of the tokenizer, and of generation, from this folder",
-    )
-    add(
-        "--merge",
-        action="store_true",
-        help="write the model with its adapter merged, instead of the adapter alone",
-    )
-    add(
-        "--verify",
-        action="store_true",
-        help="compare the results of both afterwards (needs transformers)",
-    )
-    add("--unsafe", action="store_true", help="unpickle objects of any type from the checkpoint")
-    return parser
+    files = sorted({file for pattern in _COPIED_FILES for file in Path(folder).glob(pattern)})
+    if not files:
+        raise CheckpointMismatchError(
+            f"--tokenizer must be a folder with files of a tokenizer: {folder} has none. Use the "
+            "folder of the original model."
+        )
+    return files
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.plan.layout import ParallelLayout
 
@@ -126,6 +127,14 @@ class NodeMap:
         return left + NODE_PADDING + column * (SQUARE + GAP), top + NODE_TITLE + row * (
             SQUARE + GAP
         )
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a picture of an unknown format, or in a folder that does not exist."""
+    if path.suffix.lower() not in PICTURE_SUFFIXES:
+        raise UnsupportedError(f"{str(path)!r} must end in {', '.join(PICTURE_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise UnsupportedError(f"folder {str(path.parent)!r} does not exist")
 
 
 def draw_layout(

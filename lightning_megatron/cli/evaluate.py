@@ -1,16 +1,16 @@
-"""The subcommand ``evaluate``: perplexity and cloze accuracy of a language model."""
+"""The command ``evaluate``: perplexity and cloze accuracy of a language model."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Mapping, Sequence
+import json as json_text
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from lightning_megatron.cli.arguments import at_least_one
-from lightning_megatron.cli.model_call import add_layout, axis_sizes, dtype_of, trainer_for
+from jsonargparse.typing import PositiveInt
+
+from lightning_megatron.cli.model_call import LayoutOptions
 from lightning_megatron.cli.opened_model import OpenedModel
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.tasks.evaluation import (
     EvaluatedLM,
     EvaluationData,
@@ -18,32 +18,99 @@ from lightning_megatron.tasks.evaluation import (
     WikiTextData,
 )
 
-EXAMPLE = """examples:
-  lightning-megatron evaluate path/to/folder --task wikitext --data wiki.test.tokens
-  lightning-megatron evaluate runs/last.ckpt --task lambada --data lambada_test.jsonl \\
+EXAMPLES = """examples:
+  lightning-megatron evaluate wikitext path/to/folder wiki.test.tokens
+  lightning-megatron evaluate lambada runs/last.ckpt lambada_test.jsonl \\
       --tokenizer gpt2 --tp 2 --pp 2 --devices 4 --precision bf16-true"""
 
-#: Options that only the task ``wikitext`` has, with their defaults.
-_OF_WIKITEXT = {"stride": 32, "plain": False}
-_DEFAULT_WINDOW = 1024
+
+def wikitext(
+    model: str,
+    data: str,
+    layout: LayoutOptions,
+    tokenizer: str | None = None,
+    window: PositiveInt = 1024,
+    stride: PositiveInt = 32,
+    plain: bool = False,
+    batch_size: PositiveInt = 1,
+    json: bool = False,
+    progress: bool = True,
+) -> None:
+    """Print the perplexity of a language model on WikiText or another text, under any layout.
+
+    Args:
+        model: A local Hugging Face folder, or a checkpoint.
+        data: A text file, such as wiki.test.tokens.
+        tokenizer: bytes, gpt2 or a path; by default that of the Hugging Face folder.
+        window: Tokens that the model reads at once.
+        stride: Tokens by which windows advance; 32 as published, the size of a window is fastest.
+        plain: The text is plain text, which is not detokenized.
+        batch_size: Rows of a batch on a rank.
+        json: Print one JSON object, and no progress bar.
+        progress: Show a progress bar.
+    """
+
+    def rows(name: str) -> EvaluationData:
+        return WikiTextData(data, name, window, stride, plain, batch_size)
+
+    _evaluate("wikitext", model, data, layout, tokenizer, rows, json, progress)
 
 
-def main(args: Sequence[str]) -> None:
-    """Run the subcommand; every rank runs it with the same arguments."""
-    options = evaluate_parser().parse_args(args)
-    _check_options(options)
-    model = OpenedModel.at(options.model, dtype_of(options))
-    tokenizer = model.tokenizer_name(options.tokenizer)
-    data = _data(options, tokenizer)
+def lambada(
+    model: str,
+    data: str,
+    layout: LayoutOptions,
+    tokenizer: str | None = None,
+    window: PositiveInt | None = None,
+    batch_size: PositiveInt = 1,
+    json: bool = False,
+    progress: bool = True,
+) -> None:
+    """Print the accuracy of a language model on LAMBADA, under any layout.
+
+    Args:
+        model: A local Hugging Face folder, or a checkpoint.
+        data: JSON lines with the key `text`.
+        tokenizer: bytes, gpt2 or a path; by default that of the Hugging Face folder.
+        window: Tokens that the model reads at once; by default the longest passage.
+        batch_size: Rows of a batch on a rank.
+        json: Print one JSON object, and no progress bar.
+        progress: Show a progress bar.
+    """
+
+    def rows(name: str) -> EvaluationData:
+        return LambadaData(data, name, window, batch_size)
+
+    _evaluate("lambada", model, data, layout, tokenizer, rows, json, progress)
+
+
+COMMAND = {"wikitext": wikitext, "lambada": lambada}
+
+
+def _evaluate(
+    task: str,
+    path: str,
+    data: str,
+    layout: LayoutOptions,
+    tokenizer: str | None,
+    rows_with: Callable[[str], EvaluationData],
+    json: bool,
+    progress: bool,
+) -> None:
+    """Measure and print; every rank runs this with the same arguments."""
+    model = OpenedModel.at(path, layout.dtype)
+    rows = rows_with(model.tokenizer_name(tokenizer))
     # Read the data here, so that errors in it are raised before other processes start.
-    data.setup("test")
+    rows.setup("test")
     # With --json, the standard output must contain only the JSON object.
-    trainer = trainer_for(options, has_progress=not (options.no_progress or options.json))
-    trainer.test(EvaluatedLM(model.module), data, ckpt_path=model.checkpoint, verbose=False)
+    trainer = layout.trainer(has_progress=progress and not json)
+    trainer.test(EvaluatedLM(model.module), rows, ckpt_path=model.checkpoint, verbose=False)
     if trainer.is_global_zero:
         results = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        report = json.dumps if options.json else table
-        print(report(_described(options, trainer.world_size) | data.sizes() | results))
+        described = {"model": path, "task": task, "data": data}
+        described |= asdict(layout) | {"devices": trainer.world_size}
+        report = json_text.dumps if json else table
+        print(report(described | rows.sizes() | results))
 
 
 def table(report: Mapping[str, Any]) -> str:
@@ -53,85 +120,3 @@ def table(report: Mapping[str, Any]) -> str:
         f"{name:<{width}}{f'{value:.6g}' if isinstance(value, float) else value}"
         for name, value in report.items()
     )
-
-
-def _described(options: argparse.Namespace, world_size: int) -> dict[str, Any]:
-    return {
-        "model": options.model,
-        "task": options.task,
-        "data": options.data,
-        "precision": options.precision,
-        "devices": world_size,
-        **axis_sizes(options),
-    }
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    """Refuse options of another task, and set the defaults of options that are not given."""
-    for name, default in _OF_WIKITEXT.items():
-        if options.task != "wikitext" and getattr(options, name) is not None:
-            raise UnsupportedError(
-                f"--{name} is for long texts alone: --task {options.task} scores one word of each "
-                f"passage. Leave --{name} out, or use --task wikitext."
-            )
-        if getattr(options, name) is None:
-            setattr(options, name, default)
-
-
-def _data(options: argparse.Namespace, tokenizer: str) -> EvaluationData:
-    if options.task == "lambada":
-        return LambadaData(options.data, tokenizer, options.window, options.batch_size)
-    return WikiTextData(
-        options.data,
-        tokenizer,
-        options.window or _DEFAULT_WINDOW,
-        options.stride,
-        options.plain,
-        options.batch_size,
-    )
-
-
-def evaluate_parser() -> argparse.ArgumentParser:
-    """Build the parser of the subcommand's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron evaluate",
-        description="Print the perplexity of a language model on WikiText or another text, or its "
-        "accuracy on LAMBADA, under any layout.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="a local Hugging Face folder, or a checkpoint")
-    add("--task", choices=("wikitext", "lambada"), required=True, help="task to measure")
-    add(
-        "--data",
-        required=True,
-        metavar="FILE",
-        help="wikitext: a text file, such as wiki.test.tokens; lambada: JSON lines with the key "
-        "`text`",
-    )
-    add("--tokenizer", help="bytes, gpt2 or a path (default: that of the Hugging Face folder)")
-    add(
-        "--window",
-        type=at_least_one,
-        metavar="N",
-        help="tokens that the model reads at once (default: 1024 for wikitext, any for lambada)",
-    )
-    add(
-        "--stride",
-        type=at_least_one,
-        metavar="N",
-        help="wikitext: tokens by which windows advance (default: 32, as published; the size of "
-        "the window is the fastest)",
-    )
-    add(
-        "--plain",
-        action="store_true",
-        default=None,
-        help="wikitext: the text is plain text, which is not detokenized",
-    )
-    add("--batch-size", type=at_least_one, default=1, metavar="N", help="rows of a batch on a rank")
-    add_layout(parser)
-    add("--json", action="store_true", help="print one JSON object, and no progress bar")
-    add("--no-progress", action="store_true", help="show no progress bar")
-    return parser

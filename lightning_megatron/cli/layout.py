@@ -1,103 +1,82 @@
-"""The subcommand ``layout``: print, and optionally draw, the ranks of each process group."""
+"""The command ``layout``: print, and optionally draw, the ranks of each process group."""
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from math import lcm
+from pathlib import Path
 
-from lightning_megatron.cli.arguments import at_least_one, picture_file
-from lightning_megatron.cli.draw_layout import GPUS_PER_NODE, draw_layout
+from jsonargparse.typing import NonNegativeInt, PositiveInt
+
+from lightning_megatron.cli.draw_layout import GPUS_PER_NODE, check_picture, draw_layout
 from lightning_megatron.plan.layout import DEFAULT_ORDER, ParallelLayout
 from lightning_megatron.plan.partition import LayerPartition
 
-EXAMPLE = """example:
+EXAMPLES = """example:
   lightning-megatron layout --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4 --png map.png"""
 
 DENSE_GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp")
 EXPERT_GROUPS = ("etp", "ep", "edp")
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Run the subcommand."""
-    run_layout(layout_parser().parse_args(args))
+def layout(
+    world_size: PositiveInt | None = None,
+    tp: PositiveInt = 1,
+    pp: PositiveInt = 1,
+    cp: PositiveInt = 1,
+    vpp: PositiveInt = 1,
+    ep: PositiveInt = 1,
+    etp: PositiveInt | None = None,
+    stage_layers: str | None = None,
+    order: str = DEFAULT_ORDER,
+    rank_offset: NonNegativeInt = 0,
+    gpus_per_node: PositiveInt | None = None,
+    png: Path | None = None,
+) -> None:
+    """Print which ranks form which group, before any process starts.
 
-
-def layout_parser() -> argparse.ArgumentParser:
-    """Build the parser of the subcommand's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron layout",
-        description="Print which ranks form which group, before any process starts.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    Args:
+        world_size: Number of ranks; by default the smallest for the other sizes.
+        tp: Tensor parallel size.
+        pp: Pipeline stages.
+        cp: Context parallel size.
+        vpp: Chunks per pipeline stage.
+        ep: Expert parallel size.
+        etp: Tensor parallel size of each expert; by default tp.
+        stage_layers: Layers of each virtual stage: numbers such as 4,5,5,2, or a string such as
+            'Et*4|(t*5|)*2ttL'.
+        order: Axes, fastest first.
+        rank_offset: Global rank of the first rank.
+        gpus_per_node: Mark groups that cross nodes.
+        png: Draw the rank map into this .png, .svg or .pdf file.
+    """
+    if png is not None:
+        check_picture(png)
+    if world_size is None:
+        world_size = lcm(tp * cp, ep * (etp or tp)) * pp
+    planned = ParallelLayout(
+        world_size,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=ep,
+        etp=etp,
+        vpp=vpp,
+        order=order,
+        rank_offset=rank_offset,
+        stage_layers=None if stage_layers is None else _stage_layers(stage_layers),
     )
-    add = parser.add_argument
-    add(
-        "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
-    )
-    add("--tp", type=int, default=1, metavar="N", help="tensor parallel size")
-    add("--pp", type=int, default=1, metavar="N", help="pipeline stages")
-    add("--cp", type=int, default=1, metavar="N", help="context parallel size")
-    add("--vpp", type=int, default=1, metavar="N", help="chunks per pipeline stage")
-    add(
-        "--stage-layers",
-        "--stage_layers",
-        type=_stage_layers,
-        metavar="LAYERS",
-        help="layers of each virtual stage: numbers such as 4,5,5,2, or a string such as "
-        "'Et*4|(t*5|)*2ttL'",
-    )
-    add("--ep", type=int, default=1, metavar="N", help="expert parallel size")
-    add("--etp", type=int, metavar="N", help="tensor parallel size of each expert (default: tp)")
-    add("--order", default=DEFAULT_ORDER, help="axes, fastest first (default: %(default)s)")
-    add(
-        "--rank-offset",
-        "--rank_offset",
-        type=int,
-        default=0,
-        metavar="N",
-        help="global rank of the first rank",
-    )
-    add(
-        "--gpus-per-node",
-        "--gpus_per_node",
-        type=at_least_one,
-        metavar="N",
-        help="mark groups that cross nodes",
-    )
-    add(
-        "--png",
-        type=picture_file,
-        metavar="FILE",
-        help="draw the rank map into this .png, .svg or .pdf file",
-    )
-    return parser
-
-
-def run_layout(options: argparse.Namespace) -> None:
-    """Print the layout of the given options, and draw it if ``--png`` names a file."""
-    layout = ParallelLayout(
-        options.world_size,
-        tp=options.tp,
-        pp=options.pp,
-        cp=options.cp,
-        ep=options.ep,
-        etp=options.etp,
-        vpp=options.vpp,
-        order=options.order,
-        rank_offset=options.rank_offset,
-        stage_layers=options.stage_layers,
-    )
-    experts = layout.has_experts or options.etp is not None
+    experts = planned.has_experts or etp is not None
     width = max(60, min(120, shutil.get_terminal_size((100, 24)).columns))
-    print(
-        describe_layout(layout, experts=experts, gpus_per_node=options.gpus_per_node, width=width)
-    )
-    if options.png is not None:
-        gpus_per_node = options.gpus_per_node or GPUS_PER_NODE
-        draw_layout(layout, options.png, gpus_per_node=gpus_per_node, experts=experts)
-        print(f"\nrank map, nodes of {gpus_per_node}: {options.png}")
+    print(describe_layout(planned, experts=experts, gpus_per_node=gpus_per_node, width=width))
+    if png is not None:
+        draw_layout(planned, png, gpus_per_node=gpus_per_node or GPUS_PER_NODE, experts=experts)
+        print(f"\nrank map, nodes of {gpus_per_node or GPUS_PER_NODE}: {png}")
+
+
+COMMAND = layout
 
 
 def describe_layout(

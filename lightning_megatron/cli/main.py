@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from lightning_megatron.cli.command import run_command
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
@@ -27,6 +28,10 @@ OUR_ERRORS = (
     RankMismatchError,
     UnsupportedError,
 )
+
+
+#: Exit status for damaged files; unusable arguments exit with 2.
+DAMAGED = 1
 
 
 class Command(NamedTuple):
@@ -115,12 +120,12 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if args is None else args)
     name = help_parser().parse_args(arguments[:1] or ["--help"]).command
-    run = import_module(COMMANDS[name].module).main
+    module = import_module(COMMANDS[name].module)
     if COMMANDS[name].module == TRAINER:
         # The strategy launches the other ranks with the command line of this process. MegatronCLI
         # therefore reads `sys.argv` itself unless arguments were given.
         try:
-            run(None if args is None else arguments)
+            module.main(None if args is None else arguments)
         except ValueError as error:
             ours = _wrapped(error)
             if ours is None:
@@ -128,7 +133,7 @@ def main(args: Sequence[str] | None = None) -> None:
             _end(name, ours)
         return
     try:
-        run(arguments[1:])
+        run_command(f"lightning-megatron {name}", module.COMMAND, arguments[1:], module.EXAMPLES)
     except OUR_ERRORS as error:
         _end(name, error)
 
@@ -142,5 +147,8 @@ def _wrapped(error: BaseException) -> BaseException | None:
 
 
 def _end(name: str, error: BaseException) -> None:
-    print(f"lightning-megatron {name}: error: {error}", file=sys.stderr)
-    sys.exit(2)
+    message = f"lightning-megatron {name}: error: {error}"
+    if "weights_only=False" in message:
+        message += " For this command, the option is --unsafe instead of weights_only=False."
+    print(message, file=sys.stderr)
+    sys.exit(DAMAGED if isinstance(error, CorruptDataError) else 2)

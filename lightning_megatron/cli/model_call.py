@@ -2,78 +2,65 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.models.token_module import TokenModule
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
-PRECISIONS = ("32-true", "bf16-true", "16-true", "64-true", "bf16-mixed", "16-mixed")
 _DTYPES = {"bf16-true": "bfloat16", "16-true": "float16"}
-_AXES = {
-    "tp": "tensor parallel size",
-    "pp": "pipeline stages",
-    "cp": "context parallel size",
-    "ep": "expert parallel size",
-}
 
 
-def add_layout(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the layout, the devices and the precision."""
-    add = parser.add_argument
-    for name, what in _AXES.items():
-        add(f"--{name}", type=at_least_one, default=1, metavar="N", help=what)
-    add(
-        "--devices",
-        type=at_least_one,
-        default=1,
-        metavar="N",
-        help="devices of each node (default: 1)",
-    )
-    add("--nodes", type=at_least_one, default=1, metavar="N", help="nodes (default: 1)")
-    add("--accelerator", default="auto", help="accelerator of the Trainer (default: %(default)s)")
-    add(
-        "--precision",
-        choices=PRECISIONS,
-        default="32-true",
-        help="precision (default: %(default)s)",
-    )
-
-
-def axis_sizes(options: argparse.Namespace) -> dict[str, int]:
-    """Return the sizes of the layout's axes by their names."""
-    return {name: getattr(options, name) for name in _AXES}
-
-
-def dtype_of(options: argparse.Namespace) -> str:
-    """Return the dtype in which a Hugging Face folder is read."""
-    return _DTYPES.get(options.precision, "float32")
-
-
-def trainer_for(options: argparse.Namespace, *, has_progress: bool = False) -> Trainer:
-    """Return a Trainer of the given layout that writes no file.
+@dataclass(frozen=True)
+class LayoutOptions:
+    """Layout, devices and precision of a command that computes with a model.
 
     Args:
-        has_progress: Whether the Trainer shows a progress bar.
+        tp: Tensor parallel size.
+        pp: Pipeline stages.
+        cp: Context parallel size.
+        ep: Expert parallel size.
+        devices: Devices of each node.
+        nodes: Nodes.
+        accelerator: Accelerator of the Trainer.
+        precision: Precision of the Trainer.
     """
-    sizes: Any = axis_sizes(options)
-    return Trainer(
-        strategy=MegatronStrategy(**sizes),
-        accelerator=options.accelerator,
-        devices=options.devices,
-        num_nodes=options.nodes,
-        precision=options.precision,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=has_progress,
+
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    devices: PositiveInt = 1
+    nodes: PositiveInt = 1
+    accelerator: str = "auto"
+    precision: Literal["32-true", "bf16-true", "16-true", "64-true", "bf16-mixed", "16-mixed"] = (
+        "32-true"
     )
+
+    @property
+    def dtype(self) -> str:
+        """Dtype in which a Hugging Face folder is read."""
+        return _DTYPES.get(self.precision, "float32")
+
+    def trainer(self, *, has_progress: bool = False) -> Trainer:
+        """Return a Trainer of this layout that writes no file."""
+        return Trainer(
+            strategy=MegatronStrategy(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep),
+            accelerator=self.accelerator,
+            devices=self.devices,
+            num_nodes=self.nodes,
+            precision=self.precision,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=has_progress,
+        )
 
 
 class _NoRows(IterableDataset):

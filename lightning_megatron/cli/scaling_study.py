@@ -1,19 +1,17 @@
-"""The subcommand ``scaling-study``: weak and strong scaling as in the paper on Megatron-LM."""
+"""The command ``scaling-study``: weak and strong scaling as in the paper on Megatron-LM."""
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.models.model_flops import FLOP_RULE
@@ -21,10 +19,11 @@ from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strict_json import parse_object
 from lightning_megatron.tasks.scaling import (
     PAPER_REPLICAS,
-    SIZES,
     STUDIES,
     ScalingCase,
+    ScalingJob,
     ScalingRow,
+    Size,
     Study,
     cases_of,
     check_replicas,
@@ -68,117 +67,83 @@ def draw_scaling(records: Sequence[Mapping[str, Any]], picture: Path) -> None:
     figure.savefig(picture, dpi=150)
 
 
-EXAMPLE = """examples:
+EXAMPLES = """examples:
   lightning-megatron scaling-study --output scaling
   lightning-megatron scaling-study --size tiny --devices 2 --studies model strong --output tiny"""
 
-_JOB = "lightning_megatron.tasks.scaling.scaling_job"
 #: Options of the strategy that a study sets itself.
 _SET_BY_STUDY = {"tp", "recompute"}
 
 
-def main(args: Sequence[str]) -> None:
-    """Run the subcommand."""
-    options = study_parser().parse_args(args)
-    on_gpu = torch.cuda.is_available()
-    options.devices = options.devices or (torch.cuda.device_count() if on_gpu else 2)
+@dataclass(frozen=True)
+class StudyOptions:
+    """Size, devices and training of a scaling study.
+
+    Args:
+        size: small divides widths by 2 and layers by 4; tiny, for CPUs, by 16 and 20.
+        devices: Maximum number of GPUs or CPU processes; by default all GPUs, or 2 processes.
+        replicas: Replicas in the study model+data; by default devices / 8, from 2 to 64 as
+            published.
+        batch_size: Samples of a replica per step.
+        steps: Measured steps.
+        warmup: Steps before the measured ones.
+        precision: Precision of the Trainer; by default bf16-mixed, on CPUs 32-true.
+        recompute: Activations that are recomputed; full as published.
+        timeout: Seconds after which a job is ended.
+    """
+
+    size: Size = "paper"
+    devices: PositiveInt | None = None
+    replicas: NonNegativeInt | None = None
+    batch_size: PositiveInt = 8
+    steps: PositiveInt = 20
+    warmup: PositiveInt = 5
+    precision: str | None = None
+    recompute: Literal["selective", "full"] | None = None
+    timeout: PositiveInt = 1800
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the study may use."""
+        return self.devices or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+
+
+def scaling_study(
+    options: StudyOptions,
+    output: Path = Path("runs/scaling"),
+    studies: list[Study] = [],  # noqa: B006
+    strategy: str = "{}",
+) -> None:
+    """Train the models of the paper on Megatron-LM (tables 1, 7, 8 and figure 5), each alone.
+
+    It compares tokens/s and TFLOP/s. One node; a model that fails is a row with the reason.
+
+    Args:
+        output: Folder of study.json, .csv and .png.
+        studies: Studies to run; by default all.
+        strategy: Further options of MegatronStrategy as JSON, such as
+            {"cuda_graphs": "segments"}.
+    """
     # A replica of the largest model needs eight GPUs.
-    options.replicas = options.replicas or min(PAPER_REPLICAS, max(2, options.devices // 8))
-    check_replicas(options.replicas)
-    options.strategy = strategy_options(options.strategy)
-    options.precision = options.precision or ("bf16-mixed" if on_gpu else "32-true")
-    options.accelerator = "cuda" if on_gpu else "cpu"
-    folder = Path(options.output)
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    replicas = options.replicas
+    if replicas is None:
+        replicas = min(PAPER_REPLICAS, max(2, options.num_devices // 8))
+    check_replicas(replicas)
+    settings = strategy_options(strategy)
+    (output / "logs").mkdir(parents=True, exist_ok=True)
     print(f"TFLOP/s: {FLOP_RULE}", flush=True)
     ran: dict[ScalingCase, dict[str, Any]] = {}
     rows = []
-    for study in options.studies:
-        for case in cases_of(study, options.size, options.replicas, options.batch_size):
+    for study in studies or STUDIES:
+        for case in cases_of(study, options.size, replicas, options.batch_size):
             # A configuration that several studies share runs once.
             if case not in ran:
-                ran[case] = _run(case, options, folder)
+                ran[case] = _run(case, options, settings, output / "logs")
             rows.append(_row(study, case, ran[case]))
-    _report(rows, ran, options, folder)
+    _report(rows, ran, options, settings, output)
 
 
-def study_parser() -> argparse.ArgumentParser:
-    """Build the parser of the subcommand's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron scaling-study",
-        description="Train the models of the paper on Megatron-LM (tables 1, 7, 8 and figure 5), "
-        "each in a job of its own, and compare tokens/s and TFLOP/s. One node; a model that fails "
-        "is a row with the reason.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--output", required=True, metavar="FOLDER", help="folder of study.json, .csv and .png")
-    add(
-        "--size",
-        choices=SIZES,
-        default="paper",
-        help="small divides widths by 2 and layers by 4; tiny, for CPUs, by 16 and 20",
-    )
-    add(
-        "--studies",
-        nargs="+",
-        choices=STUDIES,
-        default=list(STUDIES),
-        help="studies to run (default: all)",
-    )
-    add(
-        "--devices",
-        type=at_least_one,
-        metavar="N",
-        help="maximum number of GPUs or CPU processes (default: all GPUs, or 2 processes)",
-    )
-    add(
-        "--replicas",
-        type=int,
-        metavar="N",
-        help="replicas in the study model+data (default: devices / 8, from 2 to 64 as published)",
-    )
-    add(
-        "--batch-size",
-        type=at_least_one,
-        default=8,
-        metavar="N",
-        help="samples of a replica per step",
-    )
-    _add_training_options(parser)
-    return parser
-
-
-def _add_training_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--steps", type=at_least_one, default=20, metavar="N", help="measured steps (default: 20)")
-    add(
-        "--warmup",
-        type=at_least_one,
-        default=5,
-        metavar="N",
-        help="steps before the measured ones (default: 5)",
-    )
-    add("--precision", help="precision of the Trainer (default: bf16-mixed, on CPUs 32-true)")
-    add(
-        "--recompute",
-        choices=("selective", "full"),
-        help="activations that are recomputed; full as published (default: none)",
-    )
-    add(
-        "--strategy",
-        default="{}",
-        metavar="JSON",
-        help='further options of MegatronStrategy, for example {"cuda_graphs": "segments"}',
-    )
-    add(
-        "--timeout",
-        type=at_least_one,
-        default=1800,
-        metavar="S",
-        help="seconds after which a job is ended (default: 1800)",
-    )
+COMMAND = scaling_study
 
 
 def strategy_options(text: str) -> dict[str, Any]:
@@ -193,18 +158,22 @@ def strategy_options(text: str) -> dict[str, Any]:
     return options
 
 
-def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def _run(
+    case: ScalingCase, options: StudyOptions, strategy: dict[str, Any], logs: Path
+) -> dict[str, Any]:
     """Run a configuration as a separate job; return its result or the reason for its failure."""
-    if case.devices > options.devices:
-        return {"failure": f"needs {case.devices} devices: there are {options.devices}"}
-    result, log = (folder / "logs" / f"{case.label}{end}" for end in (".json", ".txt"))
-    command = [sys.executable, "-m", _JOB, "--case", json.dumps(asdict(case))]
-    command += ["--result", str(result), "--steps", str(options.steps)]
-    command += ["--warmup", str(options.warmup), "--precision", options.precision]
-    command += ["--accelerator", options.accelerator]
-    command += ["--strategy", json.dumps(options.strategy)]
-    command += ["--recompute", options.recompute] if options.recompute else []
-    measured = measure_job(command, log, result, options.timeout)
+    if case.devices > options.num_devices:
+        return {"failure": f"needs {case.devices} devices: there are {options.num_devices}"}
+    result = logs / f"{case.label}.json"
+    job = ScalingJob(
+        case,
+        str(result),
+        options.steps,
+        options.warmup,
+        options.precision or ("bf16-mixed" if torch.cuda.is_available() else "32-true"),
+        {**strategy, "tp": case.tp, "recompute": options.recompute},
+    )
+    measured = measure_job(job.command, logs / f"{case.label}.txt", result, options.timeout)
     outcome = measured["failure"] or f"{measured['seconds_per_step']:.4g} s a step"
     print(f"{case.label}: {outcome}", file=sys.stderr, flush=True)
     return measured
@@ -224,20 +193,17 @@ def _row(study: Study, case: ScalingCase, measured: dict[str, Any]) -> ScalingRo
 def _report(
     rows: Sequence[ScalingRow],
     ran: dict[ScalingCase, dict[str, Any]],
-    options: argparse.Namespace,
+    options: StudyOptions,
+    strategy: dict[str, Any],
     folder: Path,
 ) -> None:
     records = records_of(rows)
     device = next((result["device"] for result in ran.values() if "device" in result), None)
     settings = {
-        "size": options.size,
+        **asdict(options),
+        "devices": options.num_devices,
         "device": device,
-        "devices": options.devices,
-        "precision": options.precision,
-        "recompute": options.recompute,
-        "strategy": options.strategy,
-        "steps": options.steps,
-        "warmup": options.warmup,
+        "strategy": strategy,
         "torch": torch.__version__,
         "flop_rule": FLOP_RULE,
     }

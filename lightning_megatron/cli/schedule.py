@@ -1,14 +1,15 @@
-"""The subcommand ``schedule``: simulate, compare and draw pipeline schedules."""
+"""The command ``schedule``: simulate, compare and draw pipeline schedules."""
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from collections.abc import Mapping, Sequence
 from math import lcm
 from pathlib import Path
 
-from lightning_megatron.cli.arguments import at_least_one, picture_file
+from jsonargparse.typing import PositiveFloat, PositiveInt
+
+from lightning_megatron.cli.draw_layout import check_picture
 from lightning_megatron.cli.draw_schedule import draw_schedules
 from lightning_megatron.cli.schedule_costs import (
     PipelineCosts,
@@ -19,64 +20,82 @@ from lightning_megatron.cli.schedule_costs import (
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.live_microbatches import check_peak, is_within
-from lightning_megatron.plan.schedule import NAMED_SCHEDULES, SCHEDULE_NAMES, build_schedule
+from lightning_megatron.plan.schedule import NAMED_SCHEDULES, ScheduleName, build_schedule
 
-DESCRIPTION = """Simulate a pipeline schedule, or compare all of them: step time, bubble and memory.
-No process starts, and no GPU is needed."""
-EXAMPLE = """examples:
+EXAMPLES = """examples:
   lightning-megatron schedule --name zb-v --pp 4 --microbatches 8 --png timeline.png
-  lightning-megatron schedule --compare --pp 4 --microbatches 16 --costs costs.yaml"""
+  lightning-megatron schedule --pp 4 --microbatches 16 --costs costs.yaml"""
 IN_FLIGHT = "in flight: microbatches whose activations a rank keeps, counted for each chunk"
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Run the subcommand.
+def schedule(
+    name: ScheduleName | None = None,
+    pp: PositiveInt = 4,
+    microbatches: PositiveInt = 8,
+    chunks: PositiveInt | None = None,
+    microbatch_group_size: PositiveInt | None = None,
+    costs: Path | None = None,
+    memory: PositiveFloat | None = None,
+    png: Path | None = None,
+) -> None:
+    """Simulate a pipeline schedule, or compare all of them: step time, bubble and memory.
+
+    No process starts, and no GPU is needed.
 
     Args:
-        args: Arguments after the name of the subcommand; None uses those of this process.
+        name: A named schedule; by default all are compared.
+        pp: Pipeline stages.
+        microbatches: Microbatches of a step.
+        chunks: Chunks per stage; by default as needed. In a comparison, those of interleaved.
+        microbatch_group_size: Microbatches that pass a chunk before the next one (interleaved).
+        costs: Times of virtual stages, a YAML or JSON file.
+        memory: Activations that a rank may keep, in the unit of the costs, by default microbatches.
+        png: Draw the timelines into this .png, .svg or .pdf file.
 
     Raises:
         ParallelPlanError: If sizes, costs or the schedule are not legal.
         CorruptDataError: If the file of costs cannot be read.
         MissingExtraError: If ``--png`` is given and matplotlib is not installed.
     """
-    options = schedule_parser().parse_args(args)
-    names = SCHEDULE_NAMES if options.compare else (options.name,)
-    chunks = {name: _chunks_of(name, options) for name in names}
-    num_parts = lcm(*chunks.values())
+    if png is not None:
+        check_picture(png)
+    names = NAMED_SCHEDULES if name is None else (name,)
+    sizes = {one: _chunks_of(one, chunks, name is None) for one in names}
+    num_parts = lcm(*sizes.values())
     part = "a stage" if num_parts == 1 else f"1/{num_parts} of a stage"
     source = f"forward, input half and weight half of {part} take a tick each"
-    costs = equal_costs(options.pp, num_parts)
-    if options.costs is not None:
-        source = f"times of {options.costs}"
-        costs = read_costs(options.costs, options.pp)
+    stages = equal_costs(pp, num_parts)
+    if costs is not None:
+        source = f"times of {costs}"
+        stages = read_costs(costs, pp)
     outcomes = []
     refusals = {}
-    for name in names:
-        is_alone = not options.compare or name == "interleaved"
-        group = options.microbatch_group_size if is_alone else None
+    for one, num_chunks in sizes.items():
+        group = microbatch_group_size if one in (name, "interleaved") else None
         try:
-            schedule = build_schedule(name, options.pp, options.microbatches, chunks[name], group)
-            outcomes.append(ScheduleOutcome.of(schedule, costs))
+            built = build_schedule(one, pp, microbatches, num_chunks, group)
+            outcomes.append(ScheduleOutcome.of(built, stages))
         except ParallelPlanError as error:
-            if not options.compare:
+            if name is not None:
                 raise
-            refusals[name] = str(error)
-    if options.compare:
-        text = _describe_comparison(outcomes, refusals, options, source)
+            refusals[one] = str(error)
+    title = f"pp {pp}, {_microbatches(microbatches)}"
+    if name is None:
+        text = _describe_comparison(outcomes, refusals, memory, f"{title}; {source}")
     else:
-        text = _describe_outcome(outcomes[0], costs, options.memory, source)
+        text = _describe_outcome(outcomes[0], stages, memory, source)
     print(text)
-    if options.png is not None and outcomes:
-        title = f"pp {options.pp}, {options.microbatches} microbatches"
-        draw_schedules(outcomes, options.png, title, text)
-        print(f"\ntimelines: {options.png}")
+    if png is not None and outcomes:
+        draw_schedules(outcomes, png, title, text)
+        print(f"\ntimelines: {png}")
 
 
-def _chunks_of(name: str, options: argparse.Namespace) -> int:
-    """Return the chunks per stage; in a comparison, ``--chunks`` applies to interleaved only."""
-    if options.chunks is not None and (name == "interleaved" or not options.compare):
-        return int(options.chunks)
+COMMAND = schedule
+
+
+def _chunks_of(name: str, given: int | None, compares: bool) -> int:
+    if given is not None and (name == "interleaved" or not compares):
+        return given
     return NAMED_SCHEDULES[name].chunks or 2
 
 
@@ -110,11 +129,11 @@ def _describe_outcome(
 def _describe_comparison(
     outcomes: Sequence[ScheduleOutcome],
     refusals: Mapping[str, str],
-    options: argparse.Namespace,
-    source: str,
+    memory: float | None,
+    title: str,
 ) -> str:
     """Return a table with one row for each schedule, and the reasons why others cannot run."""
-    limit = float("inf") if options.memory is None else options.memory
+    limit = float("inf") if memory is None else memory
     rows = [["schedule", "chunks", "step", "bubble", "waits", "in flight", "activations"]]
     for outcome in outcomes:
         timeline = outcome.timeline
@@ -127,7 +146,7 @@ def _describe_comparison(
             f"{peak:.4g}{'' if is_within(peak, limit) else '*'}",
         ]
         rows.append([outcome.schedule.name, outcome.chunks, *numbers])
-    lines = [f"pp {options.pp}, {_microbatches(options.microbatches)}; {source}", ""]
+    lines = [title, ""]
     lines += [align_columns(rows), ""] if outcomes else []
     if any(row[-1].endswith("*") for row in rows):
         lines.append(f"* more than the limit of {limit:g}")
@@ -143,45 +162,3 @@ def _describe_comparison(
 
 def _microbatches(number: int) -> str:
     return f"{number} {'microbatch' if number == 1 else 'microbatches'}"
-
-
-def schedule_parser() -> argparse.ArgumentParser:
-    """Build the parser of the subcommand's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron schedule",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--name", choices=SCHEDULE_NAMES, metavar="NAME", help="a named schedule")
-    which.add_argument("--compare", action="store_true", help="compare all named schedules")
-
-    def add_count(*names: str, text: str, required: bool = False) -> None:
-        parser.add_argument(*names, type=at_least_one, required=required, metavar="N", help=text)
-
-    add_count("--pp", text="pipeline stages", required=True)
-    add_count("--microbatches", text="microbatches of a step", required=True)
-    add_count("--chunks", "--vpp", text="chunks per stage (default: as needed)")
-    add_count(
-        "--microbatch-group-size",
-        "--microbatch_group_size",
-        text="microbatches that pass a chunk before the next one starts (interleaved; default: pp)",
-    )
-    add = parser.add_argument
-    add("--costs", type=Path, metavar="FILE", help="times of virtual stages, a YAML or JSON file")
-    memory = "activations that a rank may keep, in the unit of the costs (default: microbatches)"
-    add("--memory", type=_positive, metavar="SIZE", help=memory)
-    picture = "draw the timelines into this .png, .svg or .pdf file"
-    add("--png", type=picture_file, metavar="FILE", help=picture)
-    return parser
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0: it is {text!r}")
-    return value

@@ -1,10 +1,9 @@
-"""The subcommand ``tune``: the fastest communication settings of a recipe on this machine; and the
+"""The command ``tune``: the fastest communication settings of a recipe on this machine; and the
 separate programs that measure steps, which may fail alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -14,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
-from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.tasks.scaling import measure_job
 
-EXAMPLE = """example:
+EXAMPLES = """example:
   lightning-megatron tune -c recipe:finetune_hf --model.path FOLDER --trainer.strategy.tp 2"""
 _STRATEGY = "lightning_megatron.MegatronStrategy"
 _TIMER = "lightning_megatron.tasks.scaling.measured_job.StepTimer"
@@ -151,30 +150,38 @@ class Tuning:
         return self.folder / f"run{number}{suffix}"
 
 
-def main(args: Sequence[str]) -> None:
-    """Run the subcommand.
+def tune(
+    steps: PositiveInt = 12,
+    warmup: PositiveInt = 6,
+    gain: NonNegativeFloat = 1.0,
+    timeout: PositiveInt = 900,
+    output: Path = Path("runs/tune"),
+    fit_options: Sequence[str] = (),
+) -> None:
+    """Train a recipe for a few steps with and without CUDA graphs and overlapped communication.
+
+    It prints the fastest settings on this machine. No setting changes what is computed, except for
+    the order of sums. The options of fit follow: tune [options] -c RECIPE [options of fit].
 
     Args:
-        args: Arguments after the name of the subcommand. Arguments that the subcommand does not
-            know are options of ``fit``.
+        steps: Measured steps of a run.
+        warmup: Steps before the measured ones.
+        gain: Part of a step that a setting must save (percent).
+        timeout: Longest time of a run (seconds).
+        output: Folder of results and outputs.
 
     Raises:
         UnsupportedError: If the recipe uses another strategy, or does not run.
     """
-    options, fit_options = tune_parser().parse_known_args(args)
     strategy = strategy_of(fit_options)
-    options.output.mkdir(parents=True, exist_ok=True)
-    tuning = Tuning(
-        fit_options,
-        options.output,
-        options.steps,
-        options.warmup,
-        options.timeout,
-        options.gain / 100,
-    )
+    output.mkdir(parents=True, exist_ok=True)
+    tuning = Tuning(fit_options, output, steps, warmup, timeout, gain / 100)
     best = tuning.search(strategy)
     print(table_of(tuning.trials))
     print(f"\n{advice_of(best)}")
+
+
+COMMAND = tune
 
 
 def strategy_of(given: Sequence[str]) -> dict[str, Any]:
@@ -228,39 +235,6 @@ def advice_of(best: TunedRun) -> str:
         (options.setdefault(record, {}) if record else options)[field_name] = value
     content = {"trainer": {"strategy": {"init_args": options}}}
     return f"Set in the recipe:\n\n{yaml.safe_dump(content, sort_keys=False)}".rstrip()
-
-
-def tune_parser() -> argparse.ArgumentParser:
-    """Build the parser of the subcommand's options."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron tune",
-        usage="lightning-megatron tune [options] -c RECIPE [options of fit]",
-        description="Train a recipe for a few steps with and without CUDA graphs and overlap of "
-        "tensor-parallel communication, and print the fastest settings on this machine. No setting "
-        "changes what is computed, except for the order of sums.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--steps", type=at_least_one, default=12, help="measured steps of a run (12)")
-    add("--warmup", type=at_least_one, default=6, help="steps before the measured ones (6)")
-    add(
-        "--gain",
-        type=float,
-        default=1.0,
-        metavar="PERCENT",
-        help="part of a step that a setting must save (1)",
-    )
-    add(
-        "--timeout",
-        type=at_least_one,
-        default=900,
-        metavar="S",
-        help="longest time of a run in seconds (900)",
-    )
-    add("--output", type=Path, default=Path("runs/tune"), help="folder of results and outputs")
-    return parser
 
 
 def _options_to_measure(steps: int, timer: Mapping[str, Any]) -> list[str]:

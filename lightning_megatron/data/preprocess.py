@@ -28,17 +28,20 @@ class EncodingOptions:
     """Options of tokenization; each worker process builds its tokenizer from them.
 
     Args:
+        tokenizer: bytes, gpt2, bert, speeches-wordpiece, a tokenizer.json, a vocab.txt or a
+            directory.
+        json_key: Key of the text in JSON lines.
         append_eod: Whether to append the end-of-document token to each document.
-        eod: Text of the end-of-document token; None looks for one of the usual ones.
-        by_sentence: Whether each sentence is a sequence of its document; otherwise a document is
-            one sequence.
+        eod_token: Text of the end-of-document token; None looks for one of the usual ones.
+        split_sentences: Whether each English sentence is a sequence of its document, as BERT's
+            data needs; otherwise a document is one sequence.
     """
 
-    tokenizer: str
+    tokenizer: str = "bytes"
     json_key: str = "text"
     append_eod: bool = False
-    eod: str | None = None
-    by_sentence: bool = False
+    eod_token: str | None = None
+    split_sentences: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class _Encoded:
     num_read: int
 
 
-def preprocess(
+def write_token_file(
     inputs: Sequence[str],
     output: str,
     options: EncodingOptions,
@@ -118,7 +121,7 @@ def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
     tokenizer = tokenizer_of(options)
     end = [tokenizer.eod] if options.append_eod and tokenizer.eod is not None else []
     texts = parse_chunk(chunk, options.json_key)
-    documents = [encode_document(text, tokenizer, options.by_sentence, end) for text in texts]
+    documents = [encode_document(text, tokenizer, options.split_sentences, end) for text in texts]
     tokens = np.fromiter(
         (token for document in documents for sequence in document for token in sequence), np.int64
     )
@@ -129,7 +132,7 @@ def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
 @lru_cache(maxsize=2)
 def tokenizer_of(options: EncodingOptions) -> Tokenizer:
     """Return the tokenizer for some options; a process loads it once."""
-    tokenizer = load_tokenizer(options.tokenizer, options.eod)
+    tokenizer = load_tokenizer(options.tokenizer, options.eod_token)
     if options.append_eod and tokenizer.eod is None:
         raise UnsupportedError(
             "append_eod needs a tokenizer with an end-of-document token: no known one is in the "

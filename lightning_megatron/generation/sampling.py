@@ -39,8 +39,8 @@ class GenerationSettings:
             gives the reason.
 
     Raises:
-        ParallelPlanError: If a value has a wrong type or is out of range, or ``sample`` is combined
-            with a beam search.
+        ParallelPlanError: If a value has a wrong type, is out of range or has no effect, or
+            ``sample`` is combined with a beam search.
     """
 
     max_new_tokens: Count = 64
@@ -60,6 +60,17 @@ class GenerationSettings:
             raise ParallelPlanError(
                 f"a beam search cannot sample tokens: beams is {self.beams} and sample is true. "
                 "The beams are the most probable sequences. Use beams=1, or sample=False."
+            )
+        if not self.sample and (self.temperature, self.top_k, self.top_p) != (1.0, None, 1.0):
+            raise ParallelPlanError(
+                f"temperature ({self.temperature}), top_k ({self.top_k}) and top_p ({self.top_p}) "
+                "need sample: without it the most probable tokens follow, and nothing is drawn. "
+                "Set sample=True, or leave them out."
+            )
+        if self.length_penalty != 1.0 and self.beams == 1:
+            raise ParallelPlanError(
+                f"length_penalty ({self.length_penalty}) needs beams: only beams of unequal "
+                "lengths are compared. Set beams=4, or leave it out."
             )
 
 

@@ -33,8 +33,8 @@ def test_invalid_paths_options_and_checkpoints_are_refused(tmp_path, capsys):
     for arguments, reason in (
         ([folder, folder], "must not exist yet"),
         ([str(tmp_path / "nothing"), out], "local folder"),
-        ([folder, out, "--merge"], "--merge is only for conversion to a Hugging Face folder"),
-        ([folder, out, "--tokenizer", folder], "--tokenizer is only for conversion"),
+        ([folder, out, "--merge"], "are only for conversion to a Hugging Face folder"),
+        ([folder, out, "--tokenizer", folder], "are only for conversion"),
         ([checkpoint, out, "--tokenizer", str(tmp_path)], "files of a tokenizer"),
     ):
         with pytest.raises(SystemExit) as ended:

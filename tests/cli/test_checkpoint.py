@@ -94,7 +94,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, refused):
     assert "a sharded checkpoint must be a directory" in refused("checkpoint show", tmp_path)
     notes, plain = tmp_path / "notes.ckpt", tmp_path / "plain.ckpt"
     notes.write_text("no checkpoint")
-    assert "damaged: a checkpoint file must be" in refused("checkpoint show", notes, code=1)
+    assert "error: a checkpoint file must be" in refused("checkpoint show", notes, code=1)
     torch.save({"state_dict": {}}, plain)
     message = refused("checkpoint consolidate", plain, tmp_path / "out")
     assert "is already a plain file" in message

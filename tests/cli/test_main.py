@@ -87,7 +87,7 @@ def test_commands_load_neither_lightning_nor_torch_before_they_need_them(tmp_pat
 def test_errors_are_one_message_without_traceback(refused, base):
     for command, message in {
         "train": "'fit'",
-        "preprocess --input /no/file.txt --output x": "lightning-megatron preprocess: error: ",
+        "preprocess /no/file.txt x": "lightning-megatron preprocess: error: ",
         "fit --model lightning_megatron.HuggingFaceCausalLM --model.path nowhere": "lightning-megatron fit: error: path must be a local folder with config.json",
         f"fit -c {base} {STRATEGY} --trainer.strategy.tp 2": "fit: error: world_size (1) must be a multiple of tp",
         "fit -c recipe:gpt": "recipe:gpt is not a recipe of this package. The recipes are: bert_336m_gpu,",

@@ -46,11 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluation_of(model: Path, folder: Path, options: str = "") -> str:
     data = folder / "wiki.test.tokens"
-    return f"evaluate {model} --task wikitext --data {data} {PRECISE} {options}"
+    return f"evaluate wikitext {model} {data} {PRECISE} {options}"
 
 
 def generation_of(model: Path, options: str = "", prompts: list[str] = PROMPTS) -> list[str]:
-    command = f"generate --ckpt {model} --max-new-tokens {NEW_TOKENS} {PRECISE} {options}".split()
+    command = f"generate {model} --max-new-tokens {NEW_TOKENS} {PRECISE} {options}".split()
     return [*command, *(part for prompt in prompts for part in ("--prompt", prompt))]
 
 
@@ -123,12 +123,12 @@ def test_unsupported_models_and_options_of_an_evaluation_are_refused(
     other, bad = tmp_path / "other.ckpt", tmp_path / "bad.jsonl"
     run_job(Job(strategy={}, steps=1, save=str(other)))
     bad.write_text('{"text": "one two"}\n{"text": "one"}\n')
-    passages = f"evaluate {folder} --task lambada --data {bad}"
+    passages = f"evaluate lambada {folder} {bad}"
     for command, message in {
         evaluation_of(own[0], folder): "names no tokenizer",
         evaluation_of(own[0], folder, "--tokenizer gpt2"): "as many tokens as the model (257)",
         evaluation_of(other, folder): "must be that of a CausalLM or a HuggingFaceCausalLM",
-        f"{passages} --stride 3": "--stride is for long texts alone",
+        f"{passages} --stride 3": "--stride",
         passages: f"{bad}:2 has fewer than two words",
     }.items():
         assert message in refused(command)
@@ -189,15 +189,15 @@ def test_unsupported_prompts_and_options_of_a_generation_are_refused(
 ):
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt": "one"}\n{"text": "two"}\n')
-    file = f"generate --ckpt {folder} --prompts".split()
+    file = f"generate {folder} --prompts".split()
     for command, message in (
         (generation_of(folder, prompts=[" "]), "--prompt ' ' has none"),
         (generation_of(folder, prompts=["a", "b" * 60]), "prompt 2 has 60, and --max-new-tokens"),
         (generation_of(own[0], "--tokenizer bytes", ["b" * 30]), "longest row (32 tokens)"),
         (generation_of(own[0], "--tokenizer nobody"), "tokenizer 'nobody' does not exist"),
         (generation_of(folder, "--beams 2 --sample"), "a beam search cannot sample tokens"),
-        (generation_of(folder, "--top-p 0.5"), "--top-p needs --sample"),
-        (generation_of(folder, "--length-penalty 0"), "--length-penalty needs --beams"),
+        (generation_of(folder, "--top-p 0.5"), "need sample: without it"),
+        (generation_of(folder, "--length-penalty 0"), "length_penalty (0.0) needs beams"),
         (generation_of(folder, "--samples 2"), "--samples 2 needs --sample"),
         (generation_of(tmp_path), "has neither config.json nor the header of a checkpoint"),
         ([*file, str(tmp_path / "none")], "the prompts must be a file"),

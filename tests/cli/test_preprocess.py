@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.cli.preprocess import main
+from lightning_megatron.cli.command import run_command
+from lightning_megatron.cli.preprocess import COMMAND
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
@@ -22,8 +23,8 @@ def write_jsonl(path: Path, texts: Sequence[str], key: str = "text") -> None:
 
 
 def preprocess(folder: Path, name: str, options: str = "--workers 1", out: str = "out") -> None:
-    paths = ["--input", str(folder / name), "--output", str(folder / out)]
-    main([*paths, *options.split(), "--no-progress"])
+    paths = [str(folder / name), str(folder / out)]
+    run_command("preprocess", COMMAND, [*paths, *options.split(), "--no-progress"], "")
 
 
 def documents(prefix: Path) -> list[str]:

@@ -56,7 +56,7 @@ def test_a_schedule_is_printed_rank_by_rank(shown):
 
 
 def test_a_comparison_gives_every_schedule_the_same_work(shown):
-    rows = rows_of(shown(f"--compare {SIZES}"))
+    rows = rows_of(shown(SIZES))
     assert list(rows) == ["schedule", *SCHEDULE_NAMES]
     ticks = {name: int(cells[1]) for name, cells in rows.items() if name != "schedule"}
     # A stage takes two ticks, because each of its two chunks takes one.
@@ -67,7 +67,7 @@ def test_a_comparison_gives_every_schedule_the_same_work(shown):
 
 
 def test_schedules_that_cannot_run_are_listed_with_the_reason(shown):
-    sizes = "--compare --pp 4 --microbatches 6"
+    sizes = "--pp 4 --microbatches 6"
     table, reasons = shown(sizes).split("cannot run at these sizes:")
     names = ["schedule", "1f1b", "gpipe", "zb-h1", "zb-v"]
     assert list(rows_of(table)) == names
@@ -78,7 +78,7 @@ def test_schedules_that_cannot_run_are_listed_with_the_reason(shown):
 def test_costs_of_small_chunks_are_summed_for_larger_chunks(uneven, shown):
     per_stage = StageCosts((23, 20, 20, 24), (24, 24, 24, 30), (16, 16, 16, 19), 1)
     per_chunk = StageCosts(*(tuple(UNEVEN[name]) for name in list(UNEVEN)[:3]), 1)
-    rows = rows_of(shown(f"--compare --costs {uneven} {SIZES}"))
+    rows = rows_of(shown(f"--costs {uneven} {SIZES}"))
     assert rows["1f1b"][1] == str(simulate(build_schedule("1f1b", 4, 8), per_stage).length)
     assert rows["zb-v"][1] == str(simulate(build_schedule("zb-v", 4, 8, 2), per_chunk).length)
 
@@ -95,7 +95,7 @@ def test_activations_are_printed_in_the_unit_of_the_costs_file(tmp_path, shown, 
     assert [rows["0"][-1], rows["1"][-1]] == ["500", "225"]
     message = refused(f"schedule --name 1f1b {sizes} --costs {path} --memory 499")
     assert "keeps 500 on stage 0, the limit is 499. Use a limit of 500 or" in message
-    text = shown(f"--compare {sizes} --memory 1.9")
+    text = shown(f"{sizes} --memory 1.9")
     assert rows_of(text)["1f1b"][-1] == "2*"
     assert "* more than the limit of 1.9" in text
 
@@ -103,7 +103,7 @@ def test_activations_are_printed_in_the_unit_of_the_costs_file(tmp_path, shown, 
 def test_timelines_are_drawn_as_svg_png_and_pdf(tmp_path, shown, monkeypatch):
     pytest.importorskip("matplotlib")
     path = tmp_path / "all.svg"
-    text = shown(f"--compare --pp 2 --microbatches 4 --png {path}")
+    text = shown(f"--pp 2 --microbatches 4 --png {path}")
     assert text.splitlines()[0] in path.read_text(encoding="utf-8"), "the table is in the file"
     shown(f"--name gpipe {SIZES} --png {tmp_path / 'one.pdf'}")
     assert (tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
@@ -117,12 +117,10 @@ def test_timelines_are_drawn_as_svg_png_and_pdf(tmp_path, shown, monkeypatch):
 
 def test_invalid_arguments_and_impossible_sizes_end_the_command_with_a_message(refused):
     for arguments, message in {
-        "": "the following arguments are required: --pp, --microbatches",
-        SIZES: "one of the arguments --name --compare is required",
-        f"--name zb {SIZES}": "invalid choice: 'zb'",
-        "--compare --pp 0 --microbatches 8": "must be a whole number of at least 1: it is '0'",
-        f"--compare {SIZES} --png x.doc": "'x.doc' must end in .png, .svg, .pdf",
-        f"--compare {SIZES} --memory 0": "must be a number above 0: it is '0'",
+        f"--name zb {SIZES}": "'zb-v', 'dualpipe-v'",
+        "--pp 0": "Not of type PositiveInt: 0",
+        f"{SIZES} --png x.doc": "'x.doc' must end in .png, .svg, .pdf",
+        f"{SIZES} --memory 0": "conform to restriction v>0",
         f"--name zb-v {SIZES} --chunks 3": "runs two chunks per stage: vpp is 3",
     }.items():
         assert message in refused(f"schedule {arguments}"), arguments

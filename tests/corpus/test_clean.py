@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse.csgraph import connected_components
 
-from lightning_megatron.cli.clean import main
+from lightning_megatron.cli.clean import COMMAND
+from lightning_megatron.cli.command import run_command
 from lightning_megatron.cli.main import main as command_line
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.tasks.corpus.clusters import find_clusters, find_matches
@@ -35,9 +36,13 @@ def changed(text: str, seed: int, times: int) -> str:
     return " ".join(words)
 
 
+def run(arguments: list[str]) -> None:
+    run_command("clean", COMMAND, arguments, "")
+
+
 def clean_to(folder: Path, *options: str, output: str = "out.jsonl") -> tuple[list[str], dict]:
     report = folder / f"{output}.report.json"
-    main(
+    run(
         [
             str(folder / "in.jsonl"),
             str(folder / output),
@@ -67,7 +72,7 @@ def test_broken_short_test_and_duplicate_documents_are_removed(tmp_path):
     (tmp_path / "test.jsonl").write_text(json.dumps({"text": test}) + "\n")
     test_file = str(tmp_path / "test.jsonl")
     lines_written, report = clean_to(
-        tmp_path, "--skip-broken", "--workers", "1", "--test", test_file
+        tmp_path, "--skip-broken", "--workers", "1", "--tests", test_file
     )
     repaired = json.dumps("schön " + text_of(3), ensure_ascii=False)
     repaired = f'{{"big": 1E400, "text":  {repaired} , "n": 1.10}}'
@@ -88,7 +93,7 @@ def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeyp
     (tmp_path / "test.txt").write_text(text_of(3)[:500])
     test_file = str(tmp_path / "test.txt")
     one, three = (
-        clean_to(tmp_path, "--workers", number, "--test", test_file, output=f"{number}.jsonl")
+        clean_to(tmp_path, "--workers", number, "--tests", test_file, output=f"{number}.jsonl")
         for number in "13"
     )
     assert one == three
@@ -100,7 +105,7 @@ def test_overlap_equals_a_search_for_every_8_gram(tmp_path):
     test = f"{corpus[1][:300]} and {text_of(77)} {corpus[1][:300]}"
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in corpus))
     (tmp_path / "test.jsonl").write_text(json.dumps({"text": test}) + "\n")
-    _, report = clean_to(tmp_path, "--workers", "1", "--test", str(tmp_path / "test.jsonl"))
+    _, report = clean_to(tmp_path, "--workers", "1", "--tests", str(tmp_path / "test.jsonl"))
     words = test.split()
     grams = [" ".join(words[i : i + 8]) for i in range(len(words) - 7)]
     overlapping = [gram for gram in grams if any(f" {gram} " in f" {text} " for text in corpus)]
@@ -141,16 +146,16 @@ def test_invalid_lines_paths_and_thresholds_are_refused(tmp_path, capsys):
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "a"}\nbroken\n')
     with pytest.raises(CorruptDataError, match=r"in\.jsonl:2 is not valid JSON"):
-        main([str(path), str(tmp_path / "out.jsonl"), "--no-progress", "--workers", "2"])
+        run([str(path), str(tmp_path / "out.jsonl"), "--no-progress", "--workers", "2"])
     with pytest.raises(UnsupportedError, match="also an input"):
-        main([str(path), str(path), "--overwrite"])
+        run([str(path), str(path), "--overwrite"])
     with pytest.raises(ParallelPlanError, match=r"above 0\.5"):
-        main([str(path), str(tmp_path / "out.jsonl"), "--jaccard", "0.5"])
+        run([str(path), str(tmp_path / "out.jsonl"), "--jaccard", "0.5"])
     assert list(tmp_path.iterdir()) == [path]
     (tmp_path / "out.jsonl").write_text("old")
     with pytest.raises(SystemExit, match="2"):
         command_line(["clean", str(path), str(tmp_path / "out.jsonl"), "--skip-broken"])
     assert "exists already" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_text() == "old"
-    main([str(path), str(tmp_path / "out.jsonl"), "--skip-broken", "--overwrite", "--no-progress"])
+    run([str(path), str(tmp_path / "out.jsonl"), "--skip-broken", "--overwrite", "--no-progress"])
     assert (tmp_path / "out.jsonl").read_text() == ""

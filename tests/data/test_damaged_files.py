@@ -19,7 +19,7 @@ from lightning_megatron.data import token_file
 from lightning_megatron.data.checked_files import check_once
 from lightning_megatron.data.datamodule import TokenDataModule
 from lightning_megatron.data.description import read_description
-from lightning_megatron.data.preprocess import EncodingOptions, preprocess
+from lightning_megatron.data.preprocess import EncodingOptions, write_token_file
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.errors import CorruptDataError
@@ -40,7 +40,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     lines = [json.dumps({"text": f"text {n} é"}) + "\n" for n in range(9)]
     (folder / "raw.jsonl").write_text("".join(lines))
     encoding = EncodingOptions("bytes", append_eod=True)
-    preprocess([str(folder / "raw.jsonl")], str(folder / "a"), encoding, progress=False)
+    write_token_file([str(folder / "raw.jsonl")], str(folder / "a"), encoding, progress=False)
     with TokenFileWriter(folder / "b", tokenizer=ByteTokenizer()) as writer:
         for number in range(6):
             writer.add_document(np.arange(number, number + 9), num_bytes=9, lengths=[4, 3, 2])

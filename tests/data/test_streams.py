@@ -20,7 +20,7 @@ from lightning_megatron import (
     TextDataModule,
     TokenDataModule,
 )
-from lightning_megatron.data.preprocess import EncodingOptions, preprocess
+from lightning_megatron.data.preprocess import EncodingOptions, write_token_file
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
@@ -95,7 +95,7 @@ def test_a_section_of_a_complete_file_equals_the_module_without_streaming(
     path = write_lines(tmp_path / "rows.jsonl", rows)
     if kind == "text":
         prefix = str(tmp_path / "rows")
-        preprocess([path], prefix, EncodingOptions("bytes", append_eod=True), progress=False)
+        write_token_file([path], prefix, EncodingOptions("bytes", append_eod=True), progress=False)
         plain = TokenDataModule(prefix, prefix, documents="whole", global_batch_size=3, **options)
         options = {**options, "val": path}
     else:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.cli.preprocess import main
+from lightning_megatron.cli.command import run_command
+from lightning_megatron.cli.preprocess import COMMAND
 from lightning_megatron.data import speeches
 from lightning_megatron.data.checked_files import locate_installed
 from lightning_megatron.data.encoded_document import split_sentences
@@ -172,14 +173,16 @@ def test_no_character_is_lost_and_no_sentence_is_empty(text):
 def test_preprocess_writes_each_sentence_as_a_sequence(tmp_path, workers):
     texts = ["One. Two! Three", "", "Alone.", "Mr. A. B. Clay spoke.\n\nAll rose."]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    options = ["--input", str(tmp_path / "in.jsonl"), "--workers", workers, "--no-progress"]
-    main([*options, "--output", str(tmp_path / "out"), "--split-sentences"])
+    paths = [str(tmp_path / "in.jsonl"), str(tmp_path / "out")]
+    options = ["--workers", workers, "--no-progress", "--split-sentences"]
+    run_command("preprocess", COMMAND, [*paths, *options], "")
     corpus = TokenFile(tmp_path / "out")
     sentences = [ByteTokenizer().decode(corpus[n].tolist()) for n in range(len(corpus))]
     expected = ["One.", "Two!", "Three", "Alone.", "Mr. A. B. Clay spoke.", "All rose."]
     assert (sentences, corpus.document_index.tolist()) == (expected, [0, 3, 3, 4, 6])
     # As in Megatron's tool, the end of a document follows its last sentence.
-    main([*options, "--output", str(tmp_path / "end"), "--split-sentences", "--append-eod"])
+    paths[1] = str(tmp_path / "end")
+    run_command("preprocess", COMMAND, [*paths, *options, "--append-eod"], "")
     corpus = TokenFile(tmp_path / "end")
     assert [int((corpus[number] == 256).sum()) for number in range(6)] == [0, 0, 1, 1, 0, 1]
     assert [int(corpus[number][-1]) for number in (2, 3, 5)] == [256] * 3

@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_megatron.cli.schedule import main
+from lightning_megatron.cli.command import run_command
+from lightning_megatron.cli.schedule import COMMAND, EXAMPLES
 from lightning_megatron.plan.schedule import ScheduleName
 from tests.docs.blocks import DOCS, read_blocks
 
@@ -35,7 +36,7 @@ def write_picture() -> None:
     arguments = block.code.split()[2:]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / arguments[-1]
-        main([*arguments[:-1], str(path)])
+        run_command("schedule", COMMAND, [*arguments[:-1], str(path)], EXAMPLES)
         drawn: Any = Image.open(path)
         texts = PngImagePlugin.PngInfo()
         texts.add_text("Description", drawn.text["Description"])

@@ -196,7 +196,7 @@ def commands(root: Path) -> dict[str, list[str]]:
     """Return commands that draw samples on four ranks; the second copy of the model has no rows in
     the last round.
     """
-    options = f"generate --ckpt {root}/command --prompts {root}/prompts.jsonl --seed 5 --json"
+    options = f"generate {root}/command --prompts {root}/prompts.jsonl --seed 5 --json"
     options += " --precision 64-true --accelerator cpu --sample --temperature 2 --top-k 50"
     options += " --top-p 0.9 --samples 3 --max-new-tokens 6 --batch-size 2 --devices"
     return {axis: [*options.split(), "4", f"--{axis}", "2"] for axis in ("pp", "cp")}

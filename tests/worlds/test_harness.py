@@ -96,7 +96,7 @@ def numbers(results: dict[str, Any]) -> dict[tuple[str, str], float]:
 
 
 def arguments(folder: Path, *more: str) -> list[str]:
-    options = f"harness {folder} --tasks {','.join(TASKS)} --include-path {folder / 'tasks'}"
+    options = f"harness {folder} {' '.join(TASKS)} --include-path {folder / 'tasks'}"
     options += " --own-tasks-only --batch-size 2 --json --precision 64-true --accelerator cpu"
     return [*options.split(), *more]
 
@@ -196,9 +196,9 @@ def test_unknown_tasks_and_unsupported_requests_are_refused(
 ) -> None:
     own = f"--include-path {folder / 'tasks'} --own-tasks-only"
     for options, message in {
-        f"--tasks own_choise {own}": "'own_choise' is none. Did you mean own_choice?",
-        f"--tasks , {own}": "at least one task",
-        f"--tasks own_text --include-path {folder / 'none'}": "must be a folder",
+        f"own_choise {own}": "'own_choise' is none. Did you mean own_choice?",
+        own: "required: tasks",
+        f"own_text --include-path {folder / 'none'}": "must be a folder",
     }.items():
         with pytest.raises(SystemExit, match="^2$"):
             main(["harness", str(folder), *options.split()])

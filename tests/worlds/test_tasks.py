@@ -290,7 +290,7 @@ def evaluate(layout: Any, size: int, folder: Path) -> list[dict[str, float]]:
 def evaluate_all(rank: int, size: int, folder: Path) -> Any:
     """Evaluate under all layouts, and by the command."""
     results = {name: evaluate(layout, size, folder) for name, layout in EVALUATED.items()}
-    command = f"evaluate {folder} --task lambada --data {folder / 'lambada.jsonl'} --tp 2 --json"
+    command = f"evaluate lambada {folder} {folder / 'lambada.jsonl'} --tp 2 --json"
     with redirect_stdout(StringIO()) as output:
         main([*command.split(), f"--devices={size}", "--precision=64-true", "--accelerator=cpu"])
     return results, output.getvalue(), argmax_of_part(rank, size)

@@ -1,6 +1,6 @@
 """Program that trains one configuration of a scaling study and writes the measurements.
 
-    python -m lightning_megatron.tasks.scaling.scaling_job --case '{"hidden_size": 96, ...}' ...
+    python -m lightning_megatron.tasks.scaling.scaling_job '{"case": {"hidden_size": 96, ...}, ...}'
 
 Each configuration runs in a separate program, so that one that runs out of memory does not end
 the others.
@@ -8,11 +8,13 @@ the others.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -45,52 +47,55 @@ class RandomTokens(Dataset):
         return {"tokens": tokens[:-1], "labels": tokens[1:]}
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Train the configuration; rank 0 writes the result.
+@dataclass(frozen=True)
+class ScalingJob:
+    """Training of one configuration.
 
     Args:
-        args: Arguments; None uses those of this process.
+        result: JSON file that rank 0 writes.
+        steps: Number of measured steps (steps).
+        warmup: Number of steps before them (steps).
+        strategy: Options of the strategy.
     """
-    options = job_parser().parse_args(args)
-    case = ScalingCase(**json.loads(options.case))
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    seed_everything(1234, verbose=False)
-    timer = StepTimer(options.warmup, options.steps, options.result)
-    num_steps = options.warmup + options.steps
-    trainer = Trainer(
-        accelerator=options.accelerator,
-        devices=case.devices,
-        precision=options.precision,
-        strategy=MegatronStrategy(
-            tp=case.tp, recompute=options.recompute, **json.loads(options.strategy)
-        ),
-        max_steps=num_steps,
-        gradient_clip_val=1.0,
-        callbacks=[timer],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
-    rows = RandomTokens(case, case.batch_size * num_steps)
-    trainer.fit(CausalLM(case.config), DataLoader(rows, case.batch_size // case.dp))
 
+    case: ScalingCase
+    result: str
+    steps: int
+    warmup: int
+    precision: str
+    strategy: Mapping[str, Any]
 
-def job_parser() -> argparse.ArgumentParser:
-    """Build the parser of the program's options."""
-    parser = argparse.ArgumentParser(prog="python -m lightning_megatron.tasks.scaling.scaling_job")
-    add = parser.add_argument
-    add("--case", required=True, help="the fields of ScalingCase as JSON")
-    add("--result", required=True, help="JSON file that rank 0 writes")
-    add("--steps", type=int, required=True, help="steps that count")
-    add("--warmup", type=int, required=True, help="steps before them")
-    add("--precision", required=True, help="precision of the Trainer")
-    add("--accelerator", required=True, help="accelerator of the Trainer")
-    add("--recompute", help="activations that are recomputed")
-    add("--strategy", default="{}", help="further options of the strategy as JSON")
-    return parser
+    @property
+    def command(self) -> list[str]:
+        """Command line of the program that runs this job."""
+        return [sys.executable, "-m", __name__, json.dumps(asdict(self))]
+
+    def run(self) -> None:
+        """Train the configuration; rank 0 writes the result."""
+        warnings.simplefilter("ignore")
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        seed_everything(1234, verbose=False)
+        num_steps = self.warmup + self.steps
+        precision: Any = self.precision
+        trainer = Trainer(
+            accelerator="cuda" if torch.cuda.is_available() else "cpu",
+            devices=self.case.devices,
+            precision=precision,
+            strategy=MegatronStrategy(**self.strategy),
+            max_steps=num_steps,
+            gradient_clip_val=1.0,
+            callbacks=[StepTimer(self.warmup, self.steps, self.result)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        rows = RandomTokens(self.case, self.case.batch_size * num_steps)
+        trainer.fit(
+            CausalLM(self.case.config), DataLoader(rows, self.case.batch_size // self.case.dp)
+        )
 
 
 if __name__ == "__main__":
-    main()
+    values = json.loads(sys.argv[1])
+    ScalingJob(**{**values, "case": ScalingCase(**values["case"])}).run()

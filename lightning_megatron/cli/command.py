@@ -1,0 +1,110 @@
+"""Commands as functions: signature and docstring of a function are its options and its help."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from docstring_parser import parse
+from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter
+
+Function = Callable[..., None]
+#: Parameter that takes the recipe, and the options of ``fit`` behind it, as they are.
+_FIT_OPTIONS = "fit_options"
+
+
+class _Parser(ArgumentParser):
+    """Parser in which a truth value is a switch: ``--overwrite``, or ``--no_overwrite``."""
+
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        if options.get("type") is bool:
+            del options["type"]
+            options["action"] = ActionYesNo(no_prefix="no_")
+        return super().add_argument(*names, **options)
+
+
+class _Format(DefaultHelpFormatter):
+    """Help that keeps the lines of descriptions and examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text
+
+
+def run_command(
+    name: str, command: Function | Mapping[str, Function], args: Sequence[str], examples: str
+) -> None:
+    """Call the function of a command with the options that arguments give.
+
+    A parameter without a default is given by its place, others by name, with dashes or
+    underscores. A list takes one or more words, and may be given again. The fields of a record
+    are options of their own.
+
+    Args:
+        command: A function, or functions by the names of subcommands.
+        examples: Example command lines, for the help.
+    """
+    if isinstance(command, Mapping):
+        parser = _Parser(prog=name, epilog=examples, formatter_class=_Format)
+        choices = parser.add_subcommands(dest="subcommand")
+        for choice, function in command.items():
+            summary = parse(function.__doc__ or "").short_description
+            choices.add_subcommand(choice, _parser(f"{name} {choice}", function), help=summary)
+        chosen = parser.parse_args(list(map(_underscored, args)))
+        _call(command[chosen.subcommand], chosen[chosen.subcommand].as_dict())
+        return
+    num_own = len(args)
+    takes_recipe = _FIT_OPTIONS in inspect.signature(command).parameters
+    if takes_recipe:
+        recipes = [one.partition("=")[0] in ("-c", "--config") for one in args]
+        num_own = recipes.index(True) if any(recipes) else num_own
+    own = list(map(_underscored, args[:num_own]))
+    values = _parser(name, command, examples).parse_args(own).as_dict()
+    _call(command, values | ({_FIT_OPTIONS: args[num_own:]} if takes_recipe else {}))
+
+
+def _underscored(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+
+
+def _parser(name: str, function: Function, examples: str = "") -> _Parser:
+    text = parse(function.__doc__ or "")
+    description = "\n\n".join(filter(None, (text.short_description, text.long_description)))
+    parser = _Parser(prog=name, description=description, epilog=examples, formatter_class=_Format)
+    for owner in (function, *_records(function).values()):
+        helps = {one.arg_name: one.description for one in parse(owner.__doc__ or "").params}
+        for one, hint in get_type_hints(owner, include_extras=True).items():
+            if not (is_dataclass(hint) or one in (_FIT_OPTIONS, "return")):
+                _add(parser, inspect.signature(owner).parameters[one], hint, helps.get(one))
+    return parser
+
+
+def _add(parser: _Parser, parameter: inspect.Parameter, hint: Any, text: str | None) -> None:
+    is_required = parameter.default is inspect.Parameter.empty
+    options: dict[str, Any] = {"type": hint, "help": text}
+    if not is_required:
+        options["default"] = parameter.default
+    if get_origin(hint) in (list, tuple):
+        options |= {"type": get_args(hint)[0], "nargs": "+"}
+        if not is_required:
+            options |= {"action": "extend", "default": []}
+        if get_origin(options["type"]) is Literal:
+            options |= {"type": str, "choices": get_args(options["type"])}
+    parser.add_argument(parameter.name if is_required else f"--{parameter.name}", **options)
+
+
+def _records(function: Function) -> dict[str, Any]:
+    hints = get_type_hints(function)
+    return {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+
+
+def _call(function: Function, values: dict[str, Any]) -> None:
+    for name, record in _records(function).items():
+        content = {field.name: values.pop(field.name) for field in fields(record)}
+        lists = {key: tuple(value) for key, value in content.items() if isinstance(value, list)}
+        values[name] = record(**content | lists)
+    function(**values)
