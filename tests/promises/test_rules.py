@@ -118,7 +118,7 @@ BUDGETS: dict[str, int] = {
     "pipeline": 820,
     "plan": 5370,
     "strategy": 12150,
-    "swap": 9250,
+    "swap": 9190,
     "tasks": 4650,
 }
 MIN_FILE_LINES = 70

@@ -150,8 +150,8 @@ def test_several_files_are_read_as_one_and_missing_ones_are_named(tmp_path):
     without_half = {name: file for name, file in weights.items() if name != "half"}
     without_file = {name: file for name, file in weights.items() if file != FILES[1]}
     for weight_map, message in (
-        ({**weights, "absent": FILES[0]}, "'absent' of .* not in their files"),
-        (without_half, f"'half in {FILES[0]}' of .* are not"),
+        ({**weights, "absent": FILES[0]}, f"'absent in {FILES[0]}' of .* only in one"),
+        (without_half, f"'half in {FILES[0]}' of .* only in one"),
         (without_file, r"it names 1 of the 2 files model-...-of-00002 of"),
     ):
         index.write_text(json.dumps({**content, "weight_map": weight_map}))

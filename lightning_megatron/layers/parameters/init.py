@@ -104,7 +104,7 @@ def initialize_(
         if only is not None and name not in only:
             continue
         if id(parameter) not in done:
-            done[id(parameter)] = _materialised(parameter, torch.device(device))
+            done[id(parameter)] = materialised(parameter, device)
             _fill_(done[id(parameter)], name, seed)
         owner._parameters[key] = done[id(parameter)]
 
@@ -116,7 +116,8 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramete
                 yield (f"{path}.{key}" if path else key), owner, key, parameter
 
 
-def _materialised(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def materialised(parameter: nn.Parameter, device: str | torch.device) -> nn.Parameter:
+    """Return a parameter with memory for values: a new one for a parameter on the meta device."""
     if not parameter.is_meta:
         return parameter
     # A meta tensor cannot change its device in place, so the attributes of the old Parameter are

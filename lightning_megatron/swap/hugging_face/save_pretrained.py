@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -165,23 +166,21 @@ def write_together(
                 f"{name!r} in 8 bits during the fit. Call it after the fit, or save a checkpoint, "
                 "which has full precision, and convert it with `lightning-megatron convert`."
             )
-    held = _held(tensors, mesh)
+    views = _sent_views(tensors, mesh)
     with _all_ranks(mesh) as world:
-        offers = {}
-        for name, part in held.items():
-            boxes = [(box.offsets, box.sizes) for box in part.boxes]
-            offers[name] = part.dtype, boxes, part.shape
+        offers = {
+            name: _Offer(tensors[name].dtype, shard_spec_of(tensors[name]).full_shape, tuple(parts))
+            for name, parts in views.items()
+        }
         all_offers = all_gather_objects(offers, world)
-        all_shapes = {name: offer[2] for offers in all_offers for name, offer in offers.items()}
-        shapes = {name: all_shapes[name] for name in sorted(all_shapes, key=block)}
+        names = sorted({name for offers in all_offers for name in offers}, key=block)
         failure: Exception | None = None
         if world.rank != 0:
-            for name in shapes:
-                _send(held.get(name), world)
+            for name in names:
+                for view in views.get(name, {}).values():
+                    start_transfers([(_as_bytes(view), 0)], [], world).wait()
         else:
-            full = (
-                (name, _gathered(name, shapes[name], held, all_offers, world)) for name in shapes
-            )
+            full = ((name, _gathered(name, views, all_offers, world)) for name in names)
             try:
                 write(full)
             except (CheckpointMismatchError, UnsupportedError, OSError) as error:
@@ -207,54 +206,43 @@ def _all_ranks(mesh: ParallelMesh) -> Iterator[MeshAxis]:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Parts of a tensor that this rank sends, its dtype, and the full tensor's shape."""
+class _Offer:
+    """Parts of a tensor that a rank sends, with the full tensor's dtype and shape (elements)."""
 
-    boxes: tuple[Box, ...]
-    views: tuple[Tensor, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
 
 
-def _held(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, _Held]:
+def _sent_views(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, dict[Box, Tensor]]:
     """List the parts of tensors that this rank sends, by name; one rank sends each copy."""
     sent = {}
     for name, tensor in tensors.items():
         spec = shard_spec_of(tensor, mesh.tp.rank)
         if spec.tied_to is not None or not mesh.replica_axis(spec.is_expert).is_first:
             continue
-        pairs = [(box, view) for box, view in spec.local_views(tensor.detach()) if box.copy == 0]
-        if pairs:
-            boxes, views = zip(*pairs, strict=True)
-            sent[name] = _Held(boxes, views, tensor.dtype, spec.full_shape)
+        views = {box: view for box, view in spec.local_views(tensor.detach()) if box.copy == 0}
+        if views:
+            sent[name] = views
     return sent
-
-
-def _send(held: _Held | None, world: MeshAxis) -> None:
-    for view in () if held is None else held.views:
-        start_transfers([(_as_bytes(view), 0)], [], world).wait()
 
 
 def _gathered(
     name: str,
-    shape: tuple[int, ...],
-    held: Mapping[str, _Held],
-    all_offers: Sequence[Mapping[str, Any]],
+    views: Mapping[str, Mapping[Box, Tensor]],
+    all_offers: Sequence[Mapping[str, _Offer]],
     world: MeshAxis,
 ) -> Tensor:
-    dtype = next(offered[name][0] for offered in all_offers if name in offered)
-    full = torch.empty(shape, dtype=dtype)
-    for rank, offered in enumerate(all_offers):
-        for number, (offsets, sizes) in enumerate(offered[name][1] if name in offered else ()):
-            region = full[
-                tuple(
-                    slice(first, first + size) for first, size in zip(offsets, sizes, strict=True)
-                )
-            ]
+    first = next(offers[name] for offers in all_offers if name in offers)
+    full = torch.empty(first.shape, dtype=first.dtype)
+    for rank, offers in enumerate(all_offers):
+        for box in offers[name].boxes if name in offers else ():
+            slices = (slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            region = full[tuple(slices)]
             if rank == world.rank:
-                region.copy_(held[name].views[number])
+                region.copy_(views[name][box])
                 continue
-            arrived = torch.empty(sizes, dtype=dtype)
+            arrived = torch.empty(box.sizes, dtype=first.dtype)
             start_transfers([], [(_as_bytes(arrived), rank)], world).wait()
             region.copy_(arrived)
     return full
@@ -267,11 +255,9 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _limit(size: int | str | None) -> int:
     if size is None or isinstance(size, int):
         return MAX_FILE_BYTES if size is None else size
-    text = size.strip().upper()
-    for unit, factor in sorted(_UNITS.items(), key=lambda unit_factor: -len(unit_factor[0])):
-        number = text.removesuffix(unit).strip()
-        if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
-            return int(float(number) * factor)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)", size.strip().upper())
+    if match is not None:
+        return int(float(match[1]) * _UNITS[match[2]])
     raise UnsupportedError(
         f"max_shard_size must be a number of bytes or a text such as '5GB': {size!r}. Use one of "
         f"the units {', '.join(_UNITS)}."
@@ -287,8 +273,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         "safe_serialization": True,
         "save_peft_format": True,
         "save_original_format": True,
+        "save_embedding_layers": "auto",
     }
-    allowed |= {"save_embedding_layers": "auto"}
     refused = [
         name
         for name, value in arguments.items()

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.shard_spec import shard_spec_of
-from lightning_megatron.layers.parameters.init import initialize_
+from lightning_megatron.layers.parameters.init import initialize_, materialised
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import WORD_EMBEDDING
@@ -97,7 +97,9 @@ class WeightLoading:
             parameter = values[name]
             spec = shard_spec_of(parameter, model.mesh.tp.rank)
             if isinstance(parameter, nn.Parameter) and parameter.is_meta:
-                parameter = _materialised(model, name, parameter)
+                parameter = materialised(parameter, model.mesh.device)
+                path, _, key = name.rpartition(".")
+                model.get_submodule(path)._parameters[key] = parameter
             with torch.no_grad():
                 is_padded = spec.full_shape and parameter.shape[spec.dim] != spec.local_extent
                 if is_padded and name not in drawn:
@@ -125,7 +127,16 @@ def plan_loading(
     check_tensors(
         reader, loading.table.values(), family, model.config.tie_embeddings, may_lack=may_lack
     )
-    _check_parameters(model, loading.table)
+    unfilled = [
+        name
+        for name, parameter in model.named_parameters()
+        if (shard_spec_of(parameter).tied_to or name) not in loading.table
+    ]
+    if unfilled:
+        raise CheckpointMismatchError(
+            f"a family must name the source of every parameter: {named(unfilled)} of a "
+            f"{family.architecture} has none. Add the names of its tensors to the family."
+        )
     return loading
 
 
@@ -253,39 +264,6 @@ def _values_of(model: nn.Module, table: Mapping[str, TensorMap]) -> dict[str, Te
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
-    targets = {}
-    for name, parameter in _values_of(model, table).items():
-        spec = shard_spec_of(parameter)
-        target = spec.tied_to or name
-        targets[name] = target
-        if target in table and table[target].shape != spec.full_shape:
-            raise CheckpointMismatchError(
-                f"a table must give every parameter its shape: {name!r} has {spec.full_shape}, the "
-                f"table gives {table[target].shape}. The two have different configurations. Build "
-                "the model with the configuration that the family makes."
-            )
-    # If a module is on this rank, all of its parameters are, too.
-    parts = {_part(name) for name in targets}
-    unfilled = targets.keys() - {name for name, target in targets.items() if target in table}
-    unused = {target for target in table if _part(target) in parts} - set(targets.values())
-    if unfilled or unused:
-        raise CheckpointMismatchError(
-            "a table must have the model's parameters: parameters without a source are "
-            f"{named(unfilled) or 'none'}, sources without a parameter {named(unused) or 'none'}. "
-            "The two have different configurations. Build the model with the configuration that "
-            "the family makes."
-        )
-
-
-def _part(name: str) -> tuple[str, ...]:
-    """Return the path of the smallest module whose parameters are all on the same stage."""
-    parts = name.split(".")
-    if parts[0] != "layers":
-        return (parts[0],)
-    return tuple(parts[: 5 if parts[2:4] == ["mlp", "experts"] else 2])
-
-
 def _check_tied(parameter: Tensor, reader: TensorReader, family: Family) -> None:
     for box in shard_spec_of(parameter).boxes():
         slices = tuple(
@@ -299,18 +277,6 @@ def _check_tied(parameter: Tensor, reader: TensorReader, family: Family) -> None
                 f"{family.embedding!r} differ in rows {slices[0].start} to {slices[0].stop}. Only "
                 "one of them would be loaded. Set tie_word_embeddings to false."
             )
-
-
-def _materialised(model: GPT | Encoder, name: str, parameter: nn.Parameter) -> nn.Parameter:
-    path, _, key = name.rpartition(".")
-    # A meta tensor cannot change its device in place, so a new Parameter gets the attributes of the
-    # old one.
-    result = nn.Parameter(
-        torch.empty_like(parameter, device=model.mesh.device), requires_grad=parameter.requires_grad
-    )
-    result.__dict__.update(parameter.__dict__)
-    model.get_submodule(path)._parameters[key] = result
-    return result
 
 
 T = TypeVar("T")

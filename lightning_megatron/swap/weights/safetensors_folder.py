@@ -19,7 +19,7 @@ from lightning_megatron.strict_json import parse_object, read_regular_file
 from lightning_megatron.swap.tensors.mapping import Slices, named
 from lightning_megatron.swap.weights.safetensors_file import StoredTensor, read_header
 from lightning_megatron.swap.weights.scaled_blocks import (
-    ReadableTensor,
+    FolderTensor,
     is_read_as_numbers,
     join_scales,
 )
@@ -75,12 +75,12 @@ class SafetensorsFolder:
     @cached_property
     def config(self) -> dict[str, Any]:
         """Return the content of ``config.json``, without quantization that reading undoes."""
-        if not (self.path / CONFIG).is_file():
+        path = self.path / CONFIG
+        if not path.is_file():
             raise CheckpointMismatchError(
                 f"a Hugging Face folder must have a {CONFIG}, which describes the model: "
                 f"{self.path} has none. Save the model with save_pretrained."
             )
-        path = self.path / CONFIG
         content = parse_object(
             read_regular_file(path, _REMEDY, _MAX_CONFIG_BYTES), str(path), _REMEDY
         )
@@ -99,16 +99,9 @@ class SafetensorsFolder:
         for name in names:
             examples.setdefault(self.dtype_of(name), name)
         for dtype, name in examples.items():
-            twin = next(
-                (
-                    known
-                    for known in examples
-                    if known != dtype and known.itemsize == dtype.itemsize
-                ),
-                None,
-            )
-            if not dtype.is_floating_point or twin is not None:
-                rest = "" if twin is None else f", and {examples[twin]!r} {twin}"
+            twins = [d for d in examples if d != dtype and d.itemsize == dtype.itemsize]
+            if not dtype.is_floating_point or twins:
+                rest = "".join(f", and {examples[twin]!r} {twin}" for twin in twins)
                 raise CorruptDataError(
                     "weights must be floating-point numbers, and must not mix types of the same "
                     f"width: {name!r} of {self.path} is {dtype}{rest}. The bytes of one type "
@@ -133,7 +126,7 @@ class SafetensorsFolder:
         slices = tuple(slice(0, size) for size in stored.shape) if slices is None else slices
         return stored.read(slices)
 
-    def _at(self, name: str) -> ReadableTensor:
+    def _at(self, name: str) -> FolderTensor:
         if name not in self._tensors:
             raise CheckpointMismatchError(
                 f"the folder must have every tensor of the model: {self.path} has no {name!r}. It "
@@ -162,24 +155,13 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
     files = sorted(set(weight_map.values()))
     _check_files(folder, files)
     headers = {file: read_header(folder / file) for file in files}
-    lacking = [name for name, file in weight_map.items() if name not in headers[file]]
-    if lacking:
+    held = {(name, file) for file, tensors in headers.items() for name in tensors}
+    differing = held ^ set(weight_map.items())
+    if differing:
         raise CheckpointMismatchError(
-            f"every file must have the tensors that {INDEX} lists for it: {named(lacking)} of "
-            f"{folder} are not in their files. Index and files are from different saves. Copy the "
-            "folder again."
-        )
-    hidden = [
-        f"{name} in {file}"
-        for file, tensors in headers.items()
-        for name in tensors
-        if weight_map.get(name) != file
-    ]
-    if hidden:
-        raise CheckpointMismatchError(
-            f"{INDEX} must list every tensor of a file under this file: {named(hidden)} of "
-            f"{folder} are not listed. Index and files are from different saves. Copy the folder "
-            "again."
+            f"every file must have the tensors that {INDEX} lists for it, and no others: "
+            f"{named(f'{name} in {file}' for name, file in differing)} of {folder} are only in one "
+            "of them. Index and files are from different saves. Copy the folder again."
         )
     return {name: headers[file][name] for name, file in weight_map.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,21 +25,6 @@ _FP8_BLOCK = 128
 _PACKED = "_blocks"
 _SCALES = "_scales"
 _INVERSE = "_scale_inv"
-
-
-class ReadableTensor(Protocol):
-    """Tensor of a folder, of which parts can be read."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the elements that are read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape (elements)."""
-
-    def read(self, slices: Slices) -> Tensor:
-        """Return a part of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +97,13 @@ class ScaledSquares:
         return (numbers * scales[rows][:, columns]).to(self.dtype)
 
 
-def join_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor]:
+FolderTensor: TypeAlias = StoredTensor | FourBitExperts | ScaledSquares
+"""Tensor of a folder, of which parts can be read."""
+
+
+def join_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, FolderTensor]:
     """Join each weight in 4 or 8 bits with its scales to one tensor; keep all other tensors."""
-    joined: dict[str, ReadableTensor] = dict(tensors)
+    joined: dict[str, FolderTensor] = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith(_PACKED):
             stem = name.removesuffix(_PACKED)
