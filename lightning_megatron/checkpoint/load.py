@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint.directory import find_checkpoint, is_sharded_
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.matching import Match, match
-from lightning_megatron.checkpoint.metadata_checks import check_metadata
+from lightning_megatron.checkpoint.metadata_checks import check_values
 from lightning_megatron.checkpoint.open_checkpoint import (
     OpenCheckpoint,
     Source,
@@ -72,7 +72,7 @@ def load_metadata(source: Source, weights_only: bool | None = None) -> dict[str,
     values = _named_values(
         content_of(checkpoint, METADATA), checkpoint.file(METADATA), weights_only
     )
-    check_metadata(values, checkpoint.header, checkpoint.file(METADATA))
+    check_values(values, checkpoint.file(METADATA))
     return values
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
-from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
-from lightning_megatron.plan.settings import Index, coerced, shown
-from lightning_megatron.swap.hugging_face.own_code import OWN_CODE
+from lightning_megatron.plan.settings import Index, coerced
 
 #: Key of the optimizers' hyperparameters and parameter names.
 OPTIMIZERS = "megatron_optimizers"
@@ -31,8 +28,6 @@ _MAX_PADDING = 1 << 20
 class _Group(TypedDict):
     hyperparameters: dict[str, Any]
     parameters: list[str]
-    # Checkpoints of earlier versions do not list the states.
-    states: NotRequired[list[str]]
 
 
 class _Optimizer(TypedDict):
@@ -85,57 +80,22 @@ _KINDS: Mapping[str, Any] = {
 }
 
 
-def _has_counts(value: Any) -> bool:
-    """Return whether the counts of batches and steps in a loop's state are valid."""
-    if not isinstance(value, Mapping):
-        return True
-    counts = {"ready", "started", "processed", "completed"}
-    parts = {"total", "current"}
-    for name, count in value.items():
-        if name in counts and (type(count) is not int or count < 0):
-            return False
-    if parts & value.keys() and not all(isinstance(value.get(name), Mapping) for name in parts):
-        return False
-    inner = parts | {"optimizer", "step", "zero_grad"}
-    return all(
-        isinstance(part, Mapping) and _has_counts(part) if name in inner else _has_counts(part)
-        for name, part in value.items()
-    )
-
-
 def check_values(values: Mapping[str, Any], where: str) -> None:
     """Validate the types of the metadata that this library reads; other values may be anything."""
-    for name, kind in _KINDS.items():
-        if name in values:
-            try:
-                coerced(name, values[name], kind)
-            except ParallelPlanError as error:
-                raise _damaged(where, str(error).rstrip(".")) from error
-    if not _has_counts(values.get("loops")):
-        raise _damaged(where, f"loops must have whole numbers as counts: {shown(values['loops'])}")
+    for name in _KINDS.keys() & values.keys():
+        try:
+            coerced(name, values[name], _KINDS[name])
+        except ParallelPlanError as error:
+            raise _damaged(where, str(error).rstrip(".")) from error
     for optimizer in values.get("optimizer_states", ()):
-        numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
-        names = [number for number in numbers if isinstance(number, str)]
-        if names:
-            raise UnsupportedError(
-                "optimizer states of another strategy must number the parameters, as those of ddp "
-                f"and of one process do: {where} names them ({names[0]!r}), as FSDP does. Save "
-                "with ddp, or load only the weights."
-            )
-        if len(set(numbers)) < len(numbers):
-            raise _damaged(where, "optimizer_states must have unique parameter numbers")
-    for name, model in values.get(HUGGING_FACE, {}).items():
-        entries = model.get(OWN_CODE, {}).get("tensors", {}).values()
-        if len(set(entries)) < len(entries):
-            raise _damaged(where, f"the tensors of {HUGGING_FACE}.{name} must differ")
-
-
-def check_metadata(values: Mapping[str, Any], header: Header, where: str) -> None:
-    """Validate the metadata and compare its step and epoch with the header."""
-    check_values(values, where)
-    for name, number in (("global_step", header.global_step), ("epoch", header.epoch)):
-        if name in values and values[name] != number:
-            raise _damaged(where, f"its {name} is {values[name]}, but the header says {number}")
+        for group in optimizer["param_groups"]:
+            names = [number for number in group["params"] if isinstance(number, str)]
+            if names:
+                raise UnsupportedError(
+                    "optimizer states of another strategy must number the parameters, as those of "
+                    f"ddp and of one process do: {where} names them ({names[0]!r}), as FSDP does. "
+                    "Save with ddp, or load only the weights."
+                )
 
 
 def check_names(
@@ -144,90 +104,37 @@ def check_names(
     shapes: Mapping[str, Sequence[int]],
     where: str,
 ) -> None:
-    """Check that no tensor would be dropped, invented or used twice in one process.
+    """Check that the record of one process names the saved tensors, and no others.
 
     Args:
         shapes: Full shapes of all tensors, by entry.
     """
-    names = one_process["order"]
     aliases = one_process["aliases"]
-    # Checkpoints of earlier versions do not list the tensors without elements.
+    used = {aliases.get(name, name) for name in one_process["order"]}
     known = {name.removeprefix(MODEL) for name in shapes if name.startswith(MODEL)}
-    used = {aliases.get(name, name) for name in names}
-    _check_same_names("the names of its state dict do not match its tensors", known - used, where)
-    if "empty" in one_process:
-        _check_same_names(
-            "its state dict has names without tensors",
-            used - known - one_process["empty"].keys(),
-            where,
-        )
-        wrong = {name for name, shape in one_process["empty"].items() if 0 not in shape}
-        _check_same_names("tensors without values have elements", wrong, where)
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    _check_same_names("a name occurs twice", twice, where)
+    # Checkpoints of earlier versions do not list the tensors without elements.
+    empty = one_process.get("empty", dict.fromkeys(used))
+    _refuse(where, "the names of its state dict do not match its tensors", known - used)
+    _refuse(where, "its state dict has names without tensors", used - known - empty.keys())
     for name, rows in one_process["padded_rows"].items():
         shape = shapes.get(f"{MODEL}{name}")
         if shape is not None and (not shape or not shape[0] <= rows <= 2 * shape[0] + _MAX_PADDING):
             raise _damaged(where, f"{name} of shape {tuple(shape)} cannot be padded to {rows} rows")
-    _check_optimizers(optimizers, one_process["numbering"], shapes, where)
-    starts = (
-        MODEL,
-        CURRENT,
-        SCALES,
-        *(f"optimizer.{index}.state." for index in range(len(optimizers))),
-    )
-    _check_same_names(
-        "tensors belong to neither the model nor an optimizer",
-        (name for name in shapes if not name.startswith(starts)),
-        where,
-    )
-
-
-def _check_optimizers(
-    optimizers: Sequence[Mapping[str, Any]],
-    numberings: Sequence[Any],
-    shapes: Mapping[str, Sequence[int]],
-    where: str,
-) -> None:
-    """Check the names of the numbered parameters, of tensors and of values of optimizers."""
-    for optimizer, numbering in zip(optimizers, numberings, strict=False):
-        if not isinstance(numbering, str):
-            groups = [group["parameters"] for group in optimizer["groups"]]
-            if list(map(sorted, groups)) != list(map(sorted, numbering)):
-                raise _damaged(
-                    where, "the numbered parameters of an optimizer do not match its groups"
-                )
-    if len(optimizers) not in (0, len(numberings)):
-        raise _damaged(
-            where, f"{len(optimizers)} optimizers have {len(numberings)} lists of parameter numbers"
-        )
+    numberings = one_process["numbering"]
     for index, optimizer in enumerate(optimizers):
-        states: dict[str, dict[str, Any]] = {}
-        for entry in (name for name in shapes if name.startswith(f"optimizer.{index}.state.")):
-            name, _, key = entry.split(".", 3)[3].rpartition(".")
-            states.setdefault(name, {})[key] = entry
-        check_states(index, optimizer["groups"], states, where)
-        known = {name for group in optimizer["groups"] for name in group["parameters"]}
-        _check_same_names(
-            "values belong to no parameter of their optimizer",
-            optimizer["values"].keys() - known,
-            where,
-        )
+        groups = [sorted(group["parameters"]) for group in optimizer["groups"]]
+        numbering = numberings[index] if index < len(numberings) else []
+        if not isinstance(numbering, str) and groups != list(map(sorted, numbering)):
+            raise _damaged(where, "the numbered parameters of an optimizer do not match its groups")
+        start = f"optimizer.{index}.state."
+        states = {
+            name.removeprefix(start).rpartition(".")[0] for name in shapes if name.startswith(start)
+        }
+        unknown = (states | optimizer["values"].keys()).difference(*groups)
+        _refuse(where, "states belong to no parameter of their optimizer", unknown)
 
 
-def check_states(
-    index: int, groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Iterable[str]], where: str
-) -> None:
-    """Check that each saved optimizer state is listed in the parameter group of its parameter."""
-    group_of = {name: group for group in groups for name in group["parameters"]}
-    for name, keys in saved.items():
-        # Checkpoints of earlier versions do not list the states.
-        known = None if name not in group_of else group_of[name].get("states", keys)
-        wrong = [f"{key} of {name}" for key in keys if known is None or key not in known]
-        _check_same_names(f"the groups of optimizer {index} do not know", wrong, where)
-
-
-def _check_same_names(what: str, names: Iterable[str], where: str) -> None:
+def _refuse(where: str, what: str, names: Iterable[str]) -> None:
     if ordered := sorted(names):
         raise _damaged(where, f"{what}: {', '.join(ordered[:5])}")
 

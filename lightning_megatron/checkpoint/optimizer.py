@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_tensors
-from lightning_megatron.checkpoint.metadata_checks import check_states
 from lightning_megatron.checkpoint.open_checkpoint import (
     OpenCheckpoint,
     Source,
@@ -59,8 +58,8 @@ def optimizer_metadata(
 
     Returns:
         ``{"groups": [...], "values": {name: {key: value}}}``, where a group is
-        ``{"hyperparameters": {...}, "parameters": [names], "states": [keys of tensors]}``,
-        merged over the pipeline stages by group index
+        ``{"hyperparameters": {...}, "parameters": [names]}``, merged over the pipeline stages by
+        group index
 
     Communication: one gather over the data axis, or over the world if ep is above 1, and one over
         pp.
@@ -69,14 +68,7 @@ def optimizer_metadata(
     values: dict[str, Any] = {}
     for group, names in zip(optimizer.param_groups, main.names_of(optimizer), strict=True):
         untied = [name for name in names if main.spec(name).tied_to is None]
-        states = {
-            key
-            for parameter in group["params"]
-            for key, value in _state_of(optimizer, parameter).items()
-            if isinstance(value, Tensor)
-        }
-        saved = {"hyperparameters": hyperparameters_of(group), "parameters": untied}
-        groups.append({**saved, "states": sorted(states)})
+        groups.append({"hyperparameters": hyperparameters_of(group), "parameters": untied})
         for name, parameter in zip(names, group["params"], strict=True):
             state = _state_of(optimizer, parameter)
             plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -89,9 +81,9 @@ def optimizer_metadata(
         hyperparameters.append([group["hyperparameters"] for group in stage_groups])
     check_same_groups(hyperparameters)
     for number, group in enumerate(groups):
-        of_stages = [stage_groups[number] for stage_groups, _ in stages]
-        group["parameters"] = [name for other in of_stages for name in other["parameters"]]
-        group["states"] = sorted({key for other in of_stages for key in other["states"]})
+        group["parameters"] = [
+            name for stage_groups, _ in stages for name in stage_groups[number]["parameters"]
+        ]
     return {
         "groups": groups,
         "values": {name: plain for _, stage in stages for name, plain in stage.items()},
@@ -127,7 +119,6 @@ def load_optimizer(
     )
     stored = open_source(source)
     saved = _saved_state(stored, index)
-    check_states(index, metadata["groups"], saved, stored.checkpoint.path)
     expected = {
         f"{_prefix(index)}{name}.{key}": _replicated_spec(tensor.shape, main.spec(name), key)
         for name in original
@@ -236,15 +227,15 @@ def _originals(
 
 
 def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: ParallelMesh) -> None:
-    """Merge the values, states and expert parameters of the other ranks of this pipeline stage."""
+    """Merge the values and expert parameters of the other ranks of this pipeline stage."""
     # Without expert parallelism, the data ranks of a stage have the same names in the same order.
     axis = mesh.data_cpu if mesh.layout.ep == 1 else mesh.world_cpu
     for stage, other_groups, part in all_gather_objects((mesh.pp.rank, groups, values), axis):
         if stage == mesh.pp.rank:
             values |= part
             for group, other_group in zip(groups, other_groups, strict=True):
-                for key in ("parameters", "states"):
-                    group[key] = list(dict.fromkeys([*group[key], *other_group[key]]))
+                names = [*group["parameters"], *other_group["parameters"]]
+                group["parameters"] = list(dict.fromkeys(names))
 
 
 def _saved_state(stored: OpenCheckpoint, index: int) -> dict[str, dict[str, SavedTensor]]:

@@ -13,6 +13,7 @@ import fsspec
 import torch
 
 from lightning_megatron.checkpoint.metadata_checks import check_values
+from lightning_megatron.checkpoint.values import other_objects
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 
@@ -63,13 +64,7 @@ def _load(path: str, safe: bool) -> Any:
         lines = [line.strip() for line in str(error).splitlines() for sign in signs if sign in line]
         if not safe or not lines:
             raise
-        raise UnsupportedError(
-            "a checkpoint must hold nothing but tensors and plain values to be read safely: "
-            f"{path} holds other objects ({lines[0]}). Reading other objects can run any code that "
-            "the file names. If you trust the types, pass them to "
-            "torch.serialization.add_safe_globals([...]) before loading; if you trust the file, "
-            "load it with weights_only=False."
-        ) from error
+        raise other_objects(path, f"other objects ({lines[0]})") from error
 
 
 @contextmanager

@@ -14,16 +14,6 @@ from lightning_megatron.checkpoint.collective_steps import CaughtError
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 _NUM_SHOWN = 5
-#: Errors that torch raises if it lists the types in data that ``torch.save`` did not write.
-_UNREADABLE = (
-    RuntimeError,
-    pickle.UnpicklingError,
-    ValueError,
-    EOFError,
-    LookupError,
-    TypeError,
-    AttributeError,
-)
 
 
 def to_bytes(value: Any) -> bytes:
@@ -48,17 +38,22 @@ def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
     except Exception as error:  # a manipulated pickle can raise anything
         types = [] if weights_only is False else _unsafe_types(data)
         if types or (isinstance(error, pickle.UnpicklingError) and weights_only is not False):
-            raise UnsupportedError(
-                "a checkpoint must hold nothing but tensors and plain values to be read safely: "
-                f"{what} holds {', '.join(types[:_NUM_SHOWN]) or _first_line(error)}. Reading "
-                "other objects can run any code that the file names. If you trust the types, pass "
-                "them to torch.serialization.add_safe_globals([...]) before loading; if you trust "
-                "the file, load it with weights_only=False."
-            ) from error
+            found = ", ".join(types[:_NUM_SHOWN]) or _first_line(error)
+            raise other_objects(what, found) from error
         raise CorruptDataError(
             f"a file of a checkpoint must be as it was written: {what} cannot be read "
             f"({_first_line(error)}). The file is damaged. Use another checkpoint."
         ) from error
+
+
+def other_objects(what: str, found: str) -> UnsupportedError:
+    """Return the error for a file with objects that are not read unless the user asks for it."""
+    return UnsupportedError(
+        "a checkpoint must hold nothing but tensors and plain values to be read safely: "
+        f"{what} holds {found}. Reading other objects can run any code that the file names. If you "
+        "trust the types, pass them to torch.serialization.add_safe_globals([...]) before loading; "
+        "if you trust the file, load it with weights_only=False."
+    )
 
 
 def unsafe_keys(values: Mapping[str, Any], data: bytes) -> list[str]:
@@ -94,10 +89,9 @@ def _is_safe(data: bytes) -> bool:
 
 
 def _unsafe_types(data: bytes) -> list[str]:
-    try:
+    with CaughtError():
         return sorted(get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
-    except _UNREADABLE:
-        return []
+    return []
 
 
 def _first_line(error: BaseException) -> str:

@@ -59,10 +59,7 @@ def tensors_at(step: int) -> dict[str, Tensor]:
 
 def metadata_at(step: int) -> dict[str, Any]:
     trained = [["embedding", "up"], ["down", "bias"]]
-    groups = [
-        {"hyperparameters": {"lr": 0.1}, "parameters": names, "states": ["exp_avg", "exp_avg_sq"]}
-        for names in trained
-    ]
+    groups = [{"hyperparameters": {"lr": 0.1}, "parameters": names} for names in trained]
     order = ["embedding", "up", "down", "bias", "count", "half", "head", "nothing"]
     one_process = {"order": order, "aliases": {"head": "embedding"}, "numbering": [trained]}
     one_process |= {"padded_rows": {"embedding": 16}, "empty": {"nothing": [0, 4]}}

@@ -26,7 +26,6 @@ from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.metadata_checks import check_values
 from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
-from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
@@ -37,10 +36,7 @@ from lightning_megatron.strategy.checkpoints.name_order import (
     named_numbers,
     order_groups,
 )
-from lightning_megatron.strategy.checkpoints.rank_state_checks import (
-    check_rank_state,
-    name_damaged_states,
-)
+from lightning_megatron.strategy.checkpoints.run_checkpoints import name_damaged_states
 from lightning_megatron.strategy.checkpoints.source import install_directory_check
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 from tests.fits import GPT2, Job, Report, joined, run_job, trainer_of
@@ -131,58 +127,12 @@ def test_random_generators_continue_from_states_that_load_with_weights_only():
 # ---- the state of a rank
 
 
-def intact_state() -> dict[str, Any]:
-    return {
-        "random": RandomStreams(3).state_dict(),
-        "generators": random_states(CPU),
-        "dataloaders": [None],
-    }
-
-
-def setter_of(value: Any, *keys: str) -> Callable[[dict[str, Any]], Any]:
-    def edit(values):
-        for key in keys[:-1]:
-            values = values[key]
-        values[keys[-1]] = value
-
-    return edit
-
-
-EDITS: tuple[tuple[Callable[[dict[str, Any]], Any], str], ...] = (
-    (
-        lambda values: values.pop("random"),
-        "rank_state must have random: it has generators, dataloa",
-    ),
-    (setter_of({}, "dataloaders"), "dataloaders must be a list"),
-    (setter_of("7", "random", "seed"), "random.seed must be a whole number: it is '7'"),
-    (setter_of(True, "random", "seed"), "random.seed must be a whole number: it is True"),
-    (setter_of({"step": 0.5}, "random", "position"), r"random.position\['step'\] must be"),
-    (setter_of(-1, "random", "position", "step"), r"random.position\['step'\] must be"),
-    (setter_of({}, "generators"), "generators must have torch, numpy, python: it has nothing"),
-    (setter_of([1], "generators", "torch"), "generators.torch must be Tensor"),
-    (setter_of(None, "generators", "numpy", "keys"), "generators.numpy.keys must be Tensor"),
-    (setter_of(10**30, "generators", "numpy", "position"), "numpy.position must be a whole number"),
-    (setter_of(float("nan"), "generators", "numpy", "gauss"), "gauss must be a finite number"),
-    (setter_of("2", "generators", "python", "version"), "python.version must be 3: it is '2'"),
-)
-
-
-def test_damaged_values_of_a_rank_state_are_refused_by_name():
-    for edit, message in EDITS:
-        values = intact_state()
-        check_rank_state(values, "rank 0 in a")
-        edit(values)
-        words = f"that of rank 0 in a is damaged: .*{message}.*Use another checkpoint"
-        with pytest.raises(CorruptDataError, match=words):
-            check_rank_state(values, "rank 0 in a")
-
-
 def test_a_fit_does_not_resume_from_a_rank_state_with_missing_values(tmp_path, monkeypatch):
     job = Job(SMALL, {}, steps=1, save=str(tmp_path / "saved.ckpt"))
     with monkeypatch.context() as patch:
         patch.setattr(run_checkpoints, "random_states", lambda device: None)
         run_job(job)
-    words = "rank 0 in .*saved.ckpt is damaged: rank_state.generators must be a mapping"
+    words = "rank 0 in .*saved.ckpt is damaged: a random generator does not accept its state"
     with pytest.raises(CorruptDataError, match=words):
         run_job(replace(job, steps=STEPS, resume=job.save, save=None))
 
@@ -190,10 +140,10 @@ def test_a_fit_does_not_resume_from_a_rank_state_with_missing_values(tmp_path, m
 def test_invalid_generator_states_are_refused_and_change_no_generator():
     before = torch.get_rng_state()
     bytes_of_torch = (torch.zeros(3, dtype=torch.uint8), torch.full_like(before, 255))
-    changes = [{"torch": state} for state in bytes_of_torch]
+    changes: list[dict[str, Any]] = [{"torch": state} for state in bytes_of_torch]
     changes += [{"python": {"version": 3, "internal": torch.full((625,), 999), "next_gauss": None}}]
     for change in changes:
-        values = intact_state()["generators"] | change
+        values = random_states(CPU) | change
         message = "rank 0 in a is damaged: a random generator does not accept its state"
         with pytest.raises(CorruptDataError, match=message), name_damaged_states("rank 0 in a"):
             restore_random_states(values, CPU)
@@ -255,10 +205,6 @@ def optimizer_of(values: Any) -> Any:
     return values["optimizer_states"][0]
 
 
-def first_state(values: Any) -> Any:
-    return optimizer_of(values)["state"][0]
-
-
 #: Edits that reading refuses, and what the error says.
 READ_EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "callbacks": (lambda values: values.update(callbacks=b"x"), "callbacks must be a mapping"),
@@ -268,26 +214,7 @@ READ_EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "named": (
         lambda values: optimizer_of(values)["param_groups"][0].update(params=["weight"]), "FSDP.*Save with ddp",
     ),
-    "numbers": (
-        lambda values: values["optimizer_states"][0]["param_groups"][0]["params"].append(0), "unique parameter numbers",
-    ),
-    "count": (lambda values: fit_loop_of(values)["epoch_progress"]["total"].update(completed="x"), "loops must have"),
-    "current": (lambda values: fit_loop_of(values)["epoch_progress"].pop("current"), "loops must have"),
-    "optimizer of a loop": (
-        lambda values: fit_loop_of(values)["epoch_loop.automatic_optimization.optim_progress"].update(optimizer=None),
-        "loops must have",
-    ),
 }  # fmt: skip
-
-
-def first_matrix(values: Any) -> Any:
-    states = optimizer_of(values)["state"].values()
-    return next(state for state in states if state["exp_avg"].dim() == 2)
-
-
-def replace_moment(values: dict[str, Any], function: Any) -> None:
-    state = first_matrix(values)
-    state["exp_avg"] = function(state["exp_avg"])
 
 
 def all_moments(values: dict[str, Any], function: Any) -> None:
@@ -297,12 +224,6 @@ def all_moments(values: dict[str, Any], function: Any) -> None:
 
 #: Edits that resuming refuses.
 RESUME_EDITS: dict[str, tuple[Any, str]] = {
-    "a moment is plain": (lambda values: first_state(values).update(exp_avg=1.5), "'exp_avg' of 'model.*other param"),
-    "a step is None": (lambda values: first_state(values).update(step=None), "'step' of 'model.*other param"),
-    "a moment is missing": (lambda values: first_matrix(values).pop("exp_avg_sq"), "'exp_avg_sq' of 'model"),
-    "a moment is a number": (lambda values: replace_moment(values, torch.sum), "'exp_avg' of 'model.*other parameter"),
-    "a moment is flat": (lambda values: replace_moment(values, torch.flatten), "'exp_avg' of 'model.*other parameter"),
-    "a moment is of integers": (lambda values: replace_moment(values, Tensor.long), "'exp_avg' of 'model.*other param"),
     "all moments are flat": (
         lambda values: all_moments(values, lambda moment: moment.flatten()[None]), "must be (like|shaped like) its",
     ),
@@ -320,12 +241,6 @@ RESUME_EDITS: dict[str, tuple[Any, str]] = {
     "no loops": (lambda values: values.pop("loops"), "loops must be a mapping with fit_loop: it is None"),
     "no schedules": (lambda values: values.pop("lr_schedulers"), "lr_schedulers must be a list"),
     "no loop": (lambda values: values["loops"].pop("fit_loop"), "loops must have fit_loop"),
-    "no counts of batches": (
-        lambda values: fit_loop_of(values).pop("epoch_loop.batch_progress"), "fit_loop must have epoch_loop.batch_progress",
-    ),
-    "half of the counts": (
-        lambda values: fit_loop_of(values)["epoch_progress"]["current"].pop("completed"), "epoch_progress.current must have completed",
-    ),
 }  # fmt: skip
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,14 +27,11 @@ from lightning_megatron.checkpoint.consolidate import ONE_PROCESS, OPTIMIZERS
 from lightning_megatron.checkpoint.directory import checkpoint_path_of
 from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, describe_models
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
+from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.strategy.checkpoints.delayed_scales import load_scales, scale_tensors
 from lightning_megatron.strategy.checkpoints.last_checkpoint import checkpoint_folders, find_last
-from lightning_megatron.strategy.checkpoints.rank_state_checks import (
-    check_rank_state,
-    name_damaged_states,
-)
 from lightning_megatron.strategy.checkpoints.saved_weights import weights_to_save
 from lightning_megatron.strategy.checkpoints.single_file_loading import no_optimizers
 from lightning_megatron.strategy.checkpoints.single_process_record import single_process_record
@@ -53,6 +51,27 @@ def refuse_storage_options(storage_options: object) -> None:
             "`Trainer.save_checkpoint(..., storage_options=...)` is not supported, because every "
             "rank writes its own files. Leave storage_options out."
         )
+
+
+@contextmanager
+def name_damaged_states(where: str) -> Iterator[None]:
+    """Convert errors about invalid states of a rank into errors that name the checkpoint."""
+    try:
+        yield
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        OverflowError,
+        LookupError,
+        AttributeError,
+    ) as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise CorruptDataError(
+            "the state of a rank in a checkpoint must be unchanged since it was saved: that of "
+            f"{where} is damaged: a random generator does not accept its state ({text}). The fit "
+            "would continue with other random numbers or data. Use another checkpoint."
+        ) from error
 
 
 class RunCheckpoints:
@@ -268,11 +287,12 @@ class RunCheckpoints:
     ) -> None:
         state = load_rank_state(stored, mesh, self.weights_only)
         self._loaded_from = f"rank {state.rank} in {stored.checkpoint.path}"
-        check_rank_state(state.values, self._loaded_from)
         with name_damaged_states(self._loaded_from):
             mesh.random.load_state_dict(state.values["random"])
+            generators = state.values["generators"]
+            dataloaders = state.values["dataloaders"]
         if state.same_data:
-            self._random_states = state.values["generators"]
+            self._random_states = generators
         else:
             rank_zero_info(
                 "The checkpoint was saved with another number of data-parallel ranks: the default "
@@ -282,11 +302,11 @@ class RunCheckpoints:
         if "combined_loader" not in fit_loop:
             return
         if state.same_data:
-            fit_loop["combined_loader"] = state.values["dataloaders"]
+            fit_loop["combined_loader"] = dataloaders
             return
         # With another number of data ranks, saved dataloader states fit no rank.
         del fit_loop["combined_loader"]
-        if any(state.values["dataloaders"]):
+        if any(dataloaders):
             rank_zero_warn(
                 "The checkpoint was saved with another number of data-parallel ranks, among which "
                 "its dataloaders had divided the samples: dataloader states are ignored, and "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypedDict
 
@@ -24,7 +23,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer.main_parameters import MainParameters, MainSlice
 from lightning_megatron.optimizer.shared_gradients import original_name
-from lightning_megatron.plan.settings import Index, Pattern, coerced, shown
+from lightning_megatron.plan.settings import Pattern, coerced, shown
 from lightning_megatron.strategy.checkpoints.name_order import (
     gather_parts,
     named_numbers,
@@ -50,23 +49,8 @@ _NOT_LOADED = frozenset(
 _OF_RATES = ("last_epoch", "_step_count", "base_lrs", "lr_lambdas", "_schedulers", "milestones")
 
 
-class _Counts(TypedDict):
-    ready: Index
-    completed: Index
-
-
-class _Progress(TypedDict):
-    total: _Counts
-    current: _Counts
-
-
-_FitLoop = TypedDict(
-    "_FitLoop", {"epoch_progress": _Progress, "epoch_loop.batch_progress": _Progress}
-)
-
-
 class _Loops(TypedDict):
-    fit_loop: _FitLoop
+    fit_loop: dict[str, Any]
 
 
 #: Entries that Lightning reads, and those that it reads only if a fit resumes.
@@ -223,7 +207,6 @@ def load_full_optimizer(
         for number, name in zip(group["params"], named_numbers(group, group_names), strict=True):
             state_of[name] = saved["state"].get(number, {})
             _check_shapes(name, state_of[name], full)
-    _check_states(names, state_of, full)
     complaints = _load_states(optimizer, main, models, state_of, full)
     # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
     all_complaints = [
@@ -234,47 +217,6 @@ def load_full_optimizer(
     check_hyperparameters(optimizer.param_groups, groups)
     for group, taken in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in taken.items() if key not in _NOT_LOADED})
-
-
-def _check_states(
-    groups: Sequence[Sequence[str]],
-    states: Mapping[str, Mapping[str, Any]],
-    full: Mapping[str, Any],
-) -> None:
-    """Refuse states that differ in kind between parameters of one group.
-
-    An optimizer has the same states for parameters with the same number of dimensions. Parameters
-    without any state have not been trained.
-
-    Args:
-        states: States of each parameter by key, complete tensors.
-    """
-    for names in groups:
-        for num_dims in {full[name].dim() for name in names}:
-            similar = [name for name in names if full[name].dim() == num_dims and states[name]]
-            forms = {}
-            for name in similar:
-                items = states[name].items()
-                forms[name] = frozenset((key, *_kind_of(key, v, full[name])) for key, v in items)
-            common = Counter(forms.values()).most_common(1)[0][0] if forms else frozenset()
-            wrong = [name for name, form in forms.items() if form != common]
-            if wrong:
-                keys = sorted(key for key, *_ in forms[wrong[0]] ^ common)
-                raise CorruptDataError(
-                    "an optimizer's states must be of the same kind for all parameters of a group: "
-                    f"{keys[0]!r} of {wrong[0]!r} is missing, or has another shape or dtype than "
-                    f"for {len(forms) - len(wrong)} other parameter(s). The checkpoint is damaged "
-                    "or edited. Use another one, or load only the weights."
-                )
-
-
-def _kind_of(key: str, value: Any, parameter: Tensor) -> tuple[Any, ...]:
-    """Return the kind of a state value, which similar parameters must share."""
-    if not isinstance(value, Tensor):
-        return (False,)
-    is_like = tuple(value.shape) == tuple(parameter.shape)
-    shape = "like" if is_like and key != "step" and parameter.dim() else value.dim()
-    return True, shape, value.is_floating_point(), value.is_complex()
 
 
 def _load_states(
