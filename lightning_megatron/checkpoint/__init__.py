@@ -20,5 +20,5 @@ from lightning_megatron.checkpoint.optimizer import load_optimizer as load_optim
 from lightning_megatron.checkpoint.optimizer import optimizer_metadata as optimizer_metadata
 from lightning_megatron.checkpoint.optimizer import optimizer_tensors as optimizer_tensors
 from lightning_megatron.checkpoint.save import save_checkpoint as save_checkpoint
-from lightning_megatron.checkpoint.verify import verify_checkpoint as verify_checkpoint
+from lightning_megatron.checkpoint.tensor_files import verify_checkpoint as verify_checkpoint
 from lightning_megatron.checkpoint.writer import CheckpointWriter as CheckpointWriter

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
-from lightning_megatron.errors import CheckpointSaveError
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CheckpointSaveError,
+    CorruptDataError,
+    UnsupportedError,
+)
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects, broadcast_object
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _NUM_SHOWN = 4
 
@@ -60,7 +67,14 @@ def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list
         raise caught.error
     reasons = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
     if reasons:
-        raise failure(what, reasons, axis.size) from caught.error
+        shown = [f"rank {rank}: {reason}" for rank, reason in reasons.items()][:_NUM_SHOWN]
+        more = f"; and {len(reasons) - _NUM_SHOWN} more" if len(reasons) > _NUM_SHOWN else ""
+        raise CheckpointSaveError(
+            f"every rank must write its part of a checkpoint: {what} failed on {len(reasons)} of "
+            f"{axis.size} rank(s): {'; '.join(shown)}{more}. The incomplete checkpoint was "
+            "removed; earlier checkpoints are unchanged. Free space there, or save to another "
+            "folder."
+        ) from caught.error
     return [result for result, _ in outcomes]
 
 
@@ -81,16 +95,41 @@ def run_on_first(action: Callable[[], T], axis: MeshAxis) -> T:
     return outcome[0]
 
 
-def failure(what: str, reasons: dict[int, str], num_ranks: int) -> CheckpointSaveError:
-    """Return an error that lists the failed ranks and their reasons."""
-    shown = "; ".join(
-        f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items())[:_NUM_SHOWN]
-    )
-    more = f"; and {len(reasons) - _NUM_SHOWN} more" if len(reasons) > _NUM_SHOWN else ""
-    return CheckpointSaveError(
-        f"every rank must write its part of a checkpoint: {what} failed on {len(reasons)} of "
-        f"{num_ranks} rank(s): {shown}{more}. The incomplete checkpoint was removed; earlier "
-        "checkpoints are unchanged. Free space there, or save to another folder."
+def verify_together(check: Callable[[], object], axis: MeshAxis) -> None:
+    """Run a check of files on every rank; if it fails on one rank, all ranks raise.
+
+    Raises:
+        CorruptDataError: On all ranks, if a file is damaged or cannot be read on one.
+        CheckpointMismatchError: On all ranks, if the check raises it on one.
+        UnsupportedError: On all ranks, if the check raises it on one.
+
+    Communication: one gather of errors.
+    """
+    with CaughtError(BaseException) as caught:
+        check()
+    # All ranks raise the error of the first rank that failed: they must continue in the same way.
+    gathered = all_gather_objects(_to_send(caught.error), axis)
+    errors = [error for error in gathered if error is not None]
+    if caught.error is not None and not isinstance(caught.error, Exception):
+        raise caught.error
+    if errors:
+        interrupts = [error for error in errors if not isinstance(error, Exception)]
+        raise (interrupts or errors)[0]
+
+
+def _to_send(error: BaseException | None) -> BaseException | None:
+    """Convert a rank's error to one that can be sent to other ranks; None stays None."""
+    if error is None or isinstance(
+        error, (CorruptDataError, CheckpointMismatchError, UnsupportedError)
+    ):
+        return error
+    if not isinstance(error, Exception):
+        return KeyboardInterrupt(f"another rank was interrupted: {describe(error)}")
+    if not isinstance(error, OSError):
+        logger.warning("a check of a checkpoint failed", exc_info=error)
+    return CorruptDataError(
+        f"every file of a checkpoint must be readable: {describe(error)}. Use another checkpoint, "
+        "or repair the file system."
     )
 
 

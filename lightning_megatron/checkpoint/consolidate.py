@@ -25,9 +25,9 @@ from lightning_megatron.checkpoint.metadata_checks import (
     check_names,
 )
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
-from lightning_megatron.checkpoint.tensor_index import SavedTensor
-from lightning_megatron.checkpoint.verify import verify_checkpoint
+from lightning_megatron.checkpoint.tensor_files import TensorToRead, verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.groups.shard_spec import replicated_spec
 from lightning_megatron.swap.hugging_face.class_tensors import (
     ClassTensors,
     class_name_in,
@@ -60,8 +60,8 @@ def consolidate(
 ) -> WrittenSize:
     """Write one file from which ``Trainer(strategy="auto").fit(ckpt_path=...)`` resumes.
 
-    Tensors are copied one after the other to temporary files in the folder of ``out``, so that only
-    a few of them are in memory at a time.
+    Tensors are read into temporary files in the folder of ``out``, so that only a few of them are
+    in memory at a time.
 
     Args:
         weights_only: Whether to omit optimizer states and all else that only training needs.
@@ -69,8 +69,8 @@ def consolidate(
             precision under mixed precision.
     """
     verify_checkpoint(path)
-    metadata = load_metadata(path, weights_only=not unsafe)
     stored = OpenCheckpoint.open(path)
+    metadata = load_metadata(stored, weights_only=not unsafe)
     saved = stored.tensors
     one_process = _record_of_one_process(metadata, path)
     shapes = {name: tensor.shape for name, tensor in saved.items()}
@@ -83,14 +83,13 @@ def consolidate(
             f"a checkpoint is written as one file: {target} is a directory. Pass the name of a "
             "file."
         )
+    names = [
+        name
+        for name in saved
+        if name.startswith(MODEL) or (not weights_only and _TRAINING.match(name))
+    ]
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        tensors = _TensorsOnDisk(Path(folder), one_process, saved)
-        names = [
-            name
-            for name in saved
-            if name.startswith(MODEL) or (not weights_only and _TRAINING.match(name))
-        ]
-        _copy_to_disk(stored, names, dtype, tensors)
+        tensors = _read_to_disk(stored, names, dtype, one_process["padded_rows"], Path(folder))
         values = _without_division(metadata, stored.checkpoint.header.layout.dp)
         values["state_dict"] = _weights(MODEL, one_process, tensors, models)
         if any(name.startswith(CURRENT) for name in names):
@@ -104,7 +103,7 @@ def consolidate(
         unfinished = Path(folder) / target.name
         torch.save(values, unfinished)
         os.replace(unfinished, target)
-        return WrittenSize(tensors.num_tensors, tensors.num_bytes)
+        return WrittenSize(len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
 
 def _record_of_one_process(
@@ -121,33 +120,60 @@ def _record_of_one_process(
     return record
 
 
-def _copy_to_disk(
+def _read_to_disk(
     stored: OpenCheckpoint,
     names: Iterable[str],
     dtype: torch.dtype | None,
-    tensors: _TensorsOnDisk,
-) -> None:
-    """Copy the named tensors, and convert weights to the dtype."""
-    for entry, full in read_one_by_one(stored, names):
+    padded_rows: Mapping[str, int],
+    folder: Path,
+) -> dict[str, Tensor]:
+    """Read full tensors into memory-mapped files, with the padding of the model in one process.
+
+    Args:
+        dtype: Dtype of the floating-point weights; None keeps the saved dtype.
+        padded_rows: Number of rows of padded tensors, by name of the parameter.
+    """
+    tensors: dict[str, Tensor] = {}
+    targets = []
+    for entry in names:
+        saved = stored.tensors[entry]
         is_weight = entry.startswith((MODEL, CURRENT))
         weight = entry.removeprefix(MODEL).removeprefix(CURRENT)
         # An optimizer state is padded as its parameter.
         name = weight if is_weight else _STATE.sub("", entry).rpartition(".")[0]
-        converted = is_weight and dtype is not None and full.is_floating_point()
-        tensors.add(entry, name, full.to(dtype) if converted else full)
+        weights = stored.tensors.get(f"{MODEL}{name}")
+        shape = saved.shape
+        if name in padded_rows and weights is not None and shape == weights.shape:
+            shape = (padded_rows[name], *shape[1:])
+        converts = is_weight and dtype is not None and saved.dtype.is_floating_point
+        kind = dtype if converts else saved.dtype
+        full = torch.empty((), dtype=kind)
+        part = full
+        if shape:
+            file = str(folder / f"{len(tensors)}.tensor")
+            flat = torch.from_file(file, shared=True, size=prod(shape), dtype=kind)
+            full = flat.view(shape)
+            part = full[: saved.shape[0]]
+        tensors[entry] = full
+        targets.append(TensorToRead(entry, part, replicated_spec(part)))
+    stored.read(targets)
+    return tensors
 
 
 def _weights(
     prefix: str,
     one_process: Mapping[str, Any],
-    tensors: _TensorsOnDisk,
+    tensors: Mapping[str, Tensor],
     models: Sequence[ClassTensors],
 ) -> dict[str, Any]:
     """Return the weights whose entries have a prefix, by their names in one process."""
-    aliases = one_process["aliases"]
-    state = {
-        name: tensors.get(f"{prefix}{aliases.get(name, name)}") for name in one_process["order"]
-    }
+    empty = one_process.get("empty", {})
+    state = {}
+    for name in one_process["order"]:
+        source = one_process["aliases"].get(name, name)
+        # Tensors without elements are not stored.
+        known = tensors.get(f"{prefix}{source}")
+        state[name] = torch.empty(empty.get(source, (0,))) if known is None else known
     return to_class_names(models, state)
 
 
@@ -173,68 +199,11 @@ def read_one_by_one(stored: OpenCheckpoint, names: Iterable[str]) -> Iterator[tu
         yield from stored.read_full(batch).items()
 
 
-class _TensorsOnDisk:
-    """Store of full tensors in memory-mapped files.
-
-    Args:
-        one_process: The checkpoint's record of the model in one process: the number of rows of
-            padded tensors, and the shapes of tensors without elements.
-    """
-
-    def __init__(
-        self, folder: Path, one_process: Mapping[str, Any], saved: Mapping[str, SavedTensor]
-    ) -> None:
-        self._folder = folder
-        self._saved = saved
-        self._padded_rows = one_process["padded_rows"]
-        self._empty = one_process.get("empty", {})
-        self._tensors: dict[str, Tensor] = {}
-        self.num_bytes = 0
-
-    @property
-    def num_tensors(self) -> int:
-        """Return the number of tensors."""
-        return len(self._tensors)
-
-    def add(self, entry: str, name: str, full: Tensor) -> None:
-        """Store a full tensor, with the padding of the model in one process.
-
-        Args:
-            name: Name of the parameter; for an optimizer state, the parameter to which the state
-                belongs.
-        """
-        shape = list(full.shape)
-        weights = self._saved.get(f"{MODEL}{name}")
-        if name in self._padded_rows and weights is not None and tuple(shape) == weights.shape:
-            shape[0] = self._padded_rows[name]
-        kept = full
-        if full.dim():
-            file = str(self._folder / f"{len(self._tensors)}.tensor")
-            kept = torch.from_file(file, shared=True, size=prod(shape), dtype=full.dtype).view(
-                shape
-            )
-            kept[: full.shape[0]].copy_(full)
-        self._tensors[entry] = kept
-        self.num_bytes += kept.nbytes
-
-    def get(self, entry: str) -> Tensor:
-        """Return a tensor. A tensor without elements is not stored, but created from its shape."""
-        shape = self._empty.get(entry.removeprefix(MODEL).removeprefix(CURRENT), (0,))
-        return self._tensors[entry] if entry in self._tensors else torch.empty(shape)
-
-    def states_of(self, prefix: str) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (parameter, key, tensor) for the states of an optimizer."""
-        for entry, tensor in self._tensors.items():
-            if entry.startswith(prefix):
-                name, _, key = entry.removeprefix(prefix).rpartition(".")
-                yield name, key, tensor
-
-
 def _numbered(
     index: int,
     optimizer: Mapping[str, Any],
     numbering: list[list[str]] | str,
-    tensors: _TensorsOnDisk,
+    tensors: Mapping[str, Tensor],
     models: Sequence[ClassTensors],
 ) -> dict[str, Any]:
     """Return an optimizer's state dict as torch has it, with numbers in place of names."""
@@ -258,8 +227,11 @@ def _numbered(
             )
         number_of[name] = len(number_of)
     by_key: dict[str, dict[str, Any]] = {}
-    for name, key, tensor in tensors.states_of(f"optimizer.{index}.state."):
-        by_key.setdefault(key, {})[name] = tensor
+    prefix = f"optimizer.{index}.state."
+    for entry, tensor in tensors.items():
+        if entry.startswith(prefix):
+            name, _, key = entry.removeprefix(prefix).rpartition(".")
+            by_key.setdefault(key, {})[name] = tensor
     for name, values in optimizer["values"].items():
         for key, value in values.items():
             by_key.setdefault(key, {})[name] = value

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from lightning_megatron.checkpoint.header import HEADER, Header
 from lightning_megatron.checkpoint.storage import (
@@ -52,28 +52,6 @@ class Checkpoint:
         return f"{self.folder.name}/{name}"
 
 
-class CheckpointPath(Protocol):
-    """Path of a checkpoint, with the steps of a save.
-
-    One rank calls all methods; the other ranks call only :meth:`folder`.
-    """
-
-    def begin(self) -> str:
-        """Create an empty folder for a new checkpoint and return a token that identifies it."""
-
-    def folder(self, token: str) -> Folder:
-        """Return the folder to which all ranks write."""
-
-    def publish(self, token: str, header: Header) -> None:
-        """Make the checkpoint visible under its path, and replace an existing one."""
-
-    def discard(self, token: str | None) -> None:
-        """Remove the files of an unfinished checkpoint; do nothing if ``begin`` did not return."""
-
-    def remove(self) -> None:
-        """Remove the checkpoint or other file at this path; readers never see a part of it."""
-
-
 @dataclass(frozen=True)
 class LocalCheckpointPath:
     """Path on a mounted file system; the directory ``.NAME.unfinished`` is filled and renamed."""
@@ -81,7 +59,7 @@ class LocalCheckpointPath:
     path: Path
 
     def begin(self) -> str:
-        """Remove leftovers of interrupted saves and create an empty directory."""
+        """Remove leftovers of interrupted saves; create an empty folder and return its token."""
         clean_unfinished(self.path.parent)
         unfinished_path(self.path).mkdir(parents=True)
         return _UNFINISHED
@@ -111,7 +89,7 @@ class LocalCheckpointPath:
         _remove_leftover(replaced)
 
     def discard(self, token: str | None) -> None:
-        """Remove the files of an unfinished checkpoint."""
+        """Remove the files of an unfinished checkpoint; None if ``begin`` did not return."""
         if token is not None:
             remove_path(unfinished_path(self.path))
 
@@ -139,7 +117,7 @@ class RemoteCheckpointPath:
         return RemoteFolder(self.url)
 
     def begin(self) -> str:
-        """Remove leftovers of interrupted saves and create an empty folder."""
+        """Remove leftovers of interrupted saves; create an empty folder and return its token."""
         _clean_remote(self._root)
         token = f"save-{secrets.token_hex(8)}"
         self.folder(token).make()
@@ -157,17 +135,25 @@ class RemoteCheckpointPath:
         _clean_remote(root)
 
     def discard(self, token: str | None) -> None:
-        """Remove the files of an unfinished checkpoint."""
-        if token is None:
-            return
-        self._root.remove(token)
-        if not self._root.names():
-            folder_at(self.url.rsplit("/", 1)[0]).remove(self.url.rsplit("/", 1)[1])
+        """Remove the files of an unfinished checkpoint; None if ``begin`` did not return."""
+        if token is not None:
+            self._root.remove(token)
+            if not self._root.names():
+                self._remove_root()
 
     def remove(self) -> None:
         """Remove the header, which hides the checkpoint from readers, and then the files."""
         self._root.remove(HEADER)
-        folder_at(self.url.rsplit("/", 1)[0]).remove(self.url.rsplit("/", 1)[1])
+        self._remove_root()
+
+    def _remove_root(self) -> None:
+        parent, _, name = self.url.rpartition("/")
+        RemoteFolder(parent).remove(name)
+
+
+#: Path of a checkpoint, with the steps of a save. One rank calls all methods; the other ranks call
+#: only ``folder``.
+CheckpointPath: TypeAlias = LocalCheckpointPath | RemoteCheckpointPath
 
 
 def checkpoint_path_of(path: str | os.PathLike[str]) -> CheckpointPath:

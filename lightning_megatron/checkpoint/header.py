@@ -72,14 +72,6 @@ class Header:
     folder: str = "."
     format: int = FORMAT
 
-    @property
-    def age(self) -> tuple[int, float]:
-        """Return the sort key of checkpoints: the one that was saved last has the largest key.
-
-        Clocks of hosts may differ, so their times order only checkpoints without numbers.
-        """
-        return self.save_number, self.saved_at
-
     def write(self, folder: Folder, name: str = HEADER) -> None:
         """Write the header into a folder and flush it to disk."""
         fields = asdict(self)

@@ -74,10 +74,15 @@ def match(
     all_shapes = sorted(set().union(*shapes_of))
     needed = set().union(*found, (source for source, _, _ in all_shapes))
     unexpected = sorted(name for name in saved if name.startswith(prefix) and name not in needed)
-    complaints = _other_shapes(all_shapes)
-    if strict:
-        complaints += _listed("missing in the checkpoint", all_missing)
-        complaints += _listed("unexpected in the checkpoint", unexpected)
+    other_shapes = [
+        f"{name} is {saved_shape} in the checkpoint and {model_shape} in the model"
+        for name, saved_shape, model_shape in all_shapes
+    ]
+    complaints = [_listed(other_shapes)] if other_shapes else []
+    if strict and all_missing:
+        complaints.append(f"missing in the checkpoint: {_listed(all_missing)}")
+    if strict and unexpected:
+        complaints.append(f"unexpected in the checkpoint: {_listed(unexpected)}")
     if complaints:
         raise CheckpointMismatchError(
             f"the tensors of the checkpoint must match the model: {'; '.join(complaints)}. Build "
@@ -87,18 +92,6 @@ def match(
     return Match(sources, tuple(all_missing), tuple(unexpected))
 
 
-def _other_shapes(entries: Sequence[_OtherShape]) -> list[str]:
-    listed = [
-        f"{name} is {saved_shape} in the checkpoint and {model_shape} in the model"
-        for name, saved_shape, model_shape in entries[:_NUM_SHOWN]
-    ]
-    if len(entries) > _NUM_SHOWN:
-        listed.append(f"{len(entries) - _NUM_SHOWN} more have other shapes")
-    return listed
-
-
-def _listed(what: str, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    return [f"{what}: {', '.join(names[:_NUM_SHOWN])}{more}"]
+    return f"{', '.join(names[:_NUM_SHOWN])}{more}"

@@ -26,13 +26,13 @@ from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.storage import open_for_writing
 from lightning_megatron.checkpoint.tensor_files import (
     read_object,
+    verify_checkpoint,
     write_metadata,
     write_object,
     write_piece,
 )
 from lightning_megatron.checkpoint.tensor_index import StoredPiece
 from lightning_megatron.checkpoint.values import to_bytes
-from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.groups.shard_spec import Box
 
 #: Approximate maximum size of a piece, so that a rank need not read the full tensor (bytes).
@@ -57,7 +57,7 @@ def rewrite(
     """
     verify_checkpoint(path)
     stored = OpenCheckpoint.open(path)
-    metadata = load_metadata(path, weights_only=not unsafe)
+    metadata = load_metadata(stored, weights_only=not unsafe)
     if ONE_PROCESS in metadata:
         shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
         check_names(

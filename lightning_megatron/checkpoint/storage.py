@@ -9,10 +9,10 @@ import shutil
 import stat
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, TypeAlias
 
 import fsspec
 from typing_extensions import override
@@ -93,41 +93,6 @@ class _Sink(io.RawIOBase):
         self.sum = zlib.crc32(view, self.sum)
         self.size += len(view)
         return len(view)
-
-
-class Folder(Protocol):
-    """Operations on a folder, independent of its file system."""
-
-    @property
-    def name(self) -> str:
-        """Path or URL of the folder."""
-
-    def child(self, name: str) -> Folder:
-        """Return a folder inside this one."""
-
-    def make(self) -> None:
-        """Create the folder and its missing parents."""
-
-    def names(self) -> list[str]:
-        """Return the sorted names inside; none if the folder does not exist."""
-
-    def exists(self, name: str) -> bool:
-        """Return whether a file or folder of that name exists inside."""
-
-    def size(self, name: str) -> int:
-        """Return the size of a file inside (bytes)."""
-
-    def open(self, name: str) -> IO[bytes]:
-        """Open a file inside for reading."""
-
-    def create(self, name: str) -> AbstractContextManager[IO[bytes]]:
-        """Open a file inside for writing; when the block ends it is on the disk."""
-
-    def move(self, old: str, new: str) -> None:
-        """Rename a file inside, replacing an existing file of the new name."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file or folder inside, if it exists."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +228,10 @@ class RemoteFolder:
         """Remove a file or folder inside, if it exists."""
         if self.exists(name):
             self._fs.rm(self._path(name), recursive=True)
+
+
+#: Folder on any file system; both kinds have the same operations.
+Folder: TypeAlias = LocalFolder | RemoteFolder
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.directory import Checkpoint
+from lightning_megatron.checkpoint.collective_steps import verify_together
+from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint
 from lightning_megatron.checkpoint.entries import BoxToWrite
 from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX
 from lightning_megatron.checkpoint.storage import (
@@ -20,6 +22,7 @@ from lightning_megatron.checkpoint.storage import (
     Folder,
     HashingStream,
     open_for_writing,
+    read_record,
 )
 from lightning_megatron.checkpoint.tensor_index import (
     SavedTensor,
@@ -28,6 +31,8 @@ from lightning_megatron.checkpoint.tensor_index import (
     write_index,
 )
 from lightning_megatron.errors import CorruptDataError
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement
 
 
@@ -178,8 +183,39 @@ def content_of(checkpoint: Checkpoint, name: str) -> bytes:
     """Return the content of a small file after comparing it with its checksum."""
     with _open(checkpoint, name) as file:
         content = file.read()
-    checksum = f"{zlib.crc32(content):08x}"
+    _check_sum(checkpoint, name, f"{zlib.crc32(content):08x}")
+    return content
+
+
+def verify_checkpoint(path: str | os.PathLike[str], mesh: ParallelMesh | None = None) -> None:
+    """Check that every file of a checkpoint is intact.
+
+    Args:
+        mesh: Mesh whose ranks divide the files among them and call this function together; None
+            reads all files in this process.
+
+    Raises:
+        CorruptDataError: If a file is damaged; the message names the file. With a mesh, all ranks
+            raise.
+
+    Communication: with a mesh, one gather over the world.
+    """
+    axis = MeshAxis("alone") if mesh is None else mesh.world_cpu
+    verify_together(lambda: _verify(find_checkpoint(path), axis), axis)
+
+
+def _verify(checkpoint: Checkpoint, axis: MeshAxis) -> None:
+    files = checkpoint.header.files
+    for name in (METADATA, TENSOR_INDEX):
+        check_size(checkpoint, name)
+    # Sort by size, so that all ranks read about the same number of bytes.
+    names = sorted(files, key=lambda name: (-files[name].size, name))
+    for name in names[axis.rank :: axis.size]:
+        check_size(checkpoint, name)
+        _check_sum(checkpoint, name, read_record(checkpoint.folder, name).checksum)
+
+
+def _check_sum(checkpoint: Checkpoint, name: str, checksum: str) -> None:
     expected = checkpoint.header.files[name].checksum
     if checksum != expected:
         raise damaged(checkpoint, name, f"its checksum is {checksum}, but {expected} was written")
-    return content

@@ -22,9 +22,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_megatron import FP8
-from lightning_megatron.checkpoint import save
+from lightning_megatron.checkpoint import save, verify_checkpoint
 from lightning_megatron.checkpoint.storage import LocalFolder
-from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointSaveError, CorruptDataError
 from tests.fits import (
     GPT2,

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.collective_steps import run_on_first
-from lightning_megatron.checkpoint.verify import verify_together
+from lightning_megatron.checkpoint.collective_steps import run_on_first, verify_together
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.checkpoints.source import CheckpointSource

@@ -132,7 +132,8 @@ def _checkpoints_in(folders: Iterable[str]) -> Iterator[tuple[int, float, Checkp
         for path in list_checkpoints(folder):
             source = CheckpointSource(path, is_single_file=False)
             try:
-                yield *read_header(path).age, source
+                header = read_header(path)
+                yield header.save_number, header.saved_at, source
             except (CorruptDataError, UnsupportedError):
                 # The time of saving cannot be read from a damaged header. The directory's time of
                 # modification is close to it.

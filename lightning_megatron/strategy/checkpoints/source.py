@@ -13,11 +13,10 @@ from typing import Any
 from lightning.pytorch.core import saving
 
 from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, verify_checkpoint
-from lightning_megatron.checkpoint.collective_steps import run_on_first
+from lightning_megatron.checkpoint.collective_steps import run_on_first, verify_together
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.single_file import read_single_file, verify_single_file
-from lightning_megatron.checkpoint.verify import verify_together
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
 
