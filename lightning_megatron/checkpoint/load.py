@@ -58,7 +58,9 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     return find_checkpoint(path).header
 
 
-def load_metadata(source: Source, weights_only: bool | None = None) -> dict[str, Any]:
+def load_metadata(
+    source: str | os.PathLike[str] | OpenCheckpoint, weights_only: bool | None = None
+) -> dict[str, Any]:
     """Read the metadata of a checkpoint: the values of the whole job.
 
     Args:
@@ -110,35 +112,14 @@ def load_tensors(
     """
     stored = open_source(source)
     shapes = {name: entry.shape for name, entry in stored.tensors.items()}
-    matched = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
+    if expected is None:
+        expected = {name: entry.placement for name, entry in tensors.items()}
+    matched = match(shapes, expected, mesh, strict, prefix)
     stored.read(
         TensorToRead(matched.sources[name], entry.tensor, entry.placement)
         for name, entry in tensors.items()
         if name in matched.sources
     )
-    return matched
-
-
-def copy_full_tensors(
-    full: Mapping[str, Tensor],
-    tensors: Mapping[str, Entry],
-    mesh: ParallelMesh,
-    strict: bool = True,
-    prefix: str = "",
-    expected: Mapping[str, Placement] | None = None,
-) -> Match:
-    """Load tensors in place from full tensors in memory, such as those of a single-file checkpoint.
-
-    Raises:
-        CheckpointMismatchError: On all ranks, with names and shapes.
-
-    Communication: one gather of names over tp x pp.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
-    matched = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
-    for name, entry in tensors.items():
-        if name in matched.sources:
-            entry.placement.copy_from_full(entry.tensor.detach(), full[matched.sources[name]])
     return matched
 
 
@@ -150,14 +131,16 @@ def read_full(
 
 
 def load_rank_state(
-    source: Source, mesh: ParallelMesh, weights_only: bool | None = None
+    source: str | os.PathLike[str] | OpenCheckpoint,
+    mesh: ParallelMesh,
+    weights_only: bool | None = None,
 ) -> RankState:
     """Read the per-rank values that were saved at this rank's coordinates in the layout.
 
     If the saved layout is smaller along an axis and lacks this rank's coordinate, 0 takes its
     place.
     """
-    stored = open_source(source)
+    stored = source if isinstance(source, OpenCheckpoint) else OpenCheckpoint.open(source)
     saved = stored.checkpoint.header.layout
     layout = mesh.layout
     coordinates = {
@@ -174,14 +157,6 @@ def load_rank_state(
     content = read_object(stored.checkpoint, stored.index.objects[name])
     values = _named_values(content, f"{name} of {stored.checkpoint.path}", weights_only)
     return RankState(values, rank, (saved.dp, saved.cp) == (layout.dp, layout.cp))
-
-
-def _all_expected(
-    tensors: Mapping[str, Entry], expected: Mapping[str, Placement] | None
-) -> Mapping[str, Placement]:
-    return (
-        {name: entry.placement for name, entry in tensors.items()} if expected is None else expected
-    )
 
 
 def _named_values(content: bytes, what: str, weights_only: bool | None) -> dict[str, Any]:

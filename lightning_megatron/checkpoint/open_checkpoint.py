@@ -68,13 +68,29 @@ class OpenCheckpoint:
         return full
 
 
-#: Checkpoint to read: its path or URL, or the opened checkpoint.
-Source = str | os.PathLike[str] | OpenCheckpoint
+class FullTensors:
+    """Full tensors in memory, such as those of a file of one process, to load like a checkpoint."""
+
+    def __init__(self, full: Mapping[str, Tensor]) -> None:
+        self._full = full
+        self.tensors: Mapping[str, SavedTensor] = {
+            name: SavedTensor(tuple(tensor.shape), tensor.dtype) for name, tensor in full.items()
+        }
+
+    def read(self, targets: Iterable[TensorToRead]) -> None:
+        """Load local tensors."""
+        for target in targets:
+            full = self._full[target.source]
+            target.placement.copy_from_full(target.tensor.detach(), full)
 
 
-def open_source(source: Source) -> OpenCheckpoint:
+#: Tensors to load: the path or URL of a checkpoint, an opened checkpoint, or full tensors.
+Source = str | os.PathLike[str] | OpenCheckpoint | FullTensors
+
+
+def open_source(source: Source) -> OpenCheckpoint | FullTensors:
     """Open a checkpoint, or return the one that is already open.
 
     Code that reads several times should pass an opened checkpoint, whose index is parsed once.
     """
-    return source if isinstance(source, OpenCheckpoint) else OpenCheckpoint.open(source)
+    return OpenCheckpoint.open(source) if isinstance(source, str | os.PathLike) else source

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.checkpoint.collective_steps import verify_together
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_tensors
-from lightning_megatron.checkpoint.open_checkpoint import (
-    OpenCheckpoint,
-    Source,
-    open_source,
-)
+from lightning_megatron.checkpoint.open_checkpoint import Source, open_source
 from lightning_megatron.checkpoint.parameter_groups import (
     check_hyperparameters,
     check_same_groups,
@@ -114,11 +111,34 @@ def load_optimizer(
     names_of_groups = main.names_of(optimizer)
     original = _originals(names_of_groups, metadata["groups"], main)
     check_saved_groups(names_of_groups, metadata["groups"], original, mesh)
-    check_hyperparameters(
-        optimizer.param_groups, [group["hyperparameters"] for group in metadata["groups"]], index
-    )
+    load_optimizer_state(source, index, optimizer, main, mesh, metadata, original)
+
+
+def load_optimizer_state(
+    source: Source,
+    index: int,
+    optimizer: torch.optim.Optimizer,
+    main: MainParameters,
+    mesh: ParallelMesh,
+    metadata: Mapping[str, Any],
+    original: Mapping[str, str],
+) -> None:
+    """Load the state of an optimizer whose parameter groups are those that were saved.
+
+    Args:
+        original: Name under which the state of each parameter of this rank was saved.
+
+    Raises:
+        CheckpointMismatchError: On all ranks, if types of hyperparameters or shapes differ.
+        UnsupportedError: On all ranks, if the state of a parameter cannot be sharded like the
+            parameter.
+
+    Communication: gathers of names over tp x pp and of errors over the world.
+    """
+    hyperparameters = [group["hyperparameters"] for group in metadata["groups"]]
+    check_hyperparameters(optimizer.param_groups, hyperparameters, index)
     stored = open_source(source)
-    saved = _saved_state(stored, index)
+    saved = _saved_state(stored.tensors, index)
     expected = {
         f"{_prefix(index)}{name}.{key}": _replicated_spec(tensor.shape, main.spec(name), key)
         for name in original
@@ -133,16 +153,20 @@ def load_optimizer(
         state = optimizer.state.pop(parameter, {})
         if remaining := {key: value for key, value in state.items() if key in kept}:
             optimizer.state[parameter] = remaining
-    entries = _create_state(
-        index, optimizer, main, {name: saved.get(original[name], {}) for name in original}, mesh
+    states = {name: saved.get(original[name], {}) for name in original}
+    entries: dict[str, Entry] = {}
+    # Data ranks have different parameters, so an error of one rank must reach all of them.
+    # Otherwise they would wait in the next collective.
+    verify_together(
+        lambda: entries.update(_create_state(index, optimizer, main, states)), mesh.world_cpu
     )
     load_tensors(stored, entries, mesh, prefix=_prefix(index), expected=expected)
     for name, parameter in _parameters_of(optimizer, main):
         values = metadata["values"].get(original[name], {})
         if values and _held(main, name) is not None:
             optimizer.state[parameter].update(values)
-    for group, saved_group in zip(optimizer.param_groups, metadata["groups"], strict=True):
-        group.update(saved_group["hyperparameters"])
+    for group, values_of_group in zip(optimizer.param_groups, hyperparameters, strict=True):
+        group.update(values_of_group)
 
 
 def _prefix(index: int) -> str:
@@ -238,10 +262,12 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
                 group["parameters"] = list(dict.fromkeys(names))
 
 
-def _saved_state(stored: OpenCheckpoint, index: int) -> dict[str, dict[str, SavedTensor]]:
+def _saved_state(
+    tensors: Mapping[str, SavedTensor], index: int
+) -> dict[str, dict[str, SavedTensor]]:
     """Return the shape and dtype of every saved state, by parameter and key."""
     states: dict[str, dict[str, SavedTensor]] = {}
-    for entry, saved in stored.tensors.items():
+    for entry, saved in tensors.items():
         if entry.startswith(_prefix(index)):
             name, key = entry.removeprefix(_prefix(index)).rsplit(".", 1)
             states.setdefault(name, {})[key] = saved
@@ -253,7 +279,6 @@ def _create_state(
     optimizer: torch.optim.Optimizer,
     main: MainParameters,
     saved: Mapping[str, Mapping[str, SavedTensor]],
-    mesh: ParallelMesh,
 ) -> dict[str, Entry]:
     """Create the saved state tensors of every parameter or slice, and return them as entries."""
     capturable = {
@@ -262,7 +287,6 @@ def _create_state(
         for p in g["params"]
     }
     entries: dict[str, Entry] = {}
-    complaints: list[str] = []
     for name, parameter in _parameters_of(optimizer, main):
         held_part = _held(main, name)
         if held_part is None:
@@ -275,11 +299,7 @@ def _create_state(
                 key == "step" and saved_tensor.shape == ()
             )
             shape = part_shape if is_like else saved_tensor.shape
-            try:
-                placement = _placement(name, key, shape, part_shape, held_part[0])
-            except UnsupportedError as error:
-                complaints.append(str(error))
-                continue
+            placement = _placement(name, key, shape, part_shape, held_part[0])
             if not isinstance(state.get(key), Tensor) or tuple(state[key].shape) != shape:
                 # torch keeps `step` on the CPU unless the optimizer is fused or capturable, so that
                 # reading it does not synchronize with the device.
@@ -298,11 +318,4 @@ def _create_state(
             entries[f"{_prefix(index)}{name}.{key}"] = Entry(state[key], placement, held_part[1])
         if state:
             optimizer.state[parameter] = state
-    # Data ranks have different parameters, so an error of one rank must reach all of them.
-    # Otherwise they would wait in the next collective.
-    everywhere = [
-        complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part
-    ]
-    if everywhere:
-        raise UnsupportedError(everywhere[0])
     return entries

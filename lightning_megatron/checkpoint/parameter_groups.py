@@ -113,19 +113,18 @@ def _on_cpu(value: Any) -> Any:
 def check_hyperparameters(
     groups: Iterable[Mapping[str, Any]],
     saved: Iterable[Mapping[str, Any]],
-    index: int | None = None,
+    index: int,
 ) -> None:
     """Check that saved hyperparameters have the types of the optimizer's current ones.
 
     Values may differ. A hyperparameter that is None in the optimizer may have any type.
     """
-    which = "" if index is None else f" of optimizer {index}"
     for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
         for key in saved_group.keys() & group.keys() - {"params", "param_names"}:
             if not _has_same_type(group[key], saved_group[key]):
                 raise CheckpointMismatchError(
                     "a hyperparameter in a checkpoint must have the same type as in the optimizer: "
-                    f"{key!r} of group {number}{which} is {saved_group[key]!r} "
+                    f"{key!r} of group {number} of optimizer {index} is {saved_group[key]!r} "
                     f"({type(saved_group[key]).__name__}) there, and {group[key]!r} "
                     f"({type(group[key]).__name__}) in configure_optimizers. The optimizer does "
                     "not check loaded values. Restore configure_optimizers as it was, or load only "

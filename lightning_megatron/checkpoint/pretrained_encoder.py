@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from lightning_megatron.checkpoint import (
-    Entry,
-    copy_full_tensors,
-    load_tensors,
-)
+from lightning_megatron.checkpoint import Entry, load_tensors
 from lightning_megatron.checkpoint.load import saved_hyper_parameters
-from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
+from lightning_megatron.checkpoint.open_checkpoint import FullTensors, OpenCheckpoint
 from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
@@ -141,33 +136,30 @@ class PretrainedEncoder:
         return load_from(model, SafetensorsFolder(self.path), self.family, may_lack=True)
 
     def _fill_from_checkpoint(self, model: Encoder) -> tuple[str, ...]:
-        stored = None if Path(self.path).is_file() else OpenCheckpoint.open(self.path)
-        full: Mapping[str, Tensor] = {}
-        if stored is None:
+        source: OpenCheckpoint | FullTensors
+        if Path(self.path).is_file():
             state = read_single_file(self.path)["state_dict"]
             full = {f"state_dict.{name}": tensor for name, tensor in state.items()}
             # The file of a single process includes the padding of the vocabulary.
-            name = f"{_PREFIX}{WORD_EMBEDDING}"
-            full = {**full, name: full[name][: self.config.vocab_size]} if name in full else full
-        saved = full if stored is None else stored.tensors
+            word = f"{_PREFIX}{WORD_EMBEDDING}"
+            if word in full:
+                full[word] = full[word][: self.config.vocab_size]
+            source = FullTensors(full)
+        else:
+            source = OpenCheckpoint.open(self.path)
         entries = {}
         missing = []
         for name, parameter in model.named_parameters():
-            source = f"{_PREFIX}{name.replace('head.dense.', _POOLER)}"
+            entry = f"{_PREFIX}{name.replace('head.dense.', _POOLER)}"
             if name.startswith("head.") and (
-                not name.startswith("head.dense.") or source not in saved
+                not name.startswith("head.dense.") or entry not in source.tensors
             ):
                 missing.append(name)
                 continue
             with torch.no_grad():
                 parameter.zero_()  # The checkpoint has no values for the padding of the vocabulary.
-            entries[source] = Entry(
-                parameter.detach(), shard_spec_of(parameter, model.mesh.tp.rank)
-            )
-        if stored is None:
-            matched = copy_full_tensors(full, entries, model.mesh, strict=False, prefix=_PREFIX)
-        else:
-            matched = load_tensors(stored, entries, model.mesh, strict=False, prefix=_PREFIX)
+            entries[entry] = Entry(parameter.detach(), shard_spec_of(parameter, model.mesh.tp.rank))
+        matched = load_tensors(source, entries, model.mesh, strict=False, prefix=_PREFIX)
         if matched.missing:
             raise CheckpointMismatchError(
                 f"a checkpoint must hold all layers of its encoder: {self.path} lacks "

@@ -275,8 +275,9 @@ class MegatronStrategy(TrainerAnswers):
         check_training_states(checkpoint, self.optimizers, schedulers)
         weights = checkpoint["state_dict"]
         main = self.run.state.main
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_full_optimizer(optimizer, saved, weights, self.user_module, main, self.mesh)
+        states = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        for index, (optimizer, saved) in enumerate(states):
+            load_full_optimizer(index, optimizer, saved, weights, self.user_module, main, self.mesh)
 
     # ---- training
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -10,18 +10,20 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint import copy_full_tensors, model_placements, model_tensors
-from lightning_megatron.checkpoint.parameter_groups import check_hyperparameters
+from lightning_megatron.checkpoint import load_model, model_placements
+from lightning_megatron.checkpoint.collective_steps import verify_together
+from lightning_megatron.checkpoint.open_checkpoint import FullTensors
+from lightning_megatron.checkpoint.optimizer import load_optimizer_state
+from lightning_megatron.checkpoint.parameter_groups import hyperparameters_of
 from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
     ParallelPlanError,
-    UnsupportedError,
 )
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.optimizer.main_parameters import MainParameters, MainSlice
+from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.optimizer.shared_gradients import original_name
 from lightning_megatron.plan.settings import Pattern, coerced, shown
 from lightning_megatron.strategy.checkpoints.name_order import (
@@ -37,13 +39,6 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
 )
 
 PREFIX = "state_dict."
-
-#: Group entries that are not loaded. All but the parameters select an implementation of the step,
-#: which depends on the device.
-_NOT_LOADED = frozenset(
-    {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-)
-
 
 #: States of schedulers from which rates are computed.
 _OF_RATES = ("last_epoch", "_step_count", "base_lrs", "lr_lambdas", "_schedulers", "milestones")
@@ -133,9 +128,8 @@ def load_full_weights(
     Raises:
         CheckpointMismatchError: On all ranks, naming tensors and shapes.
 
-    Communication: gathers of names over pp and over tp x pp, then that of ``main.publish``.
+    Communication: a gather of names over pp, and that of ``load_model``.
     """
-    wanted = model_tensors(module, main)
     expected = model_placements(module, main)
     own_names = {f"{PREFIX}{name}" for name in module.state_dict()}
     tensors = {
@@ -166,11 +160,11 @@ def load_full_weights(
     tensors = {
         name: without_padding(tensor, shapes.get(name, ())) for name, tensor in tensors.items()
     }
-    copy_full_tensors(tensors, wanted, mesh, strict, PREFIX, expected)
-    main.publish()
+    load_model(FullTensors(tensors), module, main, mesh, strict)
 
 
 def load_full_optimizer(
+    index: int,
     optimizer: Optimizer,
     saved: Mapping[str, Any],
     full: Mapping[str, Any],
@@ -186,12 +180,13 @@ def load_full_optimizer(
         module: Module that is trained. For a Hugging Face model that has been replaced, the file
             contains the tensors of the original class.
 
-    Communication: one gather of names over pp, or over the world if ep is above 1, and one gather
-    of failures over the world.
+    Communication: one gather of names over pp, or over the world if ep is above 1, one gather of
+    failures over the world, and that of ``load_optimizer_state``.
     """
     models = ClassTensors.of_module(module)
+    own_names = main.names_of(optimizer)
     names_here = []
-    for group_names in main.names_of(optimizer):
+    for group_names in own_names:
         untied = [name for name in group_names if main.spec(name).tied_to is None]
         names_here.append(list(dict.fromkeys(class_name_in(models, name) for name in untied)))
     names = order_groups(gather_parts(names_here, mesh), full)
@@ -207,48 +202,54 @@ def load_full_optimizer(
         for number, name in zip(group["params"], named_numbers(group, group_names), strict=True):
             state_of[name] = saved["state"].get(number, {})
             _check_shapes(name, state_of[name], full)
-    complaints = _load_states(optimizer, main, models, state_of, full)
+    held = [name for group_names in own_names for name in group_names if name in main.slices]
+    states: dict[str, dict[str, Any]] = {}
     # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
-    all_complaints = [
-        complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part
-    ]
-    if all_complaints:
-        raise UnsupportedError(all_complaints[0])
-    check_hyperparameters(optimizer.param_groups, groups)
-    for group, taken in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in taken.items() if key not in _NOT_LOADED})
+    verify_together(
+        lambda: states.update(
+            {name: _own_state(name, main, models, state_of, full) for name in held}
+        ),
+        mesh.world_cpu,
+    )
+    tensors = {}
+    values: dict[str, dict[str, Any]] = {}
+    for name, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{index}.state.{name}.{key}"] = value
+            else:
+                values.setdefault(name, {})[key] = value
+    metadata = {
+        "groups": [{"hyperparameters": hyperparameters_of(group)} for group in groups],
+        "values": values,
+    }
+    original = {name: name for group_names in own_names for name in group_names}
+    load_optimizer_state(FullTensors(tensors), index, optimizer, main, mesh, metadata, original)
 
 
-def _load_states(
-    optimizer: Optimizer,
+def _own_state(
+    name: str,
     main: MainParameters,
     models: Sequence[ClassTensors],
     state_of: Mapping[str, Mapping[str, Any]],
     full: Mapping[str, Any],
-) -> list[str]:
-    """Load this rank's parts of the states; return the reasons why some cannot be divided."""
-    complaints = []
-    for piece, on_device in _pieces_of(optimizer, main):
-        name = piece.name
-        tied_to = main.spec(name).tied_to
-        if tied_to is not None:
-            name = original_name(name, tied_to, state_of.keys()) or name
-        before = optimizer.state.get(piece.main, {})
-        model = owner_of(models, name)
-        whole = class_name_in(models, name)
-        try:
-            state = {}
-            for key, value in state_of[whole].items():
-                converted = state_from_class(model, name, key, value, full[whole].shape)
-                state[key] = _cut(piece, name, key, converted, before.get(key), on_device)
-        except UnsupportedError as error:
-            complaints.append(str(error))
-            continue
-        # State that was not saved must not persist, such as the momentum of a learning-rate search.
-        optimizer.state.pop(piece.main, None)
-        if state:
-            optimizer.state[piece.main] = state
-    return complaints
+) -> dict[str, Any]:
+    """Return the full state of a parameter, from that of its class and in its main dtype."""
+    spec = main.spec(name)
+    dtype = main.main(name).dtype
+    if spec.tied_to is not None:
+        name = original_name(name, spec.tied_to, state_of.keys()) or name
+    model = owner_of(models, name)
+    whole = class_name_in(models, name)
+    state = {}
+    for key, value in state_of[whole].items():
+        value = state_from_class(model, name, key, value, full[whole].shape)
+        if isinstance(value, Tensor) and key != "step":
+            value = without_padding(value, spec.full_shape)
+            if value.is_floating_point():
+                value = value.to(dtype)
+        state[key] = value
+    return state
 
 
 def without_padding(full: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
@@ -256,16 +257,6 @@ def without_padding(full: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
     if not shape or full.dim() != len(shape) or full.shape[dim] <= shape[dim]:
         return full
     return full.narrow(dim, 0, shape[dim])
-
-
-def _pieces_of(optimizer: Optimizer, main: MainParameters) -> Iterator[tuple[MainSlice, bool]]:
-    """Yield every local optimizer parameter, and whether its step count is on the device."""
-    piece_of = {id(piece.main): piece for piece in main.slices.values()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            # The groups also contain frozen parameters and those that other data ranks update.
-            if id(parameter) in piece_of:
-                yield piece_of[id(parameter)], bool(group.get("fused") or group.get("capturable"))
 
 
 def _check_shapes(name: str, state: Mapping[str, Any], full: Mapping[str, Any]) -> None:
@@ -284,29 +275,6 @@ def _check_shapes(name: str, state: Mapping[str, Any], full: Mapping[str, Any]) 
             "were numbered in another order. Restore configure_optimizers as it was, or load only "
             "the weights."
         )
-
-
-def _cut(piece: MainSlice, name: str, key: str, value: Any, before: Any, on_device: bool) -> Any:
-    """Return this rank's shard of a state value, in torch's dtype and on torch's device."""
-    if not isinstance(value, Tensor):
-        return value
-    if key == "step":
-        return value.to(piece.main.device, torch.float32) if on_device else value.clone()
-    dtype = before.dtype if isinstance(before, Tensor) else piece.main.dtype
-    dtype = dtype if value.is_floating_point() else value.dtype
-    shape = piece.placement.full_shape
-    full = without_padding(value, shape)
-    if tuple(full.shape) == shape:
-        local = torch.zeros(piece.main.shape, dtype=dtype, device=piece.main.device)
-        piece.placement.copy_from_full(local, full)
-        return local
-    if value.numel() > 1 and tuple(piece.main.shape) != shape:
-        raise UnsupportedError(
-            f"optimizer state must be shaped like its parameter or be a scalar to be sharded: "
-            f"{key!r} of {name!r} has shape {tuple(value.shape)}, the parameter has {shape}. Use "
-            "an element-wise optimizer such as AdamW, or load only the weights."
-        )
-    return value.to(piece.main.device, dtype)
 
 
 def _translate_precision(checkpoint: dict[str, Any]) -> None:
