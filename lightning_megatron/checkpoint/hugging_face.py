@@ -69,58 +69,64 @@ def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[s
 class SavedModel:
     """Hugging Face model of a checkpoint whose layers were replaced by layers of this package."""
 
-    path: str | os.PathLike[str]
+    stored: OpenCheckpoint
     prefix: str
     family: Family
     config: Mapping[str, Any]
-    adapter: Adapter | None = None
+    adapter: Adapter | None
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], name: str, record: Mapping[str, Any]) -> SavedModel:
+    def of(cls, stored: OpenCheckpoint, name: str, record: Mapping[str, Any]) -> SavedModel:
         """Return a model of a checkpoint."""
-        family = family_of(record["architecture"])
         adapter = record.get("adapter")
-        prefix = f"{MODEL}{name}." if name else MODEL
         return cls(
-            path, prefix, family, record["config"], None if adapter is None else Adapter(**adapter)
+            stored,
+            f"{MODEL}{name}." if name else MODEL,
+            family_of(record["architecture"]),
+            record["config"],
+            None if adapter is None else Adapter(**adapter),
         )
 
-    def adapter_tensors(self) -> dict[str, Tensor]:
-        """Read the full tensors of the adapter, by their names in the module tree of the model."""
-        return (
-            {}
-            if self.adapter is None
-            else dict(self._read(self.adapter.class_tensors(self._table)))
-        )
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        max_file_bytes: int,
+        dtype: torch.dtype | None,
+        merge: bool,
+    ) -> None:
+        """Write the model as a folder that ``from_pretrained`` reads, or its adapter for peft."""
+        if self.adapter is None or merge:
+            tensors = self.merged_tensors()
+            limit = max_file_bytes
+            export_folder(
+                tensors, self.family, self.config, out, limit, dtype, has_class_names=True
+            )
+            return
+        factors = self._read(self.adapter.class_tensors(self._table))
+        export_adapter(factors, self.family, self.config, self.adapter, out, dtype)
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full tensors with the adapter merged, by the names in the model's class."""
         if self.adapter is None:
             return self._read()
         maps = self.adapter.class_maps(self._table)
-        factors = dict(
-            self._read(
-                {factor.target for tensor_map in maps for factor in (tensor_map.a, tensor_map.b)}
-            )
-        )
-        return merge_updates(self._read(), factors, maps, self.adapter)
+        names = {factor.target for tensor_map in maps for factor in (tensor_map.a, tensor_map.b)}
+        return merge_updates(self._read(), dict(self._read(names)), maps, self.adapter)
 
     @property
     def _table(self) -> tuple[TensorMap, ...]:
         return self.family.class_tensors(self.family.config(self.config))
 
     def _read(self, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        stored = OpenCheckpoint.open(self.path)
-        name_of = {
-            entry: self._name(entry) for entry in stored.tensors if entry.startswith(self.prefix)
-        }
-        names = [entry for entry, name in name_of.items() if only is None or name in only]
-        return ((name_of[entry], full) for entry, full in read_one_by_one(stored, names))
-
-    def _name(self, entry: str) -> str:
-        """Return the name of a tensor in the model's class, or of an adapter's factor in peft."""
-        name = entry.removeprefix(self.prefix)
-        return name if is_factor(name) else plain_name(name)
+        """Yield tensors by their names in the model's class, or of an adapter's factor in peft."""
+        name_of = {}
+        for entry in self.stored.tensors:
+            if entry.startswith(self.prefix):
+                name = entry.removeprefix(self.prefix)
+                name = name if is_factor(name) else plain_name(name)
+                if only is None or name in only:
+                    name_of[entry] = name
+        return ((name_of[entry], full) for entry, full in read_one_by_one(self.stored, name_of))
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ class SavedOwnCodeModel:
         form: Conversion between the tensors of the model and of its files; None if they are equal.
     """
 
-    path: str | os.PathLike[str]
+    stored: OpenCheckpoint
     architecture: str
     config: Mapping[str, Any]
     entries: Mapping[str, str]
@@ -141,7 +147,7 @@ class SavedOwnCodeModel:
 
     @classmethod
     def of(
-        cls, path: str | os.PathLike[str], record: Mapping[str, Any], one_process: Mapping[str, Any]
+        cls, stored: OpenCheckpoint, record: Mapping[str, Any], one_process: Mapping[str, Any]
     ) -> SavedOwnCodeModel:
         """Return a model of a checkpoint."""
         name = record["architecture"]
@@ -157,34 +163,28 @@ class SavedOwnCodeModel:
                 "`lightning-megatron checkpoint consolidate` write a file for one process."
             )
         empty = {f"{MODEL}{key}": shape for key, shape in one_process.get("empty", {}).items()}
-        missing = set(entries.values()) - OpenCheckpoint.open(path).tensors.keys() - empty.keys()
+        missing = set(entries.values()) - stored.tensors.keys() - empty.keys()
         if missing:
             raise CheckpointMismatchError(
                 f"a checkpoint must have all tensors of {name}: {named(missing)} missing in "
-                f"{os.fspath(path)}. Hugging Face would initialise them at random. Save a "
+                f"{stored.checkpoint.path}. Hugging Face would initialise them at random. Save a "
                 "checkpoint with all weights."
             )
         form = FileFormat.of_class(name, config) if names["has_other_format"] else None
-        return cls(path, name, config, entries, empty, form)
+        return cls(stored, name, config, entries, empty, form)
 
     def export(
-        self, out: str | os.PathLike[str], max_file_bytes: int, dtype: torch.dtype | None = None
+        self, out: str | os.PathLike[str], max_file_bytes: int, dtype: torch.dtype | None
     ) -> None:
-        """Write the model as a folder that ``from_pretrained`` reads.
-
-        Args:
-            max_file_bytes: Limit of a file's size, except for a file with one larger tensor
-                (bytes).
-        """
-        export_as_it_is(
-            self.tensors(),
-            self.form,
-            self.config,
-            self.architecture,
-            out,
-            max_file_bytes,
-            dtype,
-        )
+        """Write the model as a folder that ``from_pretrained`` reads."""
+        saved = self.stored.tensors
+        shapes = {
+            name: tuple(self.empty[entry]) if entry in self.empty else saved[entry].shape
+            for name, entry in self.entries.items()
+        }
+        tensors = self.tensors()
+        name = self.architecture
+        export_as_it_is(tensors, shapes, self.form, self.config, name, out, max_file_bytes, dtype)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full tensors with their names in the model, one block after the other."""
@@ -193,10 +193,8 @@ class SavedOwnCodeModel:
             if entry in name_of:
                 yield name_of.pop(entry), torch.empty(shape)
         entries = sorted(name_of, key=lambda entry: block(name_of[entry]))
-        yield from (
-            (name_of[entry], full)
-            for entry, full in read_one_by_one(OpenCheckpoint.open(self.path), entries)
-        )
+        for entry, full in read_one_by_one(self.stored, entries):
+            yield name_of[entry], full
 
     def gap(self, folder: str) -> float:
         """Return the largest difference between a folder's tensors and those of the checkpoint.
@@ -231,11 +229,12 @@ def find_model(
     path: str | os.PathLike[str], name: str | None = None, unsafe: bool = False
 ) -> SavedModel | SavedOwnCodeModel:
     """Return a Hugging Face model of a checkpoint."""
-    metadata = load_metadata(path, weights_only=not unsafe)
+    stored = OpenCheckpoint.open(path)
+    metadata = load_metadata(stored, weights_only=not unsafe)
     name, record = _chosen(metadata.get(HUGGING_FACE) or {}, name, path)
     if OWN_CODE in record:
-        return SavedOwnCodeModel.of(path, record, metadata.get(ONE_PROCESS) or {})
-    return SavedModel.of(path, name, record)
+        return SavedOwnCodeModel.of(stored, record, metadata.get(ONE_PROCESS) or {})
+    return SavedModel.of(stored, name, record)
 
 
 def export_model(
@@ -262,16 +261,10 @@ def export_model(
             f"only an adapter can be merged: the model in {os.fspath(path)} has no adapter. Leave "
             "merge out."
         )
-    if isinstance(saved, SavedOwnCodeModel):
-        saved.export(out, max_file_bytes, dtype)
-    elif saved.adapter is not None and not merge:
-        export_adapter(
-            saved.adapter_tensors().items(), saved.family, saved.config, saved.adapter, out, dtype
-        )
+    if isinstance(saved, SavedModel):
+        saved.export(out, max_file_bytes, dtype, merge)
     else:
-        export_folder(
-            saved.merged_tensors(), saved.family, saved.config, out, max_file_bytes, dtype
-        )
+        saved.export(out, max_file_bytes, dtype)
 
 
 def import_model(

@@ -7,12 +7,11 @@ from torch import nn
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.matching import Match
+from lightning_megatron.checkpoint.metadata_checks import MODEL
 from lightning_megatron.checkpoint.open_checkpoint import Source
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement, replicated_spec
 from lightning_megatron.optimizer.main_parameters import MainParameters
-
-STATE_DICT = "state_dict."
 
 
 def model_tensors(module: nn.Module, main: MainParameters) -> dict[str, Entry]:
@@ -27,11 +26,11 @@ def model_tensors(module: nn.Module, main: MainParameters) -> dict[str, Entry]:
     for name in main.names:
         rank_slice = main.slices.get(name)
         if rank_slice is not None:
-            entries[f"{STATE_DICT}{name}"] = Entry(
+            entries[f"{MODEL}{name}"] = Entry(
                 rank_slice.main.detach(), rank_slice.placement, rank_slice.is_exclusive
             )
         elif name not in trained:
-            entries[f"{STATE_DICT}{name}"] = Entry(main.parameter(name).detach(), main.spec(name))
+            entries[f"{MODEL}{name}"] = Entry(main.parameter(name).detach(), main.spec(name))
     return entries | _buffers(module)
 
 
@@ -40,9 +39,7 @@ def model_placements(module: nn.Module, main: MainParameters) -> dict[str, Place
 
     The names are those of :func:`model_tensors`. Slices of other data-parallel ranks are included.
     """
-    placements: dict[str, Placement] = {
-        f"{STATE_DICT}{name}": main.spec(name) for name in main.names
-    }
+    placements: dict[str, Placement] = {f"{MODEL}{name}": main.spec(name) for name in main.names}
     return placements | {name: entry.placement for name, entry in _buffers(module).items()}
 
 
@@ -61,7 +58,7 @@ def load_model(
     Communication: one gather of names over tp x pp, and one of the parameters over the data axis.
     """
     expected = model_placements(module, main)
-    matched = load_tensors(source, model_tensors(module, main), mesh, strict, STATE_DICT, expected)
+    matched = load_tensors(source, model_tensors(module, main), mesh, strict, MODEL, expected)
     main.publish()
     return matched
 
@@ -69,9 +66,7 @@ def load_model(
 def _buffers(module: nn.Module) -> dict[str, Entry]:
     persistent = module.state_dict(keep_vars=True).keys()
     return {
-        f"{STATE_DICT}{name}": Entry(
-            buffer.detach(), replicated_spec(buffer), changes_in_forward=True
-        )
+        f"{MODEL}{name}": Entry(buffer.detach(), replicated_spec(buffer), changes_in_forward=True)
         for name, buffer in module.named_buffers()
         if name in persistent
     }

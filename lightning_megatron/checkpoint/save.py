@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,16 +41,14 @@ class RankSnapshot:
 
     Args:
         metadata: Pickled values of the job; only those of the first rank are written.
-        save_number: Number of the save; 0 on all ranks but the first.
+        header: Header without files; only that of the first rank has a number, and is written.
         ready: Function that blocks until the pieces can be read.
     """
 
     pieces: Sequence[BoxToWrite]
     rank_state: bytes
     metadata: bytes
-    global_step: int
-    epoch: int
-    save_number: int
+    header: Header
     ready: Callable[[], None]
 
 
@@ -73,16 +71,15 @@ def gather_content(
         pieces = copy(pieces)
     is_first = mesh.world.rank == 0
     saved = to_bytes(dict(metadata)) if is_first else b""
-    save_number = number() if is_first else 0
-    return RankSnapshot(
-        pieces,
-        to_bytes(dict(rank_state)),
-        saved,
-        _number(metadata.get("global_step")),
-        _number(metadata.get("epoch")),
-        save_number,
-        ready,
+    header = Header(
+        mesh.layout,
+        torch.__version__,
+        global_step=_number(metadata.get("global_step")),
+        epoch=_number(metadata.get("epoch")),
+        saved_at=round(time.time(), 3),
+        save_number=number() if is_first else 0,
     )
+    return RankSnapshot(pieces, to_bytes(dict(rank_state)), saved, header, ready)
 
 
 @dataclass
@@ -173,17 +170,8 @@ class CollectiveSave:
         files |= write_metadata(folder, content.metadata, pieces)
         for name in (METADATA, TENSOR_INDEX):
             _verify(folder, name, files[name])
-        header = Header(
-            self.mesh.layout,
-            torch.__version__,
-            files,
-            content.global_step,
-            content.epoch,
-            round(time.time(), 3),
-            content.save_number,
-        )
         assert self.token is not None, "the first rank made the folder"
-        target.publish(self.token, header)
+        target.publish(self.token, replace(content.header, files=files))
 
     def _first(self, action: Callable[[], None]) -> None:
         if self.mesh.world.rank == 0:

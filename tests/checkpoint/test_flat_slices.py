@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_megatron.checkpoint import Entry, load_tensors, read_full
+from lightning_megatron.checkpoint import Entry, Header, load_tensors, read_full
 from lightning_megatron.checkpoint.entries import boxes_to_write
 from lightning_megatron.checkpoint.save import CollectiveSave, RankSnapshot
 from lightning_megatron.checkpoint.values import to_bytes
@@ -72,7 +72,8 @@ def test_a_tensor_saved_in_one_cut_loads_into_any_other_cut(drawn):
             # One process writes the pieces of several ranks.
             pieces += boxes_to_write({str(number): Entry(local, placement, True)}, MESH)
     with tempfile.TemporaryDirectory() as folder:
-        content = RankSnapshot(pieces, to_bytes({}), to_bytes({}), 0, 0, 1, lambda: None)
+        header = Header(MESH.layout, torch.__version__)
+        content = RankSnapshot(pieces, to_bytes({}), to_bytes({}), header, lambda: None)
         CollectiveSave(f"{folder}/c", MESH, lambda: content).run()
         for name, full in read_full(f"{folder}/c").items():
             assert torch.equal(full, fulls[name])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint import model_tensors
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.model import STATE_DICT
+from lightning_megatron.checkpoint.metadata_checks import MODEL
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -117,20 +117,20 @@ def weights_to_save(
     tensors = {
         name: entry
         for name, entry in model_tensors(module, main).items()
-        if name.removeprefix(STATE_DICT) not in kept_out
+        if name.removeprefix(MODEL) not in kept_out
     }
     for name, first_name in first_names(current).items():
         if name in changed and name in state_dict and name == first_name:
             placement = _placement(name, state_dict[name], current[name], main)
             if mesh.replica_axis(placement.is_expert).is_first:
-                tensors[f"{STATE_DICT}{name}"] = Entry(
+                tensors[f"{MODEL}{name}"] = Entry(
                     state_dict[name].detach(), placement, is_exclusive=True
                 )
     added = {name: owners for owners, report in reversed(first.items()) for name in report.added}
     for name, owners in added.items():
         # Several stages may have added the same tensor: only one of them saves it.
         if owners.pp == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
-            tensors[f"{STATE_DICT}{name}"] = Entry(
+            tensors[f"{MODEL}{name}"] = Entry(
                 state_dict[name].detach(), replicated_spec(state_dict[name]), is_exclusive=True
             )
     removed = frozenset().union(*(report.removed for report in first.values()))

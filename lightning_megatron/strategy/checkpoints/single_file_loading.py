@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import load_model, model_placements
 from lightning_megatron.checkpoint.collective_steps import verify_together
+from lightning_megatron.checkpoint.metadata_checks import MODEL
 from lightning_megatron.checkpoint.open_checkpoint import FullTensors
 from lightning_megatron.checkpoint.optimizer import load_optimizer_state
 from lightning_megatron.checkpoint.parameter_groups import hyperparameters_of
@@ -37,8 +38,6 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
     owner_of,
     state_from_class,
 )
-
-PREFIX = "state_dict."
 
 #: States of schedulers from which rates are computed.
 _OF_RATES = ("last_epoch", "_step_count", "base_lrs", "lr_lambdas", "_schedulers", "milestones")
@@ -131,9 +130,9 @@ def load_full_weights(
     Communication: a gather of names over pp, and that of ``load_model``.
     """
     expected = model_placements(module, main)
-    own_names = {f"{PREFIX}{name}" for name in module.state_dict()}
+    own_names = {f"{MODEL}{name}" for name in module.state_dict()}
     tensors = {
-        f"{PREFIX}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)
+        f"{MODEL}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)
     }
     # The file has one entry for each name of a shared parameter, but there is one main parameter.
     tensors = {
@@ -252,11 +251,11 @@ def _own_state(
     return state
 
 
-def without_padding(full: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
+def without_padding(full: Tensor, shape: Sequence[int]) -> Tensor:
     """Remove the padding rows of a vocabulary table if ``shape`` has fewer rows."""
-    if not shape or full.dim() != len(shape) or full.shape[dim] <= shape[dim]:
+    if not shape or full.dim() != len(shape) or full.shape[0] <= shape[0]:
         return full
-    return full.narrow(dim, 0, shape[dim])
+    return full[: shape[0]]
 
 
 def _check_shapes(name: str, state: Mapping[str, Any], full: Mapping[str, Any]) -> None:

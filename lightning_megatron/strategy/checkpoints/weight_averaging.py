@@ -10,10 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import model_placements, model_tensors
-from lightning_megatron.checkpoint.consolidate import CURRENT
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_tensors
-from lightning_megatron.checkpoint.model import STATE_DICT
+from lightning_megatron.checkpoint.metadata_checks import CURRENT, MODEL
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -75,7 +74,7 @@ def current_weights(weights: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def _current(name: str) -> str:
-    return f"{CURRENT}{name.removeprefix(STATE_DICT)}"
+    return f"{CURRENT}{name.removeprefix(MODEL)}"
 
 
 def average_main_parameters(
