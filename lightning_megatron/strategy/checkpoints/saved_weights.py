@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -54,31 +54,18 @@ class _WeightChanges:
     """Differences between a rank's ``state_dict`` and its module; ``added`` has digests.
 
     Changes of experts are kept apart from all others, because experts are replicated on other
-    ranks, and the first rank with the same shard decides.
+    ranks. The first rank that holds a shard decides.
+
+    Args:
+        place: Whether the changes are of experts, the stage, and the shard of experts.
+        part: Tensor-parallel rank.
     """
 
-    removed: frozenset[str] = frozenset()
-    changed: frozenset[str] = frozenset()
-    added: Mapping[str, str] = field(default_factory=dict)
-    complaints: tuple[str, ...] = ()
-
-
-class _ShardOwners(NamedTuple):
-    """Ranks that hold the same shard of experts, or of all other parameters."""
-
-    is_expert: bool
-    pp: int
-    ep: int
+    place: tuple[bool, int, int]
     part: int
-
-
-def _owners_of(rank: int, mesh: ParallelMesh) -> tuple[_ShardOwners, _ShardOwners]:
-    coordinates = mesh.layout.coordinates(rank)
-    expert_coordinates = mesh.layout.expert_coordinates(rank)
-    pp = coordinates["pp"]
-    return _ShardOwners(False, pp, 0, coordinates["tp"]), _ShardOwners(
-        True, pp, expert_coordinates["ep"], expert_coordinates["etp"]
-    )
+    removed: frozenset[str]
+    changed: frozenset[str]
+    added: Mapping[str, str] = field(default_factory=dict)
 
 
 def weights_to_save(
@@ -107,11 +94,12 @@ def weights_to_save(
     """
     current = module.state_dict()
     _warn_of_extra_states(current)
-    changes = _compare(state_dict, current, main, mesh, all_changed)
-    reports = all_gather_objects(changes, mesh.world_cpu)
-    first = _first_changes(reports, mesh)
-    _check(reports, first)
-    decided = [first[owners] for owners in _owners_of(mesh.rank, mesh)]
+    changes, complaints = _compare(state_dict, current, main, mesh, all_changed)
+    deciding = [part for part in changes if mesh.replica_axis(part.place[0]).is_first]
+    gathered = all_gather_objects((deciding, complaints), mesh.world_cpu)
+    first = {(part.place, part.part): part for parts, _ in gathered for part in parts}
+    _check(first.values(), [complaint for _, part in gathered for complaint in part])
+    decided = [first[part.place, part.part] for part in changes]
     changed = frozenset().union(*(part.changed for part in decided))
     kept_out = changed.union(*(part.removed for part in decided))
     tensors = {
@@ -126,26 +114,18 @@ def weights_to_save(
                 tensors[f"{MODEL}{name}"] = Entry(
                     state_dict[name].detach(), placement, is_exclusive=True
                 )
-    added = {name: owners for owners, report in reversed(first.items()) for name in report.added}
-    for name, owners in added.items():
-        # Several stages may have added the same tensor: only one of them saves it.
-        if owners.pp == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
+    added: dict[str, int] = {}
+    for part in first.values():
+        for name in part.added:
+            # Several stages may have added the same tensor: only one of them saves it.
+            added.setdefault(name, part.place[1])
+    for name, stage in added.items():
+        if stage == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
             tensors[f"{MODEL}{name}"] = Entry(
                 state_dict[name].detach(), replicated_spec(state_dict[name]), is_exclusive=True
             )
     removed = frozenset().union(*(report.removed for report in first.values()))
     return SavedWeights(tensors, removed, tuple(sorted(added)))
-
-
-def _first_changes(
-    reports: Sequence[Sequence[_WeightChanges]], mesh: ParallelMesh
-) -> dict[_ShardOwners, _WeightChanges]:
-    """Return the changes on the first rank that has each shard."""
-    first: dict[_ShardOwners, _WeightChanges] = {}
-    for rank, report in zip(mesh.world.ranks, reports, strict=True):
-        for owners, part in zip(_owners_of(rank, mesh), report, strict=True):
-            first.setdefault(owners, part)
-    return first
 
 
 def _warn_of_extra_states(current: Mapping[str, Any]) -> None:
@@ -164,8 +144,8 @@ def _compare(
     main: MainParameters,
     mesh: ParallelMesh,
     all_changed: bool,
-) -> tuple[_WeightChanges, _WeightChanges]:
-    """Return the changes of expert weights and of all other weights separately."""
+) -> tuple[list[_WeightChanges], list[str]]:
+    """Return the changes of all other weights and of experts, and what cannot be saved."""
     changed = set()
     added = {}
     complaints = []
@@ -207,25 +187,21 @@ def _compare(
                     "parameter is saved once. Change all its names alike."
                 )
     removed = current.keys() - state_dict.keys()
-    return (
-        _WeightChanges(
-            frozenset(removed - experts), frozenset(changed - experts), added, tuple(complaints)
-        ),
-        _WeightChanges(experts & removed, experts & changed),
-    )
+    others = frozenset(removed - experts), frozenset(changed - experts)
+    of_experts = (True, mesh.pp.rank, mesh.ep.rank)
+    return [
+        _WeightChanges((False, mesh.pp.rank, 0), mesh.tp.rank, *others, added),
+        _WeightChanges(of_experts, mesh.etp.rank, experts & removed, experts & changed),
+    ], complaints
 
 
-def _check(
-    reports: Iterable[tuple[_WeightChanges, ...]], first: Mapping[_ShardOwners, _WeightChanges]
-) -> None:
+def _check(first: Iterable[_WeightChanges], complaints: list[str]) -> None:
     """Refuse changes that cannot be merged, on all ranks."""
-    complaints = [
-        complaint for report in reports for part in report for complaint in part.complaints
-    ]
-    by_name: dict[str, str] = {}
-    for owners, report in first.items():
+    whole_of: dict[tuple[bool, int, int], _WeightChanges] = {}
+    known_digests: dict[str, str] = {}
+    for report in first:
         # Tensor-parallel ranks hold shards of the same tensors, so all must agree with the first.
-        whole = first[owners._replace(part=0)]
+        whole = whole_of.setdefault(report.place, report)
         differing = (
             (report.removed ^ whole.removed)
             | (report.changed ^ whole.changed)
@@ -243,7 +219,7 @@ def _check(
             "full tensor is not known. Add whole tensors, or put the parts into the checkpoint "
             "under a key of their own."
             for name, digest in report.added.items()
-            if by_name.setdefault(name, digest) != digest
+            if known_digests.setdefault(name, digest) != digest
         ]
     if complaints:
         raise UnsupportedError(complaints[0])
