@@ -97,10 +97,7 @@ class SavedModel:
         """Write the model as a folder that ``from_pretrained`` reads, or its adapter for peft."""
         if self.adapter is None or merge:
             tensors = self.merged_tensors()
-            limit = max_file_bytes
-            export_folder(
-                tensors, self.family, self.config, out, limit, dtype, has_class_names=True
-            )
+            export_folder(tensors, self.family, self.config, out, max_file_bytes, dtype)
             return
         factors = self._read(self.adapter.class_tensors(self._table))
         export_adapter(factors, self.family, self.config, self.adapter, out, dtype)
@@ -177,14 +174,9 @@ class SavedOwnCodeModel:
         self, out: str | os.PathLike[str], max_file_bytes: int, dtype: torch.dtype | None
     ) -> None:
         """Write the model as a folder that ``from_pretrained`` reads."""
-        saved = self.stored.tensors
-        shapes = {
-            name: tuple(self.empty[entry]) if entry in self.empty else saved[entry].shape
-            for name, entry in self.entries.items()
-        }
         tensors = self.tensors()
         name = self.architecture
-        export_as_it_is(tensors, shapes, self.form, self.config, name, out, max_file_bytes, dtype)
+        export_as_it_is(tensors, self.form, self.config, name, out, max_file_bytes, dtype)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full tensors with their names in the model, one block after the other."""
