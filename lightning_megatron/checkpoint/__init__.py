@@ -15,9 +15,9 @@ from lightning_megatron.checkpoint.load import saved_tensors as saved_tensors
 from lightning_megatron.checkpoint.model import load_model as load_model
 from lightning_megatron.checkpoint.model import model_placements as model_placements
 from lightning_megatron.checkpoint.model import model_tensors as model_tensors
+from lightning_megatron.checkpoint.open_checkpoint import verify_checkpoint as verify_checkpoint
 from lightning_megatron.checkpoint.optimizer import load_optimizer as load_optimizer
 from lightning_megatron.checkpoint.optimizer import optimizer_metadata as optimizer_metadata
 from lightning_megatron.checkpoint.optimizer import optimizer_tensors as optimizer_tensors
 from lightning_megatron.checkpoint.save import save_checkpoint as save_checkpoint
-from lightning_megatron.checkpoint.tensor_files import verify_checkpoint as verify_checkpoint
 from lightning_megatron.checkpoint.writer import CheckpointWriter as CheckpointWriter

@@ -18,12 +18,11 @@ from lightning_megatron.checkpoint.consolidate import (
     ONE_PROCESS,
     WrittenSize,
     read_one_by_one,
+    write_checkpoint,
 )
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.checkpoint.load import load_metadata
-from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
-from lightning_megatron.checkpoint.rewrite import write_checkpoint
-from lightning_megatron.checkpoint.tensor_files import verify_checkpoint
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint, verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.plan.layout import ParallelLayout

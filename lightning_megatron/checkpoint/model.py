@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.load import load_tensors
-from lightning_megatron.checkpoint.matching import Match
+from lightning_megatron.checkpoint.load import Match, load_tensors
 from lightning_megatron.checkpoint.metadata_checks import MODEL
 from lightning_megatron.checkpoint.open_checkpoint import Source
 from lightning_megatron.groups.mesh import ParallelMesh

@@ -12,7 +12,7 @@ import torch
 from lightning_megatron.checkpoint import Entry, load_tensors
 from lightning_megatron.checkpoint.load import saved_hyper_parameters
 from lightning_megatron.checkpoint.open_checkpoint import FullTensors, OpenCheckpoint
-from lightning_megatron.checkpoint.single_file import read_single_file
+from lightning_megatron.checkpoint.values import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.encoder import Encoder

@@ -21,12 +21,13 @@ from lightning_megatron.checkpoint.directory import (
 from lightning_megatron.checkpoint.entries import BoxToWrite, Entry, boxes_to_write
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, open_for_writing, read_record
-from lightning_megatron.checkpoint.tensor_files import (
+from lightning_megatron.checkpoint.tensor_index import (
+    StoredPiece,
+    TensorIndex,
     write_metadata,
     write_object,
     write_piece,
 )
-from lightning_megatron.checkpoint.tensor_index import StoredPiece, TensorIndex
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.mesh import ParallelMesh

@@ -18,11 +18,18 @@ from typing import IO, Any, NoReturn
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
 import torch.distributed.checkpoint.metadata as dcp_metadata
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.header import RANK_STATE
-from lightning_megatron.checkpoint.storage import FileRecord, HashingStream
+from lightning_megatron.checkpoint.entries import BoxToWrite
+from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX
+from lightning_megatron.checkpoint.storage import (
+    FileRecord,
+    Folder,
+    HashingStream,
+    open_for_writing,
+)
 
 _METADATA_CLASSES = (
     "BytesStorageMetadata",
@@ -220,6 +227,42 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, torch.Size) or any(size < 0 for size in value):
         raise ValueError(f"{name!r} has sizes that are impossible for a tensor")
     return tuple(value)
+
+
+def write_piece(piece: BoxToWrite, file: str, stream: HashingStream) -> StoredPiece:
+    """Append a piece of a tensor to a file."""
+    start = stream.tell()
+    view = piece.view.detach()
+    torch.save(_alone(view), stream)
+    length = stream.tell() - start
+    box = piece.box
+    return StoredPiece(
+        piece.name, view.dtype, piece.full_shape, box.offsets, box.sizes, file, start, length
+    )
+
+
+def write_object(name: str, data: bytes, file: str, stream: HashingStream) -> StoredPiece:
+    """Append a pickled object to a file."""
+    start = stream.tell()
+    stream.write(data)
+    return StoredPiece(name, None, (), (), (), file, start, len(data))
+
+
+def write_metadata(
+    folder: Folder, metadata: bytes, pieces: Iterable[StoredPiece]
+) -> dict[str, FileRecord]:
+    """Write the values of the job and the tensor index; return the records of both files."""
+    with open_for_writing(folder, METADATA) as values:
+        values.write(metadata)
+    with open_for_writing(folder, TENSOR_INDEX) as index:
+        write_index(pieces, index)
+    return {METADATA: values.record, TENSOR_INDEX: index.record}
+
+
+def _alone(data: Tensor) -> Tensor:
+    """Return a host tensor whose storage has no other data, since ``torch.save`` would write it."""
+    host = data.cpu()
+    return host if host.untyped_storage().size() == host.nbytes else host.clone()
 
 
 def write_index(pieces: Iterable[StoredPiece], file: HashingStream) -> None:

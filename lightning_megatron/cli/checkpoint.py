@@ -17,9 +17,14 @@ from lightning_megatron.checkpoint import (
     saved_tensors,
     verify_checkpoint,
 )
-from lightning_megatron.checkpoint.consolidate import MODEL, OPTIMIZERS, WrittenSize, consolidate
-from lightning_megatron.checkpoint.rewrite import rewrite
-from lightning_megatron.checkpoint.single_file import read_single_file, verify_single_file
+from lightning_megatron.checkpoint.consolidate import (
+    MODEL,
+    OPTIMIZERS,
+    WrittenSize,
+    consolidate,
+    rewrite,
+)
+from lightning_megatron.checkpoint.values import read_single_file, verify_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 
 DTYPES = {

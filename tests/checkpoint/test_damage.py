@@ -31,9 +31,8 @@ from lightning_megatron.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from lightning_megatron.checkpoint.consolidate import consolidate
+from lightning_megatron.checkpoint.consolidate import consolidate, rewrite
 from lightning_megatron.checkpoint.header import _sum_of
-from lightning_megatron.checkpoint.rewrite import rewrite
 from lightning_megatron.checkpoint.storage import FileRecord
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.cli.main import OUR_ERRORS

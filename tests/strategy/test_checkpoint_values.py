@@ -24,19 +24,19 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.checkpoint.metadata_checks import check_values
-from lightning_megatron.checkpoint.single_file import read_single_file
+from lightning_megatron.checkpoint.values import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.strategy.checkpoints import run_checkpoints
-from lightning_megatron.strategy.checkpoints.name_order import (
+from lightning_megatron.strategy.checkpoints.run_checkpoints import name_damaged_states
+from lightning_megatron.strategy.checkpoints.single_process_record import (
     merge_orders,
     named_numbers,
     order_groups,
 )
-from lightning_megatron.strategy.checkpoints.run_checkpoints import name_damaged_states
 from lightning_megatron.strategy.checkpoints.source import install_directory_check
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 from tests.fits import GPT2, Job, Report, joined, run_job, trainer_of

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.hugging_face import import_model
-from lightning_megatron.checkpoint.single_file import read_single_file
+from lightning_megatron.checkpoint.values import read_single_file
 from lightning_megatron.cli import convert as cli_convert
 from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError

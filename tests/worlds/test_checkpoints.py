@@ -266,7 +266,7 @@ def save_in_background(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str,
 FAILURES: dict[str, tuple[int, str, type]] = {
     "collect": (3, "save.boxes_to_write", MemoryError),
     "index": (0, "save.TensorIndex.of", KeyError),
-    "write": (2, "tensor_files._alone", MemoryError),
+    "write": (2, "tensor_index._alone", MemoryError),
     "verify": (3, "save.read_record", ValueError),
     "header": (0, "header.Header.write", TypeError),
 }

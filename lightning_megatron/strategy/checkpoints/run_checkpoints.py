@@ -31,11 +31,14 @@ from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.strategy.checkpoints.delayed_scales import load_scales, scale_tensors
-from lightning_megatron.strategy.checkpoints.last_checkpoint import checkpoint_folders, find_last
 from lightning_megatron.strategy.checkpoints.saved_weights import weights_to_save
 from lightning_megatron.strategy.checkpoints.single_file_loading import no_optimizers
 from lightning_megatron.strategy.checkpoints.single_process_record import single_process_record
-from lightning_megatron.strategy.checkpoints.source import CheckpointSource
+from lightning_megatron.strategy.checkpoints.source import (
+    CheckpointSource,
+    checkpoint_folders,
+    find_last,
+)
 from lightning_megatron.strategy.checkpoints.weight_averaging import (
     current_weights,
     load_current_weights,

@@ -14,9 +14,8 @@ from lightning_megatron.checkpoint import load_model, model_placements
 from lightning_megatron.checkpoint.collective_steps import verify_together
 from lightning_megatron.checkpoint.metadata_checks import MODEL
 from lightning_megatron.checkpoint.open_checkpoint import FullTensors
-from lightning_megatron.checkpoint.optimizer import load_optimizer_state
-from lightning_megatron.checkpoint.parameter_groups import hyperparameters_of
-from lightning_megatron.checkpoint.single_file import read_single_file
+from lightning_megatron.checkpoint.optimizer import hyperparameters_of, load_optimizer_state
+from lightning_megatron.checkpoint.values import read_single_file
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
@@ -27,7 +26,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.optimizer.shared_gradients import original_name
 from lightning_megatron.plan.settings import Pattern, coerced, shown
-from lightning_megatron.strategy.checkpoints.name_order import (
+from lightning_megatron.strategy.checkpoints.single_process_record import (
     gather_parts,
     named_numbers,
     order_groups,

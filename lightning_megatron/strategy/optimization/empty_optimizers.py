@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint.parameter_groups import (
+from lightning_megatron.checkpoint.optimizer import (
     different_hyperparameters,
     hyperparameters_of,
 )
