@@ -5,7 +5,6 @@ from lightning_megatron.checkpoint.directory import is_sharded_checkpoint as is_
 from lightning_megatron.checkpoint.directory import list_checkpoints as list_checkpoints
 from lightning_megatron.checkpoint.entries import Entry as Entry
 from lightning_megatron.checkpoint.header import Header as Header
-from lightning_megatron.checkpoint.load import RankState as RankState
 from lightning_megatron.checkpoint.load import load_metadata as load_metadata
 from lightning_megatron.checkpoint.load import load_rank_state as load_rank_state
 from lightning_megatron.checkpoint.load import load_tensors as load_tensors

@@ -311,12 +311,8 @@ def rewrite(
     metadata = load_metadata(stored, weights_only=not unsafe)
     if ONE_PROCESS in metadata:
         shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
-        check_names(
-            metadata[ONE_PROCESS],
-            metadata.get(OPTIMIZERS, ()),
-            shapes,
-            stored.checkpoint.file(METADATA),
-        )
+        optimizers = metadata.get(OPTIMIZERS, ())
+        check_names(metadata[ONE_PROCESS], optimizers, shapes, stored.checkpoint.file(METADATA))
     names = [name for name in stored.tensors if not weights_only or name.startswith(MODEL)]
     objects = {} if weights_only else stored.index.objects
     tensors = (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.settings import Index, coerced
@@ -25,16 +25,6 @@ SCALES = "fp8."
 _MAX_PADDING = 1 << 20
 
 
-class _Group(TypedDict):
-    hyperparameters: dict[str, Any]
-    parameters: list[str]
-
-
-class _Optimizer(TypedDict):
-    groups: list[_Group]
-    values: dict[str, dict[str, Any]]
-
-
 class _NumberedGroup(TypedDict):
     params: list[Index | str]
 
@@ -46,27 +36,6 @@ class _NumberedOptimizer(TypedDict):
     param_groups: list[_NumberedGroup]
 
 
-class _OneProcess(TypedDict):
-    order: list[str]
-    aliases: dict[str, str]
-    padded_rows: dict[str, Index]
-    empty: NotRequired[dict[str, list[Index]]]
-    # The reason why the numbers are unknown takes the place of the names of an optimizer.
-    numbering: list[str | list[list[str]]]
-
-
-class _OwnCode(TypedDict):
-    tensors: dict[str, str]
-    has_other_format: bool
-
-
-class _Model(TypedDict):
-    architecture: str
-    config: dict[str, Any]
-    adapter: NotRequired[dict[str, Any] | None]
-    own_code: NotRequired[_OwnCode]
-
-
 _KINDS: Mapping[str, Any] = {
     "epoch": Index,
     "global_step": Index,
@@ -74,9 +43,6 @@ _KINDS: Mapping[str, Any] = {
     "callbacks": dict[str, Any],
     "lr_schedulers": list[Any],
     "optimizer_states": list[_NumberedOptimizer],
-    OPTIMIZERS: list[_Optimizer],
-    ONE_PROCESS: _OneProcess,
-    HUGGING_FACE: dict[str, _Model],
 }
 
 
@@ -104,7 +70,7 @@ def check_names(
     shapes: Mapping[str, Sequence[int]],
     where: str,
 ) -> None:
-    """Check that the record of one process names the saved tensors, and no others.
+    """Check that the values of a checkpoint name its tensors, and no others of the model.
 
     Args:
         shapes: Full shapes of all tensors, by entry.
@@ -113,30 +79,22 @@ def check_names(
     used = {aliases.get(name, name) for name in one_process["order"]}
     known = {name.removeprefix(MODEL) for name in shapes if name.startswith(MODEL)}
     # Checkpoints of earlier versions do not list the tensors without elements.
-    empty = one_process.get("empty", dict.fromkeys(used))
-    _refuse(where, "the names of its state dict do not match its tensors", known - used)
-    _refuse(where, "its state dict has names without tensors", used - known - empty.keys())
+    absent = used - known - one_process.get("empty", dict.fromkeys(used)).keys()
+    if names := sorted(known - used) or sorted(absent):
+        reason = "the names of its state dict do not match its tensors"
+        raise _damaged(where, f"{reason}: {', '.join(names[:5])}")
+    for index, optimizer in enumerate(optimizers):
+        start = f"optimizer.{index}.state."
+        groups = [group["parameters"] for group in optimizer["groups"]]
+        states = {name.removeprefix(start) for name in shapes if name.startswith(start)}
+        unknown = {name.rpartition(".")[0] for name in states}.difference(*groups)
+        if unknown:
+            reason = "states belong to no parameter of their optimizer"
+            raise _damaged(where, f"{reason}: {', '.join(sorted(unknown)[:5])}")
     for name, rows in one_process["padded_rows"].items():
         shape = shapes.get(f"{MODEL}{name}")
         if shape is not None and (not shape or not shape[0] <= rows <= 2 * shape[0] + _MAX_PADDING):
             raise _damaged(where, f"{name} of shape {tuple(shape)} cannot be padded to {rows} rows")
-    numberings = one_process["numbering"]
-    for index, optimizer in enumerate(optimizers):
-        groups = [sorted(group["parameters"]) for group in optimizer["groups"]]
-        numbering = numberings[index] if index < len(numberings) else []
-        if not isinstance(numbering, str) and groups != list(map(sorted, numbering)):
-            raise _damaged(where, "the numbered parameters of an optimizer do not match its groups")
-        start = f"optimizer.{index}.state."
-        states = {
-            name.removeprefix(start).rpartition(".")[0] for name in shapes if name.startswith(start)
-        }
-        unknown = (states | optimizer["values"].keys()).difference(*groups)
-        _refuse(where, "states belong to no parameter of their optimizer", unknown)
-
-
-def _refuse(where: str, what: str, names: Iterable[str]) -> None:
-    if ordered := sorted(names):
-        raise _damaged(where, f"{what}: {', '.join(ordered[:5])}")
 
 
 def _damaged(where: str, reason: str) -> CorruptDataError:

@@ -56,20 +56,13 @@ def _plain(value: Any) -> Any:
 def check_same_groups(stages: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Check that the optimizers of all pipeline stages have the same parameter groups."""
     counts = [len(groups) for groups in stages]
-    if len(set(counts)) > 1:
+    different = None if len(set(counts)) > 1 else different_hyperparameters(stages)
+    if len(set(counts)) > 1 or different is not None:
         raise CheckpointMismatchError(
-            "the optimizers of all pipeline stages must have equally many parameter groups: "
-            f"{counts}. A checkpoint merges them by number. Build the same groups on every stage "
-            "in configure_optimizers, empty ones included."
-        )
-    different = different_hyperparameters(stages)
-    if different is not None:
-        number, key, values = different
-        raise CheckpointMismatchError(
-            f"a parameter group must have the same hyperparameters on all pipeline stages: {key!r} "
-            f"of group {number} is {values} by stage. A checkpoint merges groups by number and "
-            "keeps one value. Build the same groups on every stage in configure_optimizers, empty "
-            "ones included."
+            "the optimizers of all pipeline stages must have the same parameter groups and "
+            f"hyperparameters: numbers of groups {counts}, differing (group, name, values by "
+            f"stage) {different}. A checkpoint merges groups by number. Build the same groups on "
+            "every stage in configure_optimizers, empty ones included."
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
@@ -308,7 +308,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
     A pickle runs code by calling objects that it names. Here it can name only plain data classes,
     sizes and dtypes. A pickle can also set attributes of each object that it names: it receives
-    only sealed classes, because the process shares the real ones.
+    new classes, because the process shares the real ones.
     """
 
     @override
@@ -338,12 +338,8 @@ class _StoredProperties(dcp_metadata.TensorProperties):
 
 
 def _sealed(make: Callable[..., Any]) -> type:
-    """Return a class whose calls return what ``make`` returns, and of which no state can be set."""
-    return type("Sealed", (), {"__new__": lambda cls, *args: make(*args), "__setstate__": _refuse})
-
-
-def _refuse(state: Any) -> NoReturn:
-    raise pickle.UnpicklingError("it sets attributes of a class, which all others share")
+    """Return a new class whose calls return what ``make`` returns."""
+    return type("Sealed", (), {"__new__": lambda cls, *args: make(*args)})
 
 
 def _layout_named(name: str) -> torch.layout:

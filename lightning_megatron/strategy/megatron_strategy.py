@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.optimizer.ties import name_copies_as_originals
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
@@ -236,7 +237,12 @@ class MegatronStrategy(TrainerAnswers):
             return read_entries(path, bool(optimizers), self._checkpoints.weights_only)
         main = self.run.state.main
         return self._checkpoints.load(
-            self._source.open(), self.user_module, optimizers, main, self.mesh, self._make_groups
+            OpenCheckpoint.open(path),
+            self.user_module,
+            optimizers,
+            main,
+            self.mesh,
+            self._make_groups,
         )
 
     def _make_groups(self, checkpoint: Mapping[str, Any]) -> None:

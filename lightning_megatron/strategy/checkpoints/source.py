@@ -27,7 +27,6 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.collective_steps import run_on_first, verify_together
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
-from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.values import read_single_file, verify_single_file
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -93,10 +92,6 @@ class CheckpointSource:
         # Files of torch before 1.6 are not zip archives. A file behind a URL is read only once.
         if not allow_unchecked or zipfile.is_zipfile(self.path):
             verify_single_file(self.path)
-
-    def open(self) -> OpenCheckpoint:
-        """Open a directory for reading, after it has been verified."""
-        return OpenCheckpoint.open(self.path)
 
     def has_optimizers(self, weights_only: bool | None, mesh: ParallelMesh) -> bool:
         """Return whether optimizer states were saved, as rank 0 sees it.
@@ -205,13 +200,9 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
     """
     folders = [
         callback.dirpath
+        for kind in (ModelCheckpoint, OnExceptionCheckpoint)
         for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint)
-    ]
-    folders += [
-        callback.dirpath
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, OnExceptionCheckpoint)
+        if isinstance(callback, kind)
     ]
     known = [os.fspath(dirpath) for dirpath in folders if dirpath is not None]
     yielded: set[str] = set()
