@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -89,7 +89,14 @@ class PretrainedEncoder:
                 )
             family = _FAMILIES[model_type][kind]
             return cls(path, family.config(settings), family)
-        fields = _hyperparameters(path).get("config")
+        hyper_parameters = saved_hyper_parameters(path)
+        if hyper_parameters is None:
+            raise CheckpointMismatchError(
+                "path must be a Hugging Face folder or a checkpoint of BERTPretraining: "
+                f"{path!r} has neither config.json nor the header of a checkpoint. Check the path; "
+                "nothing is downloaded."
+            )
+        fields = hyper_parameters.get("config")
         if not isinstance(fields, Mapping):
             raise UnsupportedError(
                 f"a checkpoint to fine-tune must be one of BERTPretraining: {path} has no "
@@ -166,14 +173,3 @@ class PretrainedEncoder:
                 f"{', '.join(matched.missing[:5])}. Use a checkpoint of BERTPretraining."
             )
         return tuple(missing)
-
-
-def _hyperparameters(path: str) -> Mapping[str, Any]:
-    values = saved_hyper_parameters(path)
-    if values is None:
-        raise CheckpointMismatchError(
-            f"path must be a Hugging Face folder or a checkpoint of BERTPretraining: {path!r} has "
-            "neither config.json nor the header of a checkpoint. Check the path; nothing is "
-            "downloaded."
-        )
-    return values

@@ -104,7 +104,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
     "beside rooms": 410,
-    "checkpoint": 3180,
+    "checkpoint": 2870,
     "cli": 2350,
     "data": 3800,
     "experts": 3540,
@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3520,
     "pipeline": 820,
     "plan": 5370,
-    "strategy": 12150,
+    "strategy": 12010,
     "swap": 9190,
     "tasks": 4650,
 }

@@ -292,7 +292,7 @@ class RunCheckpoints:
         self._loaded_from = f"rank {state.rank} in {stored.checkpoint.path}"
         with name_damaged_states(self._loaded_from):
             mesh.random.load_state_dict(state.values["random"])
-            generators = state.values["generators"]
+            generators = dict(state.values["generators"])
             dataloaders = state.values["dataloaders"]
         if state.same_data:
             self._random_states = generators

@@ -42,15 +42,17 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
 _OF_RATES = ("last_epoch", "_step_count", "base_lrs", "lr_lambdas", "_schedulers", "milestones")
 
 
-class _Loops(TypedDict):
-    fit_loop: dict[str, Any]
-
-
 #: Entries that Lightning reads, and those that it reads only if a fit resumes.
 _READ: Mapping[str, Any] = {
     "pytorch-lightning_version": Annotated[str, Pattern(r"\d.*", "that begins with a digit")]
 }
-_RESUMED: Mapping[str, Any] = {"loops": _Loops, "lr_schedulers": list[Any]}
+
+
+class _Loops(TypedDict):
+    fit_loop: dict[str, Any]
+
+
+_RESUMED: Mapping[str, Any] = {**_READ, "loops": _Loops, "lr_schedulers": list[Any]}
 
 
 def read_entries(path: str, needs_optimizers: bool, weights_only: bool | None) -> dict[str, Any]:
@@ -58,14 +60,7 @@ def read_entries(path: str, needs_optimizers: bool, weights_only: bool | None) -
     checkpoint = read_single_file(path, weights_only)
     if needs_optimizers and "optimizer_states" not in checkpoint:
         raise no_optimizers(path)
-    _check_entries(checkpoint, path, is_resumed=needs_optimizers)
-    _translate_precision(checkpoint)
-    return checkpoint
-
-
-def _check_entries(checkpoint: Mapping[str, Any], path: str, *, is_resumed: bool) -> None:
-    """Refuse a file without the entries that Lightning reads."""
-    for name, kind in {**_READ, **(_RESUMED if is_resumed else {})}.items():
+    for name, kind in (_RESUMED if needs_optimizers else _READ).items():
         try:
             coerced(name, checkpoint.get(name), kind)
         except ParallelPlanError as error:
@@ -73,6 +68,8 @@ def _check_entries(checkpoint: Mapping[str, Any], path: str, *, is_resumed: bool
                 f"a checkpoint file must be written by Lightning: in {path} {error} The file is "
                 "damaged or edited. Use another checkpoint, or load the weights in your module."
             ) from error
+    _translate_precision(checkpoint)
+    return checkpoint
 
 
 def no_optimizers(path: str) -> CheckpointMismatchError:
@@ -129,35 +126,23 @@ def load_full_weights(
     Communication: a gather of names over pp, and that of ``load_model``.
     """
     expected = model_placements(module, main)
-    own_names = {f"{MODEL}{name}" for name in module.state_dict()}
-    tensors = {
-        f"{MODEL}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)
-    }
     # The file has one entry for each name of a shared parameter, but there is one main parameter.
+    others = {f"{MODEL}{name}" for name in module.state_dict()} - expected.keys()
     tensors = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name in expected or name not in own_names
+        f"{MODEL}{name}": tensor
+        for name, tensor in full.items()
+        if isinstance(tensor, Tensor) and f"{MODEL}{name}" not in others
     }
-    local_placements = {
-        name: (placement.full_shape, placement.tied_to) for name, placement in expected.items()
-    }
-    # A tied copy is filled from its original on another stage; the file may contain both names.
-    known = {
-        name: place
-        for stage in all_gather_objects(local_placements, mesh.pp_cpu)
-        for name, place in stage.items()
-    }
-    shapes = {name: shape for name, (shape, _) in known.items()}
-    for copy, tied_to in (
-        (name, tied_to) for name, (_, tied_to) in known.items() if tied_to and name in tensors
-    ):
-        original = original_name(copy, tied_to, tensors.keys())
-        if original is not None and torch.equal(tensors[copy], tensors[original]):
-            del tensors[copy]
-    tensors = {
-        name: without_padding(tensor, shapes.get(name, ())) for name, tensor in tensors.items()
-    }
+    here = {name: (place.full_shape, place.tied_to) for name, place in expected.items()}
+    stages = all_gather_objects(here, mesh.pp_cpu)
+    places = {name: place for stage in stages for name, place in stage.items() if name in tensors}
+    for name, (_, tied_to) in places.items():
+        # A tied copy is filled from its original on another stage; the file may have both names.
+        original = original_name(name, tied_to, tensors.keys()) if tied_to else None
+        if original is not None and torch.equal(tensors[name], tensors[original]):
+            del tensors[name]
+    for name in places.keys() & tensors.keys():
+        tensors[name] = without_padding(tensors[name], places[name][0])
     load_model(FullTensors(tensors), module, main, mesh, strict)
 
 
