@@ -78,13 +78,9 @@ class SavedModel:
     def of(cls, stored: OpenCheckpoint, name: str, record: Mapping[str, Any]) -> SavedModel:
         """Return a model of a checkpoint."""
         adapter = record.get("adapter")
-        return cls(
-            stored,
-            f"{MODEL}{name}." if name else MODEL,
-            family_of(record["architecture"]),
-            record["config"],
-            None if adapter is None else Adapter(**adapter),
-        )
+        adapter = None if adapter is None else Adapter(**adapter)
+        prefix = f"{MODEL}{name}." if name else MODEL
+        return cls(stored, prefix, family_of(record["architecture"]), record["config"], adapter)
 
     def export(
         self,

@@ -154,19 +154,14 @@ def _describe(path: str, all: bool, unsafe: bool) -> list[str]:
         for name, tensor in tensors.items()
         if name.startswith(MODEL)
     }
-    rows = [
-        (name, _shape(tensor.shape), _dtype(tensor.dtype), _size(_bytes(tensor)))
-        for name, tensor in weights.items()
-    ]
-    lines += [
-        "",
-        *_table(("model", "shape", "dtype", "size"), rows),
-        _total(weights.values(), "tensor"),
-    ]
     states = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
-    lines += _describe_optimizers(path, states, all, unsafe)
     files = [(name, _size(record.size), record.checksum) for name, record in header.files.items()]
-    return [*lines, "", *_table(("file", "size", "crc32"), files)]
+    return [
+        *lines,
+        *_listed(weights),
+        *_describe_optimizers(path, states, all, unsafe),
+        *_table(("file", "size", "crc32"), files),
+    ]
 
 
 def _describe_optimizers(
@@ -190,10 +185,7 @@ def _describe_optimizers(
             (str(index), str(len(group["parameters"])), _hyperparameters(group["hyperparameters"]))
             for index, group in enumerate(optimizer["groups"])
         ]
-        lines += [
-            "",
-            *_table((f"optimizer {number}: group", "parameters", "hyperparameters"), groups),
-        ]
+        lines += _table((f"optimizer {number}: group", "parameters", "hyperparameters"), groups)
         by_key: dict[str, list[Any]] = {}
         for name, tensor in entries.items():
             by_key.setdefault(name if all else name.rpartition(".")[2], []).append(tensor)
@@ -201,11 +193,7 @@ def _describe_optimizers(
         for key, saved in by_key.items():
             dtypes = " ".join(sorted({_dtype(tensor.dtype) for tensor in saved}))
             rows.append((key, str(len(saved)), dtypes, _size(sum(map(_bytes, saved)))))
-        lines += [
-            "",
-            *_table(("state", "tensors", "dtype", "size"), rows),
-            _total(entries.values(), "tensor"),
-        ]
+        lines += [*_table(("state", "tensors", "dtype", "size"), rows), _total(entries.values())]
     return lines
 
 
@@ -216,18 +204,12 @@ def _describe_file(path: str, unsafe: bool) -> list[str]:
         for name, value in content["state_dict"].items()
         if isinstance(value, torch.Tensor)
     }
-    rows = [
-        (name, _shape(tensor.shape), _dtype(tensor.dtype), _size(_bytes(tensor)))
-        for name, tensor in tensors.items()
-    ]
     optimizers = content.get("optimizer_states", ())
     return [
         f"{path}: a file of another strategy, {_size(Path(path).stat().st_size)}",
         f"step {content.get('global_step', 0):,}, epoch {content.get('epoch', 0)}, saved with "
         f"Lightning {content.get('pytorch-lightning_version', '?')}",
-        "",
-        *_table(("model", "shape", "dtype", "size"), rows),
-        _total(tensors.values(), "tensor"),
+        *_listed(tensors),
         "",
         f"{_plural(len(optimizers), 'optimizer')}: "
         + ", ".join(_plural(len(o["state"]), "state") for o in optimizers)
@@ -255,14 +237,23 @@ def _check_new(out: Path, overwrite: bool) -> None:
         )
 
 
+def _listed(weights: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for name, tensor in weights.items():
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        rows.append((name, shape, _dtype(tensor.dtype), _size(_bytes(tensor))))
+    return [*_table(("model", "shape", "dtype", "size"), rows), _total(weights.values())]
+
+
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, after a blank one."""
     cells = [tuple(titles), *map(tuple, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for row in cells:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(line.rstrip())
-    return [lines[0], "-" * min(120, sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
+    return ["", lines[0], "-" * min(120, sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
 
 
 def _summary(out: object, written: WrittenSize, weights_only: bool) -> str:
@@ -270,9 +261,9 @@ def _summary(out: object, written: WrittenSize, weights_only: bool) -> str:
     return f"{out}: {_plural(written.num_tensors, 'tensor')}, {_size(written.num_bytes)}, {what}"
 
 
-def _total(tensors: Iterable[Any], what: str) -> str:
+def _total(tensors: Iterable[Any]) -> str:
     sizes = [_bytes(tensor) for tensor in tensors]
-    return f"{_plural(len(sizes), what)}, {_size(sum(sizes))}"
+    return f"{_plural(len(sizes), 'tensor')}, {_size(sum(sizes))}"
 
 
 def _hyperparameters(values: Mapping[str, Any]) -> str:
@@ -282,10 +273,6 @@ def _hyperparameters(values: Mapping[str, Any]) -> str:
 
 def _bytes(tensor: Any) -> int:
     return prod(tensor.shape) * int(tensor.dtype.itemsize)
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -187,12 +187,17 @@ def _compare(
                     "parameter is saved once. Change all its names alike."
                 )
     removed = current.keys() - state_dict.keys()
-    others = frozenset(removed - experts), frozenset(changed - experts)
-    of_experts = (True, mesh.pp.rank, mesh.ep.rank)
-    return [
-        _WeightChanges((False, mesh.pp.rank, 0), mesh.tp.rank, *others, added),
-        _WeightChanges(of_experts, mesh.etp.rank, experts & removed, experts & changed),
-    ], complaints
+    of_others = _WeightChanges(
+        (False, mesh.pp.rank, 0),
+        mesh.tp.rank,
+        frozenset(removed - experts),
+        frozenset(changed - experts),
+        added,
+    )
+    of_experts = _WeightChanges(
+        (True, mesh.pp.rank, mesh.ep.rank), mesh.etp.rank, experts & removed, experts & changed
+    )
+    return [of_others, of_experts], complaints
 
 
 def _check(first: Iterable[_WeightChanges], complaints: list[str]) -> None:

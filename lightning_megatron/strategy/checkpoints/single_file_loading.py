@@ -186,22 +186,19 @@ def load_full_optimizer(
             state_of[name] = saved["state"].get(number, {})
             _check_shapes(name, state_of[name], full)
     held = [name for group_names in own_names for name in group_names if name in main.slices]
-    states: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {name: {} for name in held}
+
+    def divide() -> None:
+        for name in held:
+            for key, value in _own_state(name, main, models, state_of, full).items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{index}.state.{name}.{key}"] = value
+                else:
+                    values[name][key] = value
+
     # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
-    verify_together(
-        lambda: states.update(
-            {name: _own_state(name, main, models, state_of, full) for name in held}
-        ),
-        mesh.world_cpu,
-    )
-    tensors = {}
-    values: dict[str, dict[str, Any]] = {}
-    for name, state in states.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer.{index}.state.{name}.{key}"] = value
-            else:
-                values.setdefault(name, {})[key] = value
+    verify_together(divide, mesh.world_cpu)
     metadata = {
         "groups": [{"hyperparameters": hyperparameters_of(group)} for group in groups],
         "values": values,
