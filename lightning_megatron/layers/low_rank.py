@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -13,9 +12,9 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.fused.dropout import drop_numbered, places_of
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.parameters.parameter_stack import common_ranges
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.plan.mask_numbers import MaskNumbers, dimension_of_rows
-from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.shapes import Float
 
 Base: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
@@ -73,8 +72,8 @@ class LowRank(nn.Module):
             if is_column:
                 # Number of this rank's outputs before the updated ones, and this rank's updated
                 # outputs.
-                before = _size(_common(spec.ranges, range(rows.start)))
-                held = _common(spec.ranges, rows)
+                before = sum(piece.size for piece in common_ranges(spec.ranges, range(rows.start)))
+                held = common_ranges(spec.ranges, rows)
                 self.b = ColumnParallelLinear(
                     rank,
                     num_rows,
@@ -139,18 +138,3 @@ class LowRankUpdates(nn.ModuleDict):
     def _updates_in_order(self) -> list[LowRank]:
         updates = [update for update in self.values() if isinstance(update, LowRank)]
         return sorted(updates, key=lambda update: update.outputs.start)
-
-
-def _common(ranges: Sequence[ShardRange], rows: range) -> list[ShardRange]:
-    """Return the intersection of ranges and rows, relative to the first of the rows."""
-    common = []
-    for piece in ranges:
-        start = max(piece.start, rows.start)
-        stop = min(piece.stop, rows.stop)
-        if start < stop:
-            common.append(ShardRange(start - rows.start, stop - rows.start, piece.copy))
-    return common
-
-
-def _size(ranges: Iterable[ShardRange]) -> int:
-    return sum(piece.size for piece in ranges)

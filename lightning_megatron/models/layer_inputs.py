@@ -15,7 +15,6 @@ from lightning_megatron.layers.attention.core import prepared
 from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.attend_across import cut_documents
-from lightning_megatron.layers.context_parallel.cached_parts import held_span
 from lightning_megatron.layers.linear.regions import dtype_of_products
 from lightning_megatron.layers.rotary import RotaryTables
 from lightning_megatron.models.config import GPTConfig
@@ -149,7 +148,6 @@ def _shared_span(
     if span is not None and span.cut is not None:
         return replace(span, positions=None)
     if span is not None and past is not None and past.cache.length > 0:
-        make_span = cached_span if past.cache.held is None else held_span
-        return make_span(layer_span, span, shape[1], **options)
+        return cached_span(layer_span, span, shape[1], **options)
     whole = prepared(layer_span.over(span), *shape, **options, dropout=dropout, head_dim=head_dim)
     return whole if past is None else replace(whole or AttentionSpan(), past=past)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.layers.attention import parts as attention_parts
-from lightning_megatron.layers.attention.choose_flash import PACKAGES, FlashChoice, loaded
 from lightning_megatron.layers.attention.dense_mask import KeyRows
+from lightning_megatron.layers.attention.flash_kernels import PACKAGES, FlashChoice, loaded
 from lightning_megatron.layers.attention.parts import backward_part, forward_part
 from lightning_megatron.layers.attention.span import AttentionSpan
 from tests.oracles import relative_difference
@@ -53,7 +53,7 @@ def test_attention_parts_by_a_package_agree_with_operators_of_torch(package, kin
         *results,
         *backward_part(grad.double(), wide_query, wide_key, wide_value, *results, span, keys),
     )
-    choice = FlashChoice(package.make(module), "", bounds_scores=True)
+    choice = FlashChoice(package(module), "")
     monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
     results = forward_part(query, key, value, span, keys)

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from lightning_megatron.layers.attention import choose_flash as choosing
+from lightning_megatron.layers.attention import flash_kernels
 from lightning_megatron.layers.attention import flex as attention_flex
 from lightning_megatron.layers.attention import parts as attention_parts
 from lightning_megatron.layers.attention.choose_core import choose_core, choose_part
-from lightning_megatron.layers.attention.choose_flash import FlashChoice, choose_flash
 from lightning_megatron.layers.attention.dense_mask import KeyRows, seen_pairs
 from lightning_megatron.layers.attention.flash_kernels import (
     FlashAttention3,
     FlashAttention4,
     FlashCall,
+    FlashChoice,
+    choose_flash,
 )
 from lightning_megatron.layers.attention.flex import attend_by_flex
 from lightning_megatron.layers.attention.operators import attend_by_operators
@@ -191,8 +192,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Install stand-ins on a GPU of a compute capability that the test names."""
 
     def clear() -> None:
-        choosing._choose.cache_clear()
-        choosing.loaded.cache_clear()
+        flash_kernels._choose.cache_clear()
+        flash_kernels.loaded.cache_clear()
 
     def install(capability: tuple[int, int], **modules: Any) -> None:
         for name in ("flash_attn_interface", "flash_attn.cute.interface"):
@@ -221,7 +222,7 @@ def test_kernels_of_packages_equal_torch_for_every_span(name, case, monkeypatch)
         return out * 0.7, lse.masked_fill(lse == -torch.inf, 0.0) + 0.2
 
     expected_results = run(None)
-    choice = FlashChoice(KERNELS[name], "", bounds_scores=True)
+    choice = FlashChoice(KERNELS[name], "")
     monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
     for actual, expected in zip(run(merged(*expected_results[:2])), expected_results, strict=True):

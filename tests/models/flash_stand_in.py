@@ -12,8 +12,11 @@ import torch
 from lightning_megatron.layers.attention import core as attention_core
 from lightning_megatron.layers.attention import parts as attention_parts
 from lightning_megatron.layers.attention.choose_core import CoreChoice, choose_core
-from lightning_megatron.layers.attention.choose_flash import FlashChoice
-from lightning_megatron.layers.attention.flash_kernels import FlashAttention3, FlashCall
+from lightning_megatron.layers.attention.flash_kernels import (
+    FlashAttention3,
+    FlashCall,
+    FlashChoice,
+)
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models import encoder_rows
 from tests.layers import flash_packages
@@ -59,7 +62,7 @@ def flash_stand_in() -> Iterator[list[AttentionSpan | float]]:
         Spans of the calls so far, or the dropout probability of calls with dropout.
     """
     kernel = FlashAttention3(flash_packages.make_flash_attention_3())
-    choice = FlashChoice(kernel, "", bounds_scores=True)
+    choice = FlashChoice(kernel, "")
     with without_masks() as calls, pytest.MonkeyPatch.context() as patch:
 
         def core_of_part(query: Any, span: AttentionSpan, keys: Any) -> str:

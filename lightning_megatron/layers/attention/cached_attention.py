@@ -15,7 +15,7 @@ from lightning_megatron.layers.attention.key_value_cache import CachedTokens, Ke
 from lightning_megatron.layers.attention.operators import DropWeights, attend_by_operators
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.attention.token_attention import attend_one_token
-from lightning_megatron.shapes import Float, Int
+from lightning_megatron.shapes import Float
 
 
 def attend_with_cache(
@@ -54,48 +54,43 @@ def cached_span(
 ) -> AttentionSpan:
     """Return the span of new tokens, with a mask that all layers of one ``layer_span`` share.
 
-    The rows have a cache that is not empty. ``seq_length`` includes padding after the tokens.
+    The rows have a cache that is not empty. If ranks share the rows, the mask is that of the keys
+    that this rank holds. ``seq_length`` includes padding after the tokens.
     """
     past = rows.past
     assert past is not None, "the rows have a cache"
     if past.cache.place is not None:
         return AttentionSpan(past=past)
-    keys = past.cache.places(layer_span.window, past.count, device)
+    held = past.cache.held
+    if held is None:
+        keys = past.cache.places(layer_span.window, past.count, device)[None]
+    else:
+        keys = held.places_with(past.cache.length, past.count)
+        dtype = torch.promote_types(dtype, torch.float32)
     queries = past.query_places(seq_length, device)
-    exceeds = layer_span.window is not None and len(keys) > layer_span.window
+    index = keys.clamp(min=0)
+    exceeds = layer_span.window is not None and keys.shape[1] > layer_span.window
     mask: Tensor | None = None
-    if past.visible is not None or seq_length > 1 or exceeds:
-        distance = queries[:, None] - keys
-        visible = (distance >= 0)[None, None]
+    if held is not None or past.visible is not None or seq_length > 1 or exceeds:
+        distance = queries[:, None] - keys[:, None]
+        visible = (distance >= 0) & (keys >= 0)[:, None]
         if layer_span.window is not None:
             visible = visible & (distance < layer_span.window)
         if past.visible is not None:
+            index = index.expand(len(past.visible), -1)
             # Padding attends to itself, because every query must have a key.
-            visible = visible & past.visible[:, None, None, keys] | (distance == 0)
-        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
-            ~visible, -torch.inf
-        )
-    return span_of_places(layer_span, past, mask, queries, keys[None])
-
-
-def span_of_places(
-    layer_span: AttentionSpan,
-    past: CachedTokens,
-    mask: Float[Tensor, "#batch 1 #seq _"] | None,
-    queries: Int[Tensor, "seq"],
-    keys: Int[Tensor, "#batch _"],
-) -> AttentionSpan:
-    """Return the span of new tokens, with the places between which ALiBi counts distances.
-
-    ``queries`` and ``keys`` are positions in the rows.
-    """
+            visible = visible & past.visible.gather(1, index)[:, None] | (distance == 0)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill_(~visible, -torch.inf)[:, None]
     if layer_span.slopes is None:
         return AttentionSpan(mask=mask, past=past)
-    places = queries[None], keys
+    # ALiBi counts distances between places in the rows.
+    places = queries[None]
     if layer_span.slopes.skips_padding and past.visible is not None:
         counted = past.visible.cumsum(-1)
-        places = counted[:, queries], counted.gather(1, keys.expand(len(counted), -1))
-    return AttentionSpan(mask=mask, places=places[0], past=replace(past, key_places=places[1]))
+        places = counted[:, queries]
+        index = counted.gather(1, index)
+    return AttentionSpan(mask=mask, places=places, past=replace(past, key_places=index))
 
 
 def _attend_to_stored(

@@ -10,13 +10,12 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.layers.attention.choose_flash import choose_flash
 from lightning_megatron.layers.attention.dense_mask import is_plain
-from lightning_megatron.layers.attention.flash_kernels import TorchFlash
+from lightning_megatron.layers.attention.flash_kernels import TorchFlash, choose_flash
 from lightning_megatron.layers.attention.span import AttentionSpan
 
 #: ``sdpa`` is torch's scaled_dot_product_attention, ``flash`` the flash attention that
-#: ``layers.attention.choose_flash`` finds, for documents, windows and sinks without a mask,
+#: ``layers.attention.flash_kernels`` finds, for documents, windows and sinks without a mask,
 #: ``flex`` torch's FlexAttention, which compiles a kernel for the span, and ``operators`` the
 #: formula in operators of torch.
 Core = Literal["sdpa", "flash", "flex", "operators"]
@@ -209,7 +208,7 @@ def reason_against_flash(
             f"flash attention has heads of at most {_FLASH_HEAD_DIM} elements, a multiple of 8, "
             f"not {head_dim}"
         )
-    if span.soft_cap is not None and not choose_flash(device, head_dim).bounds_scores:
+    if span.soft_cap is not None and not choose_flash(device, head_dim).kernel.bounds_scores:
         return "flash attention of torch does not bound scores"
     return None
 

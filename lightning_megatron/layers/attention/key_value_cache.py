@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,45 +17,6 @@ from lightning_megatron.shapes import Bool, Float, Int
 KeysAndValues = tuple[
     Float[Tensor, "batch kv_heads _ head_dim"], Float[Tensor, "batch kv_heads _ value_dim"]
 ]
-
-
-class TokenCache(Protocol):
-    """Keys and values of the tokens of earlier calls."""
-
-    @property
-    def place(self) -> Int[Tensor, "1"] | None:
-        """Return the device tensor with each new token's place; None if the host has the place."""
-
-    @property
-    def length(self) -> int:
-        """Return the number of stored tokens of each row, padding included (tokens)."""
-
-    @property
-    def held(self) -> HeldTokens | None:
-        """Return the tokens that this rank holds if ranks share the rows; None if it holds all."""
-
-    def hold(
-        self, places: Int[Tensor, "#batch _"], count: int, ranks: int, rank: int
-    ) -> HeldTokens:
-        """Distribute the tokens over the ranks that share the rows, and return this rank's part.
-
-        Tokens at the place ``count`` and later ones are padding.
-        """
-
-    def extend(
-        self,
-        layer: int,
-        key: Float[Tensor, "_ batch kv_heads head_dim"],
-        value: Float[Tensor, "_ batch kv_heads value_dim"],
-        window: int | None,
-    ) -> KeysAndValues:
-        """Store a layer's new keys and values, and return all that the new tokens may attend to.
-
-        A second call before the length has grown stores the same tokens again.
-        """
-
-    def places(self, window: int | None, count: int, device: torch.device) -> Int[Tensor, " _"]:
-        """Return the places in their rows of the tokens that ``extend`` returns for new tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +33,7 @@ class CachedTokens:
             device knows the place of the new token; None means none (tokens).
     """
 
-    cache: TokenCache
+    cache: KeyValueCache
     count: int
     visible: Bool[Tensor, "batch _"] | None = None
     key_places: Int[Tensor, "#batch _"] | None = None
@@ -126,14 +86,6 @@ class KeyValueCache:
             self.held.advance(self.length, count)
         self.length += count
 
-    def hold(
-        self, places: Int[Tensor, "#batch _"], count: int, ranks: int, rank: int
-    ) -> HeldTokens:
-        """Distribute the tokens, as :meth:`TokenCache.hold` says, at the first call only."""
-        if self.held is None:
-            self.held = HeldTokens(places, count, ranks, rank, self.max_length)
-        return self.held
-
     def clear(self) -> None:
         """Discard all tokens; the memory is kept unless ranks share the rows."""
         self.length = 0
@@ -147,12 +99,6 @@ class KeyValueCache:
         if self.held is not None:
             self.held.reorder(rows)
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the memory of all layers on this rank (bytes)."""
-        held_bytes = 0 if self.held is None else self.held.cache.num_bytes
-        return held_bytes + sum(buffer.nbytes for buffer in self._buffers())
-
     def extend(
         self,
         layer: int,
@@ -160,7 +106,10 @@ class KeyValueCache:
         value: Float[Tensor, "_ batch kv_heads value_dim"],
         window: int | None,
     ) -> KeysAndValues:
-        """Store a layer's new keys and values, and return all that the new tokens may attend to."""
+        """Store a layer's new keys and values, and return all that the new tokens may attend to.
+
+        A second call before the length has grown stores the same tokens again.
+        """
         last = self.length + key.shape[0]
         if last > self.max_length:
             raise ParallelPlanError(
@@ -227,10 +176,6 @@ class KeyValueCache:
         kept = torch.arange(last - slots, last, device=new.device) % slots
         buffer[:, :, kept] = whole[:, :, -slots:]
         return whole
-
-    def _buffers(self) -> Iterator[Tensor]:
-        for buffers in self._layers.values():
-            yield from buffers
 
 
 class HeldTokens:

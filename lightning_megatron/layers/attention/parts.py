@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.layers.attention.choose_core import Core, choose_part
-from lightning_megatron.layers.attention.choose_flash import choose_flash
 from lightning_megatron.layers.attention.dense_mask import KeyRows, keys_of
 from lightning_megatron.layers.attention.flash_kernels import (
     FlashCall,
     FlashKernel,
     attend_with_dropout,
+    choose_flash,
 )
 from lightning_megatron.layers.attention.flex import flex_backward, flex_forward
 from lightning_megatron.layers.attention.operators import (
@@ -212,8 +212,8 @@ def _flash_forward(
     call = _flash_call(query, key, span, keys)
     packed = span.borders is not None
     kernel = _kernel_of(query, key, call)
-    queries, keys_of, values = (_rows(tensor, packed) for tensor in (query, key, value))
-    out, lse = kernel.forward(queries, keys_of, values, call)
+    queries, key_rows, values = (_rows(tensor, packed) for tensor in (query, key, value))
+    out, lse = kernel.forward(queries, key_rows, values, call)
     if packed:
         out = out.view(num_sequences, length, *out.shape[1:])
         lse = lse.view(-1, num_sequences, length).transpose(0, 1)
@@ -236,18 +236,11 @@ def _flash_backward(
     packed = span.borders is not None
     call = _flash_call(query, key, span, keys)
     kernel = _kernel_of(query, key, call)
-    grad_rows, queries, keys_of, values, out_rows = (
+    grad_rows, queries, key_rows, values, out_rows = (
         _rows(tensor, packed) for tensor in (grad_out, query, key, value, out)
     )
-    gradients = kernel.backward(
-        grad_rows,
-        queries,
-        keys_of,
-        values,
-        out_rows,
-        (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous(),
-        call,
-    )
+    result = out_rows, (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous()
+    gradients = kernel.backward(grad_rows, (queries, key_rows, values), result, call)
     pairs = zip(gradients, (query, key, value), strict=True)
     unpacked = [
         (gradient.unflatten(0, (like.shape[1], -1)) if packed else gradient).transpose(0, 1)

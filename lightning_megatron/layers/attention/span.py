@@ -224,18 +224,13 @@ class AttentionSpan:
         if rows is None:
             return self
         return replace(
-            self,
-            lengths=rows.lengths,
-            longest=rows.longest,
-            mask=rows.mask,
-            prefix=rows.prefix,
-            places=rows.places,
-            borders=rows.borders,
-            key_borders=rows.key_borders,
-            cut=rows.cut,
-            order=rows.order,
-            results=rows.results,
-            past=rows.past,
+            rows,
+            causal=self.causal,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            slopes=self.slopes,
+            sinks=self.sinks,
+            scale=self.scale,
         )
 
     def laid_out(self, num_sequences: int, seq_length: int, device: torch.device) -> AttentionSpan:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
-from lightning_megatron.layers.attention.cached_attention import span_of_places
 from lightning_megatron.layers.attention.dense_mask import KeyRows
 from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.attention.key_value_cache import HeldTokens
@@ -33,11 +32,11 @@ def store_first(
     """
     past = span.past
     assert past is not None, "the tokens have a cache"
-    held = past.cache.held
-    if held is None:
+    cache = past.cache
+    if cache.held is None:
         places = _held_places(span.order, key.shape[0], axis, key.device)
-        held = past.cache.hold(places, past.count, axis.size, axis.rank)
-    held.cache.extend(layer, key, value, None)
+        cache.held = HeldTokens(places, past.count, axis.size, axis.rank, cache.max_length)
+    cache.held.cache.extend(layer, key, value, None)
 
 
 def attend_to_held(
@@ -50,8 +49,8 @@ def attend_to_held(
 ) -> Float[Tensor, "seq batch heads*value_dim"]:
     """Store each new token on one rank, and compute attention of the new tokens to all tokens.
 
-    All ranks have all new tokens, and the span of :func:`held_span`. Each rank computes attention
-    to the tokens that it holds, and the results are merged exactly, as in
+    All ranks have all new tokens, and the span of ``attention.cached_attention.cached_span``. Each
+    rank computes attention to the tokens that it holds, and the results are merged exactly, as in
     :class:`~lightning_megatron.layers.context_parallel.ring.PartialSum`. No gradients flow to the
     keys of other ranks.
 
@@ -59,7 +58,8 @@ def attend_to_held(
     """
     past = span.past
     assert past is not None, "the tokens have a cache"
-    held = _held(past.cache.held)
+    held = past.cache.held
+    assert held is not None, "the first tokens were stored on the ranks that share their rows"
     local = held.local_indices(past.cache.length, past.count)
     keys, values = held.cache.extend(layer, key[local], value[local], None)
     rows = KeyRows(keys.shape[2], places=past.key_places)
@@ -73,43 +73,6 @@ def attend_to_held(
     if span.sinks is not None:
         mixed, _ = add_sinks(mixed, total[..., 0].permute(1, 2, 0), span.sinks)
     return mixed.to(query.dtype).flatten(2)
-
-
-def held_span(
-    layer_span: AttentionSpan,
-    rows: AttentionSpan,
-    seq_length: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionSpan:
-    """Return the span of new tokens, with a mask of the keys that this rank holds.
-
-    The arguments are those of ``attention.cached_attention.cached_span``.
-    """
-    past = rows.past
-    assert past is not None, "the rows have a cache"
-    keys = _held(past.cache.held).places_with(past.cache.length, past.count)
-    queries = past.query_places(seq_length, device)
-    distance = queries[:, None] - keys[:, None]
-    visible = (distance >= 0) & (keys >= 0)[:, None]
-    if layer_span.window is not None:
-        visible = visible & (distance < layer_span.window)
-    index = keys.clamp(min=0)
-    if past.visible is not None:
-        index = index.expand(len(past.visible), -1)
-        # Padding attends to itself, because every query must have a key.
-        visible = visible & past.visible.gather(1, index)[:, None] | (distance == 0)
-    mask = torch.zeros(
-        visible.shape, dtype=torch.promote_types(dtype, torch.float32), device=device
-    )
-    mask = mask.masked_fill_(~visible, -torch.inf)[:, None]
-    return span_of_places(layer_span, past, mask, queries, index)
-
-
-def _held(held: HeldTokens | None) -> HeldTokens:
-    assert held is not None, "the first tokens were stored on the ranks that share their rows"
-    return held
 
 
 def _held_places(

@@ -15,7 +15,7 @@ from lightning_megatron.layers.fp8.operand import Operand, Operands, transposed
 from lightning_megatron.layers.fp8.weight_casts import LayerCasts
 from lightning_megatron.layers.fused.choose_kernels import fused_kernels
 from lightning_megatron.layers.fused.one_shot import one_shot_all_reduce_
-from lightning_megatron.layers.parameters.parameter_stack import neighbours_as_one
+from lightning_megatron.layers.parameters.gradient_slot import neighbours_as_one
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.shapes import Float, Int, Shaped
 

@@ -21,6 +21,7 @@ from lightning_megatron.groups.pending import Pending
 from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.linear.regions import (
     ColumnLinear,
+    LayerProducts,
     RowLinear,
     add_bias,
     as_rows,
@@ -82,7 +83,7 @@ class _EngineColumnLinear(ColumnLinear):
     """Column layer of Transformer Engine.
 
     It has its own type because matrices in 8 bits are not saved as plain tensors, on which the
-    search of ``graphs.foreign_functions`` relies.
+    search of ``graphs.observation`` relies.
     """
 
 
@@ -91,7 +92,7 @@ class _EngineRowLinear(RowLinear):
 
 
 @dataclass(frozen=True)
-class _EngineProducts:
+class _EngineProducts(LayerProducts):
     """Casts and products of a linear layer with Transformer Engine.
 
     Args:

@@ -33,6 +33,7 @@ from lightning_megatron.layers.fp8.operand import (
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.linear.regions import (
     ColumnLinear,
+    LayerProducts,
     RowLinear,
     add_bias,
     as_rows,
@@ -107,7 +108,7 @@ class _FP8ColumnLinear(ColumnLinear):
     """Column layer in 8 bits.
 
     It has its own type because the casts that microbatches share are not saved tensors, on which
-    the search of ``graphs.foreign_functions`` relies.
+    the search of ``graphs.observation`` relies.
     """
 
 
@@ -116,7 +117,7 @@ class _FP8RowLinear(RowLinear):
 
 
 @dataclass(frozen=True)
-class _FP8Products:
+class _FP8Products(LayerProducts):
     """Casts and products of a linear layer in 8 bits."""
 
     scaling: Scaling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,72 +39,6 @@ from lightning_megatron.layers.parameters.weight_gradient_queue import Add, Weig
 from lightning_megatron.shapes import Float, Shaped
 
 T = TypeVar("T")
-
-
-class LayerProducts(Protocol):
-    """Casts and products of a linear layer, which differ between formats of numbers.
-
-    ``x`` is the input, ``W`` the weight, ``b`` the bias and ``dy`` the gradient of the output;
-    :class:`ColumnLinear` and :class:`RowLinear` say what ``gather`` and ``sum`` are. Every method
-    gets the context of the layer, with the attributes that ``_remember`` sets. What
-    :meth:`receive` and :meth:`weight_product` return must not keep the context: a deferred weight
-    gradient would keep the graph alive that computed the inputs.
-    """
-
-    def gather_and_multiply(
-        self,
-        ctx: Any,
-        x: Shaped[Tensor, "..."],
-        weight: Shaped[Tensor, "..."],
-        bias: Shaped[Tensor, "..."] | None,
-        magnitude: Magnitude | None,
-    ) -> Shaped[Tensor, "..."]:
-        """Return ``gather(x) @ W^T + b``, and save what the backward pass needs of ``x`` and ``W``.
-
-        The magnitude of ``x`` is None if it is not known.
-        """
-        ...
-
-    def multiply_and_sum(
-        self,
-        ctx: Any,
-        x: Shaped[Tensor, "..."],
-        weight: Shaped[Tensor, "..."],
-        bias: Shaped[Tensor, "..."] | None,
-        magnitude: Magnitude | None,
-    ) -> Shaped[Tensor, "..."]:
-        """Return ``sum(x @ W^T) + b``, and save as :meth:`gather_and_multiply` does."""
-        ...
-
-    def saved(self, ctx: Any) -> tuple[Any, Any]:
-        """Return the saved input and weight; one that no gradient needs may be None."""
-        ...
-
-    def receive(
-        self, ctx: Any, grad: Shaped[Tensor, "..."], inputs: Any
-    ) -> tuple[Any, Callable[[], Callable[[], Any]]]:
-        """Return ``dy`` of a column layer as factor, and the result of :func:`start_early` for the
-        function that starts ``gather(x)`` of the saved input.
-        """
-        ...
-
-    def gather_gradient(
-        self, ctx: Any, grad: Shaped[Tensor, "..."], weight: Any
-    ) -> Callable[[], tuple[Any, Shaped[Tensor, "..."] | None]]:
-        """Start ``gather(dy)`` of a row layer; return the function that waits for it.
-
-        The function returns ``dy`` as factor, and ``dy @ W`` of the saved weight if that product
-        overlaps with the communication, else None.
-        """
-        ...
-
-    def input_gradient(self, ctx: Any, gradient: Any, weight: Any) -> Shaped[Tensor, "..."]:
-        """Return ``dy @ W`` of a factor and the saved weight."""
-        ...
-
-    def weight_product(self, ctx: Any, gradient: Any) -> Callable[[Any], GradientProduct]:
-        """Return the function that returns ``dy^T @ x`` for the ``x`` that has arrived."""
-        ...
 
 
 def column_linear(
@@ -279,12 +213,24 @@ class RowLinear(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-class _NativeProducts:
-    """Products in the dtype of the inputs, which torch or a kernel of this package computes."""
+class LayerProducts:
+    """Products of a linear layer in the dtype of its input, by torch or a kernel of this package.
+
+    Subclasses compute in other formats of numbers, and have factors of other types. ``x`` is the
+    input, ``W`` the weight, ``b`` the bias and ``dy`` the gradient of the output;
+    :class:`ColumnLinear` and :class:`RowLinear` say what ``gather`` and ``sum`` are. Every method
+    gets the context of the layer, with the attributes that ``_remember`` sets. What
+    :meth:`receive` and :meth:`weight_product` return must not keep the context: a deferred weight
+    gradient would keep the graph alive that computed the inputs.
+    """
 
     def gather_and_multiply(
-        self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, magnitude: Magnitude | None
-    ) -> Tensor:
+        self, ctx: Any, x: Any, weight: Any, bias: Any, magnitude: Magnitude | None
+    ) -> Shaped[Tensor, "..."]:
+        """Return ``gather(x) @ W^T + b``, and save what the backward pass needs of ``x`` and ``W``.
+
+        The magnitude of ``x`` is None if it is not known.
+        """
         _save_operands(ctx, x, weight)
         tp = ctx.mesh.tp
         if not ctx.mesh.sequence_parallel:
@@ -295,8 +241,9 @@ class _NativeProducts:
         return add_bias(output, bias)
 
     def multiply_and_sum(
-        self, ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, magnitude: Magnitude | None
-    ) -> Tensor:
+        self, ctx: Any, x: Any, weight: Any, bias: Any, magnitude: Magnitude | None
+    ) -> Shaped[Tensor, "..."]:
+        """Return ``sum(x @ W^T) + b``, and save as :meth:`gather_and_multiply` does."""
         _save_operands(ctx, x, weight)
         tp = ctx.mesh.tp
         if tp.size == 1:
@@ -307,19 +254,28 @@ class _NativeProducts:
         part = linear(x, weight)
         return add_bias(one_shot_all_reduce_(part, tp, "sum"), bias)
 
-    def saved(self, ctx: Any) -> tuple[Tensor | None, Tensor | None]:
+    def saved(self, ctx: Any) -> tuple[Any, Any]:
+        """Return the saved input and weight; one that no gradient needs may be None."""
         hidden, weight = ctx.saved_tensors
         return None if hidden is None else hidden.detach(), weight
 
     def receive(
-        self, ctx: Any, grad: Tensor, inputs: Tensor | None
-    ) -> tuple[Tensor, Callable[[], Callable[[], Tensor]]]:
+        self, ctx: Any, grad: Any, inputs: Any
+    ) -> tuple[Any, Callable[[], Callable[[], Any]]]:
+        """Return ``dy`` of a column layer as factor, and the result of :func:`start_early` for the
+        function that starts ``gather(x)`` of the saved input.
+        """
         # The all-gather overlaps with the input gradient.
         return grad, start_early(ctx, partial(_start_inputs, inputs, ctx.mesh))
 
     def gather_gradient(
-        self, ctx: Any, grad: Tensor, weight: Tensor | None
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        self, ctx: Any, grad: Any, weight: Any
+    ) -> Callable[[], tuple[Any, Shaped[Tensor, "..."] | None]]:
+        """Start ``gather(dy)`` of a row layer; return the function that waits for it.
+
+        The function returns ``dy`` as factor, and ``dy @ W`` of the saved weight if that product
+        overlaps with the communication, else None.
+        """
         mesh = ctx.mesh
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         if mesh.sequence_parallel and mesh.tp.overlaps_matmul and weight is not None:
@@ -327,20 +283,23 @@ class _NativeProducts:
             full, grad_hidden = all_gather_matmul(grad, matrix, mesh.tp, keep=needs_weight)
             return partial(ready, (grad if full is None else full, grad_hidden))
         if mesh.sequence_parallel and (needs_hidden or needs_weight):
-            return partial(_wait_for_gradient, *start_gathering(grad, mesh))
+            full, arriving = start_gathering(grad, mesh)
+            return partial(_after, arriving, (full, None))
         return partial(ready, (grad, None))
 
-    def input_gradient(self, ctx: Any, gradient: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, ctx: Any, gradient: Any, weight: Any) -> Shaped[Tensor, "..."]:
+        """Return ``dy @ W`` of a factor and the saved weight."""
         # Under autocast the gradient may have a narrower dtype than the weight.
         product = torch.mm(as_rows(gradient), weight.to(gradient.dtype))
         return product.view(*gradient.shape[:-1], weight.shape[1])
 
-    def weight_product(self, ctx: Any, gradient: Tensor) -> Callable[[Tensor], MatrixProduct]:
+    def weight_product(self, ctx: Any, gradient: Any) -> Callable[[Any], GradientProduct]:
+        """Return the function that returns ``dy^T @ x`` for the ``x`` that has arrived."""
         rows = as_rows(gradient.detach())
         return lambda inputs: MatrixProduct(rows, as_rows(inputs).to(rows.dtype))
 
 
-_NATIVE = _NativeProducts()
+_NATIVE = LayerProducts()
 
 
 def _save_operands(ctx: Any, x: Tensor, weight: Tensor) -> None:
@@ -429,17 +388,12 @@ def _start_inputs(hidden: Tensor | None, mesh: ParallelMesh) -> Callable[[], Ten
     if not mesh.sequence_parallel:
         return partial(ready, hidden)
     full, arriving = start_gathering(hidden, mesh)
-
-    def wait() -> Tensor:
-        arriving.wait()
-        return full
-
-    return wait
+    return partial(_after, arriving, full)
 
 
-def _wait_for_gradient(full: Tensor, arriving: Pending) -> tuple[Tensor, None]:
+def _after(arriving: Pending, value: T) -> T:
     arriving.wait()
-    return full, None
+    return value
 
 
 def _bias_gradient(ctx: Any, grad: Tensor) -> Tensor | None:

@@ -42,8 +42,11 @@ class GradientProduct(Protocol):
         """
         ...
 
-    def split(self, rows: Sequence[int]) -> Sequence[GradientProduct]:
-        """Return the products of consecutive blocks of rows of the weight."""
+    def split(self, rows: Sequence[int]) -> Sequence[GradientProduct] | None:
+        """Return the products of consecutive blocks of rows of the weight.
+
+        None means that :meth:`value` must be computed and split.
+        """
         ...
 
 
@@ -397,7 +400,11 @@ class StackedSlot:
         states = [slot.is_empty for slot in self.slots]
         is_mixed = states.count(states[0]) != len(states)
         if self._full is None or is_mixed or not self._owner.accepts():
-            for slot, part in zip(self.slots, product.split(self._rows), strict=True):
+            parts = product.split(self._rows)
+            if parts is None:
+                self.add(product.value())
+                return
+            for slot, part in zip(self.slots, parts, strict=True):
                 slot.add_computed(part)
             return
         with torch.no_grad():
@@ -410,15 +417,9 @@ class StackedSlot:
 
     def _joined_sums(self) -> Tensor | None:
         """Return the sums as one tensor; None if they are apart or differ in scale or dtype."""
-        first = self.slots[0]
-        end = first.gradient.data_ptr()
-        for slot in self.slots:
-            sums = slot.gradient
-            if sums.data_ptr() != end or slot.scale != first.scale or sums.dtype != first.dtype:
-                return None
-            end += sums.nbytes
-        shape = (sum(self._rows), *first.gradient.shape[1:])
-        return first.gradient.as_strided(shape, first.gradient.stride())
+        sums = [slot.gradient for slot in self.slots]
+        has_one_scale = all(slot.scale == self.slots[0].scale for slot in self.slots)
+        return neighbours_as_one(sums) if has_one_scale else None
 
 
 def slot_of(parameter: Tensor | None) -> Any:
@@ -521,6 +522,27 @@ def preserve_states(slots: Iterable[GradientSlot]) -> Iterator[None]:
         for slot, is_empty, rows in before:
             slot.is_empty = is_empty
             slot.rows = rows
+
+
+def neighbours_as_one(
+    parts: Sequence[Shaped[Tensor, "_ ..."]],
+) -> Shaped[Tensor, "rows ..."] | None:
+    """Return adjacent tensors as one view of their memory; None if they are not adjacent."""
+    first = parts[0]
+    address = first.data_ptr()
+    itemsize = first.element_size()
+    num_rows = 0
+    for part in parts:
+        is_next = part.data_ptr() == address and part.is_contiguous()
+        if not is_next or part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
+            return None
+        address += part.numel() * itemsize
+        num_rows += len(part)
+    storage = first.untyped_storage()
+    # Tensors of different storages can be adjacent by chance.
+    if address > storage.data_ptr() + storage.nbytes():
+        return None
+    return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride())
 
 
 def stacked_view(tensors: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "experts ..."] | None:

@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
+from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.parameters.eight_bit_parameter import EightBitWeight, placeholder
 from lightning_megatron.layers.parameters.gradient_slot import (
     GradientSlot,
     StackedSlot,
+    neighbours_as_one,
     set_slot,
     slot_of,
     slots_of,
 )
 from lightning_megatron.plan.shards import ShardRange
-from lightning_megatron.shapes import Float, Shaped
+from lightning_megatron.shapes import Float
 
 
 class ParameterStack(nn.Module):
@@ -77,7 +78,9 @@ def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Par
     parts: list[nn.Parameter] = []
     first = first_local = 0
     for count in rows:
-        part_spec = _part_of(spec, first, count)
+        held = common_ranges(spec.ranges, range(first, first + count))
+        full_shape = (count, *spec.full_shape[1:])
+        part_spec = replace(spec, full_shape=full_shape, ranges=tuple(held))
         size = part_spec.local_extent
         part = nn.Parameter(
             parameter.detach()[first_local : first_local + size],
@@ -90,15 +93,15 @@ def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Par
     return parts
 
 
-def _part_of(spec: ShardSpec, first: int, count: int) -> ShardSpec:
-    """Return the ShardSpec of the part with ``count`` rows of a full tensor from ``first`` on."""
-    ranges = []
-    for piece in spec.ranges:
-        start = max(piece.start, first)
-        stop = min(piece.stop, first + count)
+def common_ranges(ranges: Iterable[ShardRange], rows: range) -> list[ShardRange]:
+    """Return the intersection of ranges and rows, relative to the first of the rows."""
+    common = []
+    for piece in ranges:
+        start = max(piece.start, rows.start)
+        stop = min(piece.stop, rows.stop)
         if start < stop:
-            ranges.append(ShardRange(start - first, stop - first, piece.copy))
-    return replace(spec, full_shape=(count, *spec.full_shape[1:]), ranges=tuple(ranges))
+            common.append(ShardRange(start - rows.start, stop - rows.start, piece.copy))
+    return common
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class _Leaf:
 def _leaf_of(parts: Sequence[nn.Parameter]) -> _Leaf | None:
     """Return the leaf for adjacent parameters with slots; None for others."""
     slots = [slot for slot in slots_of(parts) if slot is not None]
-    tensor = neighbours_as_one(parts) if len(slots) == len(parts) else None
+    tensor = _as_one(parts) if len(slots) == len(parts) else None
     if tensor is None:
         return None
     slot = StackedSlot(slots, [len(part) for part in parts])
@@ -149,7 +152,7 @@ class _Stacked(torch.autograd.Function):
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
         ctx.rows = [len(part) for part in parts]
         ctx.set_materialize_grads(False)
-        view = neighbours_as_one(parts)
+        view = _as_one(parts)
         return torch.cat(parts) if view is None else view
 
     @staticmethod
@@ -158,32 +161,14 @@ class _Stacked(torch.autograd.Function):
         whole = grads[0]
         if whole is None:
             return (None,) * len(ctx.rows)
-        needed = ctx.needs_input_grad
-        parts = zip(whole.split(ctx.rows), needed, strict=True)
-        return tuple(part if is_needed else None for part, is_needed in parts)
+        return tuple(whole.split(ctx.rows))
 
 
-def neighbours_as_one(
-    parts: Sequence[Shaped[Tensor, "_ ..."]],
-) -> Shaped[Tensor, "rows ..."] | None:
-    """Return adjacent tensors as one view of their memory; None if they are not adjacent.
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return adjacent parameters as one view of their memory; None if they are not adjacent.
 
     Parameters that are stored in 8 bits are joined to a placeholder of NaN that takes no memory.
     """
-    first = parts[0]
     if all(isinstance(part, EightBitWeight) for part in parts):
-        return placeholder(first, sum(map(len, parts)))
-    address = first.data_ptr()
-    itemsize = first.element_size()
-    num_rows = 0
-    for part in parts:
-        is_next = part.data_ptr() == address and part.is_contiguous()
-        if not is_next or part.dtype != first.dtype or part.shape[1:] != first.shape[1:]:
-            return None
-        address += part.numel() * itemsize
-        num_rows += len(part)
-    storage = first.untyped_storage()
-    # Tensors of different storages can be adjacent by chance.
-    if address > storage.data_ptr() + storage.nbytes():
-        return None
-    return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride())
+        return placeholder(parts[0], sum(map(len, parts)))
+    return neighbours_as_one(parts)

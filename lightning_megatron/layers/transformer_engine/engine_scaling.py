@@ -224,27 +224,5 @@ class EngineProduct:
         )
         return True
 
-    def split(self, rows: Sequence[int]) -> list[ComputedProduct]:
-        """Return the gradients of consecutive rows of the weight."""
-        return [ComputedProduct(part) for part in self.value().split(list(rows))]
-
-
-@dataclass(frozen=True)
-class ComputedProduct:
-    """Part of a weight gradient that is already computed."""
-
-    gradient: Tensor
-
-    def value(self) -> Float[Tensor, "out_local in_local"]:
-        """Return the gradient."""
-        return self.gradient
-
-    def add_to(
-        self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
-    ) -> bool:
-        """Return False, so that the caller adds the gradient."""
-        return False
-
-    def split(self, rows: Sequence[int]) -> list[ComputedProduct]:
-        """Return the gradients of consecutive rows of this part."""
-        return [ComputedProduct(part) for part in self.gradient.split(list(rows))]
+    def split(self, rows: Sequence[int]) -> None:
+        """Return None: the products of some rows cannot be computed separately."""
