@@ -29,9 +29,8 @@ from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.embedding import vocab_logits
-from lightning_megatron.layers.loss.chunked_loss import chunked_cross_entropy
+from lightning_megatron.layers.loss.chunked_loss import chunked_cross_entropy, summed_cross_entropy
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
-from lightning_megatron.layers.loss.summed_loss import summed_cross_entropy
 
 IGNORED = -100
 #: Function of hidden states (tokens, features), a head (vocabulary, features), labels and label

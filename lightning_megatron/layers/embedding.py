@@ -10,18 +10,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.fused.dropout import hidden_dropout
 from lightning_megatron.layers.linear.regions import column_linear, leave_tensor_region
 from lightning_megatron.layers.loss.cross_entropy import check_ids
-from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, slot_of
 from lightning_megatron.layers.parameters.init import Initializer, sharded_parameter
 from lightning_megatron.layers.replicated import TableEmbedding
-from lightning_megatron.plan.shards import full_range, padded_vocab_size, vocab_range
+from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
 from lightning_megatron.shapes import Float, Int
 
 
@@ -143,55 +141,11 @@ def _sum_by_key(
     return ordered.remainder(num_rows), sums[:num]
 
 
-class PositionEmbedding(nn.Module):
-    """Learned position embedding, replicated on every tensor-parallel rank.
-
-    Equal to torch.nn.Embedding(max_seq_length, hidden_size) of consecutive positions.
-    """
-
-    def __init__(
-        self,
-        max_seq_length: int,
-        hidden_size: int,
-        mesh: ParallelMesh,
-        *,
-        initializer: Initializer | None = None,
-    ) -> None:
-        super().__init__()
-        self.mesh = mesh
-        self.weight = sharded_parameter(
-            (max_seq_length, hidden_size),
-            [full_range(max_seq_length, mesh.tp.rank)],
-            initializer or Initializer.normal(),
-            # Under sequence parallelism each rank looks up its own positions only.
-            partial=mesh.sequence_parallel,
-        )
-
-    def forward(
-        self, seq_length: int, offset: int = 0, positions: Int[Tensor, "batch seq"] | None = None
-    ) -> Float[Tensor, "seq_local #batch hidden"]:
-        """Return this rank's vectors of the positions ``offset .. offset + seq_length``.
-
-        ``seq_length`` is that of the whole sequence; given positions replace the range.
-        """
-        if positions is not None:
-            check_ids(positions, self.weight.shape[0])
-            shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
-            return F.embedding(positions.t().chunk(shards)[self.mesh.tp.rank % shards], self.weight)
-        if offset + seq_length > self.weight.shape[0]:
-            raise ParallelPlanError(
-                f"seq_length ({offset + seq_length}) must not exceed max_seq_length "
-                f"({self.weight.shape[0]}), because the position table has no further rows. Use at "
-                f"most {self.weight.shape[0]} tokens or a larger max_seq_length."
-            )
-        if self.mesh.sequence_parallel:
-            seq_length //= self.mesh.tp.size
-            offset += self.mesh.tp.rank * seq_length
-        return self.weight[offset : offset + seq_length].unsqueeze(1)
-
-
 class InputEmbedding(nn.Module):
-    """Sum of scaled token embeddings and position embeddings, normed, followed by dropout.
+    """Sum of scaled token embeddings, token types and positions, normed, followed by dropout.
+
+    With token types equal to Hugging Face's BertEmbeddings and RobertaEmbeddings; without a norm to
+    MegatronBertEmbeddings.
 
     Args:
         scale: Factor of the token vectors, rounded to their dtype.
@@ -201,7 +155,8 @@ class InputEmbedding(nn.Module):
     def __init__(
         self,
         word: VocabParallelEmbedding,
-        position: PositionEmbedding | None,
+        position: TableEmbedding | None,
+        token_type: TableEmbedding | None = None,
         *,
         mesh: ParallelMesh,
         dropout: float = 0.0,
@@ -212,32 +167,34 @@ class InputEmbedding(nn.Module):
         super().__init__()
         self.word = word
         self.position = position
+        self.token_type = token_type
+        self.norm = norm
         self.mesh = mesh
         self.dropout = dropout
         self.scale = scale
         self.scales_vectors = scales_vectors
-        self.norm = norm
 
     def forward(
         self,
         tokens: Int[Tensor, "batch seq"] | None,
-        offset: int = 0,
-        *,
         positions: Int[Tensor, "batch seq"] | None = None,
+        token_types: Int[Tensor, "batch seq"] | None = None,
         vectors: Float[Tensor, "batch seq hidden"] | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the residual stream of the first block; full vectors may replace those of tokens.
 
-        The first token has the position ``offset``, unless all positions are given.
+        Positions count from 0 if they are not given.
         """
         self.mesh.random.seek(0)
         hidden = self.word(tokens) if vectors is None else _local_part(vectors, self.mesh)
         if self.scale != 1.0 and (vectors is None or self.scales_vectors):
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device="cpu").item()
+        if self.token_type is not None:
+            hidden = hidden + self.token_type(token_types)
         if self.position is not None:
             given = tokens if vectors is None else vectors
             assert given is not None, "there are tokens where there are no vectors"
-            hidden = hidden + self.position(given.shape[1], offset, positions)
+            hidden = hidden + self.position(given.shape[1] if positions is None else positions)
         if self.norm is not None:
             hidden = self.norm(hidden)
         return hidden_dropout(hidden, self.dropout, self.training, self.mesh)
@@ -318,50 +275,3 @@ def vocab_parameter(
         initializer or Initializer.normal(),
         local_size=padded_vocab_size(vocab_size, mesh.tp.size, multiple) // mesh.tp.size,
     )
-
-
-class EncoderEmbedding(nn.Module):
-    """Sum of token, token-type and position embeddings, followed by a norm and dropout.
-
-    Equal to Hugging Face's BertEmbeddings and RobertaEmbeddings; without a norm to
-    MegatronBertEmbeddings.
-    """
-
-    def __init__(
-        self,
-        word: VocabParallelEmbedding,
-        position: TableEmbedding,
-        token_type: TableEmbedding,
-        norm: LayerNorm | None,
-        *,
-        mesh: ParallelMesh,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.word = word
-        self.position = position
-        self.token_type = token_type
-        self.norm = norm
-        self.mesh = mesh
-        self.dropout = dropout
-
-    def forward(
-        self,
-        tokens: Int[Tensor, "batch seq"] | None,
-        positions: Int[Tensor, "batch seq"],
-        token_types: Int[Tensor, "batch seq"],
-        vectors: Float[Tensor, "batch seq hidden"] | None = None,
-    ) -> Float[Tensor, "seq_local batch hidden"]:
-        self.mesh.random.seek(0)
-        hidden = self._words(tokens, vectors)
-        hidden = hidden + self.token_type(token_types) + self.position(positions)
-        if self.norm is not None:
-            hidden = self.norm(hidden)
-        return hidden_dropout(hidden, self.dropout, self.training, self.mesh)
-
-    def _words(self, tokens: Tensor | None, vectors: Tensor | None) -> Tensor:
-        if vectors is not None:
-            return _local_part(vectors, self.mesh)
-        assert tokens is not None, "there are tokens where there are no vectors"
-        embedded: Tensor = self.word(tokens)
-        return embedded

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import reduce_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.loss.cross_entropy import check_ids
@@ -79,9 +80,25 @@ class TableEmbedding(nn.Module):
             partial=mesh.sequence_parallel,
         )
 
-    def forward(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "seq_local batch hidden"]:
-        check_ids(ids, self.weight.shape[0])
-        return F.embedding(local_ids(ids, self.mesh), self.weight, padding_idx=self.untrained)
+    def forward(
+        self, ids: Int[Tensor, "batch seq"] | int
+    ) -> Float[Tensor, "seq_local #batch hidden"]:
+        """Return this rank's vectors of some ids, or of the positions 0 to a sequence length."""
+        num_rows = self.weight.shape[0]
+        if isinstance(ids, Tensor):
+            check_ids(ids, num_rows)
+            return F.embedding(local_ids(ids, self.mesh), self.weight, padding_idx=self.untrained)
+        if ids > num_rows:
+            raise ParallelPlanError(
+                f"seq_length ({ids}) must not exceed max_seq_length ({num_rows}), because the "
+                f"position table has no further rows. Use at most {num_rows} tokens or a larger "
+                "max_seq_length."
+            )
+        if not self.mesh.sequence_parallel:
+            return self.weight[:ids].unsqueeze(1)
+        length = ids // self.mesh.tp.size
+        first = self.mesh.tp.rank * length
+        return self.weight[first : first + length].unsqueeze(1)
 
 
 def local_ids(ids: Int[Tensor, "batch seq"], mesh: ParallelMesh) -> Int[Tensor, "seq_local batch"]:

@@ -13,7 +13,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, shard_spec_of
 from lightning_megatron.layers.block import Block
 from lightning_megatron.layers.embedding import (
-    EncoderEmbedding,
+    InputEmbedding,
     VocabParallelEmbedding,
     vocab_parameter,
 )
@@ -31,12 +31,12 @@ from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
 from lightning_megatron.shapes import Float
 
 
-def build_embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbedding:
+def build_embedding(config: EncoderConfig, mesh: ParallelMesh) -> InputEmbedding:
     """Build the embedding of an encoder, which ends with a norm unless layers begin with norms."""
     drawn = Initializer.normal(config.init_std)
     size = config.hidden_size
     untrained = config.padding_id if config.positions == "tokens" else None
-    return EncoderEmbedding(
+    return InputEmbedding(
         VocabParallelEmbedding(
             config.vocab_size,
             size,
@@ -47,8 +47,8 @@ def build_embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbeddi
         ),
         TableEmbedding(config.num_positions, size, mesh, untrained=untrained, initializer=drawn),
         TableEmbedding(config.num_token_types, size, mesh, initializer=drawn),
-        LayerNorm(size, mesh, eps=config.norm_eps) if config.norm_position == "post" else None,
         mesh=mesh,
+        norm=LayerNorm(size, mesh, eps=config.norm_eps) if config.norm_position == "post" else None,
         dropout=config.hidden_dropout,
     )
 

@@ -22,13 +22,13 @@ from lightning_megatron.layers.context_parallel.sequence_order import (
 )
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
-    PositionEmbedding,
     VocabParallelEmbedding,
     VocabParallelHead,
     vocab_logits,
 )
-from lightning_megatron.layers.loss.chunked_head import LogitForm
+from lightning_megatron.layers.loss.chunked_loss import LogitForm
 from lightning_megatron.layers.parameters.init import Initializer
+from lightning_megatron.layers.replicated import TableEmbedding
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.config_checks import NORM_POSITIONS
 from lightning_megatron.models.gpt_block import (
@@ -103,7 +103,7 @@ class GPT(LayeredModule):
             )
             position = None
             if config.position == "learned":
-                position = PositionEmbedding(
+                position = TableEmbedding(
                     config.max_seq_length, config.hidden_size, mesh, initializer=drawn
                 )
             self.embedding = InputEmbedding(

@@ -10,10 +10,12 @@ from lightning_megatron.groups.collectives import all_gather_sequence
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.context_parallel.sequence_order import join_parts, own_part
-from lightning_megatron.layers.loss.chunked_head import LogitForm
-from lightning_megatron.layers.loss.chunked_loss import chunked_cross_entropy
+from lightning_megatron.layers.loss.chunked_loss import (
+    LogitForm,
+    chunked_cross_entropy,
+    summed_cross_entropy,
+)
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
-from lightning_megatron.layers.loss.summed_loss import summed_cross_entropy
 from lightning_megatron.shapes import Float, Int
 
 

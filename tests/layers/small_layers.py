@@ -18,7 +18,7 @@ from lightning_megatron.layers.embedding import (
     vocab_logits,
 )
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.loss.chunked_head import LogitForm
+from lightning_megatron.layers.loss.chunked_loss import LogitForm
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.layers.embedding import PositionEmbedding
 from lightning_megatron.layers.fused.dropout import hidden_dropout
 from lightning_megatron.layers.fused.dropout_mask import keep_mask, philox
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.layers.recompute import replayed
+from lightning_megatron.layers.replicated import TableEmbedding
 from lightning_megatron.layers.self_attention import SelfAttention
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
@@ -157,4 +157,4 @@ def test_positions_past_the_table_are_refused():
     with pytest.raises(
         ParallelPlanError, match=r"seq_length \(9\) must not exceed max_seq_length \(8\)"
     ):
-        PositionEmbedding(8, 4, ParallelMesh.single())(5, offset=4)
+        TableEmbedding(8, 4, ParallelMesh.single())(9)

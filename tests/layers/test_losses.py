@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.loss.chunked_loss import chunked_cross_entropy
-from lightning_megatron.layers.loss.summed_loss import summed_cross_entropy
+from lightning_megatron.layers.loss.chunked_loss import chunked_cross_entropy, summed_cross_entropy
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.plan.model_shape import MAX_STORED_BYTES, tokens_of_chunk
 from tests.layers.small_layers import B, D, S, draw, stored_losses

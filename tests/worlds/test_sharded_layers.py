@@ -20,7 +20,6 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.block import PostNormBlock, PreNormBlock
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
-    PositionEmbedding,
     VocabParallelEmbedding,
     VocabParallelHead,
 )
@@ -31,6 +30,7 @@ from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.layers.parameters.init import initialize_
 from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
+from lightning_megatron.layers.replicated import TableEmbedding
 from lightning_megatron.layers.self_attention import SelfAttention
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
 from lightning_megatron.models.fp8_layers import set_fp8
@@ -184,15 +184,15 @@ def check_embedding_and_head(mesh: ParallelMesh) -> None:
     w = draw_weights(word__weight=(V, D), position__weight=(S + 3, D))
     tokens = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(4))
     tokens[0, :2] = torch.tensor([0, V - 1])
-    positions = w["position.weight"][2 : S + 2].unsqueeze(1)
+    positions = w["position.weight"][:S].unsqueeze(1)
     expected = F.embedding(tokens.t(), w["word.weight"]) + positions
     grad = draw(S, B, D, seed=5)
     expected.backward(grad)
     layer = InputEmbedding(
-        VocabParallelEmbedding(V, D, mesh), PositionEmbedding(S + 3, D, mesh), mesh=mesh
+        VocabParallelEmbedding(V, D, mesh), TableEmbedding(S + 3, D, mesh), mesh=mesh
     )
     load_full_(layer, w)
-    actual = layer(tokens, offset=2)
+    actual = layer(tokens)
     actual.backward(sequence_part(grad, mesh))
     assert_equal(actual, sequence_part(expected, mesh), f"embedding {layout_name}")
     gradients: Any = {name: weight.grad for name, weight in w.items()}
