@@ -130,29 +130,20 @@ class MLP(nn.Module):
         self.activation = activation
         #: Whether the backward pass recomputes the output of the activation.
         self.recomputes_activation = False
+        width = ffn_hidden_size
+        ranges = None
         if is_gated(activation):
-            self.gate_up = ColumnParallelLinear(
-                hidden_size,
-                2 * ffn_hidden_size,
-                mesh,
-                bias=bias,
-                ranges=gated_ranges(ffn_hidden_size, mesh.tp.size, mesh.tp.rank),
-                initializer=initializer,
-            )
+            width = 2 * ffn_hidden_size
+            ranges = gated_ranges(ffn_hidden_size, mesh.tp.size, mesh.tp.rank)
+        first = ColumnParallelLinear(
+            hidden_size, width, mesh, bias=bias, ranges=ranges, initializer=initializer
+        )
+        if is_gated(activation):
+            self.gate_up = first
         else:
-            self.up = ColumnParallelLinear(
-                hidden_size,
-                ffn_hidden_size,
-                mesh,
-                bias=bias,
-                initializer=initializer,
-            )
+            self.up = first
         self.down = RowParallelLinear(
-            ffn_hidden_size,
-            hidden_size,
-            mesh,
-            bias=bias,
-            initializer=output_initializer,
+            ffn_hidden_size, hidden_size, mesh, bias=bias, initializer=output_initializer
         )
 
     @property
@@ -204,23 +195,16 @@ def activate(
     hidden: Float[Tensor, "*tokens features"], activation: Activation
 ) -> Float[Tensor, "*tokens ffn"]:
     """Apply an activation; gated activations halve the features."""
-    if is_gated(activation):
-        return gated_activation(hidden, activation)
     if activation == "relu":
         return F.relu(hidden)
-    return gelu_activation(hidden, by_tanh=activation == "gelu_tanh")
-
-
-def gated_activation(
-    gate_up: Float[Tensor, "*tokens gate_up"], activation: Activation
-) -> Float[Tensor, "*tokens gate_up//2"]:
-    """Multiply the SiLU, or GELU, of the first half of the features by the second half."""
     if activation == "clamped_swiglu":
-        return apply_clamped_swiglu(gate_up)
+        return apply_clamped_swiglu(hidden)
     if activation == "swiglu":
-        return apply_swiglu(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
+        return apply_swiglu(hidden)
+    if is_gated(activation):
+        gate, up = hidden.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
+    return gelu_activation(hidden, by_tanh=activation == "gelu_tanh")
 
 
 def gelu_activation(

@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,34 +17,25 @@ from lightning_megatron.shapes import Shaped
 IN_FLIGHT = 2
 
 
-class Copies(Protocol):
-    """Copies between a device and its host that overlap with computation."""
+class Copies:
+    """Copies between a device and its host, on one CUDA stream for each direction.
 
-    def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
-        """Start a copy to host memory; return the copy and its event for :meth:`wait`."""
-
-    def arrive(
-        self, host: Shaped[Tensor, "..."], device: torch.device
-    ) -> tuple[Shaped[Tensor, "..."], Any]:
-        """Start a copy to a device; return the copy and its event for :meth:`wait`."""
-
-    def wait(self, event: Any) -> None:
-        """Make the following computation wait for a copy."""
-
-
-class StreamCopies:
-    """Copies through pinned memory, on one CUDA stream for each direction."""
+    Tensors on the CPU are copied at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._leaving = torch.cuda.Stream(device)
-        self._arriving = torch.cuda.Stream(device)
+        is_cuda = device.type == "cuda"
+        self._leaving = torch.cuda.Stream(device) if is_cuda else None
+        self._arriving = torch.cuda.Stream(device) if is_cuda else None
 
     def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
         """Start a copy to pinned memory, after the computation of the tensor.
 
-        The caller must keep the tensor alive until it has waited for the copy.
+        The results are the copy and its event for :meth:`wait`. The caller must keep the tensor
+        alive until it has waited for the copy.
         """
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        pins = self._leaving is not None
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pins)
         return host, self._copied(host, tensor, self._leaving)
 
     def arrive(
@@ -56,30 +47,17 @@ class StreamCopies:
 
     def wait(self, event: Any) -> None:
         """Make the current stream wait for a copy; the host does not wait."""
-        torch.cuda.current_stream().wait_event(event)
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
 
     def _copied(self, target: Tensor, source: Tensor, stream: Any) -> Any:
+        if stream is None:
+            target.copy_(source)
+            return None
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             return stream.record_event()
-
-
-class PlainCopies:
-    """Copies of tensors on the CPU, in place of copies between a GPU and its host."""
-
-    def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
-        """Copy a tensor."""
-        return tensor.clone(), None
-
-    def arrive(
-        self, host: Shaped[Tensor, "..."], device: torch.device
-    ) -> tuple[Shaped[Tensor, "..."], Any]:
-        """Copy a tensor."""
-        return host.clone(), None
-
-    def wait(self, event: Any) -> None:
-        """Do nothing."""
 
 
 class _Input:
@@ -124,14 +102,13 @@ class HostOffload:
 
     Args:
         firsts: Indices of the first layers of forward passes, at which prefetching ends.
-        copies: Implementation of the copies; None chooses it by the device of the first input.
 
     Source: Rajbhandari et al. 2020, section 5.2 (P_a+cpu).
     """
 
-    def __init__(self, firsts: frozenset[int], copies: Copies | None = None) -> None:
+    def __init__(self, firsts: frozenset[int]) -> None:
         self._firsts = firsts
-        self._copies = copies
+        self._copies: Copies | None = None
         self._leaving = deque[_Input]()
         # Autograd graphs own the inputs and free them, so this reference must be weak.
         self._last: weakref.ref[_Input] | None = None
@@ -160,8 +137,7 @@ class HostOffload:
 
     def _put(self, tensor: Tensor, layer: int) -> _Input:
         if self._copies is None:
-            is_host = tensor.device.type == "cpu"
-            self._copies = PlainCopies() if is_host else StreamCopies(tensor.device)
+            self._copies = Copies(tensor.device)
         last = None if self._last is None or layer in self._firsts else self._last()
         stored = _Input(tensor, self._copies, last)
         self._last = weakref.ref(stored)

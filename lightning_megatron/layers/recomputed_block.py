@@ -45,31 +45,33 @@ class RecomputedForward:
         rotary: Rotary | None = None,
         span: AttentionSpan | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        run = self._run
+        results = CoreResults() if self.keeps_core and torch.is_grad_enabled() else None
         offloading: AbstractContextManager[Any] = nullcontext()
-        if self.keeps_core and torch.is_grad_enabled():
-            run = partial(self._run_with_core, CoreResults())
         if self.offload is not None and torch.is_grad_enabled():
             offloading = self.offload.save_on_host(hidden, self.block.layer)
         with offloading:
             output: Tensor = replayed(
-                run, self.block.mesh.random, self.block.layer, hidden, rotary, span
+                partial(self._run, results),
+                self.block.mesh.random,
+                self.block.layer,
+                hidden,
+                rotary,
+                span,
             )
         return output
 
-    def _run(self, hidden: Tensor, rotary: Rotary | None, span: AttentionSpan | None) -> Tensor:
-        output: Tensor = type(self.block).forward(self.block, hidden, rotary, span)
-        return output
-
-    def _run_with_core(
+    def _run(
         self,
-        results: CoreResults,
+        results: CoreResults | None,
         hidden: Tensor,
         rotary: Rotary | None,
         span: AttentionSpan | None,
     ) -> Tensor:
-        results.start()
-        return self._run(hidden, rotary, replace(span or AttentionSpan(), results=results))
+        if results is not None:
+            results.start()
+            span = replace(span or AttentionSpan(), results=results)
+        output: Tensor = type(self.block).forward(self.block, hidden, rotary, span)
+        return output
 
 
 def is_recomputed(block: nn.Module) -> bool:

@@ -177,9 +177,7 @@ class RotaryTables:
 
 def apply_rotary(
     heads: Float[Tensor, "seq batch heads head_dim"],
-    tables: tuple[
-        Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
-    ],
+    tables: Rotary,
     interleaved: bool = False,
 ) -> Float[Tensor, "seq batch heads head_dim"]:
     """Rotate pairs of the first elements of every head.
@@ -207,10 +205,7 @@ def split_heads(
     qkv: Float[Tensor, "seq batch qkv_local"],
     widths: Sequence[int],
     head_dim: int,
-    tables: tuple[
-        Float[Tensor, "seq #batch 1 rotary_dim"], Float[Tensor, "seq #batch 1 rotary_dim"]
-    ]
-    | None,
+    tables: Rotary | None,
     norms: tuple[Any, Any] | None = None,
     *,
     norms_layer: bool = False,

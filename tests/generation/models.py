@@ -146,3 +146,9 @@ def check_passes(
         check_logits(token_pass(NEXT[: len(prompts), number]), expected, number + 1)
         cache.advance(1)
     return cache, token_pass
+
+
+def bytes_of(cache: KeyValueCache) -> int:
+    """Return the memory of the keys and values of all layers on this rank (bytes)."""
+    caches = [cache] if cache.held is None else [cache, cache.held.cache]
+    return sum(part.nbytes for kept in caches for pair in kept._layers.values() for part in pair)

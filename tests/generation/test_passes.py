@@ -25,7 +25,15 @@ from lightning_megatron.layers.attention.core import attend
 from lightning_megatron.layers.attention.key_value_cache import CachedTokens, KeyValueCache
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.norm import RMSNorm
-from tests.generation.models import NEXT, PROMPTS, check_passes, check_rows, full_logits, small_gpt
+from tests.generation.models import (
+    NEXT,
+    PROMPTS,
+    bytes_of,
+    check_passes,
+    check_rows,
+    full_logits,
+    small_gpt,
+)
 from tests.kernels.models import KINDS, TINY
 from tests.swap import families
 from tests.sweeps import chosen
@@ -87,9 +95,8 @@ def test_a_ring_cache_has_the_memory_of_its_window():
     # Layers 0 and 2 have a window of 4 tokens, and layer 1 has none. Each has 6 key/value heads of
     # 8 elements.
     expected = 2 * 8 * 3 * 6 * 8 * (4 + 9 + NEXT.shape[1] + 4)
-    for cache in (check_rows(gpt, PROMPTS), check_passes(gpt, PROMPTS)[0]):
-        buffers = [buffer for layer in range(3) for buffer in cache.stored(layer)]
-        assert sum(buffer.nbytes for buffer in buffers) == expected
+    assert bytes_of(check_rows(gpt, PROMPTS)) == expected
+    assert bytes_of(check_passes(gpt, PROMPTS)[0]) == expected
 
 
 def test_tokens_beyond_the_size_of_a_cache_are_refused():

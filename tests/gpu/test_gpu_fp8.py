@@ -59,9 +59,9 @@ def test_casts_of_kernels_equal_casts_of_torch(sizes, recipe, form, directions):
     matrix, (rows, columns) = matrix_of(sizes), directions
     assert fused_kernels(matrix) is not None
     ours = Scaling(FP8(recipe, format=form), emulate=False)
-    actual = ours.cast_gradient(matrix, rows=rows, columns=columns)
+    actual = ours.cast(matrix, "gradient", rows=rows, columns=columns)
     # Tensors in float32 are cast by operators of torch.
-    expected = ours.cast_gradient(matrix.float(), rows=rows, columns=columns)
+    expected = ours.cast(matrix.float(), "gradient", rows=rows, columns=columns)
     assert (actual.rows is not None, actual.columns is not None) == directions
     assert_same_casts(actual, expected)
     for cast, twin in ((actual.rows, expected.rows), (actual.columns, expected.columns)):
@@ -83,7 +83,7 @@ def test_numbers_that_are_not_finite_reach_the_product_on_a_gpu(recipe, value):
     left = matrix_of((64, 512))
     left[3, 5] = value
     ours = Scaling(FP8(recipe), emulate=False)
-    rows = needed(ours.cast_input(left, rows=True, columns=False).rows)
+    rows = needed(ours.cast(left, "input", rows=True, columns=False).rows)
     right = needed(ours.cast_weight(matrix_of((512, 512), 1), rows=True, columns=False).rows)
     result = product(rows, right, torch.bfloat16, emulate=False)
     assert bool(result[3].isnan().all())
@@ -95,9 +95,9 @@ def test_numbers_that_are_not_finite_reach_the_product_on_a_gpu(recipe, value):
 @pytest.mark.parametrize("form", ["e4m3", "hybrid"])
 def test_products_equal_float64_products_of_the_same_numbers(recipe, rows, form):
     ours = Scaling(FP8(recipe, format=form), emulate=False)
-    inputs = ours.cast_input(matrix_of((rows, 1024)), rows=True, columns=True)
+    inputs = ours.cast(matrix_of((rows, 1024)), "input", rows=True, columns=True)
     matrix = ours.cast_weight(matrix_of((512, 1024), 1), rows=True, columns=True)
-    gradient = ours.cast_gradient(matrix_of((rows, 512), 2), rows=True, columns=True)
+    gradient = ours.cast(matrix_of((rows, 512), 2), "gradient", rows=True, columns=True)
     for name, operands, fast, dtype, rounding in (
         ("forward", (inputs.rows, matrix.rows), recipe != "blockwise", torch.bfloat16, 2.0**-8),
         ("input gradient", (gradient.rows, matrix.columns), False, torch.bfloat16, 2.0**-8),
@@ -121,8 +121,10 @@ def test_weight_gradients_are_added_to_their_sum_in_place(recipe, dtype, scale):
     slot = GradientSlot(sums, lambda: None, scale=scale)
     expected = torch.zeros(256, 512, device="cuda", dtype=torch.float64)
     for seed in range(2):
-        grad = ours.cast_gradient(matrix_of((128, 256), seed), rows=False, columns=True).columns
-        inputs = ours.cast_input(matrix_of((128, 512), seed + 5), rows=False, columns=True).columns
+        grad = ours.cast(matrix_of((128, 256), seed), "gradient", rows=False, columns=True).columns
+        inputs = ours.cast(
+            matrix_of((128, 512), seed + 5), "input", rows=False, columns=True
+        ).columns
         slot.add_computed(ScaledProduct(needed(grad), needed(inputs), False, dtype))
         left, right = (needed(cast).numbers(torch.float64) for cast in (grad, inputs))
         expected += scale * (left @ right.t())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,7 +106,9 @@ def _scaled_products(rank: int, size: int) -> None:
     right = needed(ours.cast_weight(_draw(768, 512, seed=9), rows=True, columns=False).rows)
     axes: dict[str, Any] = {"rows": True, "columns": False, "row_axes": (mesh.tp,)}
     for rows in (64, 256):
-        for cast, fast in ((ours.cast_input, True), (ours.cast_gradient, False)):
+        uses: list[tuple[Any, bool]] = [("input", True), ("gradient", False)]
+        for use, fast in uses:
+            cast = partial(ours.cast, use=use)
             options: dict[str, Any] = {"emulate": False, "fast": fast}
             local = needed(cast(_draw(rows, 512, seed=rank), **axes).rows)
             full, product = gathered_product(local, right, plain, torch.bfloat16, **options)

@@ -82,12 +82,12 @@ class NotedCast(NamedTuple):
 def noting_casts(hands_over: bool = True) -> Iterator[list[NotedCast]]:
     """Record every cast; without hand-over layers compute all magnitudes themselves."""
     casts: list[NotedCast] = []
-    original: Any = Scaling._cast
+    original: Any = Scaling.cast
 
     def cast(
-        self: Scaling, matrix: Tensor, use: Any, *args: Any, bits: Tensor | None = None
+        self: Scaling, matrix: Tensor, use: Any, *, bits: Tensor | None = None, **options: Any
     ) -> Any:
-        result = original(self, matrix, use, *args, bits=bits)
+        result = original(self, matrix, use, bits=bits, **options)
         operands = [operand for operand in (result.rows, result.columns) if operand is not None]
         numbers = [operand.values.view(torch.uint8).clone() for operand in operands]
         numbers += [operand.scale.view(torch.int32).clone() for operand in operands]
@@ -95,7 +95,7 @@ def noting_casts(hands_over: bool = True) -> Iterator[list[NotedCast]]:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scaling, "_cast", cast)
+        patch.setattr(Scaling, "cast", cast)
         if not hands_over:
             patch.setattr(Scaling, "reads_magnitudes", property(lambda self: False))
         yield casts

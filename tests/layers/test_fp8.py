@@ -50,7 +50,7 @@ def make_scaling(recipe: str, form: str | None = None) -> Scaling:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_scales_are_the_largest_magnitudes_of_tensor_rows_or_blocks(recipe):
     matrix = spread(256, 384)
-    operands = make_scaling(recipe).cast_input(matrix, rows=True, columns=True)
+    operands = make_scaling(recipe).cast(matrix, "input", rows=True, columns=True)
     rows = needed(operands.rows)
     largest = matrix.abs().float()
     expected = {
@@ -71,7 +71,7 @@ def test_products_equal_float64_within_the_sum_of_rounding_errors(recipe):
     right = spread(128, 256, seed=1)
     scaling = make_scaling(recipe)
     actual = product(
-        needed(scaling.cast_input(left, rows=True, columns=False).rows),
+        needed(scaling.cast(left, "input", rows=True, columns=False).rows),
         needed(scaling.cast_weight(right, rows=True, columns=False).rows),
         torch.float64,
         emulate=True,
@@ -96,9 +96,9 @@ def test_layers_and_gradients_are_products_of_rounded_factors(recipe, layer):
 
     rows = hidden.detach().view(40, 256)
     grads = output_gradient.view(40, 128)
-    inputs = scaling.cast_input(rows, rows=True, columns=True)
+    inputs = scaling.cast(rows, "input", rows=True, columns=True)
     matrix = scaling.cast_weight(weight.detach(), rows=True, columns=True)
-    gradient = scaling.cast_gradient(grads, rows=True, columns=True)
+    gradient = scaling.cast(grads, "gradient", rows=True, columns=True)
 
     def times(left: Operand | None, right: Operand | None) -> Tensor:
         return needed(left).numbers(torch.float64) @ needed(right).numbers(torch.float64).t()
@@ -121,14 +121,14 @@ def test_numbers_that_are_not_finite_stay_in_their_scale_and_extreme_ones_are_ca
     for value in (float("nan"), float("-inf")):
         left = spread(16, 128)
         left[3, 5] = value
-        rows = needed(scaling.cast_input(left, rows=True, columns=False).rows)
+        rows = needed(scaling.cast(left, "input", rows=True, columns=False).rows)
         actual = product(rows, right, torch.float64, emulate=True)
         assert bool(actual[3].isnan().all())
         # Only numbers that share the scale become NaN.
         assert bool(actual[4].isfinite().all()) == (recipe != "tensorwise")
     for factor in (0.0, 1e-38, 1e30):
         left = spread(16, 128, dtype=torch.float32) * factor
-        cast = needed(scaling.cast_input(left, rows=True, columns=True).rows)
+        cast = needed(scaling.cast(left, "input", rows=True, columns=True).rows)
         numbers = cast.numbers(torch.float64)
         assert bool(numbers.isfinite().all())
         limit = bound_of(left.double(), "e4m3")
@@ -254,20 +254,24 @@ def test_old_and_non_finite_magnitudes_set_no_scale():
     scales = DelayedScales(settings, ["one", "two"], CPU)
     scaling = Scaling(settings, True, scales.layer(1))
     for value in (4.0, math.inf, math.nan):
-        scaling.cast_input(torch.full((16, 16), value), rows=True, columns=False)
+        scaling.cast(torch.full((16, 16), value), "input", rows=True, columns=False)
         scales.end_step(MESH)
     assert scales.history[1, :, 0].tolist() == [0.0, 0.0], "the step of 4.0 is too long ago"
     # Without a finite magnitude the scale is 1.
-    operand = needed(scaling.cast_input(torch.full((16, 16), 3.0), rows=True, columns=False).rows)
+    operand = needed(
+        scaling.cast(torch.full((16, 16), 3.0), "input", rows=True, columns=False).rows
+    )
     assert operand.scale.tolist() == [1.0]
     assert operand.numbers(torch.float32)[0, 0] == 3.0
     assert scales.layer(0).magnitude("weight") is not None
     # A margin keeps the scale within its range.
     wide = DelayedScales(FP8("delayed", margin=32, emulate=True), ["one"], CPU)
     scaling = Scaling(wide.settings, True, wide.layer(0))
-    scaling.cast_input(torch.full((16, 16), 1e38), rows=True, columns=False)
+    scaling.cast(torch.full((16, 16), 1e38), "input", rows=True, columns=False)
     wide.end_step(MESH)
-    operand = needed(scaling.cast_input(torch.full((16, 16), 1e38), rows=True, columns=False).rows)
+    operand = needed(
+        scaling.cast(torch.full((16, 16), 1e38), "input", rows=True, columns=False).rows
+    )
     assert operand.numbers(torch.float64)[0, 0] == pytest.approx(1e38, rel=0.1)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron import Recomputation
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.layers.offload import IN_FLIGHT, PlainCopies
+from lightning_megatron.layers.offload import IN_FLIGHT, Copies
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.recomputed_block import RecomputedForward
 from lightning_megatron.models.config import GPTConfig
@@ -22,10 +22,11 @@ CONFIG = GPTConfig.gpt2(**SIZES, num_layers=6, hidden_dropout=0.1)
 OFFLOAD = Recomputation(("full",), offload=True)
 
 
-class RecordedCopies(PlainCopies):
+class RecordedCopies(Copies):
     """Copies that are NaN until they are waited for, and record their events."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.events: list[str] = []
 
     def leave(self, tensor: Tensor) -> tuple[Tensor, Any]:

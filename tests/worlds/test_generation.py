@@ -41,6 +41,7 @@ from tests.fits import Job, Report, run_job
 from tests.generation.models import (
     NEXT,
     PROMPTS,
+    bytes_of,
     check_passes,
     check_rows,
     padded,
@@ -360,7 +361,7 @@ def check_memory(layout: ParallelLayout, mesh: ParallelMesh) -> None:
                 session.logits(torch.ones(2, dtype=torch.long))
         estimate = estimate_generation_memory(config.memory_shape(), layout, shape)[mesh.pp.rank]
         weights = sum(parameter.numel() * 8 for parameter in model.parameters())
-        assert (estimate.parameters, estimate.cache) == (weights, session._cache.num_bytes), config
+        assert (estimate.parameters, estimate.cache) == (weights, bytes_of(session._cache)), config
 
 
 def run_on_two(rank: int, size: int) -> None:

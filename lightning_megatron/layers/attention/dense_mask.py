@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.attention.score_terms import AlibiSlopes, distance_bias
+from lightning_megatron.layers.attention.score_terms import AlibiSlopes
 from lightning_megatron.layers.attention.span import AttentionSpan, document_of_tokens
 from lightning_megatron.shapes import Bool, Float, Int
 
@@ -108,7 +108,8 @@ def biases_of(
         queries = torch.arange(seq_length, device=device)[None]
     if key_places is None:
         key_places = queries if keys is None else torch.arange(keys.seq_length, device=device)[None]
-    return distance_bias(slopes.on(device), queries, key_places, dtype)
+    distances = (queries[:, :, None] - key_places[:, None, :]).abs()
+    return slopes.on(device).to(dtype)[:, None, None] * distances[:, None].to(dtype)
 
 
 def places_from_end(

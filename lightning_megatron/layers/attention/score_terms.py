@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_megatron.shapes import Float, Int
+from lightning_megatron.shapes import Float
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,6 @@ class AlibiSlopes:
         further = (heads - power) + 0.5
         steps = torch.where(heads < power, heads + 1, further) / power
         return torch.exp2(-self.bias_max * steps)
-
-
-def distance_bias(
-    slopes: Float[Tensor, " heads"],
-    queries: Int[Tensor, "#batch seq"],
-    keys: Int[Tensor, "#batch _"],
-    dtype: torch.dtype,
-) -> Float[Tensor, "#batch heads seq _"]:
-    """Return the biases that are subtracted from the scores of all pairs of a query and a key.
-
-    The arguments are the places of queries and keys in their rows.
-    """
-    distances = (queries[:, :, None] - keys[:, None, :]).abs()
-    return slopes.to(dtype)[:, None, None] * distances[:, None].to(dtype)
 
 
 def add_sinks(

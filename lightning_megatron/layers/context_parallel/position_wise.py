@@ -21,39 +21,12 @@ _MARK = "_computes_positions_separately"
 _TOLERANCE = 1e-2
 
 _SEPARATE = (
-    nn.Linear,
-    nn.Identity,
-    nn.Dropout,
-    nn.AlphaDropout,
-    nn.Embedding,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.Sequential,
-    nn.ParameterList,
-    nn.ParameterDict,
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardshrink,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Hardtanh,
-    nn.LeakyReLU,
-    nn.LogSigmoid,
-    nn.Mish,
-    nn.PReLU,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Softshrink,
-    nn.Softsign,
-    nn.Tanh,
-    nn.Tanhshrink,
-    nn.Threshold,
-)
+    nn.Linear, nn.Identity, nn.Dropout, nn.AlphaDropout, nn.Embedding, nn.ModuleList, nn.ModuleDict,
+    nn.Sequential, nn.ParameterList, nn.ParameterDict, nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink,
+    nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU,
+    nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign,
+    nn.Tanh, nn.Tanhshrink, nn.Threshold,
+)  # fmt: skip
 #: Modules of torch that mix positions, with a description of how they do so.
 _MIXING: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     (

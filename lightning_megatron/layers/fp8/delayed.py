@@ -50,13 +50,13 @@ class DelayedScales:
         )
         # Bit patterns of magnitudes, the form that casts use: first the magnitudes that set the
         # scales, then the magnitudes of this step.
-        self._bits = torch.zeros((2, shape[0], shape[2]), dtype=torch.int32, device=device)
+        self.bits = torch.zeros((2, shape[0], shape[2]), dtype=torch.int32, device=device)
         forms = "e4m3", "e4m3", settings.gradient_format
         self._largest = torch.tensor([_LARGEST[form] for form in forms], device=device)
         # Factors by which casts of Transformer Engine multiply.
-        self._factors = torch.ones((shape[0], shape[2]), dtype=torch.float32, device=device)
+        self.factors = torch.ones((shape[0], shape[2]), dtype=torch.float32, device=device)
         # Bit patterns of the magnitudes of weights that are kept in 8 bits, by index of the layer.
-        self._stored: dict[int, Int[Tensor, "1"]] = {}
+        self.stored: dict[int, Int[Tensor, "1"]] = {}
 
     def serves(self, settings: FP8, names: Sequence[str], device: torch.device) -> bool:
         """Return whether a run with these settings and layers can continue with these scales."""
@@ -65,25 +65,12 @@ class DelayedScales:
 
     def layer(self, index: int) -> LayerScales:
         """Return the scales of the layer with an index in :attr:`names`."""
-        magnitudes, recorded = self._bits[:, index].unbind()
-        return LayerScales(self, index, magnitudes, recorded, self._factors[index])
-
-    def follow_weight(self, index: int, magnitude: Int[Tensor, "1"] | None) -> None:
-        """Let the magnitude of a layer's weight enter the history, without casts of the weight.
-
-        Args:
-            magnitude: Bit pattern of the magnitude, at an address that stays the same; None if
-                casts record it.
-        """
-        if magnitude is None:
-            self._stored.pop(index, None)
-        else:
-            self._stored[index] = magnitude
+        return LayerScales(self, index)
 
     @property
     def step_tensors(self) -> list[Shaped[Tensor, "..."]]:
         """Return the tensors that steps write."""
-        return [self.history, self._bits, self._factors]
+        return [self.history, self.bits, self.factors]
 
     @torch.no_grad()
     def end_step(self, mesh: ParallelMesh) -> None:
@@ -96,10 +83,10 @@ class DelayedScales:
         self.is_fresh = False
         if not self.names:
             return
-        recorded = self._bits[1]
-        places = [recorded[index, _WEIGHT : _WEIGHT + 1] for index in self._stored]
+        recorded = self.bits[1]
+        places = [recorded[index, _WEIGHT : _WEIGHT + 1] for index in self.stored]
         if places:
-            torch._foreach_copy_(places, list(self._stored.values()))
+            torch._foreach_copy_(places, list(self.stored.values()))
         for axis in (mesh.tp, mesh.data):
             all_reduce_(recorded, axis, "max")
         magnitudes = recorded.view(torch.float32)
@@ -130,45 +117,34 @@ class DelayedScales:
         most = torch.finfo(torch.float32).max
         above = (largest * 2.0**self.settings.margin).clamp(max=most)
         magnitudes = torch.where(largest > 0, above, self._largest)
-        self._bits[0].copy_(magnitudes.view(torch.int32))
-        self._factors.copy_(self._largest / magnitudes)
+        self.bits[0].copy_(magnitudes.view(torch.int32))
+        self.factors.copy_(self._largest / magnitudes)
 
 
 class LayerScales:
-    """Delayed scales of one layer, by use.
+    """Delayed scales of one layer, by use."""
 
-    Args:
-        magnitudes: Bit patterns of the magnitudes that set the scales.
-        step_magnitudes: Bit patterns of the largest magnitudes of this step.
-        factors: Factors that map ``magnitudes`` to the largest number of their formats.
-    """
-
-    def __init__(
-        self,
-        model: DelayedScales,
-        index: int,
-        magnitudes: Int[Tensor, "3"],
-        step_magnitudes: Int[Tensor, "3"],
-        factors: Float[Tensor, "3"],
-    ) -> None:
+    def __init__(self, model: DelayedScales, index: int) -> None:
         self._model = model
         self._index = index
+        magnitudes, recorded = model.bits[:, index].unbind()
         self._magnitudes = dict(zip(_USES, magnitudes.split(1), strict=True))
-        self._step_magnitudes = dict(zip(_USES, step_magnitudes.unbind(), strict=True))
-        self._factors = dict(zip(_USES, factors.split(1), strict=True))
+        #: Bit patterns of the largest magnitudes of this step, which casts update.
+        self.step_magnitudes = dict(zip(_USES, recorded.unbind(), strict=True))
+        #: Factors by which casts multiply: the inverses of the scales.
+        self.factors = dict(zip(_USES, model.factors[index].split(1), strict=True))
 
     def magnitude(self, use: Use) -> Int[Tensor, "1"] | None:
         """Return the bit pattern of the magnitude that sets a scale; None in the first step."""
         return None if self._model.is_fresh else self._magnitudes[use]
 
-    def step_magnitude(self, use: Use) -> Int[Tensor, ""]:
-        """Return the bit pattern of the largest magnitude of this step, which casts update."""
-        return self._step_magnitudes[use]
-
-    def factor(self, use: Use) -> Float[Tensor, "1"]:
-        """Return the factor by which a cast multiplies: the inverse of the scale."""
-        return self._factors[use]
-
     def follow_weight(self, magnitude: Int[Tensor, "1"] | None) -> None:
-        """Let the weight's magnitude enter the history: :meth:`DelayedScales.follow_weight`."""
-        self._model.follow_weight(self._index, magnitude)
+        """Let the weight's magnitude enter the history, without casts of the weight.
+
+        Args:
+            magnitude: Bit pattern of the magnitude, at an address that stays the same; None if
+                casts record it.
+        """
+        self._model.stored.pop(self._index, None)
+        if magnitude is not None:
+            self._model.stored[self._index] = magnitude

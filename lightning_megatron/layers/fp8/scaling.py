@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.shapes import Float, Int, Shaped
 
 Axes = Sequence[MeshAxis]
+#: Format of inputs and weights.
+FORMAT = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,6 @@ class Scaling:
         return self.settings.has_one_scale
 
     @property
-    def sums_fast(self) -> bool:
-        """Return whether forward products may accumulate with fewer bits, which is faster."""
-        return self.settings.recipe != "blockwise"
-
-    @property
     def reads_magnitudes(self) -> bool:
         """Return whether casts need the largest magnitude of a tensor and can take a known one.
 
@@ -70,7 +68,10 @@ class Scaling:
         return self.has_one_scale and earlier is None
 
     def counting(self, counts: bool) -> Scaling:
-        """Return a copy with another value of ``counts``."""
+        """Return a copy with another value of ``counts``.
+
+        Magnitudes in evaluations and trials do not count as magnitudes of a step.
+        """
         return self if self.counts == counts else replace(self, counts=counts)
 
     def reading(self, stored: StoredWeight | None) -> Scaling:
@@ -82,107 +83,33 @@ class Scaling:
             self.scales.follow_weight(None if stored is None else stored.magnitude)
         return replace(self, stored=stored)
 
-    def cast_input(
+    def cast(
         self,
         matrix: Float[Tensor, "rows columns"],
-        *,
-        rows: bool,
-        columns: bool,
-        row_axes: Axes = (),
-        column_axes: Axes = (),
-        bits: Int[Tensor, "parts"] | None = None,
-    ) -> Operands:
-        """Cast the inputs of a layer to the requested operands.
-
-        Args:
-            row_axes: Axes whose ranks hold other rows.
-            column_axes: Axes whose ranks hold other columns.
-            bits: Bit patterns whose maximum is the largest magnitude of this rank's inputs; None
-                computes it. Only casts with one scale use it.
-
-        Communication: an all-reduce of magnitudes over each axis, except with scales of blocks or
-            from earlier steps.
-        """
-        return self._cast(matrix, "input", "e4m3", rows, columns, row_axes, column_axes, bits=bits)
-
-    def cast_gradient(
-        self,
-        matrix: Float[Tensor, "rows columns"],
-        *,
-        rows: bool,
-        columns: bool,
-        row_axes: Axes = (),
-        column_axes: Axes = (),
-        bits: Int[Tensor, "parts"] | None = None,
-    ) -> Operands:
-        """Cast the gradient of a layer's outputs, as :meth:`cast_input` casts the inputs."""
-        form = self.settings.gradient_format
-        return self._cast(matrix, "gradient", form, rows, columns, row_axes, column_axes, bits=bits)
-
-    def cast_weight(
-        self,
-        matrix: Float[Tensor, "rows columns"] | None,
+        use: Use,
         *,
         rows: bool,
         columns: bool,
         row_axes: Axes = (),
         column_axes: Axes = (),
         magnitude: Int[Tensor, "parts"] | None = None,
+        bits: Int[Tensor, "parts"] | None = None,
     ) -> Operands:
-        """Cast the weight of a layer, as :meth:`cast_input` casts the inputs.
-
-        Microbatches that share casts cast the weight once for each operand. A weight that is kept
-        in 8 bits is read without a cast, or transposed by a copy.
+        """Cast a factor of the layer's products to the requested operands.
 
         Args:
-            matrix: The weight; it may be None if the weight is kept in 8 bits.
-            magnitude: Magnitudes of an earlier cast of the same weight; None computes them.
+            row_axes: Axes whose ranks hold other rows.
+            column_axes: Axes whose ranks hold other columns.
+            magnitude: Magnitudes of an earlier cast of the same matrix; None computes them.
+            bits: Bit patterns whose maximum is the largest magnitude of this rank's part; None
+                computes it. Only casts with one scale use it.
+
+        Communication: an all-reduce of magnitudes over each axis, except with scales of blocks or
+            from earlier steps.
         """
-
-        def cast(rows: bool, columns: bool, magnitude: Tensor | None) -> Operands:
-            assert matrix is not None, "a weight that is cast was kept"
-            return self._cast(
-                matrix, "weight", "e4m3", rows, columns, row_axes, column_axes, magnitude
-            )
-
-        if self.stored is not None:
-            return self._stored_operands(self.stored, rows, columns)
-        if self.casts is None:
-            return cast(rows, columns, magnitude)
-        counts = self.counts and self.scales is not None
-        return self.casts.operands(
-            cast, rows=rows, columns=columns, counts=counts, magnitude=magnitude
-        )
-
-    def _stored_operands(self, stored: StoredWeight, rows: bool, columns: bool) -> Operands:
-        """Return the operands of a weight that is kept in 8 bits; microbatches share the copy."""
-
-        def copy(rows: bool, columns: bool, magnitude: Tensor | None) -> Operands:
-            return Operands(None, stored.columns(self.settings.multiple) if columns else None)
-
-        operands = (
-            copy(False, columns, None)
-            if self.casts is None
-            else self.casts.operands(
-                copy, rows=False, columns=columns, counts=False, magnitude=None
-            )
-        )
-        return replace(operands, rows=stored.rows if rows else None)
-
-    def _cast(
-        self,
-        matrix: Tensor,
-        use: Use,
-        form: str,
-        rows: bool,
-        columns: bool,
-        row_axes: Axes,
-        column_axes: Axes,
-        magnitude: Tensor | None = None,
-        bits: Tensor | None = None,
-    ) -> Operands:
         matrix = matrix.contiguous()
-        dtype = torch.float8_e5m2 if form == "e5m2" else torch.float8_e4m3fn
+        is_e5m2 = use == "gradient" and self.settings.gradient_format == "e5m2"
+        dtype = torch.float8_e5m2 if is_e5m2 else FORMAT
         casts = fused_kernels(matrix) or torch_casts
         outputs = {"rows": rows, "columns": columns}
         multiple = self.settings.multiple
@@ -198,9 +125,9 @@ class Scaling:
                     magnitude = bits.clone() if axes else bits
                 _maximize(magnitude, axes)
             parts = magnitude if earlier is None else earlier
-            step_magnitude = (
-                scales.step_magnitude(use) if scales is not None and self.counts else None
-            )
+            step_magnitude = None
+            if scales is not None and self.counts:
+                step_magnitude = scales.step_magnitudes[use]
             cast_values = casts.cast_by_one_scale(
                 matrix, parts, dtype, multiple=multiple, running_magnitude=step_magnitude, **outputs
             )
@@ -215,15 +142,48 @@ class Scaling:
             casts.cast_by_blocks(matrix, dtype, is_square=use == "weight", **outputs)
         )
 
+    def cast_weight(
+        self,
+        matrix: Float[Tensor, "rows columns"] | None,
+        *,
+        rows: bool,
+        columns: bool,
+        magnitude: Int[Tensor, "parts"] | None = None,
+        **axes: Any,
+    ) -> Operands:
+        """Cast the weight of a layer; the other arguments are those of :meth:`cast`.
+
+        Microbatches that share casts cast the weight once for each operand. A weight that is kept
+        in 8 bits is read without a cast, or transposed by a copy.
+
+        Args:
+            matrix: The weight; it may be None if the weight is kept in 8 bits.
+        """
+        stored = self.stored
+
+        def cast(rows: bool, columns: bool, magnitude: Tensor | None) -> Operands:
+            if stored is not None:
+                return Operands(None, stored.columns(self.settings.multiple) if columns else None)
+            assert matrix is not None, "a weight that is cast was kept"
+            return self.cast(
+                matrix, "weight", rows=rows, columns=columns, magnitude=magnitude, **axes
+            )
+
+        casts_rows = rows and stored is None
+        if self.casts is None:
+            operands = cast(casts_rows, columns, magnitude)
+        else:
+            counts = self.counts and self.scales is not None and stored is None
+            operands = self.casts.operands(
+                cast, rows=casts_rows, columns=columns, counts=counts, magnitude=magnitude
+            )
+        return replace(operands, rows=stored.rows) if stored is not None and rows else operands
+
 
 def _maximize(magnitudes: Tensor | None, axes: Axes) -> None:
     if magnitudes is not None:
         for axis in axes:
             one_shot_all_reduce_(magnitudes, axis, "max")
-
-
-#: Format of weights.
-FORMAT = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,8 @@ class WeightCasts:
 
     def __init__(self) -> None:
         self._layers: list[LayerCasts] = []
-        self._is_open = False
-
-    @property
-    def is_open(self) -> bool:
-        """Return whether products share casts now."""
-        return self._is_open
+        #: Whether products share casts now.
+        self.is_open = False
 
     @property
     def num_bytes(self) -> int:
@@ -63,11 +59,11 @@ class WeightCasts:
         The capture of a CUDA graph must contain the whole block, so that each replay casts the
         current weights.
         """
-        self._is_open = True
+        self.is_open = True
         try:
             yield
         finally:
-            self._is_open = False
+            self.is_open = False
             for layer in self._layers:
                 layer.clear()
 
@@ -76,7 +72,7 @@ class WeightCasts:
 
         User code may write it without a change of the version counter.
         """
-        if not self._is_open:
+        if not self.is_open:
             return
         for layer in self._layers:
             if layer.reads(parameter):

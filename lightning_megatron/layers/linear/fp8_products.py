@@ -75,7 +75,7 @@ def fp8_column_linear(
         share, unless scales come from earlier steps. With one scale per tensor the all-gathers of
         sequence parallelism transfer 8-bit values.
     """
-    products = _FP8Products(_counting(scaling), of_gradient)
+    products = _FP8Products(scaling.counting(torch.is_grad_enabled()), of_gradient)
     output = _FP8ColumnLinear.apply(hidden, weight, bias, mesh, products, magnitude)
     return output.view(-1, *hidden.shape[1:-1], weight.shape[0])
 
@@ -100,7 +100,7 @@ def fp8_row_linear(
         share, unless scales come from earlier steps. With one scale per tensor the all-gather of
         sequence parallelism transfers 8-bit values.
     """
-    products = _FP8Products(_counting(scaling), None)
+    products = _FP8Products(scaling.counting(torch.is_grad_enabled()), None)
     return _FP8RowLinear.apply(hidden, weight, bias, mesh, products, magnitude)
 
 
@@ -131,12 +131,10 @@ class _FP8Products(LayerProducts):
         left, kept = self._cast_column_input(ctx, x, magnitude)
         right = self._cast_and_save(ctx, kept, weight)
         dtype = dtype_of_products(x)
-        emulate = self.scaling.emulate
-        fast = self.scaling.sums_fast
         if mesh.sequence_parallel and self.scaling.has_one_scale:
-            _, output = gathered_product(left, right, mesh, dtype, emulate=emulate, fast=fast)
+            _, output = gathered_product(left, right, mesh, dtype, **self._forward_settings)
         else:
-            output = product(left, right, dtype, emulate=emulate, fast=fast)
+            output = product(left, right, dtype, **self._forward_settings)
         return add_bias(output, bias)
 
     def multiply_and_sum(
@@ -144,8 +142,9 @@ class _FP8Products(LayerProducts):
     ) -> Tensor:
         mesh = ctx.mesh
         ctx.weight_axes = {"column_axes": (mesh.tp,)}
-        inputs = self.scaling.cast_input(
+        inputs = self.scaling.cast(
             as_rows(x),
+            "input",
             rows=True,
             columns=ctx.needs_input_grad[1],
             row_axes=(mesh.cp,),
@@ -155,12 +154,10 @@ class _FP8Products(LayerProducts):
         left = needed(inputs.rows)
         right = self._cast_and_save(ctx, inputs.columns, weight)
         dtype = dtype_of_products(x)
-        emulate = self.scaling.emulate
-        fast = self.scaling.sums_fast
         if mesh.sequence_parallel:
-            output = scattered_product(left, right, mesh, dtype, emulate=emulate, fast=fast)
+            output = scattered_product(left, right, mesh, dtype, **self._forward_settings)
         else:
-            output = all_reduce_(product(left, right, dtype, emulate=emulate, fast=fast), mesh.tp)
+            output = all_reduce_(product(left, right, dtype, **self._forward_settings), mesh.tp)
         return add_bias(output.view(-1, *x.shape[1:-1], weight.shape[0]), bias)
 
     def saved(self, ctx: Any) -> tuple[_KeptInput | None, _KeptWeight]:
@@ -175,8 +172,9 @@ class _FP8Products(LayerProducts):
     ) -> tuple[Operands, Callable[[], Callable[[], Operand]]]:
         mesh = ctx.mesh
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        cast = self.scaling.cast_gradient(
+        cast = self.scaling.cast(
             as_rows(grad),
+            "gradient",
             rows=needs_hidden,
             columns=needs_weight,
             row_axes=(mesh.cp,),
@@ -196,13 +194,19 @@ class _FP8Products(LayerProducts):
 
     def input_gradient(self, ctx: Any, gradient: Operands, weight: _KeptWeight) -> Tensor:
         matrix = self._weight_columns(ctx, weight)
-        emulate = self.scaling.emulate
-        part = product(needed(gradient.rows), matrix, ctx.hidden_dtype, emulate=emulate)
+        left = needed(gradient.rows)
+        part = product(left, matrix, ctx.hidden_dtype, emulate=self.scaling.emulate)
         return part.view(-1, *ctx.hidden_shape[1:])
 
     def weight_product(self, ctx: Any, gradient: Operands) -> Callable[[Operand], ScaledProduct]:
         settings = {"emulate": self.scaling.emulate, "dtype": ctx.weight_dtype}
         return partial(ScaledProduct, needed(gradient.columns), **settings)
+
+    @property
+    def _forward_settings(self) -> dict[str, Any]:
+        # Forward products may accumulate with fewer bits, which is faster.
+        fast = self.scaling.settings.recipe != "blockwise"
+        return {"emulate": self.scaling.emulate, "fast": fast}
 
     def _cast_column_input(
         self, ctx: Any, x: Tensor, magnitude: Magnitude | None
@@ -213,18 +217,18 @@ class _FP8Products(LayerProducts):
         at all positions, otherwise this rank's.
         """
         mesh = ctx.mesh
-        cast = self.scaling.cast_input
+        cast = partial(self.scaling.cast, use="input", row_axes=(mesh.cp,))
         bits = None if magnitude is None else magnitude.of(x)
         keeps = ctx.needs_input_grad[1]
         if not mesh.sequence_parallel:
-            inputs = cast(as_rows(x), rows=True, columns=keeps, row_axes=(mesh.cp,), bits=bits)
+            inputs = cast(as_rows(x), rows=True, columns=keeps, bits=bits)
             return needed(inputs.rows), inputs.columns
         if self.scaling.has_one_scale:
             axes = mesh.cp, mesh.tp
             rows = needed(cast(as_rows(x), rows=True, columns=False, row_axes=axes, bits=bits).rows)
             return rows, rows if keeps else None
         full = as_rows(all_gather_sequence(x, mesh.tp))
-        rows = needed(cast(full, rows=True, columns=False, row_axes=(mesh.cp,)).rows)
+        rows = needed(cast(full, rows=True, columns=False).rows)
         return rows, x if keeps else None
 
     def _cast_and_save(self, ctx: Any, kept: _KeptInput | None, weight: Tensor) -> Operand:
@@ -252,7 +256,7 @@ class _FP8Products(LayerProducts):
         scaling = self.scaling
         axes = mesh.cp, mesh.tp
         local = needed(
-            scaling.cast_gradient(as_rows(grad), rows=True, columns=False, row_axes=axes).rows
+            scaling.cast(as_rows(grad), "gradient", rows=True, columns=False, row_axes=axes).rows
         )
         input_gradient = None
         if ctx.needs_input_grad[0]:
@@ -270,15 +274,10 @@ class _FP8Products(LayerProducts):
         mesh = ctx.mesh
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         full = all_gather_sequence(grad, mesh.tp) if mesh.sequence_parallel else grad
-        cast = self.scaling.cast_gradient(
-            as_rows(full), rows=needs_hidden, columns=needs_weight, row_axes=(mesh.cp,)
+        cast = self.scaling.cast(
+            as_rows(full), "gradient", rows=needs_hidden, columns=needs_weight, row_axes=(mesh.cp,)
         )
         return cast, None
-
-
-def _counting(scaling: Scaling) -> Scaling:
-    # Magnitudes in evaluations and trials do not count as magnitudes of a step.
-    return scaling.counting(torch.is_grad_enabled())
 
 
 def _start_inputs(
@@ -291,8 +290,8 @@ def _start_inputs(
 
         def cast_all() -> Operand:
             arriving.wait()
-            inputs = scaling.cast_input(
-                as_rows(full), rows=False, columns=True, row_axes=(mesh.cp,)
+            inputs = scaling.cast(
+                as_rows(full), "input", rows=False, columns=True, row_axes=(mesh.cp,)
             )
             return needed(inputs.columns)
 

@@ -67,7 +67,9 @@ def check_ids(ids: Int[Tensor, "..."], vocab_size: int, ignore_index: int | None
     schema="(Tensor ids, int vocab_size, int? ignore_index) -> ()",
 )
 def _check_ids(ids: Tensor, vocab_size: int, ignore_index: int | None) -> None:
-    outside = _outside(ids, vocab_size, ignore_index)
+    outside = (ids < 0) | (ids >= vocab_size)
+    if ignore_index is not None:
+        outside &= ids != ignore_index
     if outside.any():
         raise IndexError(
             f"token ids must lie in [0, {vocab_size}): an id is {int(ids[outside][0])}, for which "
@@ -78,11 +80,6 @@ def _check_ids(ids: Tensor, vocab_size: int, ignore_index: int | None) -> None:
 @_check_ids.register_fake
 def _(ids: Tensor, vocab_size: int, ignore_index: int | None) -> None:
     return None
-
-
-def _outside(ids: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
-    outside = (ids < 0) | (ids >= vocab_size)
-    return outside if ignore_index is None else outside & (ids != ignore_index)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -101,9 +98,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         largest = wide.amax(-1) if num_valid else wide.new_full(labels.shape, -torch.inf)
         shifted = wide - all_reduce_(largest, tp, "max").unsqueeze(-1)
-        ignored = labels == terms.ignore_index
-        start = tp.rank * width
-        index, here = _local_index(labels, ignored, terms.vocab_size, start, num_valid)
+        index, ignored = terms.index_of(labels, width)
+        here = index >= 0
+        index = index.clamp(min=0)
         # One all-reduce for the three sums: logit of the label, normaliser, all logits (for
         # smoothing).
         target = torch.zeros_like(largest)
@@ -275,22 +272,6 @@ def assert_on_device(legal: Bool[Tensor, "..."]) -> None:
 
 def _sum_over(tp: MeshAxis, *parts: Tensor) -> tuple[Tensor, ...]:
     return parts if tp.size == 1 else all_reduce_(torch.stack(parts), tp).unbind(0)
-
-
-def _local_index(
-    labels: Tensor,
-    ignored: Tensor,
-    vocab_size: int,
-    start: int,
-    num_valid: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the local column of each label, or 0, and whether this rank holds it."""
-    local = labels - start
-    here = (local >= 0) & (local < num_valid) & ~ignored
-    index = local.masked_fill(~here, 0)
-    # An illegal id stays illegal, so that the CUDA kernel asserts instead of returning a wrong
-    # loss.
-    return index.masked_fill(((labels < 0) | (labels >= vocab_size)) & ~ignored, num_valid), here
 
 
 def vocab_parallel_argmax(

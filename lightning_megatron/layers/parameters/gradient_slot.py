@@ -388,12 +388,6 @@ class StackedSlot:
         for slot, part in zip(self.slots, gradient.split(self._rows), strict=True):
             slot.add(part)
 
-    def add_product(
-        self, left: Float[Tensor, "rows out_local"], right: Float[Tensor, "rows in_local"]
-    ) -> None:
-        """Add ``left^T @ right``, as :meth:`GradientSlot.add_product` does."""
-        self.add_computed(MatrixProduct(left, right))
-
     def add_computed(self, product: GradientProduct) -> None:
         """Add a weight gradient, as :meth:`GradientSlot.add_computed` does."""
         first = self.slots[0]

@@ -134,7 +134,7 @@ class EngineScaling:
         if self.scales.magnitude(use) is not None:
             return self._delayed_quantizers[use, counts]
         if counts:
-            largest = self.scales.step_magnitude(use).view(torch.float32)
+            largest = self.scales.step_magnitudes[use].view(torch.float32)
             largest.copy_(torch.maximum(largest, matrix.abs().amax().float()))
         return self._current_quantizers[use]
 
@@ -168,10 +168,10 @@ class EngineScaling:
         unused = torch.zeros(1, dtype=torch.float32, device=self.device)
         quantizers = {}
         for use, quantizer in self._current_quantizers.items():
-            largest = self.scales.step_magnitude(use).view(torch.float32).reshape(1)
+            largest = self.scales.step_magnitudes[use].view(torch.float32).reshape(1)
             for counts in (True, False):
                 amax = largest if counts else unused
-                quantizers[use, counts] = make(self.scales.factor(use), amax, quantizer.dtype)
+                quantizers[use, counts] = make(self.scales.factors[use], amax, quantizer.dtype)
         return quantizers
 
 
