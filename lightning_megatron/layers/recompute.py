@@ -32,14 +32,7 @@ def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *a
     Communication: that of ``function``, a second time in the backward pass.
     Source: Chen et al. 2016; Korthikanti et al. 2022, section 5 (selective).
     """
-    if not torch.is_grad_enabled():
-        return function(*args)
-    return checkpoint(
-        _Replay(function, random, layer),
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,
-    )
+    return recomputed(_Replay(function, random, layer), *args)
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:

@@ -33,23 +33,13 @@ def rotary_tables(
     head_dim: int,
     *,
     base: float = 10000.0,
-    offset: int = 0,
     scaling: RotaryScaling | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[Float[Tensor, "seq 1 1 rotary_dim"], Float[Tensor, "seq 1 1 rotary_dim"]]:
-    """Compute the cosines and sines of the positions ``offset .. offset + seq_length``.
-
-    Equal to Hugging Face's LlamaRotaryEmbedding of every type. The angles are computed in float32,
-    the results rounded to ``dtype`` once. ``head_dim`` counts the rotated elements of a head.
-
-    Source: Su et al. 2021, section 3.2.2; elements ``i`` and ``i + rotary_dim / 2`` are a pair, as
-        in Llama.
-    """
-    is_long = scaling is not None and seq_length > (scaling.original_length or seq_length)
-    frequencies = rotary_frequencies(head_dim, base, scaling, is_long=is_long, device=device)
-    positions = torch.arange(offset, offset + seq_length, dtype=torch.float32, device=device)
-    return _tables(positions[:, None], frequencies, scaling, dtype)
+    """Compute the cosines and sines of the positions of rows, counted from 0."""
+    positions = torch.arange(seq_length, device=device)[None]
+    return position_tables(positions, head_dim, base=base, scaling=scaling, dtype=dtype)
 
 
 def position_tables(
@@ -62,34 +52,21 @@ def position_tables(
 ) -> tuple[Float[Tensor, "seq batch 1 rotary_dim"], Float[Tensor, "seq batch 1 rotary_dim"]]:
     """Compute the cosines and sines of given positions.
 
-    Equal to ``rotary_tables`` for the positions ``0 .. S`` in every row.
+    Equal to Hugging Face's LlamaRotaryEmbedding of every type. The angles are computed in float32,
+    the results rounded to ``dtype`` once. ``head_dim`` counts the rotated elements of a head.
+
+    Source: Su et al. 2021, section 3.2.2; elements ``i`` and ``i + rotary_dim / 2`` are a pair, as
+        in Llama.
     """
-    frequencies = rotary_frequencies(head_dim, base, scaling, device=positions.device)
+    device = positions.device
+    frequencies = rotary_frequencies(head_dim, base, scaling, device=device)
     if scaling is not None and scaling.kind == "longrope" and scaling.original_length is not None:
-        stretched = rotary_frequencies(
-            head_dim,
-            base,
-            scaling,
-            is_long=True,
-            device=positions.device,
-        )
+        stretched = rotary_frequencies(head_dim, base, scaling, is_long=True, device=device)
         # Select on the device: reading the largest position on the host would synchronise with the
         # device.
-        frequencies = torch.where(
-            positions.max() + 1 > scaling.original_length,
-            stretched,
-            frequencies,
-        )
-    return _tables(positions.t().float(), frequencies, scaling, dtype)
-
-
-def _tables(
-    positions: Tensor,
-    frequencies: Tensor,
-    scaling: RotaryScaling | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    angles = positions[..., None] * frequencies
+        is_long = positions.max() + 1 > scaling.original_length
+        frequencies = torch.where(is_long, stretched, frequencies)
+    angles = positions.t().float()[..., None] * frequencies
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(2)
     cosines = angles.cos()
     sines = angles.sin()
@@ -136,43 +113,29 @@ class RotaryTables:
                 cut without regard to documents.
         """
         if positions is not None:
-            whole = position_tables(
-                positions,
-                self.head_dim,
-                base=self.base,
-                scaling=self.scaling,
-                dtype=hidden.dtype,
-            )
-            return self._local_tables(whole, cut)
+            return self._local_tables(positions, hidden.dtype, cut)
         key = (seq_length, hidden.dtype, hidden.device)
         if not self._cache or self._cache[0][0] != key:
             kept = dict(self._cache)
             tables = kept.pop(key, None)
             if tables is None:
-                tables = self._new_tables(seq_length, hidden)
+                # Autograd cannot use tensors that were created in inference mode. A validation loop
+                # may create the tables that training uses next.
+                with torch.inference_mode(False):
+                    row = torch.arange(seq_length, device=hidden.device)[None]
+                    tables = self._local_tables(row, hidden.dtype)
             # Captured steps refer to the old tuple and its tables, so a new tuple is made.
             self._cache = ((key, tables), *list(kept.items())[: _MAX_CACHED_TABLES - 1])
         return self._cache[0][1]
 
-    def _new_tables(self, seq_length: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        # Autograd cannot use tensors that were created in inference mode. A validation loop may
-        # create the tables that training uses next.
-        with torch.inference_mode(False):
-            whole = rotary_tables(
-                seq_length,
-                self.head_dim,
-                base=self.base,
-                scaling=self.scaling,
-                dtype=hidden.dtype,
-                device=hidden.device,
-            )
-            return self._local_tables(whole)
-
     def _local_tables(
-        self, tables: tuple[Tensor, Tensor], cut: TokenOrder | None = None
+        self, positions: Tensor, dtype: torch.dtype, cut: TokenOrder | None = None
     ) -> tuple[Tensor, Tensor]:
         # Scalings may depend on the largest position, so full tables are computed and then cut.
-        return own_part(tables[0], self.context, 0, cut), own_part(tables[1], self.context, 0, cut)
+        cosines, sines = position_tables(
+            positions, self.head_dim, base=self.base, scaling=self.scaling, dtype=dtype
+        )
+        return own_part(cosines, self.context, 0, cut), own_part(sines, self.context, 0, cut)
 
 
 def apply_rotary(

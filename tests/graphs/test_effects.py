@@ -16,7 +16,6 @@ from lightning_megatron.graphs.effects import EffectObservers, Effects
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.recorded_draws import RecordedDraws
-from lightning_megatron.layers.parameters.gradient_slot import state_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.optimizer import DistributedOptimizerConfig
@@ -140,7 +139,7 @@ class ReplayedTraining(Training):
         return loss, position
 
     def back(self, loss: Tensor, position: Any) -> None:
-        graph, _, effects = self.first if state_of(self.slots) == "empty" else self.later
+        graph, _, effects = self.first if all(slot.is_empty for slot in self.slots) else self.later
         with self.observers.repeat(self.change(effects), position):
             graph.replay()
 

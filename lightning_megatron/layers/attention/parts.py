@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.layers.attention.choose_core import Core, choose_part
+from lightning_megatron.layers.attention.core_results import Results
 from lightning_megatron.layers.attention.dense_mask import KeyRows, keys_of
 from lightning_megatron.layers.attention.flash_kernels import (
     FlashCall,
@@ -37,9 +38,6 @@ from lightning_megatron.layers.attention.operators import (
 from lightning_megatron.layers.attention.score_terms import add_sinks, gradient_of_sinks
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.shapes import Float
-
-#: Output, and the log-sum-exp of the scores of every query.
-Part = tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch heads seq"]]
 
 Gradients = tuple[
     Float[Tensor, "seq batch heads head_dim"],
@@ -83,7 +81,7 @@ def forward_part(
     value: Float[Tensor, "_ batch kv_heads head_dim"],
     span: AttentionSpan,
     keys: KeyRows | None = None,
-) -> Part:
+) -> Results:
     """Compute attention of queries to some keys, without autograd and without sinks.
 
     Queries and keys are aligned at the end of their document (of their row, without documents),
@@ -104,7 +102,7 @@ def forward_by_operators(
     value: Float[Tensor, "_ batch kv_heads value_dim"],
     span: AttentionSpan,
     keys: KeyRows | None = None,
-) -> Part:
+) -> Results:
     """Compute :func:`forward_part` by operators of torch, with all scores in memory.
 
     The span may have a mask, and value heads may be smaller than those of queries and keys.
@@ -207,7 +205,7 @@ def _kernel_of(query: Tensor, key: Tensor, call: FlashCall) -> FlashKernel:
 
 def _flash_forward(
     query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan, keys: KeyRows | None
-) -> Part:
+) -> Results:
     length, num_sequences = query.shape[:2]
     call = _flash_call(query, key, span, keys)
     packed = span.borders is not None
@@ -232,7 +230,7 @@ def _flash_backward(
     lse: Tensor,
     span: AttentionSpan,
     keys: KeyRows | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     packed = span.borders is not None
     call = _flash_call(query, key, span, keys)
     kernel = _kernel_of(query, key, call)
@@ -256,7 +254,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, span: Any
     ) -> Tensor:
-        def compute() -> Part:
+        def compute() -> Results:
             out, lse = forward_part(query, key, value, span)
             return (out, lse) if sinks is None else add_sinks(out, lse, sinks)
 

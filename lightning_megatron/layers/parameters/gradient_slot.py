@@ -3,8 +3,7 @@
 The first gradient of a step overwrites the sum in its slot, and later ones are added to it. Layers
 choose between the two in Python, by :attr:`GradientSlot.is_empty`. A CUDA graph repeats the choice
 of its capture, so a backward pass has two graphs: one for empty slots and one for filled slots. The
-code that replays them chooses one by :func:`state_of`, and sets the flags that the pass would have
-set by :func:`mark_filled`.
+code that replays them sets the flags that the pass would have set by :func:`mark_filled`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGra
 from lightning_megatron.shapes import Float, Int, Shaped
 
 _ATTRIBUTE = "gradient_slot"
-#: ``empty`` if no slot has a sum, ``filled`` if all have one, ``mixed`` otherwise.
-SlotState = Literal["empty", "filled", "mixed"]
 
 
 class GradientProduct(Protocol):
@@ -470,14 +467,6 @@ def add_to_slots(
         elif needed[number]:
             remaining[number] = gradients[number].to(weight.dtype)
     return remaining
-
-
-def state_of(slots: Iterable[GradientSlot]) -> SlotState:
-    """Return whether no slot, every slot or some slots hold a sum; ``empty`` without slots."""
-    flags = {slot.is_empty for slot in slots}
-    if len(flags) > 1:
-        return "mixed"
-    return "filled" if False in flags else "empty"
 
 
 def mark_filled(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -25,22 +24,22 @@ class Initializer:
     """Distribution of the initial values of a parameter's full tensor.
 
     Args:
-        kind: ``normal`` has mean 0 and ``std``, ``constant`` fills with ``value``.
+        std: Standard deviation of a normal distribution with mean 0.
+        value: Constant that fills the tensor instead; None draws.
     """
 
-    kind: Literal["normal", "zeros", "ones", "constant"]
     std: float = 0.0
-    value: float = 0.0
+    value: float | None = None
 
     @classmethod
     def normal(cls, std: float = 0.02) -> Initializer:
         """Return an initializer that draws from a normal distribution with mean 0."""
-        return cls("normal", std)
+        return cls(std)
 
     @classmethod
     def constant(cls, value: float) -> Initializer:
         """Return an initializer that fills a tensor with a constant."""
-        return cls("constant", value=value)
+        return cls(value=value)
 
     @classmethod
     def residual(cls, std: float, num_layers: int) -> Initializer:
@@ -50,11 +49,11 @@ class Initializer:
 
         Source: Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 4.2.
         """
-        return cls("normal", std / math.sqrt(2 * num_layers))
+        return cls(std / math.sqrt(2 * num_layers))
 
 
-ZEROS = Initializer("zeros")
-ONES = Initializer("ones")
+ZEROS = Initializer.constant(0.0)
+ONES = Initializer.constant(1.0)
 
 
 def sharded_parameter(
@@ -143,7 +142,7 @@ def _fill_(parameter: nn.Parameter, name: str, seed: int) -> None:
     # The padding of a padded shard stays zero.
     if parameter.shape[spec.dim] != spec.local_extent:
         parameter.zero_()
-    if initializer.kind == "normal":
+    if initializer.value is None:
         generator = torch.Generator(parameter.device).manual_seed(
             derive_seed(seed, spec.tied_to or name),
         )
@@ -151,4 +150,4 @@ def _fill_(parameter: nn.Parameter, name: str, seed: int) -> None:
         spec.copy_from_full(parameter, full.normal_(0.0, initializer.std, generator=generator))
         return
     for _, view in spec.local_views(parameter):
-        view.fill_(1.0 if initializer.kind == "ones" else initializer.value)
+        view.fill_(initializer.value)
