@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -28,6 +28,16 @@ _FLASH_HEAD_DIM = 256
 _FLEX_HEAD_DIM = 16
 #: Sizes of query and value heads that cuDNN takes although they differ (elements).
 _CUDNN_DIMS = (192, 128)
+
+
+class _Call(NamedTuple):
+    """What the choice depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    span: AttentionSpan
+    dropout: float
+    head_dim: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,8 @@ def choose_core(
         seq_length: Length of the rows; None means longer than every window (tokens).
         value_dim: Size of a value head; None means ``head_dim`` (elements).
     """
-    choice = _choose_kernel(device, dtype, span or AttentionSpan(), seq_length, dropout, head_dim)
+    call = _Call(device, dtype, span or AttentionSpan(), dropout, head_dim)
+    choice = _choose_kernel(call, 2**62 if seq_length is None else seq_length)
     if value_dim is None or _takes_values(choice, head_dim, value_dim):
         return choice
     why = f"{choice.reason}; values of {value_dim} elements are padded to {head_dim}"
@@ -103,7 +114,8 @@ def choose_part(
     Args:
         behind: Number of tokens by which the last query follows the last key (tokens).
     """
-    reason = reason_against_flash(device, dtype, span, head_dim=head_dim)
+    call = _Call(device, dtype, span, 0.0, head_dim)
+    reason = _reason_against_flash(call)
     if behind < 0 or (span.window is not None and behind >= span.window):
         # The kernel takes a negative bound as no bound.
         reason = "flash attention lets the last query see a key"
@@ -112,11 +124,11 @@ def choose_part(
         flash = choose_flash(device, head_dim, plain)
         why = f"parts of the keys need the log-sum-exps that it returns; {flash.reason}"
         return CoreChoice("flash", (), False, False, why, package=flash.kernel.name)
-    obstacle_to_a_kernel = reason_against_flex(device, dtype, span, head_dim=head_dim)
-    if obstacle_to_a_kernel is None:
+    obstacle = _reason_against_flex(call)
+    if obstacle is None:
         why = f"a kernel compiled for parts of the keys, because {reason}"
         return CoreChoice("flex", (), False, False, why)
-    return _operators(device, f"parts of the keys: {obstacle_to_a_kernel}", plain=True)
+    return _operators(device, f"parts of the keys: {obstacle}", plain=True)
 
 
 def _takes_values(choice: CoreChoice, head_dim: int, value_dim: int) -> bool:
@@ -129,125 +141,100 @@ def _takes_values(choice: CoreChoice, head_dim: int, value_dim: int) -> bool:
     return choice.core == "sdpa" and first == SDPBackend.EFFICIENT_ATTENTION
 
 
-def _choose_kernel(
-    device: torch.device,
-    dtype: torch.dtype,
-    span: AttentionSpan,
-    seq_length: int | None,
-    dropout: float,
-    head_dim: int,
-) -> CoreChoice:
-    plain = is_plain(span, 2**62 if seq_length is None else seq_length)
+def _choose_kernel(call: _Call, seq_length: int) -> CoreChoice:
+    device = call.device
+    span = call.span
+    plain = is_plain(span, seq_length)
     if plain and not span.has_own_scores:
-        return _default_core(device, dtype, dropout)
-    reason = reason_against_flash(device, dtype, span, dropout, head_dim)
-    if reason is None and dropout > 0.0:
+        return _default_core(call)
+    reason = _reason_against_flash(call)
+    if reason is None and call.dropout > 0.0:
         why = "documents need no mask; torch's, because other packages drop no weights"
         return CoreChoice("flash", (), False, False, why, package=TorchFlash.name)
     if reason is None:
-        flash = choose_flash(device, head_dim)
+        flash = choose_flash(device, call.head_dim)
         why = f"documents, windows and sinks need no mask; {flash.reason}"
         return CoreChoice("flash", (), False, False, why, package=flash.kernel.name)
-    if device.type != "cuda" and dropout > 0.0:
+    if device.type != "cuda" and call.dropout > 0.0:
         return _operators(device, _DROPS_BY_PLACE, plain)
     if not span.has_own_scores and span.prefix is None:
         return _masked(device, reason, span)
-    obstacle_to_a_kernel = reason_against_flex(device, dtype, span, dropout, head_dim)
-    if obstacle_to_a_kernel is None:
+    obstacle = _reason_against_flex(call)
+    if obstacle is None:
         return CoreChoice("flex", (), False, False, f"a kernel compiled for it, because {reason}")
     if span.soft_cap is not None:
-        return _operators(device, f"soft caps: {obstacle_to_a_kernel}", plain)
+        return _operators(device, f"soft caps: {obstacle}", plain)
     if span.slopes is not None:
-        return _operators(device, f"ALiBi: {obstacle_to_a_kernel}", plain)
+        return _operators(device, f"ALiBi: {obstacle}", plain)
     if span.sinks is not None:
-        return _operators(device, f"sinks: {obstacle_to_a_kernel}", plain)
-    return _masked(device, f"{reason}, and {obstacle_to_a_kernel}", span)
+        return _operators(device, f"sinks: {obstacle}", plain)
+    return _masked(device, f"{reason}, and {obstacle}", span)
 
 
-def _default_core(device: torch.device, dtype: torch.dtype, dropout: float) -> CoreChoice:
-    if device.type != "cuda" and dropout > 0.0:
-        return _operators(device, _DROPS_BY_PLACE, plain=True)
-    if device.type != "cuda":
-        why = f"{device.type}: torch chooses among its own kernels"
+def _default_core(call: _Call) -> CoreChoice:
+    if call.device.type != "cuda" and call.dropout > 0.0:
+        return _operators(call.device, _DROPS_BY_PLACE, plain=True)
+    if call.device.type != "cuda":
+        why = f"{call.device.type}: torch chooses among its own kernels"
         return CoreChoice("sdpa", (), False, False, why)
-    if dtype not in HALF_TYPES:
-        why = f"{dtype} has no flash kernel: memory-efficient attention"
+    if call.dtype not in HALF_TYPES:
+        why = f"{call.dtype} has no flash kernel: memory-efficient attention"
         return CoreChoice("sdpa", _FUSED[1:], False, True, why)
-    if dropout > 0.0:
+    if call.dropout > 0.0:
         why = "attention dropout: flash attention draws its mask from torch's generator"
         return CoreChoice("sdpa", _FUSED, False, False, why)
-    if torch.cuda.get_device_capability(device) >= (9, 0):
+    if torch.cuda.get_device_capability(call.device) >= (9, 0):
         why = "half type on compute capability >= 9.0: cuDNN"
         return CoreChoice("sdpa", (SDPBackend.CUDNN_ATTENTION, *_FUSED), False, False, why)
     why = "half type below compute capability 9.0: flash attention"
     return CoreChoice("sdpa", _FUSED, False, False, why)
 
 
-def reason_against_flash(
-    device: torch.device,
-    dtype: torch.dtype,
-    span: AttentionSpan,
-    dropout: float = 0.0,
-    head_dim: int = 128,
-) -> str | None:
+def _reason_against_flash(call: _Call) -> str | None:
     """Return why flash attention without a mask cannot compute a span; None if it can."""
+    span = call.span
     if span.slopes is not None:
         return "flash attention adds no biases of ALiBi to scores"
     if span.prefix is not None:
         return "a prefix needs a mask"
     # Torch's kernel drops weights within documents, but bounds no scores and has no sinks.
     drops = span.has_documents and span.soft_cap is None and span.sinks is None
-    undropped = 0.0 if drops else dropout
-    reason = _common_reason_against(
-        "variable-length attention", HALF_TYPES, device, dtype, span, undropped
-    )
+    reason = _common_reason_against("variable-length attention", HALF_TYPES, call, drops=drops)
     if reason is not None:
         return reason
-    if head_dim > _FLASH_HEAD_DIM or head_dim % 8:
+    if call.head_dim > _FLASH_HEAD_DIM or call.head_dim % 8:
         return (
             f"flash attention has heads of at most {_FLASH_HEAD_DIM} elements, a multiple of 8, "
-            f"not {head_dim}"
+            f"not {call.head_dim}"
         )
-    if span.soft_cap is not None and not choose_flash(device, head_dim).kernel.bounds_scores:
-        return "flash attention of torch does not bound scores"
-    return None
+    bounds = span.soft_cap is None or choose_flash(call.device, call.head_dim).kernel.bounds_scores
+    return None if bounds else "flash attention of torch does not bound scores"
 
 
-def reason_against_flex(
-    device: torch.device,
-    dtype: torch.dtype,
-    span: AttentionSpan,
-    dropout: float = 0.0,
-    head_dim: int = 128,
-) -> str | None:
+def _reason_against_flex(call: _Call) -> str | None:
     """Return why FlexAttention cannot compute a span; None if it can."""
     dtypes = (*HALF_TYPES, torch.float32)
-    reason = _common_reason_against("FlexAttention", dtypes, device, dtype, span, dropout)
-    if reason is None and head_dim < _FLEX_HEAD_DIM:
-        return f"FlexAttention has heads of at least {_FLEX_HEAD_DIM} elements, not {head_dim}"
+    reason = _common_reason_against("FlexAttention", dtypes, call, drops=False)
+    if reason is None and call.head_dim < _FLEX_HEAD_DIM:
+        return f"FlexAttention has heads of at least {_FLEX_HEAD_DIM} elements, not {call.head_dim}"
     return reason
 
 
 def _common_reason_against(
-    kernel: str,
-    dtypes: Collection[torch.dtype],
-    device: torch.device,
-    dtype: torch.dtype,
-    span: AttentionSpan,
-    dropout: float,
+    kernel: str, dtypes: Collection[torch.dtype], call: _Call, *, drops: bool
 ) -> str | None:
     """Return which common limit of both kernels excludes a span; None if there is none."""
-    if span.mask is not None:
+    if call.span.mask is not None:
         return "a mask for each pair of tokens was given"
-    if device.type != "cuda":
-        return f"{kernel} does not train on {device.type}"
+    if call.device.type != "cuda":
+        return f"{kernel} does not train on {call.device.type}"
     if torch.version.hip is not None:
         return f"{kernel} was not tried on ROCm"
-    if dtype not in dtypes:
-        return f"{kernel} does not compute in {dtype}"
-    if dropout > 0.0:
+    if call.dtype not in dtypes:
+        return f"{kernel} does not compute in {call.dtype}"
+    if call.dropout > 0.0 and not drops:
         return f"{kernel} has no dropout"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if torch.cuda.get_device_capability(call.device) < (8, 0):
         return f"{kernel} needs compute capability 8.0 or newer"
     return None
 
