@@ -21,9 +21,9 @@ from lightning_megatron.graphs.backend import (
 )
 from lightning_megatron.graphs.cuda import CudaBackend, RunStream
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
+from lightning_megatron.layers.attention.cached_attention import reason_against_token_attention
 from lightning_megatron.layers.attention.key_value_cache import CachedTokens, KeyValueCache
 from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.layers.attention.token_attention import reason_against_token_attention
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import span_of_layer
 from lightning_megatron.shapes import Float, Int

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.layers.attention.core_results import CoreResults
-from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.attention.span import AttentionSpan, CoreResults
 from lightning_megatron.layers.block import Block, PreNormBlock
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.offload import HostOffload

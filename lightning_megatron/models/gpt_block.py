@@ -9,8 +9,7 @@ from torch import nn
 
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention.score_terms import AlibiSlopes
-from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.attention.span import AlibiSlopes, AttentionSpan
 from lightning_megatron.layers.block import Block, ParallelBlock, PostNormBlock, PreNormBlock
 from lightning_megatron.layers.latent_attention import LatentAttention
 from lightning_megatron.layers.mlp import MLP

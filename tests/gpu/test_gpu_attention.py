@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_megatron.layers.attention.choose_core import choose_core
 from lightning_megatron.layers.attention.core import attend, prepared
 from lightning_megatron.layers.attention.operators import attend_by_operators
-from lightning_megatron.layers.attention.score_terms import AlibiSlopes
-from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.attention.span import AlibiSlopes, AttentionSpan
 from tests.gpu.grouped import captured
 from tests.oracles import relative_difference
 

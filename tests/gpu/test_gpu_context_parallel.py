@@ -11,8 +11,7 @@ from torch import Tensor
 from lightning_megatron.layers.attention.core import attend
 from lightning_megatron.layers.attention.document_cut import DocumentCut
 from lightning_megatron.layers.attention.parts import backward_part, core_of_part, forward_part
-from lightning_megatron.layers.attention.score_terms import AlibiSlopes
-from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.attention.span import AlibiSlopes, AttentionSpan
 from lightning_megatron.layers.context_parallel.blocks import (
     Block,
     add_at,

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.kernels import triton as kernels
-from lightning_megatron.layers.attention.token_attention import attend_by_mask
+from lightning_megatron.layers.attention.cached_attention import attend_by_mask
 from lightning_megatron.layers.fused import choose_kernels
-from lightning_megatron.layers.fused.dropout_mask import keep_mask
+from lightning_megatron.layers.fused.dropout import keep_mask
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
 from lightning_megatron.layers.rotary import apply_rotary, position_tables, rotary_tables
 from lightning_megatron.plan.mask_numbers import MaskNumbers, PlaceCut, dimension_of_rows

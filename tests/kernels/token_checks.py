@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.kernels import triton as kernels
-from lightning_megatron.layers.attention.token_attention import attend_by_mask
+from lightning_megatron.layers.attention.cached_attention import attend_by_mask
 from lightning_megatron.layers.rotary import apply_rotary, rotary_tables
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from lightning_megatron.layers.attention.dense_mask import KeyRows, seen_pairs
 from lightning_megatron.layers.attention.document_cut import DocumentCut
 from lightning_megatron.layers.attention.operators import attend_by_operators
 from lightning_megatron.layers.attention.parts import attend_by_parts, forward_part
-from lightning_megatron.layers.attention.score_terms import AlibiSlopes
-from lightning_megatron.layers.attention.span import AttentionSpan, document_of_tokens
+from lightning_megatron.layers.attention.span import AlibiSlopes, AttentionSpan, document_of_tokens
 from lightning_megatron.layers.context_parallel.ring import PartialSum
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig

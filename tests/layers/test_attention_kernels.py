@@ -26,7 +26,7 @@ from lightning_megatron.layers.attention.flash_kernels import (
     FlashChoice,
     choose_flash,
 )
-from lightning_megatron.layers.attention.flex import attend_by_flex
+from lightning_megatron.layers.attention.flex import BLOCK, attend_by_flex, visible_blocks
 from lightning_megatron.layers.attention.operators import attend_by_operators
 from lightning_megatron.layers.attention.parts import (
     attend_by_parts,
@@ -34,9 +34,7 @@ from lightning_megatron.layers.attention.parts import (
     backward_part,
     forward_part,
 )
-from lightning_megatron.layers.attention.score_terms import AlibiSlopes
-from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.layers.attention.visible_blocks import BLOCK, visible_blocks
+from lightning_megatron.layers.attention.span import AlibiSlopes, AttentionSpan
 from tests.layers import flash_packages
 from tests.oracles import assert_equal
 

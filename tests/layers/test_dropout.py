@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.layers.fused.dropout import hidden_dropout
-from lightning_megatron.layers.fused.dropout_mask import keep_mask, philox
+from lightning_megatron.layers.fused.dropout import hidden_dropout, keep_mask, philox
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.parameters.init import initialize_

@@ -29,6 +29,7 @@ from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.experts import Transport, transport_over_ep
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
+from tests.layers.test_weight_casts import bytes_of
 from tests.models.memory import (
     BATCH,
     CONFIGS,
@@ -190,7 +191,7 @@ def test_the_estimate_counts_casts_of_weights_and_histories(kind, recipe):
     model, tokens = build_model(config, FULL, fp8=settings), draw_tokens(config)
     with model.weight_casts.shared():
         model(tokens, labels=tokens).mean().backward()
-        cast_bytes = model.weight_casts.num_bytes
+        cast_bytes = bytes_of(model.weight_casts)
     scales = model.delayed_scales
     history_bytes = 0 if scales is None else sum(tensor.nbytes for tensor in scales.step_tensors)
     training = TrainingShape(seq_length=64, microbatch_size=BATCH, num_microbatches=2, fp8=settings)

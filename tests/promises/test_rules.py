@@ -130,7 +130,7 @@ SMALL_FILES = set(
     """
     __main__.py building_blocks.py cli/clean.py cli/preprocess.py cli/recipes.py cli/seeds.py disk_sync.py
     errors.py extras.py families.py graphs/user_hooks.py half_types.py kernels/cuda/load.py
-    layers/attention/core_results.py layers/fused/vector_product.py layers/parameters/remade.py
+    layers/fused/vector_product.py layers/parameters/remade.py
     models/lora.py models/model_flops.py models/module_mesh.py once.py plan/columns.py
     public_names.py shapes.py version.py
     """.split()

@@ -33,7 +33,7 @@ from tests.graphs.jobs import (
     run_updates,
     strategy_of,
 )
-from tests.layers.test_weight_casts import counting_casts
+from tests.layers.test_weight_casts import bytes_of, counting_casts
 from tests.optimizer.fused_fits import SMALL
 
 DELAYED = FP8("delayed", history=3, margin=1, emulate=True)
@@ -76,9 +76,8 @@ class CountCasts(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         self.outcomes["casts"].append(len(self.casts))  # type: ignore[attr-defined]
         for model in layered_modules(module):
-            self.outcomes["kept"] += (
-                0 if model.weight_casts is None else model.weight_casts.num_bytes
-            )
+            if model.weight_casts is not None:
+                self.outcomes["kept"] += bytes_of(model.weight_casts)
 
 
 def train_and_count(

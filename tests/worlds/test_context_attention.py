@@ -21,9 +21,8 @@ from lightning_megatron.layers.attention import flex as attention_flex
 from lightning_megatron.layers.attention import parts as attention_parts
 from lightning_megatron.layers.attention.core import attend
 from lightning_megatron.layers.attention.document_cut import DocumentCut
-from lightning_megatron.layers.attention.score_terms import AlibiSlopes
-from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.layers.context_parallel.head_exchange import (
+from lightning_megatron.layers.attention.span import AlibiSlopes, AttentionSpan
+from lightning_megatron.layers.context_parallel.attend_across import (
     exchanged_attention,
     of_own_heads,
 )

@@ -26,7 +26,7 @@ def drop_elements(
 ) -> Float[Tensor, "... features"]:
     """Drop elements and scale the others.
 
-    Equal to ``torch.where(keep_mask(...), values * scale, 0)`` with ``layers.fused.dropout_mask``,
+    Equal to ``torch.where(keep_mask(...), values * scale, 0)`` with ``layers.fused.dropout``,
     bit for bit.
 
     Args:

@@ -34,8 +34,8 @@ def attend_one_token(
 ) -> Float[Tensor, "1 batch heads*value_dim"]:
     """Return the attention of one token of each row to the tokens up to it.
 
-    Equal to ``layers.attention.token_attention.attend_by_mask``. The host does not read places, and
-    keys after the token cost nothing: programs share the keys that the token attends to, and a
+    Equal to ``layers.attention.cached_attention.attend_by_mask``. The host does not read places,
+    and keys after the token cost nothing: programs share the keys that the token attends to, and a
     second kernel merges their sums by their log-sum-exps. There is no gradient.
 
     Args:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.attention.score_terms import AlibiSlopes
-from lightning_megatron.layers.attention.span import AttentionSpan, document_of_tokens
+from lightning_megatron.layers.attention.span import AlibiSlopes, AttentionSpan, document_of_tokens
 from lightning_megatron.shapes import Bool, Float, Int
 
 #: Divisor of the row stride of a mask (elements).

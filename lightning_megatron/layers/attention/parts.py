@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.layers.attention.choose_core import Core, choose_part
-from lightning_megatron.layers.attention.core_results import Results
 from lightning_megatron.layers.attention.dense_mask import KeyRows, keys_of
 from lightning_megatron.layers.attention.flash_kernels import (
     FlashCall,
@@ -35,8 +34,12 @@ from lightning_megatron.layers.attention.operators import (
     repeated,
     scale_of,
 )
-from lightning_megatron.layers.attention.score_terms import add_sinks, gradient_of_sinks
-from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.attention.span import (
+    AttentionSpan,
+    Results,
+    add_sinks,
+    gradient_of_sinks,
+)
 from lightning_megatron.shapes import Float
 
 Gradients = tuple[

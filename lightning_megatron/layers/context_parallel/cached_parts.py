@@ -13,8 +13,7 @@ from lightning_megatron.layers.attention.dense_mask import KeyRows
 from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.attention.key_value_cache import HeldTokens
 from lightning_megatron.layers.attention.parts import forward_by_operators
-from lightning_megatron.layers.attention.score_terms import add_sinks
-from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.attention.span import AttentionSpan, add_sinks
 from lightning_megatron.plan.context import ContextCut
 from lightning_megatron.shapes import Float, Int
 

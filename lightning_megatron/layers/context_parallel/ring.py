@@ -13,10 +13,13 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
 from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
-from lightning_megatron.layers.attention.core_results import CoreResults
 from lightning_megatron.layers.attention.parts import backward_part, forward_part
-from lightning_megatron.layers.attention.score_terms import add_sinks, gradient_of_sinks
-from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.attention.span import (
+    AttentionSpan,
+    CoreResults,
+    add_sinks,
+    gradient_of_sinks,
+)
 from lightning_megatron.layers.context_parallel.blocks import (
     Block,
     Rows,

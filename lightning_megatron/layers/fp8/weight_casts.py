@@ -41,11 +41,6 @@ class WeightCasts:
         #: Whether products share casts now.
         self.is_open = False
 
-    @property
-    def num_bytes(self) -> int:
-        """Count the memory of the casts that are kept now (bytes)."""
-        return sum(layer.num_bytes for layer in self._layers)
-
     def layer(self, linear: _Linear) -> LayerCasts:
         """Return new casts of the weight of a layer, which :meth:`stop` and :meth:`shared` know."""
         casts = LayerCasts(self, linear)
@@ -124,12 +119,6 @@ class LayerCasts:
     def reads(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is a part of the weight."""
         return any(part is parameter for part in self._linear.weight_parts)
-
-    @property
-    def num_bytes(self) -> int:
-        """Count the memory of the casts that are kept now (bytes)."""
-        kept = [cast for cast in (self._rows, self._columns) if cast is not None]
-        return sum(cast.values.nbytes + cast.scale.nbytes for cast in kept)
 
     def operands(
         self,

@@ -82,12 +82,16 @@ def _(ids: Tensor, vocab_size: int, ignore_index: int | None) -> None:
     return None
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+class _OverVocabulary(torch.autograd.Function):
     @staticmethod
-    def border(ctx: Any) -> BoundaryGradients:
+    def border(ctx: Any) -> BoundaryGradients | None:
         """Return the border of the tensor-parallel region: every rank has its own logits."""
+        if ctx.terms.tp.size == 1:
+            return None
         return BoundaryGradients((True, False), takes_parts=False)
 
+
+class _VocabParallelCrossEntropy(_OverVocabulary):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
         tp = terms.tp
@@ -206,13 +210,7 @@ class RowStatistics(NamedTuple):
     logit_sum: Float[Tensor, "*tokens"]
 
 
-class _FusedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def border(ctx: Any) -> BoundaryGradients | None:
-        return (
-            None if ctx.terms.tp.size == 1 else BoundaryGradients((True, False), takes_parts=False)
-        )
-
+class _FusedCrossEntropy(_OverVocabulary):
     @staticmethod
     def forward(
         ctx: Any,
