@@ -13,8 +13,11 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention.cached_attention import attend_with_cache
 from lightning_megatron.layers.attention.core import attend, with_wide_values
 from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.layers.context_parallel.attend_across import attend_across
-from lightning_megatron.layers.context_parallel.cached_parts import attend_to_held, store_first
+from lightning_megatron.layers.context_parallel.attend_across import (
+    attend_across,
+    attend_to_held,
+    store_first,
+)
 from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.fused.dropout import WeightDropout, tensor_region_stream
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.layers.attention import parts as attention_parts
-from lightning_megatron.layers.attention.dense_mask import KeyRows
 from lightning_megatron.layers.attention.flash_kernels import PACKAGES, FlashChoice, loaded
+from lightning_megatron.layers.attention.operators import KeyRows
 from lightning_megatron.layers.attention.parts import backward_part, forward_part
 from lightning_megatron.layers.attention.span import AttentionSpan
 from tests.oracles import relative_difference

@@ -17,9 +17,8 @@ from torch.nn.attention import SDPBackend
 
 from lightning_megatron.layers.attention.choose_core import choose_core, choose_part
 from lightning_megatron.layers.attention.core import attend, prepared, with_wide_values
-from lightning_megatron.layers.attention.dense_mask import KeyRows, seen_pairs
 from lightning_megatron.layers.attention.document_cut import DocumentCut
-from lightning_megatron.layers.attention.operators import attend_by_operators
+from lightning_megatron.layers.attention.operators import KeyRows, attend_by_operators, seen_pairs
 from lightning_megatron.layers.attention.parts import attend_by_parts, forward_part
 from lightning_megatron.layers.attention.span import AlibiSlopes, AttentionSpan, document_of_tokens
 from lightning_megatron.layers.context_parallel.ring import PartialSum

@@ -18,7 +18,6 @@ from lightning_megatron.layers.attention import flash_kernels
 from lightning_megatron.layers.attention import flex as attention_flex
 from lightning_megatron.layers.attention import parts as attention_parts
 from lightning_megatron.layers.attention.choose_core import choose_core, choose_part
-from lightning_megatron.layers.attention.dense_mask import KeyRows, seen_pairs
 from lightning_megatron.layers.attention.flash_kernels import (
     FlashAttention3,
     FlashAttention4,
@@ -27,7 +26,7 @@ from lightning_megatron.layers.attention.flash_kernels import (
     choose_flash,
 )
 from lightning_megatron.layers.attention.flex import BLOCK, attend_by_flex, visible_blocks
-from lightning_megatron.layers.attention.operators import attend_by_operators
+from lightning_megatron.layers.attention.operators import KeyRows, attend_by_operators, seen_pairs
 from lightning_megatron.layers.attention.parts import (
     attend_by_parts,
     attend_to_documents,

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.layers.attention.core import attend
-from lightning_megatron.layers.attention.dense_mask import KeyRows
 from lightning_megatron.layers.attention.key_value_cache import CachedTokens, KeysAndValues
-from lightning_megatron.layers.attention.operators import DropWeights, attend_by_operators
+from lightning_megatron.layers.attention.operators import DropWeights, KeyRows, attend_by_operators
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.fused.choose_kernels import fused_kernels
 from lightning_megatron.shapes import Float, Int

@@ -10,8 +10,8 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.layers.attention.dense_mask import is_plain
 from lightning_megatron.layers.attention.flash_kernels import TorchFlash, choose_flash
+from lightning_megatron.layers.attention.operators import is_plain
 from lightning_megatron.layers.attention.span import AttentionSpan
 
 #: ``sdpa`` is torch's scaled_dot_product_attention, ``flash`` the flash attention that

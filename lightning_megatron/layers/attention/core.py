@@ -16,11 +16,13 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from lightning_megatron.layers.attention.choose_core import CoreChoice, choose_core
-from lightning_megatron.layers.attention.dense_mask import added_mask, is_plain, places_of_visible
 from lightning_megatron.layers.attention.flex import attend_by_flex
 from lightning_megatron.layers.attention.operators import (
     DropWeights,
+    added_mask,
     attend_by_operators,
+    is_plain,
+    places_of_visible,
     repeated,
 )
 from lightning_megatron.layers.attention.parts import attend_by_parts, attend_to_documents

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from lightning_megatron.layers.attention.dense_mask import KeyRows, keys_of, places_from_end
+from lightning_megatron.layers.attention.operators import KeyRows, keys_of, places_from_end
 from lightning_megatron.layers.attention.span import AttentionSpan, add_sinks, document_of_tokens
 from lightning_megatron.shapes import Bool, Float, Int
 

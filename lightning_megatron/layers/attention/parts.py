@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.layers.attention.choose_core import Core, choose_part
-from lightning_megatron.layers.attention.dense_mask import KeyRows, keys_of
 from lightning_megatron.layers.attention.flash_kernels import (
     FlashCall,
     FlashKernel,
@@ -29,6 +28,8 @@ from lightning_megatron.layers.attention.flash_kernels import (
 )
 from lightning_megatron.layers.attention.flex import flex_backward, flex_forward
 from lightning_megatron.layers.attention.operators import (
+    KeyRows,
+    keys_of,
     masked_scores,
     raw_scores,
     repeated,

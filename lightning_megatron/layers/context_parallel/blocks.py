@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.attention.dense_mask import KeyRows
 from lightning_megatron.layers.attention.document_cut import DocumentCut
+from lightning_megatron.layers.attention.operators import KeyRows
 from lightning_megatron.layers.attention.span import AttentionSpan, borders_of
 from lightning_megatron.plan.context import AttentionBlock, ContextCut
 from lightning_megatron.shapes import Bool, Int, Shaped
