@@ -132,10 +132,8 @@ class SelfAttention(Attention):
         num_kv_heads: Key/value heads of the full layer; None means as many as query heads (heads).
         head_dim: Size of a head; None means ``hidden_size / num_heads`` (elements).
         output_bias: Whether the output projection adds a bias; None means the same as ``bias``.
-        causal: Whether a position attends only to itself and to earlier positions, if no span is
-            given.
         span: Attention of the layer over whole rows, with the ALiBi slopes of all heads; None means
-            plain attention, causal if ``causal`` is true.
+            causal attention.
         norm_eps: Epsilon of the RMSNorm that is applied to every query and key head before the
             rotary embedding; None means no such norm.
         norm_offset: Number that these norms add to their weight.
@@ -160,7 +158,6 @@ class SelfAttention(Attention):
         head_dim: int | None = None,
         bias: bool = True,
         output_bias: bool | None = None,
-        causal: bool = True,
         span: AttentionSpan | None = None,
         dropout: float = 0.0,
         norm_eps: float | None = None,
@@ -181,7 +178,7 @@ class SelfAttention(Attention):
             heads=widths[0] // head_dim,
             kv_heads=widths[1] // head_dim,
             head_dim=head_dim,
-            span=_of_heads(span or AttentionSpan(causal=causal), ranges[0], head_dim),
+            span=_of_heads(span or AttentionSpan(), ranges[0], head_dim),
             dropout=dropout,
             layer=layer,
         )

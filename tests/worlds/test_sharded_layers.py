@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.block import PostNormBlock, PreNormBlock
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
@@ -156,7 +157,7 @@ def check_blocks(mesh: ParallelMesh) -> None:
         is_first = block_class is PreNormBlock
         reference = nn.TransformerEncoderLayer(D, H, 24, 0.0, "gelu", norm_first=is_first)
         block = block_class(
-            SelfAttention(D, H, mesh, causal=False),
+            SelfAttention(D, H, mesh, span=AttentionSpan(causal=False)),
             MLP(D, 24, mesh),
             LayerNorm(D, mesh),
             LayerNorm(D, mesh),
