@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +15,9 @@ from lightning_megatron.shapes import Int
 #: Function that casts a weight. Its arguments are whether the rows and whether the columns are
 #: needed, and the magnitudes of an earlier cast of the weight.
 _CastWeight = Callable[[bool, bool, Tensor | None], Operands]
+#: Parameters of a weight with their version counters and addresses, of which a write or replacement
+#: changes one.
+_State = tuple[tuple[Tensor, int, int], ...]
 
 
 class _Linear(Protocol):
@@ -74,26 +76,6 @@ class WeightCasts:
                 layer.stop()
 
 
-@dataclass(frozen=True)
-class _Version:
-    """State of the parameters of a weight, which changes if one is written or replaced."""
-
-    parts: tuple[Tensor, ...]
-    numbers: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, parts: tuple[Tensor, ...]) -> _Version | None:
-        """Return the state; None for tensors whose writes torch does not count."""
-        if not all(isinstance(part, nn.Parameter) and not part.is_inference() for part in parts):
-            return None
-        return cls(parts, tuple((part._version, part.data_ptr()) for part in parts))
-
-    def is_same(self, other: _Version | None) -> bool:
-        if other is None or self.numbers != other.numbers:
-            return False
-        return all(left is right for left, right in zip(self.parts, other.parts, strict=True))
-
-
 class LayerCasts:
     """Casts of the weight of one layer."""
 
@@ -104,7 +86,7 @@ class LayerCasts:
 
     def clear(self) -> None:
         """Discard all casts, and allow new ones to be kept."""
-        self._version: _Version | None = None
+        self._state: _State | None = None
         self._rows: Operand | None = None
         self._columns: Operand | None = None
         self._magnitude: Tensor | None = None
@@ -138,14 +120,14 @@ class LayerCasts:
         Communication: that of ``cast``, if it is called; all ranks that share the weight make the
             same calls.
         """
-        version = self._current()
-        if version is not None and not version.is_same(self._version):
+        state = self._current()
+        if state is not None and not _is_same(state, self._state):
             self.clear()
-            self._version = version
+            self._state = state
         # Magnitudes that this cache has not computed may belong to earlier values of the weight, so
         # the result is not kept.
         is_foreign = magnitude is not None and self._magnitude is None
-        if version is None or is_foreign:
+        if state is None or is_foreign:
             return cast(rows, columns, magnitude)
         if counts and not self._is_counted:
             # A cast kept from a pass without gradients has not updated the magnitudes.
@@ -162,8 +144,19 @@ class LayerCasts:
         by_columns = self._columns if columns else None
         return Operands(by_rows, by_columns, self._magnitude)
 
-    def _current(self) -> _Version | None:
+    def _current(self) -> _State | None:
         """Return the state of the weight; None if its casts must not be kept."""
         if not self._model.is_open or self._is_stopped or torch.compiler.is_compiling():
             return None
-        return _Version.of(self._linear.weight_parts)
+        parts = self._linear.weight_parts
+        # Torch does not count the writes of other tensors.
+        if not all(isinstance(part, nn.Parameter) and not part.is_inference() for part in parts):
+            return None
+        return tuple((part, part._version, part.data_ptr()) for part in parts)
+
+
+def _is_same(state: _State, other: _State | None) -> bool:
+    if other is None or len(other) != len(state):
+        return False
+    pairs = zip(state, other, strict=True)
+    return all(left[0] is right[0] and left[1:] == right[1:] for left, right in pairs)
