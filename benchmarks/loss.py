@@ -29,8 +29,12 @@ from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.embedding import vocab_logits
-from lightning_megatron.layers.loss.chunked_loss import chunked_cross_entropy, summed_cross_entropy
-from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
+from lightning_megatron.layers.loss.chunked_loss import (
+    ChunkedHead,
+    chunked_cross_entropy,
+    summed_cross_entropy,
+)
+from lightning_megatron.layers.loss.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 
 IGNORED = -100
 #: Function of hidden states (tokens, features), a head (vocabulary, features), labels and label
@@ -62,13 +66,17 @@ def stored(hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Te
     return losses.sum() / (labels != IGNORED).sum()
 
 
+def _chunks(head: Tensor, chunk: int, smoothing: float) -> ChunkedHead:
+    mesh = ParallelMesh.single(head.device)
+    return ChunkedHead(LossTerms(mesh.tp, len(head), smoothing, IGNORED), mesh, chunk)
+
+
 def chunked(
     hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float, *, chunk: int = 2048
 ) -> Tensor:
     """Compute the mean loss in chunks of tokens."""
-    mesh = ParallelMesh.single(hidden.device)
     losses = chunked_cross_entropy(
-        hidden[:, None], head, labels[:, None], mesh, len(head), chunk, smoothing
+        hidden[:, None], head, labels[:, None], _chunks(head, chunk, smoothing)
     )
     return losses.sum() / (labels != IGNORED).sum()
 
@@ -77,9 +85,8 @@ def summed(
     hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float, *, chunk: int = 2048
 ) -> Tensor:
     """Compute the mean loss in chunks of tokens, and its gradients in the forward pass."""
-    mesh = ParallelMesh.single(hidden.device)
     total = summed_cross_entropy(
-        hidden[:, None], head, labels[:, None], mesh, len(head), chunk, smoothing
+        hidden[:, None], head, labels[:, None], _chunks(head, chunk, smoothing)
     )
     return total / (labels != IGNORED).sum()
 

@@ -11,11 +11,12 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.context_parallel.sequence_order import join_parts, own_part
 from lightning_megatron.layers.loss.chunked_loss import (
+    ChunkedHead,
     LogitForm,
     chunked_cross_entropy,
     summed_cross_entropy,
 )
-from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
+from lightning_megatron.layers.loss.cross_entropy import LossTerms, vocab_parallel_cross_entropy
 from lightning_megatron.shapes import Float, Int
 
 
@@ -80,17 +81,9 @@ class Targets:
         labels = own_part(self.labels, mesh.cp, 1, self.cut).t()
         sums_early = self.are_summed and early_gradients
         compute = summed_cross_entropy if sums_early else chunked_cross_entropy
-        losses = compute(
-            hidden,
-            weight,
-            labels,
-            mesh,
-            vocab,
-            chunk,
-            self.label_smoothing,
-            self.ignore_index,
-            form,
-        )
+        terms = LossTerms(mesh.tp, vocab, self.label_smoothing, self.ignore_index)
+        head = ChunkedHead(terms, mesh, chunk, form or LogitForm())
+        losses = compute(hidden, weight, labels, head)
         if sums_early:
             return all_gather_sequence(losses.reshape(1), mesh.cp).sum()
         return self._result(losses, mesh)

@@ -9,7 +9,12 @@ import torch
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.loss.chunked_loss import chunked_cross_entropy, summed_cross_entropy
+from lightning_megatron.layers.loss.chunked_loss import (
+    ChunkedHead,
+    chunked_cross_entropy,
+    summed_cross_entropy,
+)
+from lightning_megatron.layers.loss.cross_entropy import LossTerms
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.plan.model_shape import MAX_STORED_BYTES, tokens_of_chunk
 from tests.layers.small_layers import B, D, S, draw, stored_losses
@@ -17,11 +22,17 @@ from tests.live_memory import LiveMemory
 from tests.oracles import assert_equal
 
 MESH = ParallelMesh.single()
+
+
+def head_of(vocab_size: int, chunk: int = 5, smoothing: float = 0.0) -> ChunkedHead:
+    return ChunkedHead(LossTerms(MESH.tp, vocab_size, smoothing, -100), MESH, chunk)
+
+
 #: Losses of each token, or their sum, with a chunk of 5 tokens where logits are not stored.
 FUNCTIONS: dict[str, Any] = {
     "stored": lambda *given, size: stored_losses(*given, MESH, vocab_size=size),
-    "chunked": lambda *given, size: chunked_cross_entropy(*given, MESH, size, 5),
-    "summed": lambda *given, size: summed_cross_entropy(*given, MESH, size, 5),
+    "chunked": lambda *given, size: chunked_cross_entropy(*given, head_of(size)),
+    "summed": lambda *given, size: summed_cross_entropy(*given, head_of(size)),
 }
 kinds = pytest.mark.parametrize("kind", FUNCTIONS)
 NOT_STORED = ("chunked", "summed")
@@ -94,7 +105,7 @@ def test_memory_holds_the_logits_of_one_chunk_and_after_a_sum_only_gradients(kin
     memory = LiveMemory()
     memory.leave_out([hidden, weight, slot.gradient, labels])
     with memory:
-        losses = function(hidden, weight, labels, MESH, vocab_size, chunk)
+        losses = function(hidden, weight, labels, head_of(vocab_size, chunk))
         after_forward = memory.now
         losses.sum().backward()
     logits, gradients = 4 * chunk * vocab_size, weight.nbytes + hidden.nbytes
@@ -107,7 +118,7 @@ def test_memory_holds_the_logits_of_one_chunk_and_after_a_sum_only_gradients(kin
     # The bound leaves room for a second copy of the logits, which operators of torch need.
     assert memory.peak < gradients + 2.5 * logits
     with torch.no_grad(), LiveMemory() as without_gradients:
-        function(hidden, weight, labels, MESH, vocab_size, chunk)
+        function(hidden, weight, labels, head_of(vocab_size, chunk))
     assert without_gradients.peak < 2.5 * logits, "no memory is reserved for gradients"
 
 
@@ -129,7 +140,7 @@ def test_the_mean_loss_and_repeated_gradients_equal_torch():
     labels[::3] = -100
     logits = F.linear(hidden, weight).flatten(0, 1)
     for smoothing in (0.0, 0.1):
-        total = summed_cross_entropy(hidden, weight, labels, MESH, 40, 5, smoothing)
+        total = summed_cross_entropy(hidden, weight, labels, head_of(40, smoothing=smoothing))
         mean = total / (labels != -100).sum()
         exact = F.cross_entropy(logits, labels.flatten(), label_smoothing=smoothing)
         assert_equal(mean, exact, "mean", tolerance=1e-12)
@@ -146,7 +157,7 @@ def test_small_gradients_of_float16_survive_with_a_loss_scale():
     weight = torch.full((8, D), 1e-6, dtype=torch.float16)
     weight[0] = 0.0
     labels = torch.ones(1, 1, dtype=torch.long)
-    total = summed_cross_entropy(hidden, weight, labels, MESH, 8, 5)
+    total = summed_cross_entropy(hidden, weight, labels, head_of(8))
     (total * 2.0**14).backward()
     assert hidden.grad is not None
     assert hidden.grad.abs().min() > 0

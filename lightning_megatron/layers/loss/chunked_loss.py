@@ -61,14 +61,12 @@ class ChunkedHead:
 
     Args:
         chunk: Number of tokens whose logits exist at the same time (tokens).
-        slot: Gradient slot of the weight; None if autograd keeps its gradient.
     """
 
     terms: LossTerms
     mesh: ParallelMesh
     chunk: int
-    form: LogitForm
-    slot: GradientSlot | None
+    form: LogitForm = LogitForm()
 
     def statistics(
         self,
@@ -158,12 +156,7 @@ def chunked_cross_entropy(
     hidden: Float[Tensor, "seq_local batch hidden"],
     weight: Float[Tensor, "vocab_local hidden"],
     labels: Int[Tensor, "seq batch"],
-    mesh: ParallelMesh,
-    vocab_size: int,
-    chunk: int,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    form: LogitForm | None = None,
+    head: ChunkedHead,
 ) -> Float[Tensor, "seq batch"]:
     """Compute the loss of every token from hidden states, with the logits of one chunk at a time.
 
@@ -173,17 +166,11 @@ def chunked_cross_entropy(
     logits. It adds the weight gradient of each chunk to the float32 sum of the gradient slot. It
     defers nothing to a weight half, which would need the gradients of all logits.
 
-    Args:
-        vocab_size: The true vocabulary, without padding (tokens).
-        chunk: Number of tokens whose logits exist at the same time (tokens).
-
     Communication: forward one max and one sum all-reduce over tp, of a few numbers per token;
         backward an all-reduce of the gradient of ``hidden``. Under sequence parallelism an
         all-gather of ``hidden`` forward and backward, and a reduce-scatter of its gradient.
     """
-    check_ids(labels, vocab_size, ignore_index)
-    terms = LossTerms(mesh.tp, vocab_size, label_smoothing, ignore_index)
-    head = ChunkedHead(terms, mesh, chunk, form or LogitForm(), slot_of(weight))
+    check_ids(labels, head.terms.vocab_size, head.terms.ignore_index)
     return _ChunkedCrossEntropy.apply(hidden, weight, labels, head)
 
 
@@ -219,6 +206,7 @@ class _ChunkedCrossEntropy(_OverChunks):
         losses, normaliser = terms.losses(rows, ignored)
         ctx.save_for_backward(hidden, weight, index, normaliser, ignored)
         ctx.head = head
+        ctx.slot = slot_of(weight)
         return losses.view(labels.shape)
 
     @staticmethod
@@ -231,7 +219,7 @@ class _ChunkedCrossEntropy(_OverChunks):
         full = all_gather_sequence(hidden, head.mesh.tp) if head.mesh.sequence_parallel else hidden
         narrow = weight.to(ctx.dtype)
         grad_hidden = torch.empty(full.shape, dtype=ctx.dtype, device=full.device)
-        slot = head.slot or _new_slot(weight)
+        slot = ctx.slot or _new_slot(weight)
         pieces = [tensor.split(head.chunk) for tensor in (as_rows(full), index, normaliser, scale)]
         results = as_rows(grad_hidden).split(head.chunk)
         for number, (rows, *numbers) in enumerate(zip(*pieces, strict=True)):
@@ -247,7 +235,7 @@ class _ChunkedCrossEntropy(_OverChunks):
             # The next chunk reuses this memory.
             del logits, grad, part
         grad_weight = None
-        if needs_weight and head.slot is None:
+        if needs_weight and ctx.slot is None:
             grad_weight = slot.gradient.to(weight.dtype)
         if not needs_hidden:
             return None, grad_weight, None, None
@@ -260,12 +248,7 @@ def summed_cross_entropy(
     hidden: Float[Tensor, "seq_local batch hidden"],
     weight: Float[Tensor, "vocab_local hidden"],
     labels: Int[Tensor, "seq batch"],
-    mesh: ParallelMesh,
-    vocab_size: int,
-    chunk: int,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    form: LogitForm | None = None,
+    head: ChunkedHead,
 ) -> Float[Tensor, ""]:
     """Compute the sum of the losses of all tokens, with the logits of one chunk at a time.
 
@@ -283,12 +266,8 @@ def summed_cross_entropy(
         all-gather of ``hidden`` and a reduce-scatter of its gradient. Backward none.
     """
     if dtype_of_products(hidden) == torch.float16:
-        return chunked_cross_entropy(
-            hidden, weight, labels, mesh, vocab_size, chunk, label_smoothing, ignore_index, form
-        ).sum()
-    check_ids(labels, vocab_size, ignore_index)
-    terms = LossTerms(mesh.tp, vocab_size, label_smoothing, ignore_index)
-    head = ChunkedHead(terms, mesh, chunk, form or LogitForm(), slot_of(weight))
+        return chunked_cross_entropy(hidden, weight, labels, head).sum()
+    check_ids(labels, head.terms.vocab_size, head.terms.ignore_index)
     # Inside the autograd function, grad mode is disabled.
     wants_gradients = torch.is_grad_enabled()
     return _SummedCrossEntropy.apply(hidden, weight, labels, head, wants_gradients)
@@ -338,6 +317,7 @@ class _SummedCrossEntropy(_OverChunks):
             leaving.wait()
         ctx.save_for_backward(kept, None if slot is None else slot.gradient)
         ctx.head = head
+        ctx.slot = slot_of(weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.stack(sums).sum()
 
@@ -353,8 +333,8 @@ class _SummedCrossEntropy(_OverChunks):
             torch.mul(unit_hidden, grads[0].reshape(1), out=grad_hidden)
         if unit_weight is not None:
             scaled = ScaledGradient(unit_weight, grads[0].to(unit_weight.dtype))
-            if ctx.head.slot is not None:
-                ctx.head.slot.add_computed(scaled)
+            if ctx.slot is not None:
+                ctx.slot.add_computed(scaled)
             else:
                 grad_weight = scaled.value().to(ctx.dtypes[1])
         return grad_hidden, grad_weight, None, None, None
