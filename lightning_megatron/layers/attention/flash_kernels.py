@@ -68,15 +68,18 @@ class FlashCall:
         The upper bounds of lengths are given only with documents. ``all_keys`` stands for a window
         without a bound.
         """
+        longest_query = None if self.query_borders is None else self.longest_query
+        longest_key = None if self.key_borders is None else self.longest_key
+        left, right = (all_keys if bound < 0 else bound for bound in (self.left, self.right))
         return {
             "cu_seqlens_q": self.query_borders,
             "cu_seqlens_k": self.key_borders,
-            "max_seqlen_q": None if self.query_borders is None else self.longest_query,
-            "max_seqlen_k": None if self.key_borders is None else self.longest_key,
+            "max_seqlen_q": longest_query,
+            "max_seqlen_k": longest_key,
             "softmax_scale": self.scale,
             "softcap": self.soft_cap,
-            "window_size_left": all_keys if self.left < 0 else self.left,
-            "window_size_right": all_keys if self.right < 0 else self.right,
+            "window_size_left": left,
+            "window_size_right": right,
         }
 
 

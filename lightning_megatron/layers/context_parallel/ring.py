@@ -34,11 +34,6 @@ from lightning_megatron.plan.context import ContextCut
 from lightning_megatron.shapes import Float
 
 
-def dtype_of_sums(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which partial results are added: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 class PartialSum:
     """Sum of the partial results of attention over disjoint sets of keys.
 
@@ -54,7 +49,7 @@ class PartialSum:
     """
 
     def __init__(self, query: Float[Tensor, "seq batch heads head_dim"]) -> None:
-        dtype = dtype_of_sums(query.dtype)
+        dtype = torch.promote_types(query.dtype, torch.float32)
         self.out = query.new_zeros(query.shape, dtype=dtype)
         self._log_sum = query.new_full(query.shape[:3], -torch.inf, dtype=dtype)
 
@@ -180,7 +175,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key_value, sinks, out, log_sum = ctx.saved_tensors
         grad = grads[0].to(query.dtype)
-        dtype = dtype_of_sums(query.dtype)
+        dtype = torch.promote_types(query.dtype, torch.float32)
         of_query = query.new_zeros(query.shape, dtype=dtype)
         arriving: Tensor | None = None
         pending = PendingTransfers()
