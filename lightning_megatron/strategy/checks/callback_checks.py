@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.optimization.parameter_readers import gradient_changer
-from lightning_megatron.strategy.options.option_checks import check_limited_sums
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import (
     add_groups_on_every_stage,
@@ -40,7 +39,7 @@ def check_callbacks(
     """
     if options is not None:
         if options.experts.rows is not None and may_accumulate(trainer):
-            check_limited_sums(gradient_changer(trainer))
+            _check_limited_sums(gradient_changer(trainer))
         if options.products is not None and options.products.parameters is not None:
             _check_no_writer(trainer)
     if (layout.tp, layout.pp, layout.ep) == (1, 1, 1):
@@ -60,6 +59,18 @@ def check_callbacks(
                 "weights that it prunes before the model is cut. Use tp=1, pp=1 and ep=1, with any "
                 "number of data-parallel ranks, or leave the callback out."
             )
+
+
+def _check_limited_sums(changer: str | None) -> None:
+    """Refuse gradient accumulation that the strategy cannot run again without the limit on rows."""
+    if changer is not None:
+        raise UnsupportedError(
+            f"experts.rows with accumulated gradients cannot be used with {changer}, which may "
+            "change gradients between batches: a batch that needs more rows is run again with all "
+            "earlier batches of its optimizer step, which would lose its changes. Change gradients "
+            "in on_before_optimizer_step, set reads_gradients = False in the class of the hook if "
+            "it changes none, or use experts.rows=None."
+        )
 
 
 def _check_no_writer(trainer: Trainer) -> None:

@@ -18,7 +18,6 @@ from lightning_megatron.plan.context import context_multiple
 from lightning_megatron.plan.context_transport import ContextLinks, choose_context_transport
 from lightning_megatron.plan.global_batch import GlobalBatch
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.strategy.options.option_checks import check_limited_step
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.loops import is_overridden, may_accumulate
 from lightning_megatron.swap.decide.hugging_face_models import check_cut, known_configs
@@ -43,7 +42,7 @@ def check_sizes(
     """
     check_optimization(module, layout.pp)
     if options.experts.rows is not None and "train_dataloaders" in arguments:
-        check_limited_step(module.automatic_optimization)
+        check_limited_step(module)
     loader = arguments.get("train_dataloaders")
     data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
     batch_size, seq_length = getattr(
@@ -53,21 +52,18 @@ def check_sizes(
         # Rows of documents are padded to a length that the ranks divide.
         shards = layout.tp if options.shards_sequence else 1
         seq_length += -seq_length % context_multiple(layout.cp, shards)
-    config = getattr(module, "config", None)
-    if isinstance(config, GPTConfig | EncoderConfig):
-        config.check_layout(layout, options.shards_sequence, seq_length)
+    for config in _configs_of(module, options, layout):
+        if config is getattr(module, "config", None):
+            config.check_layout(layout, options.shards_sequence, seq_length)
+        else:
+            # The replacement of a model pads sequences that are not divisible among its ranks.
+            config.check_layout(layout)
+            if seq_length is not None:
+                config.check_seq_length(seq_length)
         check_places(config, options)
         check_context_transport(config, options, layout)
-    elif isinstance(module, HuggingFaceCausalLM) and not options.tensor_parallel_plan:
-        _check_folder(module, options, layout, seq_length)
-    elif layout.cp > 1 and not is_overridden("configure_model", module):
-        # A module with configure_model may build its decoder there, once groups exist.
-        for model in check_cut(module, layout.cp, options.tensor_parallel_plan):
-            model.check_layout(layout)
-            check_context_transport(model, options, layout)
-    if options.products is not None:
-        for known in _configs_of(module, options):
-            check_fp8_config(known, options.products, layout.tp, options.linear.backend)
+        if options.products is not None:
+            check_fp8_config(config, options.products, layout.tp, options.linear.backend)
     if "train_dataloaders" not in arguments:
         return
     whole = getattr(data, "global_batch", None)
@@ -77,20 +73,28 @@ def check_sizes(
         check_batch_size(batch_size, options, layout)
 
 
-def _configs_of(module: LightningModule, options: StrategyOptions) -> Sequence[ModelConfig]:
+def _configs_of(
+    module: LightningModule, options: StrategyOptions, layout: ParallelLayout
+) -> Sequence[ModelConfig]:
     """Return the configurations of the module's models, without those that are not yet known."""
+    plan = options.tensor_parallel_plan
     config = getattr(module, "config", None)
     if isinstance(config, GPTConfig | EncoderConfig):
         return [config]
-    if isinstance(module, HuggingFaceCausalLM):
-        if options.tensor_parallel_plan:
-            return ()
+    if isinstance(module, HuggingFaceCausalLM) and not plan:
         family = find_family(module.architecture or "")
-        return () if family is None else [family.config(module.config.to_dict())]
+        if family is None and layout.cp > 1:
+            raise UnsupportedError(
+                f"cp ({layout.cp}) above 1 needs a model of a supported family, because the "
+                f"attention of {module.architecture} needs whole sequences. Use cp=1, or tp and pp."
+            )
+        return [] if family is None else [family.config(module.config.to_dict())]
     # A module with configure_model may build its models there, once groups exist.
     if is_overridden("configure_model", module):
         return ()
-    return known_configs(module, options.tensor_parallel_plan)
+    if layout.cp > 1:
+        return check_cut(module, layout.cp, plan)
+    return () if options.products is None else known_configs(module, plan)
 
 
 def check_places(config: ModelConfig, options: StrategyOptions) -> None:
@@ -100,33 +104,8 @@ def check_places(config: ModelConfig, options: StrategyOptions) -> None:
         options.clones.check(config.experts.num_experts, options.ep)
 
 
-def _check_folder(
-    module: HuggingFaceCausalLM,
-    options: StrategyOptions,
-    layout: ParallelLayout,
-    seq_length: int | None,
-) -> None:
-    """Refuse the model of a folder if its replacement does not fit the layout."""
-    family = find_family(module.architecture or "")
-    if family is None:
-        if layout.cp > 1:
-            raise UnsupportedError(
-                f"cp ({layout.cp}) above 1 needs a model of a supported family, because the "
-                f"attention of {module.architecture} needs whole sequences. Use cp=1, or tp and pp."
-            )
-        return
-    config = family.config(module.config.to_dict())
-    config.check_layout(layout)
-    check_places(config, options)
-    if isinstance(config, GPTConfig):
-        check_context_transport(config, options, layout)
-    if seq_length is not None:
-        # The replacement of the model pads sequences that are not divisible among its ranks.
-        config.check_seq_length(seq_length)
-
-
 def check_context_transport(
-    config: GPTConfig | EncoderConfig, options: StrategyOptions, layout: ParallelLayout
+    config: ModelConfig, options: StrategyOptions, layout: ParallelLayout
 ) -> None:
     """Refuse a transport over cp that the attention of a model cannot use."""
     if layout.cp == 1:
@@ -168,6 +147,16 @@ def check_optimization(module: LightningModule, pp: int) -> None:
         raise UnsupportedError(
             f"manual optimization cannot be used with pp ({pp}) above 1, because the schedule runs "
             "backward passes between forward passes. Use automatic optimization, or pp=1."
+        )
+
+
+def check_limited_step(module: LightningModule) -> None:
+    """Refuse training steps that the strategy cannot run again without the limit on rows."""
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            "experts.rows needs automatic optimization: a step that needs more rows is run again, "
+            "and the strategy cannot repeat the backward passes of user code. Use "
+            "automatic_optimization=True, or experts.rows=None."
         )
 
 

@@ -33,10 +33,6 @@ from lightning_megatron.plan.schedule import (
     check_chunks,
 )
 from lightning_megatron.plan.settings import Count, coerce_fields
-from lightning_megatron.strategy.options.option_checks import (
-    check_expert_clones,
-    check_expert_rows,
-)
 from lightning_megatron.strategy.options.records import (
     ContextOptions,
     ExpertOptions,
@@ -165,20 +161,16 @@ class StrategyOptions:
         object.__setattr__(self, "cuda_graphs", CudaGraphs.of(self.cuda_graphs))
         object.__setattr__(self, "fp8", FP8.of(self.fp8))
         coerce_fields(self)
-        check_expert_rows(self.experts.rows, self.ep, self.experts.transport)
-        check_expert_clones(self.clones, self.ep, self.experts.transport)
+        self._check_experts()
         etp = self.etp or self.tp
         ParallelLayout(self.pp * lcm(self.tp * self.cp, etp * self.ep), **self.sizes())
         self._check_schedule()
         linear = self.linear
-        context = self.context
-        check_sequence_parallel(
-            self.tp, self.sequence_parallel, self.shards_sequence, linear.overlap
-        )
+        self._check_sequence_parallel()
         check_fp8_products(
             self.products, linear.overlap, linear.backend, self.graph_mode, self.optimizer.zero
         )
-        check_transport_option(context.transport, self.cp)
+        check_transport_option(self.context.transport, self.cp)
 
     def _check_schedule(self) -> None:
         group_size = self.pipeline.microbatch_group_size
@@ -191,6 +183,48 @@ class StrategyOptions:
             )
         if self.custom_order is None:
             check_chunks(self.schedule_name, self.pp, self.vpp, group_size)
+
+    def _check_sequence_parallel(self) -> None:
+        if self.sequence_parallel and self.tp == 1:
+            raise ParallelPlanError(
+                "sequence_parallel (True) needs tp above 1, because the ranks of tp divide the "
+                "sequence. Use tp of 2 or more, or leave sequence_parallel out."
+            )
+        if self.linear.overlap and not self.shards_sequence:
+            raise ParallelPlanError(
+                f"linear.overlap needs tp above 1 and sequence_parallel: tp is {self.tp}, "
+                f"sequence_parallel {self.shards_sequence}. It overlaps matrix products with the "
+                "communication of sequence_parallel. Use tp of 2 or more with sequence_parallel, "
+                "or leave linear.overlap out."
+            )
+
+    def _check_experts(self) -> None:
+        rows = self.experts.rows
+        clones = self.clones
+        transport = self.experts.transport
+        if rows is not None and self.ep == 1:
+            raise ParallelPlanError(
+                f"experts.rows ({rows:g}) needs ep above 1: a rank that holds all experts always "
+                "gets the same number of rows. Use ep of 2 or more, or experts.rows=None."
+            )
+        if rows is not None and transport == "all_to_all":
+            raise ParallelPlanError(
+                f"experts.rows ({rows:g}) needs experts.transport of one_sided, all_gather or "
+                "auto: with all_to_all the host reads the number of rows, and buffers have exactly "
+                "this size. Use one of the three, or experts.rows=None."
+            )
+        if clones is not None and self.ep == 1:
+            raise ParallelPlanError(
+                f"experts.clones ({clones.places}) needs ep above 1: a clone computes rows for an "
+                "expert of another rank, and here every rank has all experts. Use ep of 2 or more, "
+                "or experts.clones=0."
+            )
+        if clones is not None and transport not in ("auto", "one_sided"):
+            raise ParallelPlanError(
+                f"experts.clones ({clones.places}) needs experts.transport of one_sided or auto: "
+                f"it is {transport}. Like the tokens of one_sided, weights of clones are written "
+                "into the memory of other GPUs. Use one of the two, or experts.clones=0."
+            )
 
     @classmethod
     def from_locals(cls, names: Mapping[str, Any]) -> StrategyOptions:
@@ -326,32 +360,3 @@ def notes_on(options: StrategyOptions, precision: str, device_type: str) -> list
             "layers more slowly than the GPU runs them. cuda_graphs='segments' avoids this."
         )
     return notes
-
-
-def check_sequence_parallel(
-    tp: int, sequence_parallel: bool | None, shards_sequence: bool, overlap: bool
-) -> None:
-    """Refuse sequence parallelism, or its overlap with products, without ranks that share it.
-
-    Args:
-        tp: Tensor-parallel size.
-        sequence_parallel: Value of the option.
-        shards_sequence: Whether activations are sharded, with the default filled in.
-        overlap: Value of the option.
-
-    Raises:
-        ParallelPlanError: If ``sequence_parallel`` is set and tp is 1, or if
-            ``overlap`` is set and activations are not sharded.
-    """
-    if sequence_parallel and tp == 1:
-        raise ParallelPlanError(
-            "sequence_parallel (True) needs tp above 1, because the ranks of tp divide the "
-            "sequence. Use tp of 2 or more, or leave sequence_parallel out."
-        )
-    if overlap and not shards_sequence:
-        raise ParallelPlanError(
-            f"linear.overlap needs tp above 1 and sequence_parallel: tp is {tp}, "
-            f"sequence_parallel {shards_sequence}. It overlaps matrix products with the "
-            "communication of sequence_parallel. Use tp of 2 or more with sequence_parallel, or "
-            "leave linear.overlap out."
-        )
