@@ -17,7 +17,6 @@ from typing_extensions import override
 from lightning_megatron.models.token_module import total_steps
 from lightning_megatron.pipeline.microbatch import count_tokens
 from lightning_megatron.plan.settings import Index, coerced_arguments
-from lightning_megatron.strategy.logs.log_replay import DeferredReader
 
 
 def count_replicas(trainer: Trainer) -> int:
@@ -57,7 +56,7 @@ class TokenRate:
         return sum(num_tokens for num_tokens, _ in self._batches) / seconds if seconds > 0 else 0.0
 
 
-class TokensProgressBar(TQDMProgressBar, DeferredReader):
+class TokensProgressBar(TQDMProgressBar):
     """Progress bar with steps, values logged by ``prog_bar=True``, tokens per second and ETA.
 
     The token count covers all data-parallel ranks, and counts the batch that all ranks of a tensor
@@ -81,8 +80,8 @@ class TokensProgressBar(TQDMProgressBar, DeferredReader):
         self._num_steps: int | None = None
         self._kept: dict[str, torch.Tensor] = {}
 
-    @override
-    def keep(self, name: str, value: torch.Tensor) -> None:
+    def keep_until_drawn(self, name: str, value: torch.Tensor) -> None:
+        """Store a scalar on its device, which the bar reads only when it is drawn."""
         self._kept[name] = value
 
     @override

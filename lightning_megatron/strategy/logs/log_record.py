@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Number
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -21,12 +22,7 @@ from lightning_megatron.strategy.logs.merge import (
     total_weight,
     weighted_mean,
 )
-from lightning_megatron.strategy.logs.output_calls import (
-    OutputCall,
-    OutputCalls,
-    Target,
-    with_values_of_stages,
-)
+from lightning_megatron.strategy.logs.output_calls import OutputCall, OutputCalls, Target
 
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 
@@ -40,7 +36,7 @@ class LogCall:
     """
 
     name: str
-    options: tuple[tuple[str, Any], ...]
+    options: Mapping[str, Any]
     is_double: bool = False
     batch_size: float = 0
     has_weight: bool = False
@@ -48,14 +44,13 @@ class LogCall:
     @property
     def reduction(self) -> str:
         """Return the reduction over microbatches: mean, sum, max or min."""
-        fx = dict(self.options).get("reduce_fx", "mean")
+        fx = self.options.get("reduce_fx", "mean")
         return _REDUCTIONS.get(fx if isinstance(fx, str) else getattr(fx, "__name__", ""), "mean")
 
     def times(self, is_training: bool) -> tuple[bool, bool]:
         """Return whether to log by step and by epoch; the defaults depend on the hook."""
-        options = dict(self.options)
-        on_step = options.get("on_step")
-        on_epoch = options.get("on_epoch")
+        on_step = self.options.get("on_step")
+        on_epoch = self.options.get("on_epoch")
         if on_step is None:
             on_step = is_training
         if on_epoch is None:
@@ -73,13 +68,8 @@ class MetricCall:
 
     name: str
     path: str
-    options: tuple[tuple[str, Any], ...]
+    options: Mapping[str, Any]
     dtype: torch.dtype | None = None
-
-    @property
-    def has_value(self) -> bool:
-        """Return whether the metric has a value of this step."""
-        return self.dtype is not None
 
 
 @dataclass(frozen=True)
@@ -158,7 +148,7 @@ class Recorder:
             weight = weight or self.microbatch_size
         call = LogCall(
             name,
-            tuple(sorted(options.items())),
+            options,
             is_double=tensor.dtype == torch.float64,
             has_weight=isinstance(weight, Tensor),
         )
@@ -167,7 +157,9 @@ class Recorder:
 
     def keep_call(self, module: LightningModule, target: Target, args: Any, kwargs: Any) -> None:
         """Record one call of a logger or of ``self.print``."""
-        arguments = with_values_of_stages((args, kwargs))
+        arguments = apply_to_collection(
+            (args, kwargs), RemoteTensor, lambda value: value.read_at_end("it is written")
+        )
         if not self.is_muted and self.outputs is not None:
             self.outputs.keep(target, arguments, module, self.run, self.microbatch_size)
 
@@ -203,9 +195,11 @@ class Recorder:
             # Values logged outside of the step belong to no microbatch.
             by_tokens = counts is not None and call.reduction == "mean" and entries[0].run >= 0
             weights = [counts[entry.run] if by_tokens else entry.weight for entry in entries]  # type: ignore[index]
-            values.append(
-                _merge(stack_scalars([entry.value for entry in entries]), weights, call.reduction)
-            )
+            stacked = stack_scalars([entry.value for entry in entries])
+            if call.reduction == "mean":
+                values.append(weighted_mean(stacked, weights))
+            else:
+                values.append(getattr(stacked, call.reduction)())
             total = total_weight(weights)
             if by_tokens or isinstance(total, Tensor):
                 totals.append(total)
@@ -240,7 +234,7 @@ class Recorder:
                     f"submodule of the LightningModule: {type(metric).__name__} is not among its "
                     "modules. Set it as an attribute in `__init__`."
                 )
-            call = MetricCall(name, path, tuple(sorted(options.items())))
+            call = MetricCall(name, path, options)
             entries = self.metric_values[name]
             if entries:
                 call = replace(call, dtype=entries[0].value.dtype)
@@ -259,16 +253,6 @@ class Recorder:
         value = metric._forward_cache
         if isinstance(value, Tensor) and value.numel() == 1:
             entries.append(_LoggedValue(value.detach().reshape(()), self.microbatch_size, self.run))
-
-
-def _merge(values: Tensor, weights: Sequence[Weight], reduction: str) -> Tensor:
-    if reduction == "sum":
-        return values.sum()
-    if reduction == "max":
-        return values.max()
-    if reduction == "min":
-        return values.min()
-    return weighted_mean(values, weights)
 
 
 def _scalar(name: str, value: Any) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,14 +46,6 @@ class ReplayedLogs:
     extra: list[Tensor]
     is_counted: bool
     returns_more: bool
-
-
-class DeferredReader(ABC):
-    """Progress bar that reads logged values only when it is drawn."""
-
-    @abstractmethod
-    def keep(self, name: str, value: Tensor) -> None:
-        """Store a scalar on its device until the bar is drawn."""
 
 
 class LogReplay:
@@ -124,7 +115,7 @@ class LogReplay:
         num_calls = len(form.calls)
         weighted = form.weighted
         end = num_calls + len(weighted)
-        last = end + sum(call.has_value for call in form.metrics)
+        last = end + sum(call.dtype is not None for call in form.metrics)
         vector = self._from_last_stage([*values, *weights, *steps, *extra], last + len(extra))
         by_index = dict(zip(weighted, vector[num_calls:end], strict=True))
         is_training = key[0] == "training_step"
@@ -149,15 +140,19 @@ class LogReplay:
     ) -> dict[str, Any]:
         """Return the options with which the Trainer logs a value."""
         options = dict(call.options)
+        is_shown = options.get("prog_bar") and self._mesh.rank == 0
         if is_reduced:
             # ``sync_dist`` stays set, because the Trainer warns without it; ``rank_zero_only``
             # keeps the Trainer from reducing again.
             options["rank_zero_only"] = True
-        if options.get("prog_bar"):
-            by_step_only = is_training and call.times(is_training) == (True, False)
-            options["prog_bar"] = self._is_read_after_every_batch(
-                module, call.name, value, by_step_only
-            )
+        if is_shown and is_training and call.times(is_training) == (True, False):
+            bar = getattr(getattr(module, "trainer", None), "progress_bar_callback", None)
+            is_shown = bar is not None
+            if hasattr(bar, "keep_until_drawn"):
+                # Other bars read the value after every batch, for which the host waits.
+                bar.keep_until_drawn(call.name, value)
+                is_shown = False
+        options["prog_bar"] = bool(is_shown)
         return options
 
     def _path_of(self, metric: Metric, module: LightningModule) -> str | None:
@@ -174,7 +169,7 @@ class LogReplay:
         for call in calls:
             metric = module.get_submodule(call.path)
             options = dict(call.options)
-            if call.has_value:
+            if call.dtype is not None:
                 # The Trainer reads the value of this step from this attribute.
                 metric._forward_cache = next(values).to(call.dtype)
             if self._mesh.rank != 0:
@@ -248,12 +243,9 @@ class LogReplay:
         """
         by_reduction: dict[str, list[int]] = {}
         for index, call in enumerate(calls):
-            options = dict(call.options)
             (on_step, on_epoch) = call.times(is_training)
-            if (
-                not (on_step and options.get("sync_dist"))
-                or options.get("sync_dist_group") is not None
-            ):
+            is_synced = on_step and call.options.get("sync_dist")
+            if not is_synced or call.options.get("sync_dist_group") is not None:
                 continue
             if index in weights:
                 by_reduction.setdefault("weighted mean", []).append(index)
@@ -281,19 +273,3 @@ class LogReplay:
         for value, weight, (total, total_weight) in zip(values, weights, sums, strict=True):
             value.copy_(total / torch.where(total_weight > 0, total_weight, 1.0))
             weight.copy_(total_weight)
-
-    def _is_read_after_every_batch(
-        self, module: LightningModule, name: str, value: Tensor, by_step_only: bool
-    ) -> bool:
-        """Return whether the progress bar reads a value, which makes the host wait for the device.
-
-        Only rank 0 has a progress bar. A :class:`DeferredReader` reads values that are logged by
-        step only when it is drawn; other bars read them after every batch.
-        """
-        if self._mesh.rank != 0 or not by_step_only:
-            return self._mesh.rank == 0
-        bar = getattr(getattr(module, "trainer", None), "progress_bar_callback", None)
-        if isinstance(bar, DeferredReader):
-            bar.keep(name, value)
-            return False
-        return bar is not None

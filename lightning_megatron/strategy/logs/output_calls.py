@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyExperiment
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.strategy.logs.merge import Weight, stack_scalars, weighted_mean
 from lightning_megatron.strategy.modules.serialization import pack, unpack
 from lightning_megatron.strategy.modules.state_digest import PICKLING_ERRORS
@@ -158,13 +156,6 @@ class RecordedMember:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._record(self._target.within("__setitem__"), (key, value), {})
-
-
-def with_values_of_stages(arguments: Any) -> Any:
-    """Return arguments with the values of tensors of other stages, on the last stage."""
-    return apply_to_collection(
-        arguments, RemoteTensor, lambda value: value.read_at_end("it is written")
-    )
 
 
 def _merged(values: Sequence[Any], weights: Sequence[Weight]) -> Any:

@@ -194,33 +194,24 @@ def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[TableRow]
     settings = options.products
     if settings is None or options.linear.backend == "te":
         return []
-    if settings.parameters is not None:
-        return [_stored_choice(module, options)]
-    subject = "casts of weights"
-    per_product = "for each product"
-    if isinstance(module, LightningModule) and not module.automatic_optimization:
-        return [TableRow(subject, per_product, "the module runs its own backward passes")]
-    if not settings.shares_casts(2, options.graph_mode):
-        asked = "asked for (cast_weights)"
-        captured = "cuda_graphs captures microbatches one by one"
-        return [
-            TableRow(subject, per_product, captured if settings.cast_weights is None else asked)
-        ]
-    value = "once per batch" + ("" if settings.shares_casts(1) else " of several microbatches")
-    return [TableRow(subject, value, "kept until its end, 2 bytes for each FP8 weight")]
-
-
-def _stored_choice(module: nn.Module, options: StrategyOptions) -> TableRow:
-    """Return the row about weights that are stored in 8 bits."""
-    settings = options.products
-    assert settings is not None, "the run computes in 8 bits"
     is_manual = isinstance(module, LightningModule) and not module.automatic_optimization
-    shares = settings.shares_casts(2, options.graph_mode) and not is_manual
-    copies = "one for a batch" if shares else "one for each product"
-    if shares and not settings.shares_casts(1):
-        copies += " of several microbatches"
-    reason = f"asked for (fp8.parameters); transposed copies: {copies}"
-    return TableRow("weights in 8 bits", "kept and gathered in 1 byte each", reason)
+    is_shared = not is_manual and settings.shares_casts(2, options.graph_mode)
+    several = "" if settings.shares_casts(1) else " of several microbatches"
+    if settings.parameters is not None:
+        copies = f"one for a batch{several}" if is_shared else "one for each product"
+        reason = f"asked for (fp8.parameters); transposed copies: {copies}"
+        return [TableRow("weights in 8 bits", "kept and gathered in 1 byte each", reason)]
+    if is_shared:
+        value = f"once per batch{several}"
+        return [
+            TableRow("casts of weights", value, "kept until its end, 2 bytes for each FP8 weight")
+        ]
+    reason = "asked for (cast_weights)"
+    if is_manual:
+        reason = "the module runs its own backward passes"
+    elif settings.cast_weights is None:
+        reason = "cuda_graphs captures microbatches one by one"
+    return [TableRow("casts of weights", "for each product", reason)]
 
 
 def _module_choices(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import cache, partial
 from typing import Any
@@ -67,7 +67,7 @@ class StepOutput:
             record = partial(recorder.keep_call, module)
             for index, logger in enumerate(module.trainer.loggers):
                 shared = {} if self._properties is None else self._properties[index]
-                undo.enter_context(_recording(logger, _Recording(index, record, shared)))
+                undo.enter_context(_recording(logger, (index, record, shared)))
             module.print = RecordedMember(Target(None, ((False, "print"),)), record)  # type: ignore[method-assign]
             undo.callback(vars(module).pop, "print")
             if self._mesh.pp.size > 1:
@@ -99,34 +99,14 @@ class StepOutput:
         return ranks[-1] if self._mesh.rank == ranks[0] else self._mesh.rank
 
 
-class _Recording:
-    """Recording of the calls of one logger.
+@contextmanager
+def _recording(logger: Logger, recording: tuple[int, Any, Mapping[str, Any]]) -> Iterator[None]:
+    """Let a logger record its calls inside the block; it stays an instance of its class.
 
     Args:
-        index: Index of the logger.
-        record: Function of the target, the positional and the keyword arguments of a call.
+        recording: Index of the logger, function of the target, the positional and the keyword
+            arguments of a call, and values of properties.
     """
-
-    def __init__(self, index: int, record: Any, shared: dict[str, Any]) -> None:
-        self._index = index
-        self._record = record
-        self._shared = shared
-
-    def read(self, name: str, value: Any) -> Any:
-        """Return what the step gets for an attribute of the logger."""
-        if name in self._shared:
-            return self._shared[name]
-        is_method = callable(value) and not name.startswith("_") and not isinstance(value, type)
-        return self.member(name) if is_method else value
-
-    def member(self, name: str) -> RecordedMember:
-        """Return a method or object of the logger whose calls are recorded."""
-        return RecordedMember(Target(self._index, ((False, name),)), self._record)
-
-
-@contextmanager
-def _recording(logger: Logger, recording: _Recording) -> Iterator[None]:
-    """Let a logger record its calls inside the block; it stays an instance of its class."""
     kind = type(logger)
     vars(logger)[_RECORDING] = recording
     logger.__class__ = _recording_class(kind)
@@ -144,10 +124,14 @@ def _recording_class(kind: type[Logger]) -> type[Logger]:
     def read(self: Any, name: str) -> Any:
         if name.startswith("__"):
             return kind.__getattribute__(self, name)
-        recording = vars(self)[_RECORDING]
-        if name == "experiment":
-            return recording.member(name)
-        return recording.read(name, kind.__getattribute__(self, name))
+        index, record, shared = vars(self)[_RECORDING]
+        if name in shared:
+            return shared[name]
+        if name != "experiment":
+            value = kind.__getattribute__(self, name)
+            if not callable(value) or name.startswith("_") or isinstance(value, type):
+                return value
+        return RecordedMember(Target(index, ((False, name),)), record)
 
     names = {"__slots__": (), "__module__": kind.__module__, "__getattribute__": read}
     return type(kind.__name__, (kind,), names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,19 +31,14 @@ log = logging.getLogger(__name__)
 #: Hooks between a step and the next one, which may read attributes that the step has set, or set
 #: attributes that are not the step's.
 _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
-    "training_step": (
-        "on_train_batch_start",
+    "train": (
         "on_after_backward",
         "on_before_optimizer_step",
         "configure_gradient_clipping",
         "optimizer_step",
         "on_before_zero_grad",
         "lr_scheduler_step",
-        "on_train_batch_end",
-    ),
-    "validation_step": ("on_validation_batch_start", "on_validation_batch_end"),
-    "test_step": ("on_test_batch_start", "on_test_batch_end"),
-    "predict_step": ("on_predict_batch_start", "on_predict_batch_end"),
+    )
 }
 #: Longest container whose items are searched in every run of a step; longer ones hold results.
 _MOST_ITEMS = 128
@@ -61,14 +56,6 @@ class _AttributeChange:
 
     value: Any
     num_kept: int = 0
-
-
-@dataclass(frozen=True)
-class _AttributeChanges:
-    """Changes that the last stage sends."""
-
-    changed: dict[_Location, _AttributeChange]
-    removed: tuple[_Location, ...]
 
 
 class AttributeSync:
@@ -113,7 +100,7 @@ class AttributeSync:
         self._before = None
         self._alive = []
         if data is not None and not self._is_here:
-            self._apply_changes(unpack(data, self._module, self._mesh.device))
+            self._apply_changes(*unpack(data, self._module, self._mesh.device))
 
     def share_after(self, step: str) -> None:
         """Send a step's changes at once if the user has a hook that runs before the next step.
@@ -123,7 +110,8 @@ class AttributeSync:
 
         Communication: that of :meth:`share`.
         """
-        hooks = _HOOKS_AFTER.get(step, ())
+        stage = _stage_of(step)
+        hooks = (f"on_{stage}_batch_start", f"on_{stage}_batch_end", *_HOOKS_AFTER.get(stage, ()))
         if self._mesh.pp.size > 1 and first_overridden(self._module.trainer, hooks) is not None:
             self.share()
 
@@ -136,8 +124,8 @@ class AttributeSync:
         Communication: one broadcast of an object over pp on the CPU, if a hook receives the output.
         """
         axis = self._mesh.pp_cpu
-        hook = f"on_{step.removesuffix('_step')}_batch_end".replace("training", "train")
-        if axis.size == 1 or first_overridden(self._module.trainer, (hook,)) is None:
+        hooks = (f"on_{_stage_of(step)}_batch_end",)
+        if axis.size == 1 or first_overridden(self._module.trainer, hooks) is None:
             return outputs
         data = broadcast_object(
             pack(outputs, self._module) if self._is_here else None, axis, self._root
@@ -169,7 +157,7 @@ class AttributeSync:
         if not changed and not removed:
             return None
         try:
-            return pack(_AttributeChanges(changed, removed), self._module)
+            return pack((changed, removed), self._module)
         except PICKLING_ERRORS:
             # The error does not name the value, so each value is tried separately.
             sendable = {
@@ -177,7 +165,7 @@ class AttributeSync:
                 for location, change in changed.items()
                 if self._is_sendable(location, change)
             }
-            return pack(_AttributeChanges(sendable, removed), self._module)
+            return pack((sendable, removed), self._module)
 
     def _is_sendable(self, location: _Location, change: _AttributeChange) -> bool:
         try:
@@ -189,21 +177,21 @@ class AttributeSync:
                     "%s has changed in the steps of the last pipeline stage and cannot be sent to "
                     "the others: %s: %s. Hooks on other ranks see the values of their own rank. "
                     "Keep tensors, numbers and plain containers in the module.",
-                    ".".join(
-                        ("self", *location[0].split(".")[bool(not location[0]) :], location[2])
-                    ),
+                    ".".join(filter(None, ("self", location[0], location[2]))),
                     type(error).__name__,
                     error,
                 )
             return False
         return True
 
-    def _apply_changes(self, changes: _AttributeChanges) -> None:
+    def _apply_changes(
+        self, changed: Mapping[_Location, _AttributeChange], removed: Sequence[_Location]
+    ) -> None:
         holders = dict(self._module.named_modules())
-        for (holder, is_buffer, name), change in changes.changed.items():
+        for (holder, is_buffer, name), change in changed.items():
             if holder in holders:
                 _put(_held(holders[holder], is_buffer), name, change)
-        for holder, is_buffer, name in changes.removed:
+        for holder, is_buffer, name in removed:
             if holder in holders:
                 _held(holders[holder], is_buffer).pop(name, None)
 
@@ -223,6 +211,10 @@ class AttributeSync:
             }
             values |= {(name, True, key): value for key, value in part._buffers.items()}
         return values
+
+
+def _stage_of(step: str) -> str:
+    return step.removesuffix("_step").replace("training", "train")
 
 
 def _outside_model(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -236,11 +236,9 @@ def _copy(value: Any) -> Any:
         return torch.empty_like(value, requires_grad=False) if is_plain else None
     if isinstance(value, (list, dict, set, deque)):
         return shallow_copy(value)
-    reader = next(
-        (read for kind, (read, _) in _GENERATORS.items() if isinstance(value, kind)), None
-    )
-    if reader is not None:
-        return reader(value)
+    accessors = _accessors_of(value)
+    if accessors is not None:
+        return accessors[0](value)
     if isinstance(value, np.ndarray):
         return value.copy()
     return dict(vars(value)) if _is_users(value) else None
@@ -267,9 +265,9 @@ def _holds(recorded: _Recorded, tolerance: float = 0.0) -> bool:
 
 def _content(value: Any) -> Any:
     """Return what a snapshot copies: the state of a generator, or the attributes of an object."""
-    for kind, (read, _) in _GENERATORS.items():
-        if isinstance(value, kind):
-            return read(value)
+    accessors = _accessors_of(value)
+    if accessors is not None:
+        return accessors[0](value)
     return vars(value) if _kind(value) == "object" else value
 
 
@@ -318,15 +316,13 @@ def _almost_equal(earlier: Any, current: Any, tolerance: float) -> bool:
 def _put_back(recorded: _Recorded) -> None:
     value = recorded.value
     copy = recorded.copy
-    writer = next(
-        (write for kind, (_, write) in _GENERATORS.items() if isinstance(value, kind)), None
-    )
+    accessors = _accessors_of(value)
     if isinstance(value, Tensor):
         value.copy_(copy)
     elif isinstance(value, np.ndarray):
         value[...] = copy
-    elif writer is not None:
-        writer(value, copy)
+    elif accessors is not None:
+        accessors[1](value, copy)
     elif isinstance(value, (list, deque)):
         value.clear()
         value.extend(copy)
@@ -348,7 +344,15 @@ def _equal(earlier: Tensor, current: Tensor, tolerance: float) -> bool:
     return torch.equal(earlier, current)
 
 
-_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+_Accessors = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
+
+
+def _accessors_of(value: Any) -> _Accessors | None:
+    """Return the functions that read and write the state of a generator; None for other values."""
+    return next((pair for kind, pair in _GENERATORS.items() if isinstance(value, kind)), None)
+
+
+_GENERATORS: dict[type, _Accessors] = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.Generator: (

@@ -141,18 +141,19 @@ def _parts_of(obj: Any) -> tuple[Any, ...]:
         return _parts_of_tensor(obj)
     if isinstance(obj, np.ndarray):
         return (obj.shape, obj.dtype.str, obj.tobytes() if obj.dtype != object else obj.tolist())
+    attributes = dict(vars(obj)) if hasattr(obj, "__dict__") else None
     if isinstance(obj, Mapping):
-        return (dict(obj), dict(vars(obj)) if hasattr(obj, "__dict__") else None)
+        return (dict(obj), attributes)
     if isinstance(obj, (list, tuple, set, frozenset, deque)):
-        return (list(obj), dict(vars(obj)) if hasattr(obj, "__dict__") else None)
+        return (list(obj), attributes)
     slots = [name for kind in type(obj).__mro__ for name in vars(kind).get("__slots__", ())]
-    if hasattr(obj, "__dict__") or slots:
+    if attributes is not None or slots:
         held = {
             name: getattr(obj, name)
             for name in slots
             if isinstance(name, str) and hasattr(obj, name)
         }
-        return (held, dict(vars(obj)) if hasattr(obj, "__dict__") else None)
+        return (held, attributes)
     if type(obj).__module__.partition(".")[0] in _IGNORED_PACKAGES:
         return ()
     try:

@@ -18,7 +18,6 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.trials.part_draws import PartDraws, UserDraw, listed, refusals
 from lightning_megatron.strategy.trials.trial_step import (
     Run,
@@ -122,42 +121,33 @@ class FeatureTrials:
         if not any(all_gather_objects(bool(layers), self._mesh.world_cpu)):
             return
         with undo_changes(self._module, self._mesh) as state, without_compilation(self._module):
-            trial = _FeatureTrial(self._mesh, self._module, step, run, state, layers, self.draws)
+            trial = _FeatureTrial(
+                self._mesh,
+                step,
+                run,
+                state,
+                module=self._module,
+                layers=layers,
+                user_draws=self.draws,
+            )
             trial.compare(part)
 
 
-class _FeatureTrial:
-    """One trial: two runs of a step and their comparison.
+@dataclass(kw_only=True)
+class _FeatureTrial(TrialStep):
+    """One trial: two runs of a step and their comparison."""
 
-    Args:
-        state: State of the module before the trial, which is restored after each run.
-    """
-
-    def __init__(
-        self,
-        mesh: ParallelMesh,
-        module: LightningModule,
-        step: str,
-        run: Run,
-        state: ModuleState,
-        layers: Sequence[CutLayer],
-        draws: PartDraws,
-    ) -> None:
-        self._mesh = mesh
-        self._draws = draws
-        self._module = module
-        self._step = step
-        self._state = state
-        self._layers = layers
-        self._trial_step = TrialStep(mesh, step, run, state)
+    module: LightningModule
+    layers: Sequence[CutLayer]
+    user_draws: PartDraws
 
     def compare(self, part: Microbatch) -> None:
         """Run the step with sharded features, and again with all features on every rank."""
         cut = self._run(part, is_whole=False)
         whole = self._run(part, is_whole=True)
         self._separate_draws(cut, whole)
-        tolerance = self._trial_step.tolerance()
-        errors = [error for error in all_gather_objects(whole.error, self._mesh.world_cpu) if error]
+        tolerance = self.tolerance()
+        errors = [error for error in all_gather_objects(whole.error, self.mesh.world_cpu) if error]
         if errors:
             self._warn(
                 "code between cut layers works only on this rank's part of the features "
@@ -166,29 +156,27 @@ class _FeatureTrial:
             return
         values = _differences(cut, whole, tolerance)
         difference = _first_difference(cut.inputs, whole.inputs, tolerance)
-        if not self._any_rank(bool(values) or difference is not None):
+        if not self.any_rank(bool(values) or difference is not None):
             return
         # The difference may come from random numbers of Python or NumPy, which the trial cannot
         # make equal for a shard and for all features. A second sharded run with another seed
         # changes them: if its values differ from the first, the comparison is not valid.
-        again = self._run(
-            part, is_whole=False, seed=int(self._any_rank(self._trial_step.has_other_draws))
-        )
+        again = self._run(part, is_whole=False, seed=int(self.any_rank(self.has_other_draws)))
         unrepeatable = bool(_differences(cut, again, tolerance)) or _first_difference(
             cut.inputs, again.inputs, tolerance
         )
-        if self._any_rank(bool(unrepeatable)):
+        if self.any_rank(bool(unrepeatable)):
             self._warn("its values depend on random numbers of Python or NumPy, or on the time")
             return
         self._refuse_difference(values, difference)
 
     def _run(self, part: Microbatch, *, is_whole: bool, seed: int = 0) -> _Result:
         result = _Result()
-        writes = WeightWrites(self._module)
-        with record_inputs(self._layers, self._mesh.tp, is_whole=is_whole) as result.inputs:
+        writes = WeightWrites(self.module)
+        with record_inputs(self.layers, self.mesh.tp, is_whole=is_whole) as result.inputs:
             try:
                 with writes:
-                    readings = self._trial_step.read([part], seed)
+                    readings = self.read([part], seed)
                 result.values = {
                     name: value
                     for results in readings
@@ -197,33 +185,33 @@ class _FeatureTrial:
             except CAPTURE_ERRORS as error:
                 if not is_whole:
                     raise
-                if self._mesh.pp.size > 1:
+                if self.mesh.pp.size > 1:
                     # Other stages wait for this one, so that the trial cannot end with a warning.
                     error.add_note(
-                        f"{self._step} was tried with all features on every rank of tp. "
+                        f"{self.name} was tried with all features on every rank of tp. "
                         f"{_IF_INTENDED}"
                     )
                     raise
                 result.error = f"{type(error).__name__}: {error}"
             finally:
-                result.draws = self._trial_step.draws
+                result.draws = self.draws
                 writes.undo()
-                self._state.restore()
+                self.state.restore()
         return result
 
     def _separate_draws(self, cut: _Result, whole: _Result) -> None:
         """Find random functions on sharded features, and refuse those without an own stream."""
-        found = self._draws.find(self._module, cut.draws, whole.draws)
+        found = self.user_draws.find(self.module, cut.draws, whole.draws)
         refused = refusals(cut.draws, whole.draws, found, whole.error)
-        if found and any(is_compiled(part) for _, part in named_layers(self._module)):
+        if found and any(is_compiled(part) for _, part in named_layers(self.module)):
             refused += [f"{place}, in a module with compiled parts" for place in found]
-        results = all_gather_objects((refused, list(map(str, found))), self._mesh.world_cpu)
+        results = all_gather_objects((refused, list(map(str, found))), self.mesh.world_cpu)
         refused = list(dict.fromkeys(line for lines, _ in results for line in lines))
         places = list(dict.fromkeys(place for _, lines in results for place in lines))
         if refused:
             raise ParallelPlanError(
                 "random numbers between a 'column' and a 'row' layer must differ on the ranks of "
-                f"tp ({self._mesh.tp.size}), because each has its part of the features, and all "
+                f"tp ({self.mesh.tp.size}), because each has its part of the features, and all "
                 f"ranks would draw the same at {listed(refused)}. Give nn.Dropout there the kind "
                 "'dropout' in tensor_parallel_plan, or the layers around the code the kinds "
                 f"'column_gather' and 'row_split', or 'replicate'. {_IF_INTENDED}"
@@ -231,14 +219,11 @@ class _FeatureTrial:
         if places:
             rank_zero_info(f"Each rank of tp draws its own random numbers at {listed(places)}.")
 
-    def _any_rank(self, is_true: bool) -> bool:
-        return any(all_gather_objects(is_true, self._mesh.world_cpu))
-
     def _refuse_difference(
         self, values: dict[str, tuple[float, float]], difference: _Difference | None
     ) -> None:
         """Refuse a difference, and name the location that the first rank found."""
-        results_by_rank = all_gather_objects((values, difference), self._mesh.world_cpu)
+        results_by_rank = all_gather_objects((values, difference), self.mesh.world_cpu)
         # Features are not sharded at the input of a column layer. A difference there has its cause
         # in earlier code, and is not reported by itself.
         differences = [difference for _, difference in results_by_rank if difference is not None]
@@ -246,46 +231,35 @@ class _FeatureTrial:
         located = next((values for values, _ in results_by_rank if values), None) or {}
         if not located and (first is None or not first.is_inside):
             return
-        tp = self._mesh.tp.size
-        listed = [
+        tp = self.mesh.tp.size
+        texts = [
             f"{name} is {cut:.9g}, and {whole:.9g} with all features"
             for name, (cut, whole) in located.items()
         ]
         if first is not None and first.is_inside:
-            listed.append(
+            texts.append(
                 f"the input of {first.layer!r} differs by {first.distance:.2g} of its size"
             )
         raise ParallelPlanError(
-            f"{self._step} must give the same values on the features of one rank of tp ({tp}) and "
-            f"on all features: {'; '.join(listed[:_NUM_SHOWN])}. {self._text_of(first)} Give these "
-            "layers the kinds 'column_gather' and 'row_split', or 'replicate', in "
-            "tensor_parallel_plan (which replaces the plan of a Hugging Face model), or compute "
-            f"per head, or after the 'row' layer. {_IF_INTENDED}"
+            f"{self.name} must give the same values on the features of one rank of tp ({tp}) and "
+            f"on all features: {'; '.join(texts[:_NUM_SHOWN])}. Code {self._place_of(first)} works "
+            "across features, but each rank has only a part of them (a sum, a mean, chunk, or a "
+            "division by the size). Give these layers the kinds 'column_gather' and 'row_split', "
+            "or 'replicate', in tensor_parallel_plan (which replaces the plan of a Hugging Face "
+            f"model), or compute per head, or after the 'row' layer. {_IF_INTENDED}"
         )
 
-    def _text_of(self, difference: _Difference | None) -> str:
+    def _place_of(self, difference: _Difference | None) -> str:
         """Name the layers between which user code mixes features."""
-        rule = (
-            "works across features, but each rank has only a part of them (a sum, a mean, chunk, "
-            "or a division by the size)"
-        )
-        columns = [layer.name for layer in self._layers if layer.kind == "column"]
         if difference is None or (difference.kind == "column" and not difference.before):
-            shown = ", ".join(map(repr, columns[:_NUM_SHOWN])) + (
-                ", ..." if len(columns) > _NUM_SHOWN else ""
-            )
-            return f"Code after a 'column' layer ({shown}) {rule}."
-        before = ", ".join(map(repr, difference.before[:_NUM_SHOWN]))
-        if difference.kind == "column":
-            return f"Code between {before or 'the input'} and {difference.layer!r} {rule}."
-        return (
-            f"Code between {before or 'the input'} ('column') and {difference.layer!r} ('row') "
-            f"{rule}."
-        )
+            columns = [repr(layer.name) for layer in self.layers if layer.kind == "column"]
+            return f"after a 'column' layer ({listed(columns)})"
+        before = listed(list(map(repr, difference.before))) or "the input"
+        return f"between {before} and {difference.layer!r} ({difference.kind!r})"
 
     def _warn(self, reason: str) -> None:
-        if self._mesh.world_cpu.rank == 0:
-            log.warning("%s cannot be checked on all features: %s.", self._step, reason)
+        if self.mesh.world_cpu.rank == 0:
+            log.warning("%s cannot be checked on all features: %s.", self.name, reason)
 
 
 def _differences(

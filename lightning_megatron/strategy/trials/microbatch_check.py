@@ -130,7 +130,9 @@ class MicrobatchTrials:
         self._wait()
         with undo_changes(self._module, self._mesh) as state, without_compilation(self._module):
             num_samples = sum(part.num_samples for part in microbatches)
-            trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, num_samples)
+            trial = _MicrobatchTrial(
+                self._mesh, key[0], run, state, module=self._module, num_samples=num_samples
+            )
             with refuse_weight_writes(self._module, key[0]):
                 if trial.compare(joined, groups, parts, is_later=not is_whole_trial):
                     self._finished.add(key)
@@ -160,28 +162,16 @@ class MicrobatchTrials:
         return may_gather and self._uneven.is_new(key, batch, parts)
 
 
-class _MicrobatchTrial:
+@dataclass(kw_only=True)
+class _MicrobatchTrial(TrialStep):
     """One trial: runs of a step on parts of a batch, and their comparison.
 
     Args:
         num_samples: Size of the whole batch (samples).
     """
 
-    def __init__(
-        self,
-        mesh: ParallelMesh,
-        module: LightningModule,
-        step: str,
-        run: Run,
-        state: ModuleState,
-        num_samples: int,
-    ) -> None:
-        self._mesh = mesh
-        self._module = module
-        self._step = step
-        self._state = state
-        self._num_samples = num_samples
-        self._tried = TrialStep(mesh, step, run, state)
+    module: LightningModule
+    num_samples: int
 
     def compare(
         self,
@@ -202,26 +192,26 @@ class _MicrobatchTrial:
             Whether the step counts its tokens.
         """
         joined_results = self._run(joined[:1], seed=0)
-        after_joined = ModuleState(self._module)
-        self._state.restore()
+        after_joined = ModuleState(self.module)
+        self.state.restore()
         joined_results += self._run(joined[1:], seed=0)
-        self._state.restore()
+        self.state.restore()
         size = len(groups[0])
         single_results = self._run(parts[:size], seed=0)
-        tolerance = self._tried.tolerance() * (_LATER_TOLERANCE if is_later else 1)
+        tolerance = self.tolerance() * (_LATER_TOLERANCE if is_later else 1)
         different = after_joined.changes(tolerance)
         single_results += self._run(parts[size:], seed=0)
         changed = {} if is_later else self._kinds_of(different, parts[0], tolerance)
-        self._state.restore()
+        self.state.restore()
         differences = _differences(joined_results, groups, single_results, tolerance)
         if is_later:
             losses = filter(self._is_loss, differences)
             differences = {name: differences[name] for name in losses}
-        if self._any_rank(bool(differences)):
+        if self.any_rank(bool(differences)):
             # Values that Python and NumPy draw once per batch were equal in both runs. Values that
             # they draw per sample cannot be: another seed shows which results depend on them.
             # Without such draws the same seed shows results that differ in every run.
-            again = self._run(joined, seed=int(self._any_rank(self._tried.has_other_draws)))
+            again = self._run(joined, seed=int(self.any_rank(self.has_other_draws)))
             unrepeatable = _unrepeatable(joined_results, again, tolerance)
             if not is_later:
                 self._warn_of_unrepeatable(sorted(unrepeatable & differences.keys()))
@@ -229,14 +219,14 @@ class _MicrobatchTrial:
                 name: numbers for name, numbers in differences.items() if name not in unrepeatable
             }
         self._check_differences(differences, changed, parts[0].num_samples)
-        is_counted = self._any_rank(
+        is_counted = self.any_rank(
             any("num_tokens" in results.values for results in single_results)
         )
         if (
             single_results
             and not (is_counted or is_later)
             and tolerance > _COARSE_TOLERANCE
-            and self._mesh.data.rank == 0
+            and self.mesh.data.rank == 0
         ):
             self._warn_of_ignored_labels(parts)
         return is_counted
@@ -244,10 +234,10 @@ class _MicrobatchTrial:
     def _run(self, parts: Sequence[Microbatch], seed: int) -> list[StepResults]:
         """Return the step's results for every part, on the last stage."""
         try:
-            return self._tried.read(parts, seed) if parts else []
+            return self.read(parts, seed) if parts else []
         except Exception as error:
             error.add_note(
-                f"{self._step} was tried on {parts[0].num_samples} of {self._num_samples} samples. "
+                f"{self.name} was tried on {parts[0].num_samples} of {self.num_samples} samples. "
                 "If it runs on the whole batch only, or the first dimension of a tensor in the "
                 f"batch does not count samples: {_REMEDY}"
             )
@@ -261,20 +251,17 @@ class _MicrobatchTrial:
         A repeated call separates attributes that count calls from those that hold results of the
         last call: only the former change.
         """
-        if not self._any_rank(bool(different)):
+        if not self.any_rank(bool(different)):
             return {}
-        self._state.restore()
+        self.state.restore()
         self._run([part], seed=0)
-        after_first = ModuleState(self._module)
+        after_first = ModuleState(self.module)
         self._run([part], seed=0)
         repeated = after_first.changes(tolerance)
         return {
             name: kind if name in repeated else "left by the last call"
             for name, kind in different.items()
         }
-
-    def _any_rank(self, is_true: bool) -> bool:
-        return any(all_gather_objects(is_true, self._mesh.world_cpu))
 
     def _check_differences(
         self,
@@ -283,28 +270,38 @@ class _MicrobatchTrial:
         size: int,
     ) -> None:
         fatal = {name: differences[name] for name in differences if self._is_loss(name)}
-        texts = [_text_of_values(self._step, fatal, size)] if fatal else []
+        texts = []
+        if fatal:
+            texts.append(
+                f"{self.name} must give the same values for microbatches and for their batch, "
+                f"because it is called on {size} samples at a time and the results are averaged: "
+                f"{_listed(fatal)}. The step mixes its samples, or its loss is not their mean."
+            )
         counted = sorted(name for name, kind in changed.items() if kind in ("number", "tensor"))
-        if counted and self._tried.is_training:
-            texts.append(_text_of_state(self._step, counted))
-        ranks = all_gather_objects(" ".join(texts), self._mesh.world_cpu)
+        if counted and self.is_training:
+            texts.append(
+                f"{self.name} must not depend on the number of its calls, because it is called "
+                f"once for each microbatch: {', '.join(counted[:5])} changes at every call. Use "
+                "self.global_step, or a hook such as on_train_batch_end."
+            )
+        ranks = all_gather_objects(" ".join(texts), self.mesh.world_cpu)
         first = next((text for text in ranks if text), None)
         if first is not None:
             raise UnsupportedError(f"{first} {_REMEDY}")
-        if self._any_rank(bool(differences)):
+        if self.any_rank(bool(differences)):
             self._warn_of_logged(differences, size)
         kept = sorted(changed)
-        if kept and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0 and self._mesh.has_loss:
+        if kept and self.mesh.dp.rank == 0 and self.mesh.tp.rank == 0 and self.mesh.has_loss:
             log.warning(
                 "%s stores values in the module, and is called once for each microbatch: %s will "
                 "hold an entry for each microbatch, or the values of the last one.",
-                self._step,
+                self.name,
                 ", ".join(kept[:5]),
             )
 
     def _is_loss(self, name: str) -> bool:
         """Return whether a value decides about the weights, or is the loss of an evaluation."""
-        if self._tried.is_training:
+        if self.is_training:
             return name in ("the loss", "num_tokens")
         return "loss" in name or name == "num_tokens"
 
@@ -312,16 +309,16 @@ class _MicrobatchTrial:
         self, differences: Mapping[str, tuple[float, float, int]], size: int
     ) -> None:
         """Warn of logged values that are not means over samples."""
-        ranks = all_gather_objects(dict(differences), self._mesh.world_cpu)
+        ranks = all_gather_objects(dict(differences), self.mesh.world_cpu)
         first = next(found for found in ranks if found)
-        if self._mesh.rank == 0:
+        if self.mesh.rank == 0:
             log.warning(
                 "%s logs values that depend on how a batch is cut. It is called on %s samples at a "
                 "time, and the logged values are averaged, or summed with reduce_fx='sum': %s. Use "
                 "self.log(..., reduce_fx='sum') for a count or a sum. For a function of a mean, "
                 "such as a perplexity, log the mean, and a metric by epoch. For a mean over "
                 "tokens, return num_tokens. microbatch_size='batch' keeps the batch whole.",
-                self._step,
+                self.name,
                 size,
                 _listed(first),
             )
@@ -335,7 +332,7 @@ class _MicrobatchTrial:
                 "precision this check cannot find out whether the loss of %s is a mean over the "
                 "other labels. If it is, return num_tokens beside it; otherwise microbatches with "
                 "few labels have too much weight.",
-                self._step,
+                self.name,
             )
 
     def _warn_of_unrepeatable(self, names: Sequence[str]) -> None:
@@ -344,7 +341,7 @@ class _MicrobatchTrial:
                 "job.check_microbatches cannot compare %s of %s: its value depends on random "
                 "numbers of Python or NumPy, or on the time.",
                 ", ".join(names),
-                self._step,
+                self.name,
             )
 
 
@@ -408,24 +405,6 @@ def _listed(differences: Mapping[str, tuple[float, float, int]]) -> str:
         f"{name} of {'two' if count == 2 else 'three'} microbatches is {whole:.7g} in one call and "
         f"{parts:.7g} in separate calls"
         for name, (whole, parts, count) in differences.items()
-    )
-
-
-def _text_of_values(
-    step: str, differences: Mapping[str, tuple[float, float, int]], size: int
-) -> str:
-    return (
-        f"{step} must give the same values for microbatches and for their batch, because it is "
-        f"called on {size} samples at a time and the results are averaged: {_listed(differences)}. "
-        "The step mixes its samples, or its loss is not their mean."
-    )
-
-
-def _text_of_state(step: str, names: Sequence[str]) -> str:
-    return (
-        f"{step} must not depend on the number of its calls, because it is called once for each "
-        f"microbatch: {', '.join(names[:5])} changes at every call. Use self.global_step, or a "
-        "hook such as on_train_batch_end."
     )
 
 

@@ -102,28 +102,35 @@ class StepResults:
     values: dict[str, tuple[float, float | None]] = field(default_factory=dict)
 
 
+@dataclass
 class TrialStep:
-    """Trial runs of a step on parts of a batch."""
+    """Trial runs of a step on parts of a batch.
 
-    def __init__(self, mesh: ParallelMesh, step: str, run: Run, state: ModuleState) -> None:
-        self._mesh = mesh
-        self._step = step
-        self._run = run
-        self._state = state
-        self._spacing = 0.0
-        self._ends = frozenset[int]()
-        #: Random functions that user code called in the last run.
-        self.draws: list[UserDraw] = []
+    Args:
+        name: Name of the step, such as ``training_step``.
+        state: State of the module before the trial, which is restored after each run.
+        spacing: Machine epsilon of the least precise floating-point result so far.
+        ends: Distinct states of Python's and NumPy's generators after parts.
+        draws: Random functions that user code called in the last run.
+    """
+
+    mesh: ParallelMesh
+    name: str
+    run: Run
+    state: ModuleState
+    spacing: float = 0.0
+    ends: frozenset[int] = frozenset()
+    draws: list[UserDraw] = field(default_factory=list)
 
     @property
     def is_training(self) -> bool:
         """Return whether this is a training step."""
-        return self._step == "training_step"
+        return self.name == "training_step"
 
     @property
     def has_other_draws(self) -> bool:
         """Return whether parts differ in their draws from Python's or NumPy's generators."""
-        return len(self._ends) > 1
+        return len(self.ends) > 1
 
     def read(self, parts: Sequence[Microbatch], seed: int) -> list[StepResults]:
         """Return the step's results for every part, on the last stage.
@@ -136,20 +143,24 @@ class TrialStep:
                 parts, recorder, seed, torch.no_grad() if self.is_training else nullcontext()
             )
         except RuntimeError as error:
-            if self._mesh.pp.size > 1 or not self.is_training or "grad" not in str(error):
+            if self.mesh.pp.size > 1 or not self.is_training or "grad" not in str(error):
                 raise
             # The step computes derivatives itself, so it needs a graph.
-            self._state.restore()
+            self.state.restore()
             recorder = Recorder(outputs=None)
             outputs = self._outputs(parts, recorder, seed, torch.enable_grad())
         return _results(outputs, parts, recorder, self.is_training)
+
+    def any_rank(self, is_true: bool) -> bool:
+        """Return whether something is true on any rank; a gather over the world on the CPU."""
+        return any(all_gather_objects(is_true, self.mesh.world_cpu))
 
     def tolerance(self) -> float:
         """Return the relative tolerance for rounding, by the least precise dtype in use.
 
         Communication: one gather of a number over the world, on the CPU.
         """
-        spacing = max(all_gather_objects(self._spacing, self._mesh.world_cpu))
+        spacing = max(all_gather_objects(self.spacing, self.mesh.world_cpu))
         return next(size for limit, size in _TOLERANCES if spacing <= limit)
 
     def _outputs(
@@ -167,10 +178,10 @@ class TrialStep:
             with gradients, constant_values, record, seeded.running():
                 # The same batch runs several times, and a step may change it.
                 copies = [Microbatch(copy_batch(part.data), part.num_samples) for part in parts]
-                return self._run(copies, recorder, seeded.begin)
+                return self.run(copies, recorder, seeded.begin)
         finally:
-            self._spacing = max(self._spacing, constant_values.spacing)
-            self._ends = self._ends | seeded.ends
+            self.spacing = max(self.spacing, constant_values.spacing)
+            self.ends = self.ends | seeded.ends
 
 
 @contextmanager
