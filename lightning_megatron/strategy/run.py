@@ -28,7 +28,6 @@ from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_megatron.strategy.checkpoints.weight_averaging import (
     average_main_parameters,
-    average_model_parameters,
 )
 from lightning_megatron.strategy.checks.batch_comparison import BatchComparison
 from lightning_megatron.strategy.checks.callback_checks import hide_example_input
@@ -43,7 +42,10 @@ from lightning_megatron.strategy.logs.run_table import note_compiled_blocks
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
 from lightning_megatron.strategy.modules.full_writes import FullDraws, full_loads
-from lightning_megatron.strategy.modules.replaced_methods import MetricGroups, checked_averages
+from lightning_megatron.strategy.modules.replaced_methods import (
+    check_averages,
+    reduce_metrics_over_data,
+)
 from lightning_megatron.strategy.optimization.layer_states import LayerStates, MixtureRuntime
 from lightning_megatron.strategy.optimization.parameter_readers import (
     SHARDED_GRADIENTS_WARNING,
@@ -62,16 +64,13 @@ from lightning_megatron.strategy.private.callback_patches import (
     announce_saves,
     patch_finetuning,
     remove_found_checkpoint,
-    restore_checkpoint_callbacks,
 )
 from lightning_megatron.strategy.private.data_loading import (
     filter_sampler_injection,
-    restore_sampler_injection,
 )
 from lightning_megatron.strategy.private.loops import (
     call_around_epochs,
     install_scheduled_loop,
-    restore_epochs,
 )
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
 from lightning_megatron.strategy.process.random_states import LongLivedObjects
@@ -128,7 +127,7 @@ class Run:
         with ExitStack() as undo:
             undo.callback(self._long_lived.release)
             undo.callback(self.end_hooks)
-            undo.callback(MetricGroups(module, mesh).restore)
+            reduce_metrics_over_data(module, mesh, undo)
             check_synchronised_norms(module, mesh)
             self.buffers = SharedBuffers(module, mesh)
             self._casts = SharedCasts(layered_modules(module), options)
@@ -270,15 +269,12 @@ class Run:
         trainer = self.module.trainer
         num_shares = self.mesh.dp.size
         filter_sampler_injection(
-            trainer, lambda loader: needs_distributed_sampler(loader, num_shares)
+            trainer, lambda loader: needs_distributed_sampler(loader, num_shares), undo
         )
-        undo.callback(restore_sampler_injection, trainer)
-        call_around_epochs(trainer, attributes.share)
-        undo.callback(restore_epochs, trainer)
+        call_around_epochs(trainer, attributes.share, undo)
         if self._options.async_save:
-            announce_saves(trainer, self._checkpoints.will_exist, self._checkpoints.link)
-        remove_found_checkpoint(trainer, self._checkpoints.was_found)
-        undo.callback(restore_checkpoint_callbacks, trainer)
+            announce_saves(trainer, self._checkpoints.will_exist, self._checkpoints.link, undo)
+        remove_found_checkpoint(trainer, self._checkpoints.was_found, undo)
 
     def _patch_fit(self, undo: ExitStack) -> None:
         trainer = self.module.trainer
@@ -289,17 +285,14 @@ class Run:
         self._expose_gradients(gradient_reader(trainer))
         install_scheduled_loop(trainer, self.step.prepare)
         interval = self._options.job.signal_check_interval
-        signals = SignalAgreement(trainer, self.mesh, interval, self._checkpoints.wait)
-        signals.install()
-        undo.callback(signals.remove)
+        SignalAgreement(trainer, self.mesh, interval, self._checkpoints.wait).install(undo)
         undo.enter_context(record_data_access(self._note_data))
         undo.enter_context(full_loads(self.module))
         if self.mesh.model.size > 1:
-            undo.enter_context(checked_averages(self.module))
+            check_averages(self.module, undo)
         if self.mesh.pp.size > 1:
             undo.enter_context(hide_example_input(self.module))
-        average_main_parameters(trainer, self.module, main, self.mesh)
-        undo.callback(average_model_parameters, trainer)
+        average_main_parameters(self.module, main, self.mesh, undo)
 
     def _note_data(self, parameter: nn.Parameter) -> None:
         """Record that user code reads or replaces the memory of a parameter."""

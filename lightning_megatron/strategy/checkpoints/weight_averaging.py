@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint import model_placements, model_tensors
@@ -25,7 +26,6 @@ from lightning_megatron.strategy.private.callback_patches import (
     begin_averages,
     load_own_tensors,
     patch_averaging,
-    restore_averaging,
 )
 
 
@@ -78,7 +78,7 @@ def _current(name: str) -> str:
 
 
 def average_main_parameters(
-    trainer: Trainer, module: LightningModule, main: MainParameters, mesh: ParallelMesh
+    module: LightningModule, main: MainParameters, mesh: ParallelMesh, undo: ExitStack
 ) -> None:
     """Let callbacks average this rank's part of the model, and main parameters in half precision.
 
@@ -86,18 +86,12 @@ def average_main_parameters(
     """
     source = _FullMainParameters(module, main, mesh)
     is_half = any(main.main(name).dtype != main.parameter(name).dtype for name in main.trained)
-    for callback in averaging_callbacks(trainer):
+    for callback in averaging_callbacks(module.trainer):
         if mesh.model.size > 1 or mesh.ep.size > 1:
             average_parts(callback, module, source)
         if is_half:
-            patch_averaging(callback, source, _AverageSwap())
-        load_own_tensors(callback)
-
-
-def average_model_parameters(trainer: Trainer) -> None:
-    """Undo :func:`average_main_parameters`."""
-    for callback in averaging_callbacks(trainer):
-        restore_averaging(callback)
+            patch_averaging(callback, source, _AverageSwap(), undo)
+        load_own_tensors(callback, undo)
 
 
 class _FullMainParameters:

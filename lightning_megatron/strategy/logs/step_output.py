@@ -17,6 +17,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.output_calls import RecordedMember, Target
+from lightning_megatron.strategy.private.loops import replace_method
 from lightning_megatron.strategy.process.ranks import RankStrategy
 
 #: Attribute of a logger that holds its recording inside a step.
@@ -68,8 +69,9 @@ class StepOutput:
             for index, logger in enumerate(module.trainer.loggers):
                 shared = {} if self._properties is None else self._properties[index]
                 undo.enter_context(_recording(logger, (index, record, shared)))
-            module.print = RecordedMember(Target(None, ((False, "print"),)), record)  # type: ignore[method-assign]
-            undo.callback(vars(module).pop, "print")
+            replace_method(
+                undo, module, "print", RecordedMember(Target(None, ((False, "print"),)), record)
+            )
             if self._mesh.pp.size > 1:
                 strategy = module.trainer.strategy
                 assert isinstance(strategy, RankStrategy), "the run belongs to this strategy"

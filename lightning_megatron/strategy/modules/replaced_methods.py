@@ -4,8 +4,7 @@ torchmetrics over the data-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 
 from torch import nn
@@ -14,24 +13,17 @@ from torchmetrics import Metric
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.private.loops import replace_method
 
 
-@contextmanager
-def checked_averages(module: nn.Module) -> Iterator[None]:
-    """Let every ``AveragedModel`` compare its weights with those that it averages, in the block.
+def check_averages(module: nn.Module, undo: ExitStack) -> None:
+    """Let every ``AveragedModel`` compare its weights with those that it averages.
 
     Torch pairs them in their order, so that it would average wrong ones or none.
     """
-    averages = {
-        name: part for name, part in module.named_modules() if isinstance(part, AveragedModel)
-    }
-    for name, average in averages.items():
-        average.update_parameters = partial(_update, name, average)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for average in averages.values():
-            vars(average).pop("update_parameters", None)
+    for name, part in module.named_modules():
+        if isinstance(part, AveragedModel):
+            replace_method(undo, part, "update_parameters", partial(_update, name, part))
 
 
 def _update(name: str, average: AveragedModel, model: nn.Module) -> None:
@@ -52,33 +44,21 @@ def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(weight.shape) for weight in module.parameters() if not weight.is_meta]
 
 
-class MetricGroups:
-    """Torchmetrics of a module, set to reduce over the data ranks until :meth:`restore`.
+def reduce_metrics_over_data(module: nn.Module, mesh: ParallelMesh, undo: ExitStack) -> None:
+    """Let torchmetrics reduce over the data ranks until ``undo`` is closed.
 
-    A sum over all ranks would also count the copies on tensor, context and pipeline ranks.
-
-    Args:
-        module: Module that contains the metrics; a metric with its own process group keeps it.
+    A sum over all ranks would also count the copies on tensor, context and pipeline ranks. A metric
+    with its own process group keeps it.
     """
-
-    def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
-        metrics = [
-            part
-            for part in module.modules()
-            if isinstance(part, Metric) and part.process_group is None
-        ]
-        self._before = [(metric, metric.distributed_available_fn) for metric in metrics]
-        for metric in metrics:
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.process_group is None:
+            undo.callback(setattr, metric, "process_group", None)
             metric.process_group = mesh.dp.group
             if mesh.dp.size == 1:
                 # Without a group torchmetrics would reduce over all ranks.
+                available = metric.distributed_available_fn
+                undo.callback(setattr, metric, "distributed_available_fn", available)
                 metric.distributed_available_fn = _never
-
-    def restore(self) -> None:
-        """Restore the metrics' own settings."""
-        for metric, available in self._before:
-            metric.process_group = None
-            metric.distributed_available_fn = available
 
 
 def _never() -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.strategy.private.loops import replace_method
 
 
 def add_groups_on_every_stage(trainer: Trainer) -> None:
@@ -134,7 +136,10 @@ def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
 
 
 def announce_saves(
-    trainer: Trainer, will_exist: Callable[[str], bool | None], link: Callable[[str, str], bool]
+    trainer: Trainer,
+    will_exist: Callable[[str], bool | None],
+    link: Callable[[str, str], bool],
+    undo: ExitStack,
 ) -> None:
     """Let checkpoint callbacks treat checkpoints being written as existing.
 
@@ -147,13 +152,14 @@ def announce_saves(
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            _announce(callback, will_exist, link)
+            _announce(callback, will_exist, link, undo)
 
 
 def _announce(
     callback: ModelCheckpoint,
     will_exist: Callable[[str], bool | None],
     link: Callable[[str, str], bool],
+    undo: ExitStack,
 ) -> None:
     kind = type(callback)
 
@@ -165,11 +171,13 @@ def _announce(
         if not link(filepath, linkpath):
             kind._link_checkpoint(trainer, filepath, linkpath)
 
-    callback.file_exists = file_exists  # type: ignore[method-assign]
-    callback._link_checkpoint = link_checkpoint  # type: ignore[method-assign]
+    replace_method(undo, callback, "file_exists", file_exists)
+    replace_method(undo, callback, "_link_checkpoint", link_checkpoint)
 
 
-def remove_found_checkpoint(trainer: Trainer, was_found: Callable[[str], bool]) -> None:
+def remove_found_checkpoint(
+    trainer: Trainer, was_found: Callable[[str], bool], undo: ExitStack
+) -> None:
     """Let checkpoint callbacks also remove the checkpoint from which the run resumed, if not named.
 
     Lightning keeps it, because the user named it. Each restart of a job that resumes from its last
@@ -181,9 +189,8 @@ def remove_found_checkpoint(trainer: Trainer, was_found: Callable[[str], bool]) 
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            callback._should_remove_checkpoint = partial(  # type: ignore[method-assign]
-                _should_remove, callback, was_found
-            )
+            should_remove = partial(_should_remove, callback, was_found)
+            replace_method(undo, callback, "_should_remove_checkpoint", should_remove)
 
 
 def _should_remove(
@@ -196,13 +203,6 @@ def _should_remove(
     if trainer.ckpt_path is not None and was_found(trainer.ckpt_path):
         trainer = SimpleNamespace(ckpt_path=None)
     return type(callback)._should_remove_checkpoint(callback, trainer, previous, current)
-
-
-def restore_checkpoint_callbacks(trainer: Trainer) -> None:
-    """Undo :func:`announce_saves` and :func:`remove_found_checkpoint`."""
-    for callback in trainer.checkpoint_callbacks:
-        for name in ("file_exists", "_link_checkpoint", "_should_remove_checkpoint"):
-            vars(callback).pop(name, None)
 
 
 def skip_first_copy(trainer: Trainer) -> None:
@@ -270,7 +270,10 @@ def _part_of(
 
 
 def patch_averaging(
-    callback: WeightAveraging, source: Any, swap: Callable[[nn.Module, nn.Module], None]
+    callback: WeightAveraging,
+    source: Any,
+    swap: Callable[[nn.Module, nn.Module], None],
+    undo: ExitStack,
 ) -> None:
     """Let a callback average the tensors of ``source``, and apply averages by ``swap``.
 
@@ -283,8 +286,8 @@ def patch_averaging(
     average = callback._average_model
     assert average is not None, "the callback's setup comes before the strategy's"
     update = type(average).update_parameters
-    average.update_parameters = lambda model: update(average, source)  # type: ignore[method-assign]
-    callback._swap_models = lambda pl_module: swap(pl_module, average.module)  # type: ignore[method-assign]
+    replace_method(undo, average, "update_parameters", lambda model: update(average, source))
+    replace_method(undo, callback, "_swap_models", lambda module: swap(module, average.module))
 
 
 def begin_averages(callback: WeightAveraging, source: Any) -> None:
@@ -299,7 +302,7 @@ def begin_averages(callback: WeightAveraging, source: Any) -> None:
             tensor.data.copy_(value)
 
 
-def load_own_tensors(callback: WeightAveraging) -> None:
+def load_own_tensors(callback: WeightAveraging, undo: ExitStack) -> None:
     """Let a callback load no weights from a checkpoint, because the strategy loads them.
 
     The callback gets the averages and weights of this rank instead of full ones.
@@ -313,14 +316,7 @@ def load_own_tensors(callback: WeightAveraging) -> None:
                 checkpoint["current_model_state"] = pl_module.state_dict()
         type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
 
-    callback.on_load_checkpoint = load  # type: ignore[method-assign]
-
-
-def restore_averaging(callback: WeightAveraging) -> None:
-    """Undo :func:`patch_averaging` and :func:`load_own_tensors`."""
-    for name in ("_swap_models", "on_load_checkpoint"):
-        vars(callback).pop(name, None)
-    vars(callback._average_model or callback).pop("update_parameters", None)
+    replace_method(undo, callback, "on_load_checkpoint", load)
 
 
 class _Copies(nn.Module):

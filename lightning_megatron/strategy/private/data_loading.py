@@ -5,6 +5,7 @@ the checkpoint to resume from, and of its parser.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function as seed_worker
@@ -12,6 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 from typing_extensions import override
+
+from lightning_megatron.strategy.private.loops import replace_method
 
 __all__ = ["seed_worker"]
 
@@ -31,7 +34,9 @@ def training_loader_states(trainer: Trainer) -> list[Any]:
     return [] if loader is None else list(loader._state_dicts())
 
 
-def filter_sampler_injection(trainer: Trainer, permits: Callable[[DataLoader], bool]) -> None:
+def filter_sampler_injection(
+    trainer: Trainer, permits: Callable[[DataLoader], bool], undo: ExitStack
+) -> None:
     """Let Lightning replace a dataloader's sampler only if ``permits`` also returns True."""
     connector = trainer._data_connector
     requires = type(connector)._requires_distributed_sampler
@@ -39,12 +44,7 @@ def filter_sampler_injection(trainer: Trainer, permits: Callable[[DataLoader], b
     def requires_and_permits(dataloader: DataLoader) -> bool:
         return requires(connector, dataloader) and permits(dataloader)
 
-    connector._requires_distributed_sampler = requires_and_permits  # type: ignore[method-assign]
-
-
-def restore_sampler_injection(trainer: Trainer) -> None:
-    """Undo :func:`filter_sampler_injection`."""
-    vars(trainer._data_connector).pop("_requires_distributed_sampler", None)
+    replace_method(undo, connector, "_requires_distributed_sampler", requires_and_permits)
 
 
 def replace_last_checkpoint_search(trainer: Trainer, find: Callable[[], str | None]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -163,19 +164,20 @@ def _zero_grad_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
     optimizer.zero_grad(set_to_none)
 
 
-def call_around_epochs(trainer: Trainer, function: Callable[[], None]) -> None:
+def replace_method(undo: ExitStack, owner: Any, name: str, method: Callable[..., Any]) -> None:
+    """Replace a method of one object until ``undo`` is closed."""
+    setattr(owner, name, method)
+    undo.callback(vars(owner).pop, name, None)
+
+
+def call_around_epochs(trainer: Trainer, function: Callable[[], None], undo: ExitStack) -> None:
     """Call a function before the hooks and metrics at the start and end of epochs.
 
     These are the start of an evaluation, and the end of an epoch or dataloader.
     """
     for owner, name in _epoch_points(trainer):
-        setattr(owner, name, partial(_after, function, getattr(type(owner), name), owner))
-
-
-def restore_epochs(trainer: Trainer) -> None:
-    """Undo :func:`call_around_epochs`."""
-    for owner, name in _epoch_points(trainer):
-        vars(owner).pop(name, None)
+        around = partial(_after, function, getattr(type(owner), name), owner)
+        replace_method(undo, owner, name, around)
 
 
 def _epoch_points(trainer: Trainer) -> list[tuple[Any, str]]:

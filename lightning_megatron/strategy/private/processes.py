@@ -5,6 +5,7 @@ SLURM's signals.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -25,6 +26,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException as SIGTERMEx
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 
+from lightning_megatron.strategy.private.loops import replace_method
+
 __all__ = [
     "SubprocessScriptLauncher",
     "TunerExitException",
@@ -41,6 +44,7 @@ def replace_signal_check(
     check: Callable[[], None],
     notify: Callable[..., None],
     notify_requeue: Callable[..., None],
+    undo: ExitStack,
 ) -> None:
     """Call ``check`` before every training batch, in place of Lightning's signal handling.
 
@@ -57,20 +61,10 @@ def replace_signal_check(
         check()
         advance(data_fetcher)
 
-    loop.advance = checked  # type: ignore[method-assign]
-    loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-    connector._sigterm_notifier_fn = notify  # type: ignore[method-assign]
-    connector._slurm_sigusr_handler_fn = notify_requeue  # type: ignore[method-assign]
-
-
-def restore_signal_check(trainer: Trainer) -> None:
-    """Undo :func:`replace_signal_check`."""
-    for owner, names in (
-        (trainer.fit_loop.epoch_loop, ("advance", "_broadcast_sigterm_tensor")),
-        (trainer._signal_connector, ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")),
-    ):
-        for name in names:
-            vars(owner).pop(name, None)
+    replace_method(undo, loop, "advance", checked)
+    replace_method(undo, loop, "_broadcast_sigterm_tensor", lambda: None)
+    replace_method(undo, connector, "_sigterm_notifier_fn", notify)
+    replace_method(undo, connector, "_slurm_sigusr_handler_fn", notify_requeue)
 
 
 def announce_sigterm(trainer: Trainer) -> None:

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from lightning_megatron.strategy.private.processes import (
     announce_sigterm,
     replace_signal_check,
     requeues_itself,
-    restore_signal_check,
     slurm_save_path,
 )
 
@@ -74,13 +73,9 @@ class SignalAgreement:
         self._end_requested = self._requeue_requested = False
         self._num_batches = 0
 
-    def install(self) -> None:
+    def install(self, undo: ExitStack) -> None:
         """Install these handlers in place of Lightning's."""
-        replace_signal_check(self._trainer, self.check, self.notify, self.notify_requeue)
-
-    def remove(self) -> None:
-        """Restore Lightning's check and handlers."""
-        restore_signal_check(self._trainer)
+        replace_signal_check(self._trainer, self.check, self.notify, self.notify_requeue, undo)
 
     def notify(self, signum: Any, *_: Any) -> None:
         """Handle SIGTERM: record it, and forward it to the launched processes."""
