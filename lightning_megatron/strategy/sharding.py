@@ -86,17 +86,21 @@ def _delayed_scales(module: LightningModule) -> dict[str, DelayedScales | None]:
     return {name: model.delayed_scales for name, model in _named_models(module)}
 
 
+def _without_model(setting: str, module: LightningModule, kind: str = "model") -> UnsupportedError:
+    return UnsupportedError(
+        f"{setting} needs a {kind} of this package: {type(module).__name__} has none. Other "
+        f"modules would ignore the setting. Use a lightning_megatron.GPT or a Hugging Face {kind} "
+        "of a supported family, or leave the setting out."
+    )
+
+
 def _set_recompute(
     models: Sequence[LayeredModule],
     module: LightningModule,
     recompute: Recompute | Recomputation | None,
 ) -> None:
     if not Recomputation.of(recompute).is_off and not models:
-        raise UnsupportedError(
-            f"recompute ({recompute!r}) needs a model of this package: {type(module).__name__} has "
-            "none. Other modules would ignore the setting. Use a lightning_megatron.GPT, "
-            "torch.utils.checkpoint in the module, or recompute=None."
-        )
+        raise _without_model(f"recompute ({recompute!r})", module)
     if recompute is not None:
         for model in models:
             model.recompute = recompute
@@ -107,11 +111,7 @@ def _set_loss_chunk(
 ) -> None:
     decoders = [model for model in models if isinstance(model, GPT)]
     if loss_chunk is not None and not decoders:
-        raise UnsupportedError(
-            f"loss_chunk ({loss_chunk!r}) needs a decoder of this package: {type(module).__name__} "
-            "has none. Other modules compute their losses themselves. Use a lightning_megatron.GPT "
-            "or a Hugging Face decoder of a supported family, or loss_chunk=None."
-        )
+        raise _without_model(f"loss_chunk ({loss_chunk!r})", module, "decoder")
     for model in decoders:
         model.loss_chunk = loss_chunk if loss_chunk is not None else model.loss_chunk
 
@@ -127,11 +127,7 @@ def _set_products(
     backend = options.linear.backend
     if not models and (settings is not None or backend == "te"):
         named = "linear.backend ('te')" if settings is None else f"fp8 ({settings.recipe})"
-        raise UnsupportedError(
-            f"{named} needs a model of this package: {type(module).__name__} has "
-            "none. Other modules would ignore the setting. Use a lightning_megatron.GPT or a "
-            "Hugging Face model of a supported family, or leave the setting out."
-        )
+        raise _without_model(named, module)
     for model in models:
         num_norms = set_norms(model, backend)
         if backend == "te":

@@ -114,7 +114,7 @@ def test_a_second_signal_changes_nothing_and_handlers_are_restored(tmp_path, mon
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
     passed_on: list[int] = []
     trainer.strategy.launcher.kill = passed_on.append  # type: ignore[union-attr,method-assign]
-    agreement = SignalAgreement(trainer, None, interval=1)  # type: ignore[arg-type]
+    agreement = SignalAgreement(trainer, None, 1, lambda: None)  # type: ignore[arg-type]
     for _ in range(2):
         agreement.notify(signal.SIGTERM)
     assert passed_on == [signal.SIGTERM]

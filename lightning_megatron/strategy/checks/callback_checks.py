@@ -26,22 +26,15 @@ from lightning_megatron.strategy.private.callback_patches import (
     resets_weights,
     traces_graph,
 )
-from lightning_megatron.strategy.private.loops import may_accumulate
+from lightning_megatron.strategy.private.loops import callbacks_of, may_accumulate
 
 
-def check_callbacks(
-    trainer: Trainer, layout: ParallelLayout, options: StrategyOptions | None = None
-) -> None:
-    """Refuse callbacks and loggers that need the whole model if each rank has only a part.
-
-    Args:
-        options: Options of the strategy; None checks the layout alone.
-    """
-    if options is not None:
-        if options.experts.rows is not None and may_accumulate(trainer):
-            _check_limited_sums(gradient_changer(trainer))
-        if options.products is not None and options.products.parameters is not None:
-            _check_no_writer(trainer)
+def check_callbacks(trainer: Trainer, layout: ParallelLayout, options: StrategyOptions) -> None:
+    """Refuse callbacks and loggers that need the whole model if each rank has only a part."""
+    if options.experts.rows is not None and may_accumulate(trainer):
+        _check_limited_sums(gradient_changer(trainer))
+    if options.products is not None and options.products.parameters is not None:
+        _check_no_writer(trainer)
     if (layout.tp, layout.pp, layout.ep) == (1, 1, 1):
         return
     for logger in trainer.loggers:
@@ -51,14 +44,13 @@ def check_callbacks(
                 f"({layout.pp}) or ep ({layout.ep}) above 1, because it runs the module only on "
                 "rank 0, which would wait for the other ranks. Use log_graph=False."
             )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ModelPruning):
-            raise UnsupportedError(
-                f"{type(callback).__name__} needs the whole model on every rank: tp is "
-                f"{layout.tp}, pp {layout.pp} and ep {layout.ep}. Lightning's callback chooses the "
-                "weights that it prunes before the model is cut. Use tp=1, pp=1 and ep=1, with any "
-                "number of data-parallel ranks, or leave the callback out."
-            )
+    for callback in callbacks_of(trainer, ModelPruning):
+        raise UnsupportedError(
+            f"{type(callback).__name__} needs the whole model on every rank: tp is {layout.tp}, pp "
+            f"{layout.pp} and ep {layout.ep}. Lightning's callback chooses the weights that it "
+            "prunes before the model is cut. Use tp=1, pp=1 and ep=1, with any number of "
+            "data-parallel ranks, or leave the callback out."
+        )
 
 
 def _check_limited_sums(changer: str | None) -> None:
@@ -99,9 +91,11 @@ def hide_example_input(module: LightningModule) -> Iterator[None]:
         module.example_input_array = example
 
 
-def update_callbacks(trainer: Trainer, module: LightningModule, layout: ParallelLayout) -> None:
+def update_callbacks(
+    trainer: Trainer, module: LightningModule, layout: ParallelLayout, options: StrategyOptions
+) -> None:
     """Point callbacks at the modules that replaced those they reference."""
-    check_callbacks(trainer, layout)
+    check_callbacks(trainer, layout, options)
     if layout.pp > 1:
         if recomputes_statistics(trainer):
             raise UnsupportedError(
@@ -113,7 +107,7 @@ def update_callbacks(trainer: Trainer, module: LightningModule, layout: Parallel
         add_groups_on_every_stage(trainer)
     copy_replaced_parameters(trainer, module)
     known = {id(part) for part in module.modules()}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks_of(trainer, ModelPruning):
         if resets_weights(callback):
             raise UnsupportedError(
                 f"{type(callback).__name__} cannot be used with "
@@ -132,7 +126,4 @@ def update_callbacks(trainer: Trainer, module: LightningModule, layout: Parallel
 
 def saves_optimizers(trainer: Trainer) -> bool:
     """Return whether a callback will save optimizer states."""
-    return any(
-        isinstance(callback, ModelCheckpoint) and not callback.save_weights_only
-        for callback in trainer.checkpoint_callbacks
-    )
+    return any(not saver.save_weights_only for saver in callbacks_of(trainer, ModelCheckpoint))

@@ -15,7 +15,6 @@ from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
-    Callback,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -30,7 +29,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.strategy.private.loops import replace_method
+from lightning_megatron.strategy.private.loops import callbacks_of, replace_method
 
 
 def add_groups_on_every_stage(trainer: Trainer) -> None:
@@ -39,7 +38,7 @@ def add_groups_on_every_stage(trainer: Trainer) -> None:
     The callbacks then set the learning rate of the last group. Without an added group, that would
     be the wrong group on such a stage.
     """
-    for callback in _finetuning(trainer):
+    for callback in callbacks_of(trainer, BaseFinetuning):
         callback.unfreeze_and_add_param_group = partial(  # type: ignore[method-assign]
             _unfreeze_and_add, type(callback).unfreeze_and_add_param_group
         )
@@ -69,7 +68,7 @@ def patch_finetuning(trainer: Trainer, main_of: Callable[[], Mapping[str, nn.Par
         trainer: Trainer with the callbacks.
         main_of: Function that returns the main parameters by parameter name.
     """
-    for callback in _finetuning(trainer):
+    for callback in callbacks_of(trainer, BaseFinetuning):
         apply = type(callback)._apply_mapping_to_param_groups
         callback._apply_mapping_to_param_groups = partial(  # type: ignore[method-assign]
             _apply_with_main_parameters, apply, main_of
@@ -108,7 +107,7 @@ def restore_finetuning(
     named = []
     for optimizer_state in checkpoint.get(OPTIMIZERS) or ():
         named.append([group["parameters"] for group in optimizer_state["groups"]])
-    for callback in _finetuning(trainer):
+    for callback in callbacks_of(trainer, BaseFinetuning):
         if callback.state_key not in states:
             continue
         callback.load_state_dict(states[callback.state_key])
@@ -131,10 +130,6 @@ def _names_of(
     return named[0] if known else [group["params"] for group in groups]
 
 
-def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
-    return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
-
-
 def announce_saves(
     trainer: Trainer,
     will_exist: Callable[[str], bool | None],
@@ -150,9 +145,8 @@ def announce_saves(
         link: Function called with target and link path. It schedules the link for the end of the
             save in progress, and returns False if no save is running.
     """
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            _announce(callback, will_exist, link, undo)
+    for callback in callbacks_of(trainer, ModelCheckpoint):
+        _announce(callback, will_exist, link, undo)
 
 
 def _announce(
@@ -187,10 +181,9 @@ def remove_found_checkpoint(
         trainer: Trainer with the checkpoint callbacks.
         was_found: Function that returns whether a path was found, and not given by the user.
     """
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            should_remove = partial(_should_remove, callback, was_found)
-            replace_method(undo, callback, "_should_remove_checkpoint", should_remove)
+    for callback in callbacks_of(trainer, ModelCheckpoint):
+        should_remove = partial(_should_remove, callback, was_found)
+        replace_method(undo, callback, "_should_remove_checkpoint", should_remove)
 
 
 def _should_remove(
@@ -217,11 +210,7 @@ def skip_first_copy(trainer: Trainer) -> None:
 
 def averaging_callbacks(trainer: Trainer) -> list[WeightAveraging]:
     """Return the callbacks that average weights after steps."""
-    return [
-        callback
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging)
-    ]
+    return callbacks_of(trainer, WeightAveraging)
 
 
 class _Part(nn.Module):
@@ -336,8 +325,8 @@ def copy_replaced_parameters(trainer: Trainer, module: LightningModule) -> None:
     A callback that found no parameters at its ``setup``, because the module was still empty, is
     left as it is.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging) and callback._average_model is not None:
+    for callback in callbacks_of(trainer, StochasticWeightAveraging):
+        if callback._average_model is not None:
             copied = [parameter.shape for parameter in callback._average_model.parameters()]
             if copied and copied != [parameter.shape for parameter in module.parameters()]:
                 callback._average_model = _Copies(module.parameters())  # type: ignore[assignment]
@@ -346,10 +335,9 @@ def copy_replaced_parameters(trainer: Trainer, module: LightningModule) -> None:
 def recomputes_statistics(trainer: Trainer) -> bool:
     """Return whether stochastic weight averaging has copied a module with batch norms."""
     return any(
-        isinstance(callback, StochasticWeightAveraging)
-        and callback._average_model is not None
+        callback._average_model is not None
         and callback.pl_module_contains_batch_norm(callback._average_model)
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks_of(trainer, StochasticWeightAveraging)
     )
 
 
@@ -359,18 +347,14 @@ def traces_graph(logger: Logger) -> bool:
     return getattr(logger, "_log_graph", False) is True
 
 
-def resets_weights(callback: Callback) -> bool:
+def resets_weights(callback: ModelPruning) -> bool:
     """Return whether a callback resets pruned modules to their first weights."""
-    return isinstance(callback, ModelPruning) and bool(callback._use_lottery_ticket_hypothesis)
+    return bool(callback._use_lottery_ticket_hypothesis)
 
 
-def pruned_modules(callback: Callback) -> list[nn.Module]:
+def pruned_modules(callback: ModelPruning) -> list[nn.Module]:
     """Return the modules that a callback will prune; known after its ``setup``."""
-    return (
-        [module for module, _ in callback._parameters_to_prune]
-        if isinstance(callback, ModelPruning)
-        else []
-    )
+    return [module for module, _ in callback._parameters_to_prune]
 
 
 def record_module_names_again(trainer: Trainer) -> None:
@@ -388,12 +372,11 @@ def count_replicas_once(trainer: Trainer, ranks_per_replica: int) -> None:
         trainer: Trainer whose callbacks have been set up for this run.
         ranks_per_replica: Ranks that read the same data (ranks).
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, ThroughputMonitor):
-            for throughput in callback._throughputs.values():
-                throughput.compute = partial(  # type: ignore[method-assign]
-                    _throughput_of_replicas, throughput, ranks_per_replica
-                )
+    for callback in callbacks_of(trainer, ThroughputMonitor):
+        for throughput in callback._throughputs.values():
+            throughput.compute = partial(  # type: ignore[method-assign]
+                _throughput_of_replicas, throughput, ranks_per_replica
+            )
 
 
 def _throughput_of_replicas(throughput: Throughput, ranks_per_replica: int) -> dict[str, Any]:

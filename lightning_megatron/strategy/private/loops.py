@@ -8,11 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import Closure as Closure
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.optimization.automatic import (
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+_Callback = TypeVar("_Callback", bound=Callback)
 #: Function that clears the gradients of the previous step.
 ClearGradients = Callable[[], None]
 
@@ -105,10 +106,7 @@ def logged_step(trainer: Trainer) -> int:
 
 def may_accumulate(trainer: Trainer) -> bool:
     """Return whether gradients of several batches accumulate, now or in a later epoch."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    is_scheduled = any(
-        isinstance(callback, GradientAccumulationScheduler) for callback in callbacks
-    )
+    is_scheduled = bool(callbacks_of(trainer, GradientAccumulationScheduler))
     return is_scheduled or trainer.accumulate_grad_batches > 1
 
 
@@ -122,7 +120,7 @@ def is_logged(trainer: Trainer) -> bool:
 
 def searches_learning_rate(trainer: Trainer) -> bool:
     """Return whether this fit is one of the Tuner's, in which losses are expected to explode."""
-    return any(isinstance(callback, LRSearch) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return bool(callbacks_of(trainer, LRSearch))
 
 
 def total_batch_index(trainer: Trainer) -> int:
@@ -162,6 +160,11 @@ def forward_zero_grad(strategy: Strategy) -> None:
 
 def _zero_grad_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
     optimizer.zero_grad(set_to_none)
+
+
+def callbacks_of(trainer: Trainer, kind: type[_Callback]) -> list[_Callback]:
+    """Return the Trainer's callbacks of a class."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
 def replace_method(undo: ExitStack, owner: Any, name: str, method: Callable[..., Any]) -> None:

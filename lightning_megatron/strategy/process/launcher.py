@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -57,13 +58,6 @@ class MegatronLauncher(SubprocessScriptLauncher):
         arguments = inspect.signature(function).bind_partial(*args, **kwargs).arguments
         self._check({**arguments, "trainer": trainer})
 
-        def guarded(*inner_args: Any, **inner_kwargs: Any) -> Any:
-            # A single process has no other ranks to notify.
-            if self.num_processes * self.num_nodes == 1:
-                return function(*inner_args, **inner_kwargs)
-            with self._watch.guard():
-                return function(*inner_args, **inner_kwargs)
-
         # The rest equals Lightning's launcher, except that ``ChildProcesses`` supervises the
         # processes. Lightning polls them every five seconds, and stops when this process exits.
         environment = self.cluster_environment
@@ -82,7 +76,10 @@ class MegatronLauncher(SubprocessScriptLauncher):
                 self._children = ChildProcesses(self.procs, first, watch.end, watch.note_exit)
                 self._children.watch()
         set_num_threads_if_needed(num_processes=self.num_processes)
-        return guarded(*args, **kwargs)
+        # A single process has no other ranks to notify.
+        is_alone = self.num_processes * self.num_nodes == 1
+        with nullcontext() if is_alone else self._watch.guard():
+            return function(*args, **kwargs)
 
     @override
     def kill(self, signum: Any) -> None:

@@ -56,39 +56,6 @@ _LIBRARIES = frozenset(
 )
 
 
-class WorldNotice:
-    """Warning, once in a run, that the ranks of a model replica read the same data."""
-
-    def __init__(self) -> None:
-        self._is_given = False
-
-    def note(self, frame: FrameType | None, layout_of: Callable[[], ParallelLayout]) -> None:
-        """Warn of a read of the number of processes by user code.
-
-        Args:
-            layout_of: Function that returns the sizes of the axes, which Lightning may not know
-                when it reads the number itself.
-        """
-        while frame is not None and frame.f_code.co_name == "world_size":
-            frame = frame.f_back
-        if self._is_given or frame is None or _package_of(frame) in _LIBRARIES:
-            return
-        layout = layout_of()
-        if layout.dp == layout.world_size:
-            return
-        self._is_given = True
-        line = Line.of(frame)
-        rank_zero_warn(
-            f"{line.place} reads the number of processes, {layout.world_size}, in "
-            f"{line.text!r}. The number of data-parallel ranks, which "
-            f"read different data, is {layout.dp}: {layout.world_size // layout.dp} processes "
-            "(tp x pp x cp) share each batch. A learning rate or a number of samples that is "
-            "scaled by the number of processes is too large by this factor. Use "
-            "trainer.strategy.data_parallel_size, and self.all_gather or trainer.strategy.reduce "
-            "in the place of collectives of torch.distributed."
-        )
-
-
 def _package_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
@@ -208,7 +175,7 @@ class RankStrategy(MeshCommunication, ABC):
         self._port = ReservedPort()
         self._shown_rank: int | None = None
         self._is_rank_read = False
-        self._world_notice = WorldNotice()
+        self._is_world_noted = False
         self._end_watch: Callable[[], None] | None = None
 
     # ---- ranks
@@ -224,8 +191,29 @@ class RankStrategy(MeshCommunication, ABC):
     @property
     @override
     def world_size(self) -> int:
-        self._world_notice.note(sys._getframe(1), lambda: self.layout)
+        self._note_world(sys._getframe(1))
         return super().world_size
+
+    def _note_world(self, frame: FrameType | None) -> None:
+        """Warn, once in a run, of a read of the number of processes by user code."""
+        while frame is not None and frame.f_code.co_name == "world_size":
+            frame = frame.f_back
+        if self._is_world_noted or frame is None or _package_of(frame) in _LIBRARIES:
+            return
+        layout = self.layout
+        if layout.dp == layout.world_size:
+            return
+        self._is_world_noted = True
+        line = Line.of(frame)
+        rank_zero_warn(
+            f"{line.place} reads the number of processes, {layout.world_size}, in "
+            f"{line.text!r}. The number of data-parallel ranks, which "
+            f"read different data, is {layout.dp}: {layout.world_size // layout.dp} processes "
+            "(tp x pp x cp) share each batch. A learning rate or a number of samples that is "
+            "scaled by the number of processes is too large by this factor. Use "
+            "trainer.strategy.data_parallel_size, and self.all_gather or trainer.strategy.reduce "
+            "in the place of collectives of torch.distributed."
+        )
 
     @contextmanager
     def showing_rank(self, rank: int) -> Iterator[None]:
@@ -389,9 +377,7 @@ class RankStrategy(MeshCommunication, ABC):
         self._mesh = mesh
         if layout.world_size > 1:
             self._watch_ranks(mesh, job)
-        self._end_watch = watch_world_size(
-            lambda frame: self._world_notice.note(frame, lambda: self.layout)
-        )
+        self._end_watch = watch_world_size(self._note_world)
         return mesh
 
     def _watch_ranks(self, mesh: ParallelMesh, job: str) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class TerminationRequested(SIGTERMException):
         super().__init__(EXIT_CODE)
 
 
+@dataclass
 class SignalAgreement:
     """Handling of SIGTERM and of SLURM's time-limit signal, agreed on by all ranks.
 
@@ -59,36 +61,30 @@ class SignalAgreement:
         finish_saves: Function that waits for the save in progress.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        mesh: ParallelMesh,
-        interval: int,
-        finish_saves: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._trainer = trainer
-        self._mesh = mesh
-        self._interval = interval
-        self._finish_saves = finish_saves
-        self._end_requested = self._requeue_requested = False
-        self._num_batches = 0
+    trainer: Trainer
+    mesh: ParallelMesh
+    interval: int
+    finish_saves: Callable[[], None]
+    end_requested: bool = False
+    requeue_requested: bool = False
+    num_batches: int = 0
 
     def install(self, undo: ExitStack) -> None:
         """Install these handlers in place of Lightning's."""
-        replace_signal_check(self._trainer, self.check, self.notify, self.notify_requeue, undo)
+        replace_signal_check(self.trainer, self.check, self.notify, self.notify_requeue, undo)
 
     def notify(self, signum: Any, *_: Any) -> None:
         """Handle SIGTERM: record it, and forward it to the launched processes."""
-        if not self._end_requested:
-            self._end_requested = True
+        if not self.end_requested:
+            self.end_requested = True
             self._pass_on(signum)
 
     def notify_requeue(self, signum: Any, *_: Any) -> None:
         """Handle SLURM's time-limit signal: record it."""
-        self._requeue_requested = True
+        self.requeue_requested = True
 
     def _pass_on(self, signum: Any) -> None:
-        kill: Callable[[Any], None] | None = getattr(self._trainer.strategy.launcher, "kill", None)
+        kill: Callable[[Any], None] | None = getattr(self.trainer.strategy.launcher, "kill", None)
         if kill is not None:
             kill(signum)
 
@@ -98,40 +94,40 @@ class SignalAgreement:
         Communication: one all-reduce of two integers over the world on the CPU, at every
         ``interval``-th call.
         """
-        self._num_batches += 1
-        if self._num_batches % self._interval:
+        self.num_batches += 1
+        if self.num_batches % self.interval:
             return
-        received = torch.tensor([int(self._end_requested), int(self._requeue_requested)])
+        received = torch.tensor([int(self.end_requested), int(self.requeue_requested)])
         end_requested, requeue_requested = all_reduce_(
-            received, self._mesh.world_cpu, "max"
+            received, self.mesh.world_cpu, "max"
         ).tolist()
         if end_requested or requeue_requested:
-            self._end_requested = True
-            announce_sigterm(self._trainer)
+            self.end_requested = True
+            announce_sigterm(self.trainer)
             # This is the call before the first batch: there is nothing new to save.
-            if self._num_batches > 1:
+            if self.num_batches > 1:
                 self._save()
-            barrier(self._mesh.world_cpu)
+            barrier(self.mesh.world_cpu)
             if requeue_requested:
                 self._requeue()
             raise TerminationRequested
 
     def _save(self) -> None:
-        path = os.path.join(preemption_folder(self._trainer), CHECKPOINT_NAME)
+        path = os.path.join(preemption_folder(self.trainer), CHECKPOINT_NAME)
         rank_zero_info(
-            f"The job received a signal to end: saving step {self._trainer.global_step} to {path}."
+            f"The job received a signal to end: saving step {self.trainer.global_step} to {path}."
         )
         # Without the argument, Lightning writes a message about its default.
-        self._trainer.save_checkpoint(path, weights_only=False)
-        self._finish_saves()
-        if self._mesh.rank == 0 and requeues_itself(self._trainer):
-            link_for_slurm(path, slurm_save_path(self._trainer))
+        self.trainer.save_checkpoint(path, weights_only=False)
+        self.finish_saves()
+        if self.mesh.rank == 0 and requeues_itself(self.trainer):
+            link_for_slurm(path, slurm_save_path(self.trainer))
 
     def _requeue(self) -> None:
         """Requeue the SLURM job, from one rank."""
-        for logger in self._trainer.loggers:
+        for logger in self.trainer.loggers:
             logger.finalize("finished")
-        if self._mesh.rank != 0:
+        if self.mesh.rank != 0:
             return
         job = os.environ.get("SLURM_JOB_ID", "")
         if "SLURM_ARRAY_JOB_ID" in os.environ:
