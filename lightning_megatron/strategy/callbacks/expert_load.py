@@ -130,12 +130,9 @@ class ExpertLoad(Callback):
             (logger.log_dir for logger in trainer.loggers if logger.log_dir is not None), None
         )
         if folder is None or not self._last:
-            why = (
-                "this Trainer has no logger with a folder"
-                if folder is None
-                else "no step was logged"
+            rank_zero_info(
+                "No plot of the expert load: no step was logged, or no logger with a folder exists."
             )
-            rank_zero_info(f"No plot of the expert load: {why}.")
             return
         picture = Path(folder) / self.filename
         picture.parent.mkdir(parents=True, exist_ok=True)

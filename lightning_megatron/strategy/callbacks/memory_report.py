@@ -18,10 +18,8 @@ from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.graphs.cuda import private_pools
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.layers.attention.choose_core import choose_core
-from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.attend_across import transport_of
 from lightning_megatron.layers.fused.choose_kernels import fused_kernels
-from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import span_of_layer
 from lightning_megatron.models.stage import pipelined_modules
@@ -55,29 +53,31 @@ def kept_activations_of(model: GPT) -> KeptActivations:
     """
     parameter = next(model.parameters())
     make = fused_activations if fused_kernels(parameter) is not None else eager_activations
-    table = make(model.config.memory_shape(), parameter.element_size())
     config = model.config
-    sizes: Any = {"head_dim": config.head_size, "value_dim": config.value_size}
-    dropout = config.attention_dropout
-    choice = choose_core(
-        parameter.device, parameter.dtype, _scores_of(config), dropout=dropout, **sizes
-    )
-    repeats = int(config.kv_heads < config.num_heads and choice.expand_kv)
-    activations = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
-    # Attention over parts of the keys keeps no scores, because its backward pass recomputes them.
-    transport = transport_of(span_of_layer(config, 0), model.mesh, model.context)
-    has_parts_of_keys = model.mesh.cp.size > 1 and transport != "all_to_all"
-    activations = replace(
-        activations, stores_scores=choice.core == "operators" and not has_parts_of_keys
-    )
-    return replace(activations, expert_gradients=int(_makes_expert_gradients(model)))
-
-
-def _scores_of(config: GPTConfig) -> AttentionSpan:
-    """Return the attention span of a model over whole rows, which determines the kind of scores."""
     span = span_of_layer(config, 0)
-    sinks = torch.zeros(config.num_heads) if config.attention_sinks else None
-    return replace(span, window=None, sinks=sinks)
+    choice = choose_core(
+        parameter.device,
+        parameter.dtype,
+        # The span over whole rows determines the kind of scores.
+        replace(
+            span,
+            window=None,
+            sinks=torch.zeros(config.num_heads) if config.attention_sinks else None,
+        ),
+        dropout=config.attention_dropout,
+        head_dim=config.head_size,
+        value_dim=config.value_size,
+    )
+    # Attention over parts of the keys keeps no scores, because its backward pass recomputes them.
+    transport = transport_of(span, model.mesh, model.context)
+    has_parts_of_keys = model.mesh.cp.size > 1 and transport != "all_to_all"
+    return replace(
+        make(config.memory_shape(), parameter.element_size()),
+        expanded_copies=int(config.kv_heads < config.num_heads and choice.expand_kv),
+        padded_values=choice.pads_values,
+        stores_scores=choice.core == "operators" and not has_parts_of_keys,
+        expert_gradients=int(_makes_expert_gradients(model)),
+    )
 
 
 def _makes_expert_gradients(model: GPT) -> bool:
@@ -295,6 +295,7 @@ def estimate_of(
         model = models[0]
         (num_samples, seq_length) = tokens
         rule = strategy.options.microbatches(layout)
+        num_bytes = sum(leaf.nbytes for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
         training = replace(
             training,
             seq_length=seq_length,
@@ -302,7 +303,7 @@ def estimate_of(
             num_microbatches=rule.count_for(num_samples),
             recompute=model.recompute,
             loss_chunk=model.loss_chunk,
-            input_bytes=_input_bytes(batch) // (num_samples * seq_length),
+            input_bytes=num_bytes // (num_samples * seq_length),
         )
         estimates = estimate_memory(
             model.config.memory_shape(),
@@ -401,23 +402,17 @@ def tokens_shape(batch: Any) -> tuple[int, int] | None:
     return next((shape for part in parts if (shape := tokens_shape(part)) is not None), None)
 
 
-def _input_bytes(batch: Any) -> int:
-    return sum(leaf.nbytes for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
-
-
 def merge_ranks(reports: Sequence[StageReport]) -> tuple[StageReport, ...]:
     """Merge the reports of all ranks by stage, with the maximum over ranks for each part."""
     stages: dict[int, StageReport] = {}
     for report in reports:
-        if report.stage not in stages:
-            stages[report.stage] = report
-            continue
-        before = stages[report.stage]
-        held = {name: max(size, before.held[name]) for name, size in report.held.items()}
-        peak = None if before.peak is None or report.peak is None else max(before.peak, report.peak)
-        sizes = [size for size in (before.graphs, report.graphs) if size is not None]
-        graphs = max(sizes, default=None)
-        stages[report.stage] = replace(before, held=held, peak=peak, graphs=graphs)
+        before = stages.setdefault(report.stage, report)
+        stages[report.stage] = replace(
+            before,
+            held={name: max(size, before.held[name]) for name, size in report.held.items()},
+            peak=_largest(before.peak, report.peak),
+            graphs=_largest(before.graphs, report.graphs),
+        )
     return tuple(stages[stage] for stage in sorted(stages))
 
 
@@ -432,6 +427,10 @@ def as_figures(report: StageReport) -> dict[str, Any]:
         "ratio": report.ratio,
         "bytes_per_parameter": report.bytes_per_parameter,
     }
+
+
+def _largest(*sizes: int | None) -> int | None:
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def _is_in_place(optimizer: Optimizer) -> bool:

@@ -147,11 +147,11 @@ class LogReplay:
             options["rank_zero_only"] = True
         if is_shown and is_training and call.times(is_training) == (True, False):
             bar = getattr(getattr(module, "trainer", None), "progress_bar_callback", None)
-            is_shown = bar is not None
-            if hasattr(bar, "keep_until_drawn"):
-                # Other bars read the value after every batch, for which the host waits.
-                bar.keep_until_drawn(call.name, value)
-                is_shown = False
+            # Bars without this method read the value after every batch, for which the host waits.
+            keep = getattr(bar, "keep_until_drawn", None)
+            if keep is not None:
+                keep(call.name, value)
+            is_shown = bar is not None and keep is None
         options["prog_bar"] = bool(is_shown)
         return options
 

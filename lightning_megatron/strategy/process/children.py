@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
@@ -175,31 +174,3 @@ def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | Non
     if pid or (environment.get(_TORCHRUN) and parent != 1):
         return lambda: os.getppid() != parent
     return None
-
-
-def watch_launcher(end: Callable[[], None]) -> None:
-    """Call a method soon after the launcher has ended, from a daemon thread.
-
-    The thread ends when the object of the method is garbage-collected, so that a process with many
-    Trainers has few threads. A kill signal from the operating system at the death of the parent
-    would be faster, but would leave temporary files behind.
-
-    Args:
-        end: Bound method that ends this process.
-    """
-    is_gone = launcher_is_gone(os.environ)
-    if is_gone is None:
-        return
-    reference = weakref.WeakMethod(end)
-
-    def poll_launcher() -> None:
-        pause = threading.Event()
-        while not is_gone():
-            pause.wait(_POLL_SECONDS)
-            if reference() is None:
-                return
-        method = reference()
-        if method is not None:
-            method()
-
-    threading.Thread(target=poll_launcher, daemon=True, name="parent-watch").start()

@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.strategy.private.processes import SIGTERMException, TunerExitException
-from lightning_megatron.strategy.process.children import watch_launcher
+from lightning_megatron.strategy.process.children import launcher_is_gone
 from lightning_megatron.strategy.process.job_folder import JobFolder, remove_sockets
 from lightning_megatron.strategy.process.rank_status import RankStatus, start_time_of
 
@@ -47,7 +47,7 @@ class FailureWatch:
 
     A rank that still waits in a collective after a grace period exits. If all ranks raise within
     that period, their exceptions reach the user's code as usual. A rank also exits when the process
-    that launched it has ended.
+    that launched it ends during a run.
 
     Args:
         num_local: Number of ranks on this machine (ranks).
@@ -62,7 +62,6 @@ class FailureWatch:
         self._stop = threading.Event()
         self._stop.set()
         self._cleanup_timer: threading.Timer | None = None
-        self._watches_launcher = False
         self._left_folder: JobFolder | None = None
 
     @property
@@ -96,9 +95,6 @@ class FailureWatch:
         self._failed = None
         self._notices = None
         self._stop = threading.Event()
-        if not self._watches_launcher:
-            self._watches_launcher = True
-            watch_launcher(self._end_after_launcher)
         threading.Thread(
             target=self._watch_failures, args=(self._stop,), daemon=True, name="failure-watch"
         ).start()
@@ -295,9 +291,15 @@ class FailureWatch:
             self.end(1)
 
     def _watch_failures(self, stop: threading.Event) -> None:
+        launcher_gone = launcher_is_gone(os.environ)
         last_read = time.monotonic()
         complete = time.monotonic()
         while not stop.wait(_POLL_SECONDS):
+            # A kill signal from the operating system at the death of the launcher would be faster,
+            # but would leave temporary files behind.
+            if launcher_gone is not None and launcher_gone():
+                self._print_line("stops because the process that launched it has ended.")
+                self.end(1)
             left = self._joined.early_leavers() if self._joined is not None else {}
             if not left:
                 complete = time.monotonic()
@@ -314,10 +316,6 @@ class FailureWatch:
             if time.monotonic() - last_read >= _POLL_NOTICES_SECONDS:
                 last_read = time.monotonic()
                 self._read_other_machines()
-
-    def _end_after_launcher(self) -> None:
-        self._print_line("stops because the process that launched it has ended.")
-        self.end(1)
 
     def _read_other_machines(self) -> None:
         """Notify the ranks of this machine of a failure on another machine."""

@@ -9,7 +9,8 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -60,7 +61,8 @@ class RankStatus:
     @classmethod
     def observe(cls, rank: int, number: int, activity: str, journal: Journal) -> RankStatus:
         """Return the status of this process's main thread."""
-        frames = list(_main_frames())
+        inner = sys._current_frames().get(threading.main_thread().ident or 0)
+        frames = [] if inner is None else [frame for frame, _ in traceback.walk_stack(inner)]
         pid = os.getpid()
         return cls(
             rank=rank,
@@ -99,22 +101,12 @@ class RankStatus:
         return cls(**values | {"lines": tuple(values["lines"])})
 
 
-def _main_frames() -> Iterator[FrameType]:
-    """Return the frames of the main thread, innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
-    frames = list(frames)
+def _interesting_lines(frames: Sequence[FrameType]) -> tuple[str, ...]:
     user_frames = [
         frame for frame in frames if not frame.f_code.co_filename.startswith((*_LIBRARY_PATHS, "<"))
     ]
-    chosen = (
-        frames[:1] + [frame for frame in user_frames if frame is not frames[0]][: _NUM_LINES - 1]
-    )
+    others = [frame for frame in user_frames if frame is not frames[0]]
+    chosen = [*frames[:1], *others[: _NUM_LINES - 1]]
     return tuple(
         f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in chosen
     )
@@ -148,23 +140,14 @@ def missing_ranks(
     waiting = {rank for rank, status in statuses.items() if status.waits and rank not in silent}
     wanted: set[int] = set()
     for rank in waiting:
-        wanted.update(_absent(statuses[rank], statuses, silent))
+        call = statuses[rank].call
+        for other in () if call is None else call.ranks:
+            if other in silent or not _has_arrived(statuses[other], call):
+                wanted.add(other)
     # Collectives that do not go through a mesh, such as those of torch's own checkpoints, are not
     # counted.
     wanted = wanted or set(range(num_ranks)) - waiting
     return sorted(wanted - waiting or wanted)
-
-
-def _absent(
-    waiting: RankStatus, statuses: Mapping[int, RankStatus], silent: set[int]
-) -> Iterator[int]:
-    """Return the ranks that have not arrived at the point where one rank waits."""
-    call = waiting.call
-    if call is None:
-        return
-    for rank in call.ranks:
-        if rank in silent or not _has_arrived(statuses[rank], call):
-            yield rank
 
 
 def _has_arrived(status: RankStatus, call: Call) -> bool:

@@ -77,16 +77,13 @@ class SignalAgreement:
         """Handle SIGTERM: record it, and forward it to the launched processes."""
         if not self.end_requested:
             self.end_requested = True
-            self._pass_on(signum)
+            kill = getattr(self.trainer.strategy.launcher, "kill", None)
+            if kill is not None:
+                kill(signum)
 
     def notify_requeue(self, signum: Any, *_: Any) -> None:
         """Handle SLURM's time-limit signal: record it."""
         self.requeue_requested = True
-
-    def _pass_on(self, signum: Any) -> None:
-        kill: Callable[[Any], None] | None = getattr(self.trainer.strategy.launcher, "kill", None)
-        if kill is not None:
-            kill(signum)
 
     def check(self) -> None:
         """Ask all ranks at an interval of batches for received signals; after one, save and exit.
