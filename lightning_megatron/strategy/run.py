@@ -73,7 +73,7 @@ from lightning_megatron.strategy.private.loops import (
     install_scheduled_loop,
 )
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
-from lightning_megatron.strategy.process.random_states import LongLivedObjects
+from lightning_megatron.strategy.process.random_states import exclude_garbage
 from lightning_megatron.strategy.process.signals import SignalAgreement
 from lightning_megatron.strategy.step.batch_cuts import BatchCuts
 from lightning_megatron.strategy.step.limited_rows import LimitedRows
@@ -122,10 +122,8 @@ class Run:
         self.is_fit = module.trainer.state.fn == TrainerFn.FITTING
         self._options = options
         self._checkpoints = checkpoints
-        self._long_lived = LongLivedObjects()
         self._hooks = ExitStack()
         with ExitStack() as undo:
-            undo.callback(self._long_lived.release)
             undo.callback(self.end_hooks)
             reduce_metrics_over_data(module, mesh, undo)
             check_synchronised_norms(module, mesh)
@@ -381,7 +379,7 @@ class Run:
 
     def exclude_garbage(self) -> None:
         """Exclude the objects that exist now from garbage collection until the end of the run."""
-        self._long_lived.freeze()
+        exclude_garbage(self._undo)
 
     def close(self) -> None:
         """Undo the changes of the Trainer and the module."""

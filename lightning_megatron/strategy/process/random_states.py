@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,26 +107,14 @@ class DefaultGenerators:
             torch.cuda.set_rng_state(self.of_device, self.device)
 
 
-class LongLivedObjects:
-    """Objects that exist when training starts, excluded from garbage collection.
+def exclude_garbage(undo: ExitStack) -> None:
+    """Exclude the objects that exist when training starts from collections of garbage.
 
     A full collection visits every object of torch, Lightning and the model. It stops all Python
     code for about a quarter of a second. Collections run at different steps on each rank, and all
     ranks wait for each of them. Nothing changes if the program has already called ``gc.freeze``.
     """
-
-    def __init__(self) -> None:
-        self._frozen = False
-
-    def freeze(self) -> None:
-        """Collect garbage once, and exclude all remaining objects from later collections."""
-        if gc.get_freeze_count() <= _MAX_FROZEN_BY_PYTHON:
-            gc.collect()
-            gc.freeze()
-            self._frozen = True
-
-    def release(self) -> None:
-        """Include these objects in collections again."""
-        if self._frozen:
-            gc.unfreeze()
-            self._frozen = False
+    if gc.get_freeze_count() <= _MAX_FROZEN_BY_PYTHON:
+        gc.collect()
+        gc.freeze()
+        undo.callback(gc.unfreeze)

@@ -19,7 +19,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch, copy_batch
 from lightning_megatron.strategy.logs.log_record import Recorder
-from lightning_megatron.strategy.logs.merge import Weight, loss_in, token_counts_in
+from lightning_megatron.strategy.logs.merge import Weight, token_counts_in
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 from lightning_megatron.strategy.trials.part_draws import ConstantRandomValues, DrawRecord, UserDraw
@@ -202,19 +202,14 @@ def undo_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[Module
         mesh.random.seek(position.layer, position)
 
 
-@contextmanager
-def without_compilation(module: LightningModule) -> Iterator[None]:
-    """Run compiled modules eagerly inside the block, if there are any.
+def without_compilation(module: LightningModule) -> AbstractContextManager[object]:
+    """Return a context in which compiled modules run eagerly, if there are any.
 
     Trials run under dispatch modes. ``torch.compile`` never compiles a function again whose first
     call was under one.
     """
     has_compiled = any(is_compiled(part) for _, part in named_layers(module))
-    mode: AbstractContextManager[object] = (
-        torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
-    )
-    with mode:
-        yield
+    return torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
 
 
 def combined(values: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
@@ -268,12 +263,5 @@ def _results(
 
 
 def _scalar_loss(output: Any) -> Tensor | None:
-    if isinstance(output, Tensor):
-        return output if output.numel() == 1 else None
-    if (
-        isinstance(output, Mapping)
-        and isinstance(output.get("loss"), Tensor)
-        and output["loss"].numel() == 1
-    ):
-        return loss_in(output)
-    return None
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
