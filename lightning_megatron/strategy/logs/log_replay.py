@@ -152,7 +152,8 @@ class LogReplay:
             if keep is not None:
                 keep(call.name, value)
             is_shown = bar is not None and keep is None
-        options["prog_bar"] = bool(is_shown)
+        if "prog_bar" in options:
+            options["prog_bar"] = bool(is_shown)
         return options
 
     def _path_of(self, metric: Metric, module: LightningModule) -> str | None:

@@ -141,7 +141,9 @@ def missing_ranks(
     wanted: set[int] = set()
     for rank in waiting:
         call = statuses[rank].call
-        for other in () if call is None else call.ranks:
+        if call is None:
+            continue
+        for other in call.ranks:
             if other in silent or not _has_arrived(statuses[other], call):
                 wanted.add(other)
     # Collectives that do not go through a mesh, such as those of torch's own checkpoints, are not
