@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -78,22 +79,22 @@ class BatchComparison:
         return number & (number - 1) == 0 or number % self._interval == 0
 
 
+@dataclass
 class _Batches:
     """Digest of consecutive batches."""
 
-    def __init__(self, kind: str, first: int) -> None:
-        self._kind = kind
-        self._first = first
-        self.last = first
-        self.digest = hashlib.blake2b()
+    kind: str
+    first: int
+    last: int = 0
+    digest: Any = field(default_factory=hashlib.blake2b)
 
     @property
     def name(self) -> str:
         """Return a description for error texts."""
         numbers = f"batch {self.last}"
-        if self._first < self.last:
-            numbers = f"batches {self._first} to {self.last}"
-        return f"{self._kind} {numbers} of its data-parallel rank"
+        if self.first < self.last:
+            numbers = f"batches {self.first} to {self.last}"
+        return f"{self.kind} {numbers} of its data-parallel rank"
 
     def add(self, values: Tensor) -> None:
         """Add the shape and some values of a tensor on the host."""

@@ -139,7 +139,7 @@ class AttributeSync:
         try:
             yield
         finally:
-            state.put_back()
+            state.restore()
 
     def _packed(self) -> bytes | None:
         if self._before is None:

@@ -104,18 +104,17 @@ class ModuleState:
                 kinds[recorded.name] = recorded.kind
         return kinds
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore every recorded value that has changed."""
-        self._restore_entries()
-        for recorded in self._recorded.values():
-            if not _holds(recorded):
-                _put_back(recorded)
-
     @torch.inference_mode()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore every recorded value; the host reads no tensor to see which have changed."""
-        self._restore_entries()
+        for attributes in self._held:
+            for key in attributes.now().keys() - attributes.kept.keys():
+                del attributes.held[key]
+            attributes.held.update(attributes.kept)
+        for hooks, earlier in self._hooks:
+            if hooks != earlier:
+                hooks.clear()
+                hooks.update(earlier)
         tensors = []
         for recorded in self._recorded.values():
             if isinstance(recorded.value, Tensor):
@@ -125,16 +124,6 @@ class ModuleState:
         # Writes through .data do not count as changes of tensors that a backward pass needs.
         written = [record.value.data for record in tensors]
         copy_all_(written, [record.copy for record in tensors])
-
-    def _restore_entries(self) -> None:
-        for attributes in self._held:
-            for key in attributes.now().keys() - attributes.kept.keys():
-                del attributes.held[key]
-            attributes.held.update(attributes.kept)
-        for hooks, earlier in self._hooks:
-            if hooks != earlier:
-                hooks.clear()
-                hooks.update(earlier)
 
     def _is_as_recorded(self, earlier: Any, current: Any, tolerance: float) -> bool:
         if earlier is current:
@@ -232,6 +221,8 @@ def _copy(value: Any) -> Any:
             not isinstance(value, (nn.Parameter, RemoteTensor))
             and value.layout == torch.strided
             and value.device.type != "meta"
+            # Torch writes no expanded tensor.
+            and 0 not in value.stride()
         )
         return torch.empty_like(value, requires_grad=False) if is_plain else None
     if isinstance(value, (list, dict, set, deque)):
@@ -240,7 +231,7 @@ def _copy(value: Any) -> Any:
     if accessors is not None:
         return accessors[0](value)
     if isinstance(value, np.ndarray):
-        return value.copy()
+        return value.copy() if value.flags.writeable else None
     return dict(vars(value)) if _is_users(value) else None
 
 
@@ -258,7 +249,7 @@ def _is_users(value: Any) -> bool:
     return package not in _READ_ONLY and (package != _PACKAGE or kind.__name__ in _ACCUMULATING)
 
 
-def _holds(recorded: _Recorded, tolerance: float = 0.0) -> bool:
+def _holds(recorded: _Recorded, tolerance: float) -> bool:
     """Return whether a value still equals its recorded content."""
     return _almost_equal(recorded.copy, _content(recorded.value), tolerance)
 
@@ -317,9 +308,7 @@ def _put_back(recorded: _Recorded) -> None:
     value = recorded.value
     copy = recorded.copy
     accessors = _accessors_of(value)
-    if isinstance(value, Tensor):
-        value.copy_(copy)
-    elif isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray):
         value[...] = copy
     elif accessors is not None:
         accessors[1](value, copy)

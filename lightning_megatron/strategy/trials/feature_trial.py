@@ -18,7 +18,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.strategy.trials.part_draws import PartDraws, UserDraw, listed, refusals
+from lightning_megatron.strategy.trials.part_draws import PartDraws, UserDraw, listed
 from lightning_megatron.strategy.trials.trial_step import (
     Run,
     TrialStep,
@@ -201,8 +201,7 @@ class _FeatureTrial(TrialStep):
 
     def _separate_draws(self, cut: _Result, whole: _Result) -> None:
         """Find random functions on sharded features, and refuse those without an own stream."""
-        found = self.user_draws.find(self.module, cut.draws, whole.draws)
-        refused = refusals(cut.draws, whole.draws, found, whole.error)
+        found, refused = self.user_draws.find(self.module, cut.draws, whole.draws, whole.error)
         if found and any(is_compiled(part) for _, part in named_layers(self.module)):
             refused += [f"{place}, in a module with compiled parts" for place in found]
         results = all_gather_objects((refused, list(map(str, found))), self.mesh.world_cpu)

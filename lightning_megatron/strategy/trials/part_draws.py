@@ -104,53 +104,44 @@ class PartDraws:
         self._functions: set[Hashable] = set()
 
     def find(
-        self, module: nn.Module, cut: Sequence[UserDraw], whole: Sequence[UserDraw]
-    ) -> list[Place]:
-        """Find the functions that draw for sharded features, and return their new places."""
+        self, module: nn.Module, cut: Sequence[UserDraw], whole: Sequence[UserDraw], error: str
+    ) -> tuple[list[Place], list[str]]:
+        """Find the functions that draw for sharded features.
+
+        Args:
+            error: Error that ended the step with all features; empty if it ran.
+
+        Returns:
+            The new places of these functions, and why draws cannot have their own streams.
+        """
         in_whole = _by_place(whole)
         names = {id(part): name for name, part in module.named_modules()}
-        found = [
-            place
-            for place, draws in _by_place(cut).items()
-            if place not in self._layers and _total(draws) < _total(in_whole.get(place, ()))
-        ]
-        for place in found:
+        found: list[Place] = []
+        reasons: list[str] = []
+        for place, draws in _by_place(cut).items():
+            others = in_whole.get(place, [])
+            if error and len(others) < len(draws):
+                reasons.append(f"{place}, which could not be tried with all features ({error})")
+            if place in self._layers or _total(draws) >= _total(others):
+                continue
+            found.append(place)
             # The stream depends on the module and not on the stage that has it.
             where = next((names[key] for key in place.modules if key in names), "")
             code = (str(line.number) for line in place.lines)
             self._layers[place] = derive_seed("user code", where, *code)
+            pairs = zip(draws, others, strict=False)
+            if len(others) == len(draws) and any(draw.size == other.size for draw, other in pairs):
+                reasons.append(f"{place}, which also draws for all features")
+            elif any(draw.has_generator for draw in draws):
+                reasons.append(f"{place}, which passes a generator")
         self._functions |= {draw.function for draw in cut if draw.place in self._layers}
-        return found
+        return found, reasons
 
     def streams(self) -> AbstractContextManager[Any]:
         """Return a context for steps, in which these functions draw from the rank's own stream."""
         if not self._layers:
             return nullcontext()
         return _OwnStreams(self._random, self._layers, frozenset(self._functions))
-
-
-def refusals(
-    cut: Sequence[UserDraw], whole: Sequence[UserDraw], found: Sequence[Place], error: str
-) -> list[str]:
-    """Return why draws for sharded features cannot have their own streams, for each such line.
-
-    Args:
-        error: Error that ended the step with all features; empty if it ran.
-    """
-    in_whole = _by_place(whole)
-    reasons: list[str] = []
-    for place, draws in _by_place(cut).items():
-        others = in_whole.get(place, [])
-        is_mixed = len(others) == len(draws) and any(
-            draw.size == other.size for draw, other in zip(draws, others, strict=True)
-        )
-        if error and len(others) < len(draws):
-            reasons.append(f"{place}, which could not be tried with all features ({error})")
-        elif place in found and is_mixed:
-            reasons.append(f"{place}, which also draws for all features")
-        elif place in found and any(draw.has_generator for draw in draws):
-            reasons.append(f"{place}, which passes a generator")
-    return reasons
 
 
 def listed(items: Sequence[object]) -> str:
