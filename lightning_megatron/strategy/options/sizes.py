@@ -41,8 +41,13 @@ def check_sizes(
         arguments: Arguments of ``fit``, ``validate``, ``test`` or ``predict``, by name.
     """
     check_optimization(module, layout.pp)
-    if options.experts.rows is not None and "train_dataloaders" in arguments:
-        check_limited_step(module)
+    is_fit = "train_dataloaders" in arguments
+    if options.experts.rows is not None and is_fit and not module.automatic_optimization:
+        raise UnsupportedError(
+            "experts.rows needs automatic optimization: a step that needs more rows is run again, "
+            "and the strategy cannot repeat the backward passes of user code. Use "
+            "automatic_optimization=True, or experts.rows=None."
+        )
     loader = arguments.get("train_dataloaders")
     data = loader if isinstance(loader, LightningDataModule) else arguments.get("datamodule")
     batch_size, seq_length = getattr(
@@ -64,7 +69,7 @@ def check_sizes(
         check_context_transport(config, options, layout)
         if options.products is not None:
             check_fp8_config(config, options.products, layout.tp, options.linear.backend)
-    if "train_dataloaders" not in arguments:
+    if not is_fit:
         return
     whole = getattr(data, "global_batch", None)
     if isinstance(whole, GlobalBatch):
@@ -147,16 +152,6 @@ def check_optimization(module: LightningModule, pp: int) -> None:
         raise UnsupportedError(
             f"manual optimization cannot be used with pp ({pp}) above 1, because the schedule runs "
             "backward passes between forward passes. Use automatic optimization, or pp=1."
-        )
-
-
-def check_limited_step(module: LightningModule) -> None:
-    """Refuse training steps that the strategy cannot run again without the limit on rows."""
-    if not module.automatic_optimization:
-        raise UnsupportedError(
-            "experts.rows needs automatic optimization: a step that needs more rows is run again, "
-            "and the strategy cannot repeat the backward passes of user code. Use "
-            "automatic_optimization=True, or experts.rows=None."
         )
 
 

@@ -112,9 +112,7 @@ class ReservedPort:
 
     def detach(self) -> int | None:
         """Return the file descriptor of the socket, whose new owner closes it; None without one."""
-        if self._socket is None:
-            return None
-        descriptor = self._socket.detach()
+        descriptor = None if self._socket is None else self._socket.detach()
         self._socket = None
         return descriptor
 

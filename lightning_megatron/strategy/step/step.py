@@ -35,7 +35,6 @@ from lightning_megatron.strategy.modules.buffers import SharedBuffers
 from lightning_megatron.strategy.optimization.layer_states import LayerStates, MixtureRuntime
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.optimization.training_state import TrainingState
-from lightning_megatron.strategy.options.sizes import check_limited_step
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
 from lightning_megatron.strategy.private.loops import (
     ClearGradients,
@@ -339,8 +338,6 @@ class Step:
 
     def _train_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], index: int) -> Any:
         """Run a step of manual optimization, whose backward passes user code runs."""
-        if self._mixtures.row_limit is not None:
-            check_limited_step(self._module)
         self._state.main.wait()
         dp = self._mesh.dp
         count = count_samples(args[0])

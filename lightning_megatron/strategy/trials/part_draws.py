@@ -285,12 +285,8 @@ class ConstantRandomValues(TorchDispatchMode):
     def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = [argument.name for argument in func._schema.arguments]
         # The dispatcher omits arguments that equal their defaults.
-        defaults = {
-            argument.name: argument.default_value
-            for argument in func._schema.arguments
-            if argument.has_default_value()
-        }
-        bound = defaults | dict(zip(names, args, strict=False)) | kwargs
+        bound = {one.name: one.default_value for one in func._schema.arguments}
+        bound |= dict(zip(names, args, strict=False)) | kwargs
         off = {name: value for name, value in _DROPOUT_OFF.items() if name in names}
         if off:
             positional = [off.get(name, value) for name, value in zip(names, args, strict=False)]
