@@ -584,14 +584,9 @@ class MegatronStrategy(RankStrategy):
         self.accelerator.teardown()
         self._failure_watch.cleanup_done()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``Trainer(strategy="megatron")`` once."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(
-                cls.strategy_name, cls, description=(cls.__doc__ or "").partition("\n")[0]
-            )
 
-
-MegatronStrategy.register_strategies(StrategyRegistry)
+StrategyRegistry.register(
+    MegatronStrategy.strategy_name,
+    MegatronStrategy,
+    description=(MegatronStrategy.__doc__ or "").partition("\n")[0],
+)

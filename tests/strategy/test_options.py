@@ -165,7 +165,6 @@ def test_what_the_trainer_cannot_run_is_refused():
 def test_strategy_is_registered_as_megatron():
     assert isinstance(StrategyRegistry.get("megatron"), MegatronStrategy)
     assert isinstance(trainer(1, "megatron").strategy, MegatronStrategy)
-    MegatronStrategy.register_strategies(StrategyRegistry)
 
 
 def test_defaults_follow_other_options():

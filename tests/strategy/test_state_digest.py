@@ -86,6 +86,8 @@ def test_what_a_repeated_run_of_a_step_changes_is_undone_in_place():
     for name, (make, change) in VALUES.items():
         module = Language()
         module.value, module.part = make(), torch.nn.Module()
+        # Nothing can write to these.
+        module.fixed, module.expanded = np.frombuffer(b"ab", np.uint8), torch.zeros(1).expand(3)
         module.part.value = ({"in": module.value},)
         value, before = module.value, content_of(module.value)
         with AttributeSync(module, last_of_two_stages()).trial():
