@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.shapes import Tokens, Trained, changed
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.strategy.callbacks.memory_report import MemoryReport, as_figures
+from lightning_megatron.strategy.callbacks.memory_report import MemoryReport, StageReport
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,20 @@ def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
     )
     data = Tokens(config, steps * case.batch * case.devices)
     trainer.fit(Trained(config), DataLoader(data, batch_size=case.batch, drop_last=True))
-    return [as_figures(stage) for stage in report.reports] if trainer.is_global_zero else []
+    return [_figures_of(stage) for stage in report.reports] if trainer.is_global_zero else []
+
+
+def _figures_of(report: StageReport) -> dict[str, Any]:
+    """Return a report as a dictionary of plain numbers."""
+    return {
+        "stage": report.stage,
+        "estimate": asdict(report.estimate) | {"peak": report.estimate.peak},
+        "held": report.held,
+        "peak": report.peak,
+        "graphs": report.graphs,
+        "ratio": report.ratio,
+        "bytes_per_parameter": report.bytes_per_parameter,
+    }
 
 
 def run_case(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:

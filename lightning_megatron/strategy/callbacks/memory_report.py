@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -414,19 +414,6 @@ def merge_ranks(reports: Sequence[StageReport]) -> tuple[StageReport, ...]:
             graphs=_largest(before.graphs, report.graphs),
         )
     return tuple(stages[stage] for stage in sorted(stages))
-
-
-def as_figures(report: StageReport) -> dict[str, Any]:
-    """Return a report as a dictionary of plain numbers."""
-    return {
-        "stage": report.stage,
-        "estimate": asdict(report.estimate) | {"peak": report.estimate.peak},
-        "held": report.held,
-        "peak": report.peak,
-        "graphs": report.graphs,
-        "ratio": report.ratio,
-        "bytes_per_parameter": report.bytes_per_parameter,
-    }
 
 
 def _largest(*sizes: int | None) -> int | None:

@@ -24,7 +24,6 @@ from lightning_megatron.plan.fp8 import FP8, FP8Recipe, check_fp8_products
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.plan.model_shape import LossChunk
-from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.plan.schedule import (
     SCHEDULE_NAMES,
@@ -241,7 +240,7 @@ class StrategyOptions:
         return {name: getattr(self, name) for name in names} | {
             "order": self.job.order,
             "stage_layers": self.pipeline.stage_layers,
-            "shape": self.chunk_shape,
+            "shape": shape_of_order(self.pass_order),
         }
 
     @property
@@ -266,11 +265,6 @@ class StrategyOptions:
         if isinstance(option, ExpertClones):
             return option
         return ExpertClones(option) if option else None
-
-    @property
-    def chunk_shape(self) -> PlacementShape:
-        """Return how the schedule places chunks on the stages."""
-        return shape_of_order(self.pass_order)
 
     @property
     def shards_sequence(self) -> bool:
