@@ -26,49 +26,23 @@ from lightning_megatron.strategy.trials.part_draws import ConstantRandomValues, 
 from lightning_megatron.user_code import is_compiled
 
 
-class SeededGenerators:
-    """Python and NumPy generators, seeded before each part of a batch, and their positions.
+@contextmanager
+def fixed_orders() -> Iterator[None]:
+    """Rotate by one place, without a draw, where Python or NumPy would shuffle in the block."""
+    before = random.shuffle, np.random.shuffle, np.random.permutation
+    random.shuffle = _shuffle  # type: ignore[assignment]
+    np.random.shuffle = _shuffle  # type: ignore[assignment]
+    np.random.permutation = _permutation  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        random.shuffle, np.random.shuffle, np.random.permutation = before
 
-    Random orders (``shuffle``, ``permutation``) become a rotation by one place and draw nothing.
-    The final states of the generators show how often a step draws. A step that draws equally often
-    for one sample and for two draws once per batch, such as a mixing ratio. A step that draws more
-    often for two samples draws once per sample, and cannot see the same numbers in both cases.
-    """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._ends: list[int] = []
-        self._is_begun = False
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """Return the distinct states of the generators after the parts, as hashes."""
-        return frozenset(self._ends)
-
-    def begin(self) -> None:
-        """Seed the generators for the next part."""
-        self._note_end()
-        self._is_begun = True
-        random.seed(self._seed)
-        np.random.seed(self._seed)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Replace random orders inside the block, and record the final state of the last part."""
-        before = random.shuffle, np.random.shuffle, np.random.permutation
-        random.shuffle = _shuffle  # type: ignore[assignment]
-        np.random.shuffle = _shuffle  # type: ignore[assignment]
-        np.random.permutation = _permutation  # type: ignore[assignment]
-        try:
-            yield
-            self._note_end()
-        finally:
-            random.shuffle, np.random.shuffle, np.random.permutation = before
-
-    def _note_end(self) -> None:
-        if self._is_begun:
-            _, keys, *rest = np.random.get_state()
-            self._ends.append(hash((random.getstate(), np.asarray(keys).tobytes(), *rest)))
+def _state_of_generators() -> int:
+    """Return a hash of the states of Python's and NumPy's generators."""
+    _, keys, *rest = np.random.get_state()
+    return hash((random.getstate(), np.asarray(keys).tobytes(), *rest))
 
 
 def _shuffle(values: Any) -> None:
@@ -171,17 +145,28 @@ class TrialStep:
         gradients: AbstractContextManager[Any],
     ) -> list[Any]:
         constant_values = ConstantRandomValues()
-        seeded = SeededGenerators(seed)
         record = DrawRecord(constant_values)
         self.draws = record.draws
+        # A step that draws equally often for one sample and for two draws once per batch, such as a
+        # mixing ratio. One that draws more often for two samples draws once per sample, and cannot
+        # see the same numbers in both cases.
+        states: list[int] = []
+
+        def begin_part() -> None:
+            states.append(_state_of_generators())
+            random.seed(seed)
+            np.random.seed(seed)
+
         try:
-            with gradients, constant_values, record, seeded.running():
+            with gradients, constant_values, record, fixed_orders():
                 # The same batch runs several times, and a step may change it.
                 copies = [Microbatch(copy_batch(part.data), part.num_samples) for part in parts]
-                return self.run(copies, recorder, seeded.begin)
+                outputs = self.run(copies, recorder, begin_part)
+                states.append(_state_of_generators())
+                return outputs
         finally:
             self.spacing = max(self.spacing, constant_values.spacing)
-            self.ends = self.ends | seeded.ends
+            self.ends |= frozenset(states[1:])
 
 
 @contextmanager
