@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import RunStream
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer.ties import name_copies_as_originals
-from lightning_megatron.pipeline.microbatch import Microbatch
+from lightning_megatron.pipeline.microbatch import is_cut
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
 from lightning_megatron.plan.custom_schedule import RowFunction
 from lightning_megatron.plan.fp8 import FP8, FP8Recipe
@@ -260,20 +261,12 @@ class MegatronStrategy(RankStrategy):
             return self._moved(batch, device, dataloader_idx)
 
     def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
-        move = super().batch_to_device
-        if (
-            isinstance(batch, list)
-            and batch
-            and all(isinstance(part, Microbatch) for part in batch)
-        ):
-            for part in batch:
-                check_batch(part.data, self.user_module)
+        if is_cut(batch):
             return [
-                Microbatch(move(part.data, device, dataloader_idx), part.num_samples)
-                for part in batch
+                replace(part, data=self._moved(part.data, device, dataloader_idx)) for part in batch
             ]
         check_batch(batch, self.user_module)
-        return move(batch, device, dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @property
     @override
