@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import span_of_layer
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.nest import leaves
+from lightning_megatron.pipeline.microbatch import count_samples, count_tokens
 from lightning_megatron.plan.budget import (
     GIB,
     StageMemory,
@@ -290,20 +291,20 @@ def estimate_of(
     stage = strategy.mesh.pp.rank
     training = training_shape(strategy, module, optimizers)
     models = [model for _, model in pipelined_modules(module) if isinstance(model, GPT)]
-    tokens = tokens_shape(batch)
-    if len(models) == 1 and tokens is not None:
+    num_tokens = count_tokens(batch)
+    if len(models) == 1 and num_tokens:
         model = models[0]
-        (num_samples, seq_length) = tokens
+        num_samples = count_samples(batch)
         rule = strategy.options.microbatches(layout)
         num_bytes = sum(leaf.nbytes for _, leaf in leaves(batch) if isinstance(leaf, Tensor))
         training = replace(
             training,
-            seq_length=seq_length,
+            seq_length=num_tokens // num_samples,
             microbatch_size=min(rule.size_for(num_samples), num_samples),
             num_microbatches=rule.count_for(num_samples),
             recompute=model.recompute,
             loss_chunk=model.loss_chunk,
-            input_bytes=num_bytes // (num_samples * seq_length),
+            input_bytes=num_bytes // num_tokens,
         )
         estimates = estimate_memory(
             model.config.memory_shape(),
@@ -389,17 +390,6 @@ def state_copies(optimizer: Optimizer) -> int:
         copies = [tensor for tensor in tensors if tensor.shape == parameter.shape]
         most = max(most, len(copies) if parameter.ndim else 0)
     return most
-
-
-def tokens_shape(batch: Any) -> tuple[int, int] | None:
-    """Return (samples, tokens per sample) of a batch's first 2-D integer tensor, if any."""
-    if isinstance(batch, Tensor):
-        is_tokens = batch.ndim == 2 and not batch.is_floating_point()
-        return (batch.shape[0], batch.shape[1]) if is_tokens else None
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    parts = batch if isinstance(batch, (list, tuple)) else ()
-    return next((shape for part in parts if (shape := tokens_shape(part)) is not None), None)
 
 
 def merge_ranks(reports: Sequence[StageReport]) -> tuple[StageReport, ...]:
