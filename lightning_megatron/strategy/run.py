@@ -40,12 +40,13 @@ from lightning_megatron.strategy.checks.run_checks import (
 )
 from lightning_megatron.strategy.logs.run_table import note_compiled_blocks
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
-from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_synchronised_norms
-from lightning_megatron.strategy.modules.full_writes import FullDraws, full_loads
-from lightning_megatron.strategy.modules.replaced_methods import (
+from lightning_megatron.strategy.modules.buffers import (
+    SharedBuffers,
     check_averages,
+    check_synchronised_norms,
     reduce_metrics_over_data,
 )
+from lightning_megatron.strategy.modules.full_writes import FullDraws, full_loads
 from lightning_megatron.strategy.optimization.layer_states import LayerStates, MixtureRuntime
 from lightning_megatron.strategy.optimization.parameter_readers import (
     SHARDED_GRADIENTS_WARNING,
