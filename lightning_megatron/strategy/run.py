@@ -46,7 +46,7 @@ from lightning_megatron.strategy.modules.buffers import (
     check_synchronised_norms,
     reduce_metrics_over_data,
 )
-from lightning_megatron.strategy.modules.full_writes import FullDraws, full_loads
+from lightning_megatron.strategy.modules.full_writes import FullDraws, accept_full_loads
 from lightning_megatron.strategy.optimization.layer_states import LayerStates, MixtureRuntime
 from lightning_megatron.strategy.optimization.parameter_readers import (
     SHARDED_GRADIENTS_WARNING,
@@ -286,11 +286,11 @@ class Run:
         interval = self._options.job.signal_check_interval
         SignalAgreement(trainer, self.mesh, interval, self._checkpoints.wait).install(undo)
         undo.enter_context(record_data_access(self._note_data))
-        undo.enter_context(full_loads(self.module))
+        accept_full_loads(self.module, undo)
         if self.mesh.model.size > 1:
             check_averages(self.module, undo)
         if self.mesh.pp.size > 1:
-            undo.enter_context(hide_example_input(self.module))
+            hide_example_input(self.module, undo)
         average_main_parameters(self.module, main, self.mesh, undo)
 
     def _note_data(self, parameter: nn.Parameter) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -75,20 +74,16 @@ def _check_no_writer(trainer: Trainer) -> None:
             )
 
 
-@contextmanager
-def hide_example_input(module: LightningModule) -> Iterator[None]:
+def hide_example_input(module: LightningModule, undo: ExitStack) -> None:
     """Hide ``example_input_array``, with which summaries would call a single pipeline stage."""
     example = module.example_input_array
+    undo.callback(setattr, module, "example_input_array", example)
     module.example_input_array = None
     if example is not None:
         rank_zero_info(
             "Summaries show no sizes of inputs and outputs with pp above 1: a stage cannot run "
             "example_input_array."
         )
-    try:
-        yield
-    finally:
-        module.example_input_array = example
 
 
 def update_callbacks(

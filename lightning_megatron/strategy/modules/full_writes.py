@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
@@ -28,22 +28,15 @@ _DRAWS = frozenset(
 )
 
 
-@contextmanager
-def full_loads(module: nn.Module) -> Iterator[None]:
-    """Let ``load_state_dict`` of any submodule take full tensors inside the block.
+def accept_full_loads(module: nn.Module, undo: ExitStack) -> None:
+    """Let ``load_state_dict`` of any submodule take full tensors until ``undo`` is closed.
 
     A sharded parameter takes this rank's part of a tensor of the full shape, and other tensors as
     they are.
     """
-    handles = []
     for part in module.modules():
         if not all(shard_spec_of(weight).is_whole for weight in part.parameters(recurse=False)):
-            handles.append(part.register_load_state_dict_pre_hook(_take_parts))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+            undo.callback(part.register_load_state_dict_pre_hook(_take_parts).remove)
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
