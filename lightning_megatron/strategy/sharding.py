@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import LightningModule
@@ -11,13 +11,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.context_parallel.position_wise import check_declared
-from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.models.fp8_layers import set_fp8, set_norms, unset_fp8
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.models.stage import pipelined_modules
-from lightning_megatron.plan.model_shape import LossChunk
-from lightning_megatron.plan.recomputation import Recomputation, Recompute
+from lightning_megatron.plan.recomputation import Recomputation
 from lightning_megatron.strategy.checks.engine_checks import emulates
 from lightning_megatron.strategy.checks.run_checks import check_is_sharded, check_module
 from lightning_megatron.strategy.optimization.layer_states import MixtureRuntime, check_experts
@@ -44,7 +42,7 @@ def shard_module(
     if mesh.cp.size > 1:
         # Modules that configure_model creates could not be checked before the groups existed.
         check_cut(module, mesh.cp.size, options.tensor_parallel_plan)
-    earlier = _delayed_scales(module)
+    earlier = {name: model.delayed_scales for name, model in _named_models(module).items()}
     for record in parallelize(
         module,
         mesh,
@@ -64,9 +62,8 @@ def shard_module(
     models = layered_modules(module)
     for model in models if mesh.cp.size > 1 else ():
         check_declared(model)
-    _set_recompute(models, module, options.recompute)
-    _set_loss_chunk(models, module, options.loss_chunk)
-    for name, model in _named_models(module):
+    _set_memory_options(models, module, options)
+    for name, model in _named_models(module).items():
         # The model may be a new object, rebuilt for this layout, that lacks the earlier scales.
         model.delayed_scales = earlier.get(name)
     _set_products(models, module, options, mesh.device)
@@ -75,15 +72,9 @@ def shard_module(
     return models
 
 
-def _named_models(module: LightningModule) -> Iterator[tuple[str, LayeredModule]]:
-    for name, model in pipelined_modules(module):
-        if isinstance(model, LayeredModule):
-            yield name, model
-
-
-def _delayed_scales(module: LightningModule) -> dict[str, DelayedScales | None]:
-    """Return the delayed scales that the models have from an earlier run, by model name."""
-    return {name: model.delayed_scales for name, model in _named_models(module)}
+def _named_models(module: LightningModule) -> dict[str, LayeredModule]:
+    named = pipelined_modules(module)
+    return {name: model for name, model in named if isinstance(model, LayeredModule)}
 
 
 def _without_model(setting: str, module: LightningModule, kind: str = "model") -> UnsupportedError:
@@ -94,26 +85,20 @@ def _without_model(setting: str, module: LightningModule, kind: str = "model") -
     )
 
 
-def _set_recompute(
-    models: Sequence[LayeredModule],
-    module: LightningModule,
-    recompute: Recompute | Recomputation | None,
-) -> None:
-    if not Recomputation.of(recompute).is_off and not models:
-        raise _without_model(f"recompute ({recompute!r})", module)
-    if recompute is not None:
-        for model in models:
-            model.recompute = recompute
-
-
-def _set_loss_chunk(
-    models: Sequence[LayeredModule], module: LightningModule, loss_chunk: LossChunk
+def _set_memory_options(
+    models: Sequence[LayeredModule], module: LightningModule, options: StrategyOptions
 ) -> None:
     decoders = [model for model in models if isinstance(model, GPT)]
-    if loss_chunk is not None and not decoders:
-        raise _without_model(f"loss_chunk ({loss_chunk!r})", module, "decoder")
-    for model in decoders:
-        model.loss_chunk = loss_chunk if loss_chunk is not None else model.loss_chunk
+    if not Recomputation.of(options.recompute).is_off and not models:
+        raise _without_model(f"recompute ({options.recompute!r})", module)
+    if options.loss_chunk is not None and not decoders:
+        raise _without_model(f"loss_chunk ({options.loss_chunk!r})", module, "decoder")
+    if options.recompute is not None:
+        for model in models:
+            model.recompute = options.recompute
+    if options.loss_chunk is not None:
+        for decoder in decoders:
+            decoder.loss_chunk = options.loss_chunk
 
 
 def _set_products(
