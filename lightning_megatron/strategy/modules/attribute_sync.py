@@ -146,13 +146,11 @@ class AttributeSync:
             return None
         values = self._values()
         before = self._before
-        changed = {
-            location: _AttributeChange(value[kept:], kept)
-            if (kept := num_kept(value, before.get(location)))
-            else _AttributeChange(value)
-            for location, value in values.items()
-            if location not in before or digest(value) != before[location]
-        }
+        changed: dict[_Location, _AttributeChange] = {}
+        for location, value in values.items():
+            if location not in before or digest(value) != before[location]:
+                kept = num_kept(value, before.get(location))
+                changed[location] = _AttributeChange(value[kept:] if kept else value, kept)
         removed = tuple(location for location in before if location not in values)
         if not changed and not removed:
             return None
@@ -160,11 +158,7 @@ class AttributeSync:
             return pack((changed, removed), self._module)
         except PICKLING_ERRORS:
             # The error does not name the value, so each value is tried separately.
-            sendable = {
-                location: change
-                for location, change in changed.items()
-                if self._is_sendable(location, change)
-            }
+            sendable = {key: one for key, one in changed.items() if self._is_sendable(key, one)}
             return pack((sendable, removed), self._module)
 
     def _is_sendable(self, location: _Location, change: _AttributeChange) -> bool:

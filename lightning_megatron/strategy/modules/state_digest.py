@@ -97,11 +97,8 @@ def num_kept(value: Any, before: bytes | ListDigest | None) -> int:
     if type(value) is not list or not isinstance(before, ListDigest) or id(value) != before.owner:
         return 0
     kept = value[: len(before.items)]
-    return (
-        len(kept)
-        if tuple(map(id, kept)) == before.items and _versions(kept) == before.versions
-        else 0
-    )
+    is_same = tuple(map(id, kept)) == before.items and _versions(kept) == before.versions
+    return len(kept) if is_same else 0
 
 
 def _versions(values: list[Any]) -> int:
