@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3520,
     "pipeline": 820,
     "plan": 5370,
-    "strategy": 12010,
+    "strategy": 11650,
     "swap": 9190,
     "tasks": 4650,
 }

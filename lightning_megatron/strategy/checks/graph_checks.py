@@ -45,7 +45,8 @@ def check_graphs(
     if settings is None:
         return
     reader = _reader_before_update(trainer) if settings.optimizer else None
-    recomputations = _recomputations(options, module)
+    models = [] if module is None else layered_modules(module)
+    recomputations = [Recomputation.of(options.recompute), *(model.recompute for model in models)]
     offloads = any(recomputation.offload for recomputation in recomputations)
     parts = {part for recomputation in recomputations for part in recomputation.parts}
     check_cuda_graphs(
@@ -64,11 +65,6 @@ def check_graphs(
             gradient_reader=reader,
         ),
     )
-
-
-def _recomputations(options: StrategyOptions, module: nn.Module | None) -> list[Recomputation]:
-    models = [] if module is None else layered_modules(module)
-    return [Recomputation.of(options.recompute), *(model.recompute for model in models)]
 
 
 def check_update(state: TrainingState, trainer: Trainer) -> None:
