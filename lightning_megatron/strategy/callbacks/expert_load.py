@@ -211,8 +211,9 @@ def names_of(layers: Mapping[int, Mapping[str, Tensor]], per_expert: bool) -> di
         layers: Values of every layer, by layer index.
         per_expert: Whether to include the share of each expert.
     """
-    known = (*_FIGURES, *_RANK_FIGURES)
-    figures = [name for name in known if all(name in layer for layer in layers.values())]
+    figures = list(_FIGURES + _RANK_FIGURES)
+    for layer in layers.values():
+        figures = [name for name in figures if name in layer]
     values = {}
     for name in figures:
         values[f"experts/{name}"] = torch.stack([layer[name] for layer in layers.values()]).mean()
