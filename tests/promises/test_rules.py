@@ -104,7 +104,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
     "beside rooms": 410,
-    "checkpoint": 2860,
+    "checkpoint": 2850,
     "cli": 2340,
     "data": 3800,
     "experts": 3540,
@@ -118,7 +118,7 @@ BUDGETS: dict[str, int] = {
     "pipeline": 820,
     "plan": 5370,
     "strategy": 11650,
-    "swap": 9190,
+    "swap": 8580,
     "tasks": 4650,
 }
 MIN_FILE_LINES = 70

@@ -151,7 +151,7 @@ def config_of(case: str, **changes: Any) -> Any:
 
 def our_config_of(case: str, **changes: Any) -> Any:
     """Convert the configuration of a case, with further or changed fields, into ours."""
-    return family_of_case(case).config({**config_of(case).to_dict(), **changes})
+    return family_of_case(case).config(config_of(case, **changes).to_dict())
 
 
 def twin_of(case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

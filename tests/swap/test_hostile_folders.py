@@ -341,12 +341,17 @@ def test_configuration_files_must_be_strict_json_of_limited_size_and_depth(tmp_p
         with pytest.raises(CorruptDataError, match=r"model/config\.json"):
             import_model(folder, tmp_path / f"out{number}")
         assert not (tmp_path / f"out{number}").exists()
-    save_llama(folder, intermediate_size=-3)
-    with (
-        pytest.raises(CheckpointMismatchError, match=r"model/config\.json: intermediate_size"),
-        build_on_meta(),
+    for changes, message in (
+        ({"intermediate_size": -3}, r"config\.json: ffn_hidden_size must be .* it is -3"),
+        ({"num_hidden_layers": 10**9}, r"config\.json: num_layers must be .* it is 1000000000"),
+        ({"rms_norm_eps": -1.0}, r"config\.json: norm_eps must be .* it is -1.0"),
+        ({"hidden_size": "3"}, "'hidden_size' expected int, got str"),
+        ({"rope_parameters": 3}, "'rope_parameters' with value 3"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "x"}}, "factor must be .* 'x'"),
     ):
-        transformers.LlamaForCausalLM.from_pretrained(folder)
+        save_llama(folder, **changes)
+        with pytest.raises(CheckpointMismatchError, match=message), build_on_meta():
+            transformers.LlamaForCausalLM.from_pretrained(folder)
 
 
 # ---- code
@@ -390,6 +395,6 @@ def test_code_that_a_configuration_names_does_not_run(tmp_path):
     cli_convert.main([str(tmp_path / "out"), str(tmp_path / "again"), "--verify"])
     assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
     save_llama(folder, **code, trust_remote_code=True)
-    with pytest.raises(UnsupportedError, match="trust_remote_code of a Llama configuration must"):
+    with pytest.raises(UnsupportedError, match="trust_remote_code of the configuration must"):
         import_model(folder, tmp_path / "trusted")
     assert not trap.exists()

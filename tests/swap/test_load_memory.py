@@ -14,6 +14,7 @@ import pytest
 
 from lightning_megatron.families import family_of
 from lightning_megatron.swap.weights.load import _NUM_CONCURRENT, PIECE_BYTES
+from tests.swap.families import transformers
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096}
 LLAMA |= {"intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32}
@@ -53,7 +54,8 @@ print(json.dumps({"growth": memory("VmHWM") - before, "shard": shard}))
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a folder's tensors; experts are packed in two tensors of a layer."""
     family = family_of(config["model_type"])
-    tensors = family.tensors(family.config(config))
+    complete = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config).to_dict()
+    tensors = family.tensors(family.config(complete))
     shapes = {name: shape for tensor in tensors for name, shape in tensor.source_shapes.items()}
     shapes = {name: shape for name, shape in shapes.items() if ".block_sparse_moe." not in name}
     size, inner, count = (

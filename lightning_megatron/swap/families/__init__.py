@@ -6,7 +6,6 @@ from lightning_megatron.swap.families.family import Family as Family
 from lightning_megatron.swap.families.family import ModelConfig as ModelConfig
 from lightning_megatron.swap.families.fields import ConfigTable as ConfigTable
 from lightning_megatron.swap.families.fields import Field as Field
-from lightning_megatron.swap.families.fields import translate_values as translate_values
 from lightning_megatron.swap.families.known import families as families
 from lightning_megatron.swap.families.known import family_of as family_of
 from lightning_megatron.swap.families.known import find_family as find_family

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.families.fields import (
@@ -16,7 +15,6 @@ from lightning_megatron.swap.families.fields import (
     Values,
     only,
     padding_id,
-    translate_values,
 )
 from lightning_megatron.swap.tensors.mapping import TensorMap, joined, joined_layers
 
@@ -24,11 +22,9 @@ from lightning_megatron.swap.tensors.mapping import TensorMap, joined, joined_la
 CLASSIFIER = "head.output.weight"
 _PROBLEM_TYPES = (None, "regression", "single_label_classification", "multi_label_classification")
 #: Fields that only the first releases of BERT read, or that no model of these classes reads.
-_IRRELEVANT = frozenset(
-    """
-    directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
-    pooler_size_per_head pooler_type tie_word_embeddings
-    """.split()
+_IRRELEVANT = (
+    "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+    "pooler_size_per_head pooler_type tie_word_embeddings"
 )
 _OLD_NORM_NAMES = (
     (r"LayerNorm\.gamma$", "LayerNorm.weight"),
@@ -105,91 +101,71 @@ def _norm(target: str, source: str, config: EncoderConfig) -> list[TensorMap]:
     return joined_layers(target, (config.hidden_size,), source, has_bias=True)
 
 
-def _labels(values: Values) -> Mapping[str, Any]:
-    named = values["id2label"]
-    counted = values["num_labels"]
-    if named is not None and counted is not None and len(named) != counted:
-        raise UnsupportedError(
-            f"num_labels ({counted}) must equal the number of labels in id2label ({len(named)}), "
-            "because the classifier has one output for each label. Correct the configuration."
-        )
-    return {"num_labels": len(named) if named is not None else counted or 2}
-
-
 def _head_dropout(values: Values) -> Mapping[str, Any]:
     dropout = values["classifier_dropout"]
     return {"head_dropout": values["hidden_dropout_prob"] if dropout is None else dropout}
 
 
-def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:
-    reason = "position vectors are added to token vectors"
-    return (
-        Field("vocab_size", vocab_size, "vocab_size"),
-        Field("hidden_size", 768, "hidden_size"),
-        Field("num_hidden_layers", 12, "num_layers"),
-        Field("num_attention_heads", 12, "num_heads"),
-        Field("intermediate_size", 3072, "ffn_hidden_size"),
-        Field("hidden_act", "gelu", translate_values("hidden_act", "activation", UNGATED)),
-        Field("hidden_dropout_prob", 0.1, "hidden_dropout"),
-        Field("attention_probs_dropout_prob", 0.1, "attention_dropout"),
-        Field("max_position_embeddings", 512, "num_positions"),
-        Field("type_vocab_size", 2, "num_token_types"),
-        Field("initializer_range", 0.02, "init_std"),
-        Field("layer_norm_eps", 1e-12, "norm_eps"),
-        Field("pad_token_id", padding, padding_id),
-        only("position_embedding_type", "absolute", reason, None),
-        only("is_decoder", False, "every position attends to all others", None),
-    )
-
-
-_MASKED = only("tie_word_embeddings", True, "the output layer uses the weight of the embedding")
-_CHOICES = Field("classifier_dropout", None, _head_dropout)
-_CLASSES = (
-    Field("id2label", None, _labels),
-    Field("num_labels", None),
-    _CHOICES,
-    Field("problem_type", None, allowed=_PROBLEM_TYPES, reason="only these losses are implemented"),
+_FIELDS = (
+    Field("vocab_size", "vocab_size"),
+    Field("hidden_size", "hidden_size"),
+    Field("num_hidden_layers", "num_layers"),
+    Field("num_attention_heads", "num_heads"),
+    Field("intermediate_size", "ffn_hidden_size"),
+    Field("hidden_act", "activation", UNGATED),
+    Field("hidden_dropout_prob", "hidden_dropout"),
+    Field("attention_probs_dropout_prob", "attention_dropout"),
+    Field("max_position_embeddings", "num_positions"),
+    Field("type_vocab_size", "num_token_types"),
+    Field("initializer_range", "init_std"),
+    Field("layer_norm_eps", "norm_eps"),
+    Field("pad_token_id", padding_id),
+    only(
+        "position_embedding_type",
+        "position vectors are added to token vectors",
+        "absolute",
+        None,
+    ),
+    only("is_decoder", "every position attends to all others", False, None),
 )
-_BERT = _fields(30522, 0)
-_ROBERTA = _fields(50265, 1)
-
-
-def _bert(
-    architecture: str, fields: tuple[Field, ...], names: Mapping[str, str], **fixed: Any
-) -> Family:
-    return _family("bert", "BERT", architecture, fields, names, fixed)
-
-
-def _roberta(
-    architecture: str, fields: tuple[Field, ...], names: Mapping[str, str], **fixed: Any
-) -> Family:
-    return _family(
-        "roberta", "RoBERTa", architecture, fields, names, fixed | {"positions": "tokens"}
-    )
+_MASKED = only("tie_word_embeddings", "the output layer uses the weight of the embedding", True)
+_CHOICES = Field("classifier_dropout", _head_dropout)
+_CLASSES = (
+    Field("id2label", lambda values: {"num_labels": len(values["id2label"])}),
+    _CHOICES,
+    only("problem_type", "only these losses are implemented", *_PROBLEM_TYPES),
+)
 
 
 def _family(
-    model_type: str,
-    called: str,
     architecture: str,
     fields: tuple[Field, ...],
     names: Mapping[str, str],
-    fixed: Mapping[str, Any],
+    decoder: str = "",
+    **fixed: Any,
 ) -> Family:
-    """Return the family of a class with a head, or of one without, which has no prefix in names."""
-    base = f"{model_type}."
-    optional = rf"({model_type}\.)?"
+    """Return the family of a class with a head, or of one without, which has no prefix in names.
+
+    Args:
+        decoder: Last layer of the head, which has the embedding's weight, if there is one.
+    """
+    model_type = "bert" if architecture.startswith("Bert") else "roberta"
+    positions = {} if model_type == "bert" else {"positions": "tokens"}
     masked_head = "cls" if model_type == "bert" else "lm_head"
+    prefix = f"{model_type}."
+    optional = rf"({model_type}\.)?"
+    is_headless = architecture.endswith("Model")
+    base = "" if is_headless else prefix
+    unprefixed = ((rf"^{model_type}\.", ""),) if is_headless else ()
     family = Family(
         model_type,
         architecture,
-        ConfigTable(
-            called, fields, fixed, _IRRELEVANT - {rule.name for rule in fields}, EncoderConfig
-        ),
+        ConfigTable((*_FIELDS, *fields), {**positions, **fixed}, _IRRELEVANT, EncoderConfig),
         EncoderNames(base, names),
         base=base,
         ignored=(rf"{optional}embeddings\.(position_ids|token_type_ids)",),
-        renamed=_OLD_NORM_NAMES,
+        renamed=(*unprefixed, *_OLD_NORM_NAMES),
+        embedding=f"{base}embeddings.word_embeddings.weight",
         heads=(
             rf"{optional}pooler\..*",
             rf"{masked_head}\..*",
@@ -197,84 +173,57 @@ def _family(
             r"qa_outputs\..*",
         ),
     )
-    if not architecture.endswith("Model"):
+    if not decoder:
         return family
-    renamed = ((rf"^{model_type}\.", ""), *_OLD_NORM_NAMES)
-    return replace(family, tensors=EncoderNames(head=names), base="", renamed=renamed)
+    copies = ((f"{decoder}.bias", names["bias"]),)
+    return replace(family, head=f"{decoder}.weight", copies=copies)
 
 
-def _with_tie(family: Family, decoder: str, bias: str) -> Family:
-    """Return a family whose head ends with a layer that has the embedding's weight."""
-    return replace(
-        family,
-        copies=((f"{decoder}.bias", bias),),
-        head=f"{decoder}.weight",
-        embedding=f"{family.base}embeddings.word_embeddings.weight",
-    )
-
-
-_HEAD_ACTIVATION = translate_values("hidden_act", "head_activation", UNGATED)
-BERT_MASKED = _with_tie(
-    _bert(
-        "BertForMaskedLM",
-        (*_BERT, _MASKED, Field("hidden_act", "gelu", _HEAD_ACTIVATION)),
-        {
-            "dense": "cls.predictions.transform.dense",
-            "norm": "cls.predictions.transform.LayerNorm",
-            "bias": "cls.predictions.bias",
-        },
-        head="masked_lm",
-    ),
+_POOLED = {"dense": "bert.pooler.dense", "output": "classifier"}
+BERT_MASKED = _family(
+    "BertForMaskedLM",
+    (_MASKED, Field("hidden_act", "head_activation", UNGATED)),
+    {
+        "dense": "cls.predictions.transform.dense",
+        "norm": "cls.predictions.transform.LayerNorm",
+        "bias": "cls.predictions.bias",
+    },
     "cls.predictions.decoder",
-    "cls.predictions.bias",
+    head="masked_lm",
 )
-BERT_CLASSES = _bert(
-    "BertForSequenceClassification",
-    (*_BERT, *_CLASSES),
-    {"dense": "bert.pooler.dense", "output": "classifier"},
-    head="classifier",
+BERT_CLASSES = _family("BertForSequenceClassification", _CLASSES, _POOLED, head="classifier")
+BERT_CHOICES = _family(
+    "BertForMultipleChoice", (_CHOICES,), _POOLED, head="classifier", num_labels=1
 )
-BERT_CHOICES = _bert(
-    "BertForMultipleChoice",
-    (*_BERT, _CHOICES),
-    {"dense": "bert.pooler.dense", "output": "classifier"},
-    head="classifier",
-    num_labels=1,
-)
-BERT_SPANS = _bert("BertForQuestionAnswering", _BERT, {"output": "qa_outputs"}, head="span")
-BERT = _bert("BertModel", _BERT, {"dense": "pooler.dense"}, head="pooler")
+BERT_SPANS = _family("BertForQuestionAnswering", (), {"output": "qa_outputs"}, head="span")
+BERT = _family("BertModel", (), {"dense": "pooler.dense"}, head="pooler")
 
-ROBERTA_MASKED = _with_tie(
-    _roberta(
-        "RobertaForMaskedLM",
-        (*_ROBERTA, _MASKED),
-        {"dense": "lm_head.dense", "norm": "lm_head.layer_norm", "bias": "lm_head.bias"},
-        head="masked_lm",
-        # Its head has the exact GELU regardless of hidden_act.
-        head_activation="gelu",
-    ),
+ROBERTA_MASKED = _family(
+    "RobertaForMaskedLM",
+    (_MASKED,),
+    {"dense": "lm_head.dense", "norm": "lm_head.layer_norm", "bias": "lm_head.bias"},
     "lm_head.decoder",
-    "lm_head.bias",
+    head="masked_lm",
+    # Its head has the exact GELU regardless of hidden_act.
+    head_activation="gelu",
 )
-ROBERTA_CLASSES = _roberta(
+ROBERTA_CLASSES = _family(
     "RobertaForSequenceClassification",
-    (*_ROBERTA, *_CLASSES),
+    _CLASSES,
     {"dense": "classifier.dense", "output": "classifier.out_proj"},
     head="classifier",
     drops_first=True,
 )
-ROBERTA_CHOICES = _roberta(
+ROBERTA_CHOICES = _family(
     "RobertaForMultipleChoice",
     # Its classifier has the dropout of the hidden states, regardless of classifier_dropout.
-    (*_ROBERTA, Field("hidden_dropout_prob", 0.1, "head_dropout")),
+    (Field("hidden_dropout_prob", "head_dropout"),),
     {"dense": "roberta.pooler.dense", "output": "classifier"},
     head="classifier",
     num_labels=1,
 )
-ROBERTA_SPANS = _roberta(
-    "RobertaForQuestionAnswering", _ROBERTA, {"output": "qa_outputs"}, head="span"
-)
-ROBERTA = _roberta("RobertaModel", _ROBERTA, {"dense": "pooler.dense"}, head="pooler")
+ROBERTA_SPANS = _family("RobertaForQuestionAnswering", (), {"output": "qa_outputs"}, head="span")
+ROBERTA = _family("RobertaModel", (), {"dense": "pooler.dense"}, head="pooler")
 
 BERTS = (BERT_MASKED, BERT_CLASSES, BERT_CHOICES, BERT_SPANS, BERT)
 ROBERTAS = (ROBERTA_MASKED, ROBERTA_CLASSES, ROBERTA_CHOICES, ROBERTA_SPANS, ROBERTA)

@@ -10,37 +10,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.swap.families.fields import Field, Values, only, translate_values
+from lightning_megatron.swap.families.fields import Field, Values, only, padding_id
 from lightning_megatron.swap.families.llama import (
-    ACTIVATION,
     ATTENTION_BIAS,
+    ATTENTION_DROPOUT,
     COMMON,
     HEAD_DIM,
     LLAMA_NAMES,
-    head_dim,
+    LONG_WINDOWS,
+    MLP_BIAS,
+    SIZES,
+    WINDOW,
+    WINDOWS,
     like_llama,
-    sizes,
-    window,
-    windows_of,
 )
-from lightning_megatron.swap.families.rotary import rotary_fields, typed_rotary_fields
+from lightning_megatron.swap.families.rotary import rotary_fields
 
-_GLM_FIELDS = (
-    *sizes(151552, 4096, 13696, 40, 32, 131072, 2, norm_eps=1.5625e-07, padding=151329),
-    *rotary_fields(share_field="partial_rotary_factor", default_share=0.5),
-    ACTIVATION,
-    Field("head_dim", 128, head_dim),
-    Field("attention_bias", True, lambda values: {"qkv_bias": bool(values["attention_bias"])}),
-)
+_QKV_BIAS = Field("attention_bias", lambda values: {"qkv_bias": bool(values["attention_bias"])})
+_GLM_FIELDS = (*COMMON, *rotary_fields(partial=True), _QKV_BIAS)
 _GLM_NAMES = replace(LLAMA_NAMES, up=("model.layers.{}.mlp.gate_up_proj",))
 _STARCODER_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
-_STARCODER_SIZES = sizes(49152, 3072, 12288, 30, 24, 4096, 2, tied=True)
-_OLMO_FIELDS = (
-    *sizes(50304, 4096, 11008, 32, 32, 2048, norm_eps=1e-5, padding=1),
-    ACTIVATION,
-    HEAD_DIM,
-    ATTENTION_BIAS,
-)
 _OLMO_NAMES = replace(
     LLAMA_NAMES,
     attention_norm="",
@@ -54,49 +43,24 @@ def _ernie_biases(values: Values) -> Mapping[str, Any]:
     return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bool(values["use_bias"]))
 
 
-def _rotating_layers(values: Values) -> tuple[bool, ...]:
-    # Despite its name, the field lists the layers that rotate.
-    flags = values["no_rope_layers"]
-    if flags is not None:
-        return tuple(bool(flag) for flag in flags)
-    every = values["no_rope_layer_interval"]
-    return tuple((layer + 1) % every != 0 for layer in range(values["num_hidden_layers"]))
-
-
 def _rotary_layers(values: Values) -> Mapping[str, Any]:
-    rotating = _rotating_layers(values)
+    # Despite its name, the field lists the layers that rotate.
+    rotating = tuple(map(bool, values["no_rope_layers"]))
     return {"rotary_layers": None if all(rotating) else rotating}
-
-
-def _smollm_windows(values: Values) -> Mapping[str, Any]:
-    has_windows = values["use_sliding_window"] and values["sliding_window"] is not None
-    rotating = {layer for layer, rotates in enumerate(_rotating_layers(values)) if rotates}
-    return windows_of(
-        values,
-        "SmolLM3",
-        lambda layer: has_windows and layer not in rotating,
-        has_windows=has_windows,
-    )
-
-
-def _three_of_four(values: Values) -> Mapping[str, Any]:
-    return windows_of(values, "OLMo 3", lambda layer: (layer + 1) % 4 > 0, keeps_all=True)
 
 
 GRANITE = like_llama(
     "granite",
     "GraniteForCausalLM",
-    "Granite",
     (
-        *sizes(32000, 4096, 11008, 32, 32, 2048),
         *COMMON,
-        HEAD_DIM,
+        *rotary_fields(),
         ATTENTION_BIAS,
-        Field("mlp_bias", False, "mlp_bias"),
-        Field("embedding_multiplier", 1.0, "embedding_scale"),
-        Field("attention_multiplier", 1.0, "attention_scale"),
-        Field("residual_multiplier", 1.0, "residual_scale"),
-        Field("logits_scaling", 1.0, lambda values: {"logit_scale": 1 / values["logits_scaling"]}),
+        MLP_BIAS,
+        Field("embedding_multiplier", "embedding_scale"),
+        Field("attention_multiplier", "attention_scale"),
+        Field("residual_multiplier", "residual_scale"),
+        Field("logits_scaling", lambda values: {"logit_scale": 1 / values["logits_scaling"]}),
     ),
     scales_vectors=True,
 )
@@ -104,13 +68,10 @@ GRANITE = like_llama(
 ERNIE45 = like_llama(
     "ernie4_5",
     "Ernie4_5ForCausalLM",
-    "ERNIE 4.5",
     (
-        *sizes(103424, 1024, 3072, 18, 16, 131072, 2, norm_eps=1e-5, tied=True, padding=0),
-        *rotary_fields(default_base=500000.0),
-        ACTIVATION,
-        Field("head_dim", 128, head_dim),
-        Field("use_bias", False, _ernie_biases, kind=bool | None),
+        *(field for field in COMMON if field != ATTENTION_DROPOUT),
+        *rotary_fields(),
+        Field("use_bias", _ernie_biases),
     ),
     rotary_interleaved=True,
 )
@@ -118,24 +79,15 @@ ERNIE45 = like_llama(
 HELIUM = like_llama(
     "helium",
     "HeliumForCausalLM",
-    "Helium",
-    (
-        *sizes(48000, 2560, 7040, 24, 20, 4096, 20, norm_eps=1e-8, padding=3),
-        *rotary_fields(default_base=100000.0),
-        ACTIVATION,
-        Field("head_dim", 128, head_dim),
-        Field("attention_bias", False, lambda values: {"qkv_bias": bool(values["attention_bias"])}),
-        Field("mlp_bias", False, "mlp_bias"),
-    ),
+    (*COMMON, *rotary_fields(), _QKV_BIAS, MLP_BIAS),
     rotary_interleaved=True,
 )
 
-GLM = like_llama("glm", "GlmForCausalLM", "GLM", _GLM_FIELDS, _GLM_NAMES, rotary_interleaved=True)
+GLM = like_llama("glm", "GlmForCausalLM", _GLM_FIELDS, _GLM_NAMES, rotary_interleaved=True)
 
 GLM4 = like_llama(
     "glm4",
     "Glm4ForCausalLM",
-    "GLM-4",
     _GLM_FIELDS,
     replace(
         _GLM_NAMES,
@@ -149,44 +101,34 @@ GLM4 = like_llama(
 SMOLLM3 = like_llama(
     "smollm3",
     "SmolLM3ForCausalLM",
-    "SmolLM3",
     (
-        *sizes(128256, 2048, 11008, 36, 16, 32768, 4, tied=True, padding=128004),
-        *rotary_fields(default_base=2e6),
-        ACTIVATION,
-        HEAD_DIM,
+        *COMMON,
+        *rotary_fields(),
         ATTENTION_BIAS,
-        Field("mlp_bias", False, "mlp_bias"),
-        Field("no_rope_layers", None, _rotary_layers),
-        Field("no_rope_layer_interval", 4),
-        Field("use_sliding_window", False),
-        Field("sliding_window", None),
-        Field("layer_types", None, _smollm_windows),
+        MLP_BIAS,
+        Field("no_rope_layers", _rotary_layers),
+        *WINDOWS,
     ),
+    # transformers derives the types of layers from them.
+    skipped="use_sliding_window no_rope_layer_interval",
 )
 
 STARCODER2 = like_llama(
     "starcoder2",
     "Starcoder2ForCausalLM",
-    "StarCoder2",
     (
-        *(
-            replace(field, default=0.018042) if field.name == "initializer_range" else field
-            for field in _STARCODER_SIZES
-            if field.name != "rms_norm_eps"
-        ),
+        *SIZES,
+        *HEAD_DIM,
         *rotary_fields(),
-        HEAD_DIM,
-        Field(
-            "hidden_act",
-            "gelu_pytorch_tanh",
-            translate_values("hidden_act", "activation", _STARCODER_ACTIVATIONS),
-        ),
-        Field("norm_epsilon", 1e-5, "norm_eps"),
-        Field("sliding_window", None, window),
-        only("use_bias", True, "norms have biases, and so have all projections"),
-        only("residual_dropout", 0.0, "dropout would also apply to the embedding"),
-        only("embedding_dropout", 0.0, "dropout would also apply before the residual sums"),
+        ATTENTION_DROPOUT,
+        Field("num_key_value_heads", "num_kv_heads"),
+        Field("hidden_act", "activation", _STARCODER_ACTIVATIONS),
+        Field("norm_epsilon", "norm_eps"),
+        Field("pad_token_id", padding_id),
+        WINDOW,
+        only("use_bias", "norms have biases, and so have all projections", True),
+        only("residual_dropout", "dropout would also apply to the embedding", 0.0),
+        only("embedding_dropout", "dropout would also apply before the residual sums", 0.0),
     ),
     replace(LLAMA_NAMES, up=("model.layers.{}.mlp.c_fc",), down="model.layers.{}.mlp.c_proj"),
     # Fields of earlier code: the class has one kind of norm and of MLP.
@@ -198,8 +140,7 @@ STARCODER2 = like_llama(
 OLMO2 = like_llama(
     "olmo2",
     "Olmo2ForCausalLM",
-    "OLMo 2",
-    (*_OLMO_FIELDS, *rotary_fields()),
+    (*COMMON, *rotary_fields(), ATTENTION_BIAS),
     _OLMO_NAMES,
     qk_norm=True,
     qk_norm_over="layer",
@@ -209,13 +150,7 @@ OLMO2 = like_llama(
 OLMO3 = like_llama(
     "olmo3",
     "Olmo3ForCausalLM",
-    "OLMo 3",
-    (
-        *_OLMO_FIELDS,
-        *typed_rotary_fields(500000.0, _three_of_four, window_base=500000.0),
-        Field("sliding_window", 4096),
-        Field("layer_types", None, _three_of_four),
-    ),
+    (*COMMON, *rotary_fields(typed=True), ATTENTION_BIAS, *LONG_WINDOWS),
     _OLMO_NAMES,
     qk_norm=True,
     qk_norm_over="layer",

@@ -16,7 +16,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.errors import (
+    CheckpointMismatchError,
+    CorruptDataError,
+    ParallelPlanError,
+    UnsupportedError,
+)
 from lightning_megatron.extras import import_extra
 from lightning_megatron.models.hugging_face_folder import name_folder_in_errors
 from lightning_megatron.swap.families import find_family
@@ -315,7 +320,7 @@ def _of_numbers(config: Any) -> Any:
 def _name_configuration(path: str | Path) -> Iterator[None]:
     try:
         yield
-    except CheckpointMismatchError as error:
+    except (CheckpointMismatchError, ParallelPlanError) as error:
         raise CheckpointMismatchError(f"{Path(path, 'config.json')}: {error}") from error
 
 

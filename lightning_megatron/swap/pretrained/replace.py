@@ -159,8 +159,5 @@ def _labels(
         name = tensor.sources[0].name
         if tensor.target == CLASSIFIER and name in tensors:
             count = len(tensors[name])
-            return {
-                "num_labels": count,
-                "id2label": {number: str(number) for number in range(count)},
-            }
+            return {"id2label": {number: str(number) for number in range(count)}}
     return {}

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
+from lightning_megatron.extras import import_extra
+from lightning_megatron.models.hugging_face_folder import name_folder_in_errors
 from lightning_megatron.strict_json import parse_object, read_regular_file
 from lightning_megatron.swap.tensors.mapping import Slices, named
 from lightning_megatron.swap.weights.safetensors_file import StoredTensor, read_header
@@ -74,7 +76,10 @@ class SafetensorsFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the content of ``config.json``, without quantization that reading undoes."""
+        """Return all fields of ``config.json``, without quantization that reading undoes.
+
+        transformers adds the defaults of omitted fields, and converts earlier notations.
+        """
         path = self.path / CONFIG
         if not path.is_file():
             raise CheckpointMismatchError(
@@ -86,7 +91,10 @@ class SafetensorsFolder:
         )
         if is_read_as_numbers(content.get(QUANTIZATION)):
             del content[QUANTIZATION]
-        return content
+        with name_folder_in_errors(str(self.path), f"{CONFIG} must be one that transformers reads"):
+            known: Any = import_extra("transformers", "hf").CONFIG_MAPPING
+            config: dict[str, Any] = known[content["model_type"]].from_dict(content).to_dict()
+        return config
 
     def check_types(self, names: Iterable[str]) -> None:
         """Refuse combinations of dtypes that tensors of one model cannot have.
