@@ -18,5 +18,5 @@ from lightning_megatron.checkpoint.open_checkpoint import verify_checkpoint as v
 from lightning_megatron.checkpoint.optimizer import load_optimizer as load_optimizer
 from lightning_megatron.checkpoint.optimizer import optimizer_metadata as optimizer_metadata
 from lightning_megatron.checkpoint.optimizer import optimizer_tensors as optimizer_tensors
-from lightning_megatron.checkpoint.save import save_checkpoint as save_checkpoint
 from lightning_megatron.checkpoint.writer import CheckpointWriter as CheckpointWriter
+from lightning_megatron.checkpoint.writer import save_checkpoint as save_checkpoint

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
-
-import torch
 
 from lightning_megatron.checkpoint.collective_steps import CaughtError, run_collectively
 from lightning_megatron.checkpoint.directory import (
     CheckpointPath,
     checkpoint_path_of,
-    folder_of,
-    next_save_number,
 )
-from lightning_megatron.checkpoint.entries import BoxToWrite, Entry, boxes_to_write
+from lightning_megatron.checkpoint.entries import BoxToWrite
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, open_for_writing, read_record
 from lightning_megatron.checkpoint.tensor_index import (
@@ -28,7 +22,6 @@ from lightning_megatron.checkpoint.tensor_index import (
     write_object,
     write_piece,
 )
-from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.mesh import ParallelMesh
 
@@ -53,36 +46,6 @@ class RankSnapshot:
     ready: Callable[[], None]
 
 
-def gather_content(
-    tensors: Mapping[str, Entry],
-    metadata: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
-    mesh: ParallelMesh,
-    number: Callable[[], int],
-    copy: Callable[[Sequence[BoxToWrite]], list[BoxToWrite]] | None = None,
-    ready: Callable[[], None] = lambda: None,
-) -> RankSnapshot:
-    """Collect the data that this rank writes, without communication.
-
-    Args:
-        copy: Function that copies pieces; None uses the original tensors.
-    """
-    pieces = boxes_to_write(tensors, mesh)
-    if copy is not None:
-        pieces = copy(pieces)
-    is_first = mesh.world.rank == 0
-    saved = to_bytes(dict(metadata)) if is_first else b""
-    header = Header(
-        mesh.layout,
-        torch.__version__,
-        global_step=_number(metadata.get("global_step")),
-        epoch=_number(metadata.get("epoch")),
-        saved_at=round(time.time(), 3),
-        save_number=number() if is_first else 0,
-    )
-    return RankSnapshot(pieces, to_bytes(dict(rank_state)), saved, header, ready)
-
-
 @dataclass
 class CollectiveSave:
     """Collective save of one checkpoint.
@@ -90,13 +53,13 @@ class CollectiveSave:
     The save can run in any thread, because no other code uses its process group.
 
     Args:
-        content: Function that returns the data of this rank, or raises the error that occurred
-            while the data was collected.
+        content: Data of this rank, or the error that occurred while the data was collected, which
+            the first collective reports to all ranks.
     """
 
     path: str | os.PathLike[str]
     mesh: ParallelMesh
-    content: Callable[[], RankSnapshot]
+    content: RankSnapshot | BaseException
     token: str | None = field(default=None, init=False)
 
     def run(self) -> None:
@@ -129,20 +92,22 @@ class CollectiveSave:
             Data of this rank, and the pieces that this rank writes: the lowest rank that has a
             piece writes it
         """
-        contents: list[RankSnapshot] = []
+        snapshots: list[RankSnapshot] = []
 
         def start() -> tuple[str | None, list[_PieceKey]]:
             if self.mesh.world.rank == 0:
                 self.token = target.begin()
-            contents.append(self.content())
-            return self.token, [_key(piece) for piece in contents[0].pieces]
+            if isinstance(self.content, BaseException):
+                raise self.content
+            snapshots.append(self.content)
+            return self.token, [_key(piece) for piece in self.content.pieces]
 
         axis = self.mesh.checkpoint_cpu
         begun = run_collectively(start, axis, what)
         self.token = begun[0][0]
         taken = {key for _, keys in begun[: axis.rank] for key in keys}
-        own = {_key(piece): piece for piece in contents[0].pieces}
-        return contents[0], [piece for key, piece in own.items() if key not in taken]
+        own = {_key(piece): piece for piece in snapshots[0].pieces}
+        return snapshots[0], [piece for key, piece in own.items() if key not in taken]
 
     def _write(
         self, folder: Folder, content: RankSnapshot, pieces: Sequence[BoxToWrite]
@@ -201,36 +166,3 @@ def _verify(folder: Folder, name: str, written: FileRecord) -> None:
             f"{folder.name}/{name} has {stored.size} bytes with checksum {stored.checksum}, but "
             f"{written.size} bytes with checksum {written.checksum} were written"
         )
-
-
-def save_checkpoint(
-    path: str | os.PathLike[str],
-    tensors: Mapping[str, Entry],
-    metadata: Mapping[str, Any],
-    rank_state: Mapping[str, Any],
-    mesh: ParallelMesh,
-) -> None:
-    """Write a checkpoint that any layout can load; return when it is complete.
-
-    Every full tensor becomes one entry without padding. Replicas and tied copies are omitted, and
-    each data-parallel rank writes some of the pieces. The checkpoint appears at ``path`` only after
-    all ranks have written and verified their files, and an older checkpoint at ``path`` remains
-    until then.
-
-    Args:
-        tensors: Entries of this rank by names that do not depend on the layout. Ranks of different
-            tp or pp rank may have different entries. Entries that are not exclusive must be the
-            same, in the same order, on all data-parallel ranks with the same tp and pp rank.
-
-    Raises:
-        CheckpointSaveError: On all ranks, if any rank cannot write.
-
-    Communication: gathers plans and results over the world; call it on all ranks.
-    """
-    number = partial(next_save_number, [folder_of(path)])
-    content = partial(gather_content, tensors, metadata, rank_state, mesh, number)
-    CollectiveSave(path, mesh, content).run()
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) else 0

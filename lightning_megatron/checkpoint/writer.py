@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,10 @@ from lightning_megatron.checkpoint.directory import (
     next_save_number,
 )
 from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
-from lightning_megatron.checkpoint.save import CollectiveSave, RankSnapshot, gather_content
+from lightning_megatron.checkpoint.header import Header
+from lightning_megatron.checkpoint.save import CollectiveSave, RankSnapshot
 from lightning_megatron.checkpoint.staging import HostCopies
-from lightning_megatron.checkpoint.values import unsafe_keys
+from lightning_megatron.checkpoint.values import to_bytes, unsafe_keys
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -66,9 +68,18 @@ class CheckpointWriter:
         background: bool = False,
         folders: Iterable[str] = (),
     ) -> None:
-        """Write a checkpoint as :func:`save_checkpoint` does, after the previous save has ended.
+        """Write a checkpoint that any layout can load, after the previous save has ended.
+
+        Every full tensor becomes one entry without padding. Replicas and tied copies are omitted,
+        and each data-parallel rank writes some of the pieces. The checkpoint appears at ``path``
+        only after all ranks have written and verified their files, and an older checkpoint at
+        ``path`` remains until then.
 
         Args:
+            tensors: Entries of this rank by names that do not depend on the layout. Ranks of
+                different tp or pp rank may have different entries. Entries that are not exclusive
+                must be the same, in the same order, on all data-parallel ranks with the same tp and
+                pp rank.
             folders: Folders of older checkpoints of the run, apart from that of ``path``; the first
                 save reads their headers on the first rank.
 
@@ -79,21 +90,16 @@ class CheckpointWriter:
         Communication: gathers plans and results over the world, in a separate process group.
         """
         self.wait()
-        content: list[RankSnapshot] = []
-        # An error on this rank must reach the other ranks, which are about to write. `collected`
-        # raises it inside the save, whose first collective reports it to all ranks.
+        content: RankSnapshot | BaseException | None = None
+        # An error on this rank must reach the other ranks, which are about to write.
         with CaughtError(BaseException) as caught:
             number = partial(self._next_number, {folder_of(path), *folders})
-            content.append(self._gathered(tensors, metadata, rank_state, number, background))
-
-        def collected() -> RankSnapshot:
-            if caught.error is not None:
-                raise caught.error
-            return content[0]
-
+            content = self._snapshot(tensors, metadata, rank_state, number, background)
+        content = caught.error or content
+        assert content is not None, "a snapshot or its error"
         # Only `wait` above and the save itself communicate. Every rank enters both, even if an
         # error left it without data, so that no rank waits for another forever.
-        save = CollectiveSave(path, self._mesh, collected)
+        save = CollectiveSave(path, self._mesh, content)
         if not background:
             save.run()
             return
@@ -110,7 +116,7 @@ class CheckpointWriter:
         if caught.error is not None and not isinstance(caught.error, Exception):
             raise caught.error
 
-    def _gathered(
+    def _snapshot(
         self,
         tensors: Mapping[str, Entry],
         metadata: Mapping[str, Any],
@@ -119,12 +125,25 @@ class CheckpointWriter:
         background: bool,
     ) -> RankSnapshot:
         """Collect the data that this rank writes, and warn of values that load unsafely."""
-        copies = (self._copies.copy, self._copies.wait) if background else ()
-        content = gather_content(tensors, metadata, rank_state, self._mesh, number, *copies)
+        pieces = boxes_to_write(tensors, self._mesh)
+        if background:
+            pieces = self._copies.copy(pieces)
+        state = to_bytes(dict(rank_state))
+        values = b""
+        header = Header(
+            self._mesh.layout,
+            torch.__version__,
+            global_step=_number(metadata.get("global_step")),
+            epoch=_number(metadata.get("epoch")),
+            saved_at=round(time.time(), 3),
+        )
         if self._mesh.world.rank == 0:
-            self._warn_of_unsafe(metadata, content.metadata)
-            self._warn_of_unsafe(rank_state, content.rank_state)
-        return content
+            values = to_bytes(dict(metadata))
+            header = replace(header, save_number=number())
+            self._warn_of_unsafe(metadata, values)
+            self._warn_of_unsafe(rank_state, state)
+        ready = self._copies.wait if background else lambda: None
+        return RankSnapshot(pieces, state, values, header, ready)
 
     def _next_number(self, folders: Iterable[str]) -> int:
         if self._last_number is None:
@@ -227,6 +246,27 @@ class CheckpointWriter:
                     "or weights_only=False.",
                     key,
                 )
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Entry],
+    metadata: Mapping[str, Any],
+    rank_state: Mapping[str, Any],
+    mesh: ParallelMesh,
+) -> None:
+    """Write a checkpoint as :meth:`CheckpointWriter.save` does; return when it is complete.
+
+    Raises:
+        CheckpointSaveError: On all ranks, if any rank cannot write.
+
+    Communication: gathers plans and results over the world; call it on all ranks.
+    """
+    CheckpointWriter(mesh).save(path, tensors, metadata, rank_state)
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_megatron import FP8
-from lightning_megatron.checkpoint import save, verify_checkpoint
+from lightning_megatron.checkpoint import verify_checkpoint, writer
 from lightning_megatron.checkpoint.storage import LocalFolder
 from lightning_megatron.errors import CheckpointSaveError, CorruptDataError
 from tests.fits import (
@@ -150,10 +150,10 @@ def test_last_is_the_checkpoint_that_was_saved_last(monkeypatch, tmp_path: Path)
     job = Job(
         GPT2, {}, trainer={"enable_checkpointing": True}, callbacks=partial(every_step, tmp_path)
     )
-    monkeypatch.setattr(save, "time", SimpleNamespace(time=lambda: 2.0e9))
+    monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda: 2.0e9))
     run_job(job)
     # A clock that goes back is not asked, either.
-    monkeypatch.setattr(save, "time", SimpleNamespace(time=lambda: 1.0e9))
+    monkeypatch.setattr(writer, "time", SimpleNamespace(time=lambda: 1.0e9))
     # This fit continues from the first step, so that step 2 is saved after step 3.
     run_job(replace(job, steps=2, resume=str(tmp_path / "step=1.ckpt")))
     continued = run_job(replace(job, resume="last"))

@@ -264,7 +264,7 @@ def save_in_background(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str,
 
 #: Step: the rank that fails in it, the function, and an error that does not come from a disk.
 FAILURES: dict[str, tuple[int, str, type]] = {
-    "collect": (3, "save.boxes_to_write", MemoryError),
+    "collect": (3, "writer.boxes_to_write", MemoryError),
     "index": (0, "save.TensorIndex.of", KeyError),
     "write": (2, "tensor_index._alone", MemoryError),
     "verify": (3, "save.read_record", ValueError),
