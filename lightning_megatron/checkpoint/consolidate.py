@@ -83,13 +83,14 @@ def consolidate(
         dtype: Dtype of the floating-point weights; None keeps the saved dtype, which is full
             precision under mixed precision.
     """
-    verify_checkpoint(path)
-    stored = OpenCheckpoint.open(path)
-    metadata = load_metadata(stored, weights_only=not unsafe)
-    saved = stored.tensors
-    one_process = _record_of_one_process(metadata, path)
-    shapes = {name: tensor.shape for name, tensor in saved.items()}
-    check_names(one_process, metadata.get(OPTIMIZERS, ()), shapes, stored.checkpoint.file(METADATA))
+    stored, metadata = _verified(path, unsafe)
+    one_process = metadata.pop(ONE_PROCESS, None)
+    if one_process is None:
+        raise CheckpointMismatchError(
+            "a checkpoint must describe the state of one process to be written as one file: "
+            f"{os.fspath(path)} was saved by an earlier version and does not. Load it with "
+            "MegatronStrategy and save it again."
+        )
     models = ClassTensors.from_checkpoint(metadata.pop(HUGGING_FACE, {}))
     metadata = without_training(metadata) if weights_only else metadata
     target = Path(out)
@@ -100,7 +101,7 @@ def consolidate(
         )
     names = [
         name
-        for name in saved
+        for name in stored.tensors
         if name.startswith(MODEL) or (not weights_only and _TRAINING.match(name))
     ]
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
@@ -121,18 +122,16 @@ def consolidate(
         return WrittenSize(len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
 
 
-def _record_of_one_process(
-    metadata: dict[str, Any], path: str | os.PathLike[str]
-) -> Mapping[str, Any]:
-    """Take the record of the model in one process out of the values of a checkpoint."""
-    record = metadata.pop(ONE_PROCESS, None)
-    if record is None:
-        raise CheckpointMismatchError(
-            "a checkpoint must describe the state of one process to be written as one file: "
-            f"{os.fspath(path)} was saved by an earlier version and does not. Load it with "
-            "MegatronStrategy and save it again."
-        )
-    return record
+def _verified(path: str | os.PathLike[str], unsafe: bool) -> tuple[OpenCheckpoint, dict[str, Any]]:
+    """Return a checkpoint whose files and names were checked, and its metadata."""
+    verify_checkpoint(path)
+    stored = OpenCheckpoint.open(path)
+    metadata = load_metadata(stored, weights_only=not unsafe)
+    if ONE_PROCESS in metadata:
+        shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
+        optimizers = metadata.get(OPTIMIZERS, ())
+        check_names(metadata[ONE_PROCESS], optimizers, shapes, stored.checkpoint.file(METADATA))
+    return stored, metadata
 
 
 def _read_to_disk(
@@ -306,13 +305,7 @@ def rewrite(
     Args:
         dtype: Dtype of the floating-point weights; None keeps the saved dtype.
     """
-    verify_checkpoint(path)
-    stored = OpenCheckpoint.open(path)
-    metadata = load_metadata(stored, weights_only=not unsafe)
-    if ONE_PROCESS in metadata:
-        shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
-        optimizers = metadata.get(OPTIMIZERS, ())
-        check_names(metadata[ONE_PROCESS], optimizers, shapes, stored.checkpoint.file(METADATA))
+    stored, metadata = _verified(path, unsafe)
     names = [name for name in stored.tensors if not weights_only or name.startswith(MODEL)]
     objects = {} if weights_only else stored.index.objects
     tensors = (

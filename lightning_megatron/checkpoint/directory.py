@@ -113,7 +113,7 @@ class RemoteCheckpointPath:
     url: str
 
     @property
-    def _root(self) -> Folder:
+    def _root(self) -> RemoteFolder:
         return RemoteFolder(self.url)
 
     def begin(self) -> str:
@@ -123,7 +123,7 @@ class RemoteCheckpointPath:
         self.folder(token).make()
         return token
 
-    def folder(self, token: str) -> Folder:
+    def folder(self, token: str) -> RemoteFolder:
         """Return the folder to which all ranks write."""
         return self._root.child(token)
 
@@ -247,7 +247,7 @@ def clean_unfinished(folder: str | os.PathLike[str]) -> None:
     the same folder.
     """
     if is_url(folder):
-        inside = folder_at(folder)
+        inside = RemoteFolder(os.fspath(folder).rstrip("/"))
         for name in inside.names():
             _clean_remote(inside.child(name))
         return
@@ -290,7 +290,7 @@ def _hidden(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{kind}")
 
 
-def _clean_remote(root: Folder) -> None:
+def _clean_remote(root: RemoteFolder) -> None:
     """Remove the folders of saves that the header does not name."""
     folders = [name for name in root.names() if _REMOTE.fullmatch(name)]
     try:

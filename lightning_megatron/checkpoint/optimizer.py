@@ -124,35 +124,27 @@ def check_hyperparameters(
     """
     for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
         for key in saved_group.keys() & group.keys() - {"params", "param_names"}:
-            if not _has_same_type(group[key], saved_group[key]):
+            current = group[key]
+            if current is not None and _form_of(current) != _form_of(saved_group[key]):
                 raise CheckpointMismatchError(
                     "a hyperparameter in a checkpoint must have the same type as in the optimizer: "
                     f"{key!r} of group {number} of optimizer {index} is {saved_group[key]!r} "
-                    f"({type(saved_group[key]).__name__}) there, and {group[key]!r} "
-                    f"({type(group[key]).__name__}) in configure_optimizers. The optimizer does "
+                    f"({type(saved_group[key]).__name__}) there, and {current!r} "
+                    f"({type(current).__name__}) in configure_optimizers. The optimizer does "
                     "not check loaded values. Restore configure_optimizers as it was, or load only "
                     "the weights."
                 )
 
 
-def _has_same_type(current: Any, saved: Any) -> bool:
-    """Return whether a saved value has the type of the current one; int and float are one type."""
-    if current is None:
-        return True
-    if isinstance(current, Tensor) or isinstance(saved, Tensor):
-        return (
-            isinstance(current, Tensor)
-            and isinstance(saved, Tensor)
-            and current.shape == saved.shape
-        )
-    if isinstance(current, bool) or isinstance(saved, bool):
-        return isinstance(current, bool) and isinstance(saved, bool)
-    if isinstance(current, (int, float)):
-        return isinstance(saved, (int, float))
-    if isinstance(current, (list, tuple)):
-        is_list = isinstance(saved, (list, tuple)) and len(current) == len(saved)
-        return is_list and all(map(_has_same_type, current, saved))
-    return isinstance(saved, type(current)) or isinstance(current, type(saved))
+def _form_of(value: Any) -> Any:
+    """Return what a saved value must share with the current one; int and float are one type."""
+    if isinstance(value, Tensor):
+        return value.shape
+    if isinstance(value, (list, tuple)):
+        return [_form_of(part) for part in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float
+    return type(value)
 
 
 def optimizer_tensors(

@@ -106,13 +106,9 @@ class LocalFolder:
         """Path of the folder."""
         return str(self.path)
 
-    def child(self, name: str) -> Folder:
+    def child(self, name: str) -> LocalFolder:
         """Return a folder inside this one."""
         return LocalFolder(self.path / name)
-
-    def make(self) -> None:
-        """Create the folder and its missing parents."""
-        self.path.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
         """Return the sorted names inside; none if the folder does not exist."""
@@ -142,14 +138,6 @@ class LocalFolder:
             if hasattr(os, "posix_fadvise"):
                 # Drop the file from the page cache: the verification must read the disk.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def move(self, old: str, new: str) -> None:
-        """Rename a file inside, replacing an existing file of the new name."""
-        os.replace(self.path / old, self.path / new)
-
-    def remove(self, name: str) -> None:
-        """Remove a file or folder inside, if it exists."""
-        remove_path(self.path / name)
 
 
 @dataclass(frozen=True)
@@ -183,7 +171,7 @@ class RemoteFolder:
         root = self._opened[1]
         return f"{root.rstrip('/')}/{name}" if name else root
 
-    def child(self, name: str) -> Folder:
+    def child(self, name: str) -> RemoteFolder:
         """Return a folder inside this one."""
         return RemoteFolder(f"{self.url.rstrip('/')}/{name}")
 
@@ -230,7 +218,7 @@ class RemoteFolder:
             self._fs.rm(self._path(name), recursive=True)
 
 
-#: Folder on any file system; both kinds have the same operations.
+#: Folder on any file system; both kinds are read and written in the same way.
 Folder: TypeAlias = LocalFolder | RemoteFolder
 
 
