@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -163,8 +162,6 @@ class RunCheckpoints:
         if self._has_reserved:
             return
         self._has_reserved = True
-        # Lightning imports this at its first checkpoint, which would delay a later step by 0.1 s.
-        importlib.import_module("omegaconf")
         tensors = dict(model_tensors(module, main))
         for index, optimizer in enumerate(optimizers):
             tensors |= optimizer_tensors(index, optimizer, main)
