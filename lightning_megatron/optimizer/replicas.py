@@ -167,12 +167,11 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
     )
     tolerance = min(_TOLERANCE, 10 * spacing**0.5)
     losses = all_gather_objects(float(loss), axis)
-    has_same_form = all(
+    # Another check raises an error for losses that are not finite, and names their rank.
+    if not all(map(math.isfinite, losses)) or all(
         math.isclose(value, losses[0], rel_tol=tolerance, abs_tol=tolerance / 10)
         for value in losses
-    )
-    # Another check raises an error for losses that are not finite, and names their rank.
-    if has_same_form or not all(map(math.isfinite, losses)):
+    ):
         return
     values = ", ".join(
         f"{value:.9g} on rank {rank}" for rank, value in zip(axis.ranks, losses, strict=True)
@@ -194,16 +193,11 @@ def check_frozen_copies(main: MainParameters) -> None:
     if not main.on_several_stages:
         return
     names = sorted(main.on_several_stages)
-    held = [name for name in names if main.holds(name)]
-    local_sums = [_bit_sums(main.parameter(name).detach()) for name in held]
-    # One wait for the device, whatever the number of parameters.
-    numbers = torch.stack(local_sums).tolist() if local_sums else []
-    sums_by_stage = all_gather_objects(dict(zip(held, numbers, strict=True)), main.mesh.pp_cpu)
-    sums_by_name: dict[str, list[list[int]]] = {name: [] for name in names}
-    for found in sums_by_stage:
-        for name, sums in found.items():
-            sums_by_name[name].append(sums)
-    wrong = [name for name, sums in sums_by_name.items() if not _are_equal(sums)]
+    local_sums = {
+        name: tuple(_bit_sums(main.parameter(name)).tolist()) for name in names if main.holds(name)
+    }
+    stages = all_gather_objects(local_sums, main.mesh.pp_cpu)
+    wrong = [name for name in names if len({sums[name] for sums in stages if name in sums}) > 1]
     if wrong:
         raise ReplicaMismatchError(
             "a frozen model beside the one that is cut into stages must have the same weights on "
@@ -229,7 +223,6 @@ def check_tensor_replicas(
 
     Communication: one all-reduce over tp, for which the host waits; a gather of values on failure.
     """
-    axis = main.mesh.tp
     # Integers are not trained; their bits are compared over the data axis.
     whole = [
         name
@@ -238,50 +231,46 @@ def check_tensor_replicas(
     ]
     gradients = {name: _gradient(main, name) for name in whole if name in names}
     parameters = {name: main.parameter(name).detach() for name in whole}
-    if not whole:
-        return
-    local_sums = torch.stack(
-        [_float_sums(tensor) for tensor in (*gradients.values(), *parameters.values())]
-    )
+    strange, noisy = _differing(main, gradients)
+    wrong = {("gradients", name): gradients[name] for name in strange if name not in noisy}
+    strange, _ = _differing(main, parameters)
+    wrong |= {("parameters", name): parameters[name] for name in strange if name not in noisy}
+    _refuse(wrong, main.mesh.tp, _REMEDY_FOR_GRADIENTS)
+
+
+def _differing(main: MainParameters, tensors: Mapping[str, Tensor]) -> tuple[list[str], set[str]]:
+    """Return the tensors that differ over tp by more than rounding, and those that may be only
+    rounding.
+    """
+    strange: list[str] = []
+    noisy: set[str] = set()
+    if not tensors:
+        return strange, noisy
+    local_sums = torch.stack(list(map(_float_sums, tensors.values())))
     # Replace values that are not finite: the difference of two infinities would be NaN.
     local_sums = local_sums.nan_to_num(nan=1e300, posinf=2e300, neginf=-2e300)
-    highest, lowest = (
-        all_reduce_(torch.stack([local_sums, -local_sums]), axis, "max").cpu().unbind()
-    )
-    apart = (highest + lowest)[:, :_NUM_SUMS].amax(1)
-    norms = highest[:, _NUM_SUMS]
-    rounding = {name: torch.finfo(main.parameter(name).dtype).eps ** 0.5 for name in whole}
-    count = len(gradients)
-    strange, noisy = _split_by_rounding(gradients, apart[:count], norms[:count], rounding)
-    wrong = [("gradients", name) for name in strange if name not in noisy]
-    strange, _ = _split_by_rounding(parameters, apart[count:], norms[count:], rounding)
-    wrong += [("parameters", name) for name in strange if name not in noisy]
-    if wrong:
-        _refuse(
-            wrong, {"gradients": gradients, "parameters": parameters}, axis, _REMEDY_FOR_GRADIENTS
-        )
-
-
-def _split_by_rounding(
-    tensors: Mapping[str, Tensor], distances: Tensor, norms: Tensor, rounding: Mapping[str, float]
-) -> tuple[list[str], set[str]]:
-    """Return the tensors that differ by more than rounding, and those that may be only rounding.
-
-    ``rounding`` is the relative rounding error of sums that cancel, by name.
-    """
+    highest, apart = _spread(local_sums, main.mesh.tp)
+    distances = apart.cpu()[:, :_NUM_SUMS].amax(1)
+    norms = highest.cpu()[:, _NUM_SUMS]
     num_elements = sum(tensor.numel() for tensor in tensors.values())
     typical = float(norms.square().sum() / max(1, num_elements)) ** 0.5
-    strange = []
-    noisy = set()
     for (name, tensor), distance, norm in zip(
         tensors.items(), distances.tolist(), norms.tolist(), strict=True
     ):
-        floor = rounding[name] * typical * tensor.numel() ** 0.5
+        # The relative rounding error of sums that cancel.
+        rounding = torch.finfo(main.parameter(name).dtype).eps ** 0.5
+        floor = rounding * typical * tensor.numel() ** 0.5
         if norm <= floor:
             noisy.add(name)
-        if distance > min(_TOLERANCE, 10 * rounding[name]) * norm + floor:
+        if distance > min(_TOLERANCE, 10 * rounding) * norm + floor:
             strange.append(name)
     return strange, noisy
+
+
+def _spread(sums: Tensor, axis: MeshAxis) -> tuple[Tensor, Tensor]:
+    """Return the largest of each rank's sums, and the distance between largest and smallest."""
+    highest, lowest = all_reduce_(torch.stack([sums, -sums]), axis, "max").unbind()
+    return highest, highest + lowest
 
 
 def check_data_replicas(main: MainParameters) -> None:
@@ -307,30 +296,15 @@ def check_data_replicas(main: MainParameters) -> None:
 
 
 def _check_bits(main: MainParameters, names: Sequence[str], axis: MeshAxis) -> None:
-    inside = set(names)
-    buffers = [buffer for buffer in main.buffers if inside.issuperset(buffer.members)]
-    buffered = {name for buffer in buffers for name in buffer.members}
-    # A whole buffer needs only a few sums, regardless of its number of parameters.
-    flat = [buffer.parameters for buffer in buffers]
-    flat += [main.parameter(name) for name in names if name not in buffered]
-    local_sums = torch.stack([_bit_sums(tensor.detach()) for tensor in flat])
-    highest, lowest = all_reduce_(torch.stack([local_sums, -local_sums]), axis, "max").unbind()
-    if not bool((highest + lowest).any()):
-        return
-    tensors = {name: main.parameter(name).detach() for name in names}
-    sums_by_rank = all_gather_objects(
-        [_bit_sums(tensor).tolist() for tensor in tensors.values()], axis
-    )
-    wrong = [
-        ("parameters", name)
-        for name, *sums in zip(names, *sums_by_rank, strict=True)
-        if not _are_equal(sums)
-    ]
-    _refuse(wrong, {"parameters": tensors}, axis, _REMEDY_FOR_PARAMETERS)
-
-
-def _are_equal(sums: Sequence[Sequence[int]]) -> bool:
-    return all(other == sums[0] for other in sums)
+    local_sums = torch.stack([_bit_sums(main.parameter(name)) for name in names])
+    _, apart = _spread(local_sums, axis)
+    are_wrong = apart.any(1).tolist()
+    wrong = {
+        ("parameters", name): main.parameter(name).detach()
+        for name, is_wrong in zip(names, are_wrong, strict=True)
+        if is_wrong
+    }
+    _refuse(wrong, axis, _REMEDY_FOR_PARAMETERS)
 
 
 def _gradient(main: MainParameters, name: str) -> Tensor:
@@ -375,20 +349,18 @@ def _sums(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return sums
 
 
-def _refuse(
-    wrong: Sequence[tuple[str, str]],
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    axis: MeshAxis,
-    remedy: str,
-) -> None:
-    shown = wrong[:_NUM_SHOWN]
-    norms = [float(torch.linalg.vector_norm(tensors[what][name].double())) for what, name in shown]
+def _refuse(wrong: Mapping[tuple[str, str], Tensor], axis: MeshAxis, remedy: str) -> None:
+    """Raise an error that names tensors by kind and name, if there are any."""
+    if not wrong:
+        return
+    shown = list(wrong.items())[:_NUM_SHOWN]
+    norms = [float(torch.linalg.vector_norm(tensor.double())) for _, tensor in shown]
     norms_by_rank = all_gather_objects(norms, axis)
     differences = []
-    for number, (what, name) in enumerate(shown):
+    for ((what, name), _), *values_by_rank in zip(shown, *norms_by_rank, strict=True):
         values = ", ".join(
-            f"{rank_norms[number]:.9g} on rank {rank}"
-            for rank, rank_norms in zip(axis.ranks, norms_by_rank, strict=True)
+            f"{value:.9g} on rank {rank}"
+            for rank, value in zip(axis.ranks, values_by_rank, strict=True)
         )
         differences.append(f"the {what} {name!r} ({what.removesuffix('s')} norm {values})")
     more = f" and {len(wrong) - _NUM_SHOWN} more" if len(wrong) > _NUM_SHOWN else ""

@@ -52,18 +52,12 @@ class StepGradients:
         self._zero_grads: list[tuple[Optimizer | nn.Module, Any]] = []
 
     @property
-    def observer(self) -> GradientReducer | None:
-        """Return the observer of the last backward pass; None if gradients are checked first."""
-        return None if self._checks.checks_gradients else self._reducer
-
-    @property
     def may_sum_in_graphs(self) -> bool:
         """Return whether graphs may sum gradients over the ranks.
 
         The step must need such sums, and no code may read the gradients of this rank before them.
         """
-        is_read = self.observer is None or self._reducer.before_reduction is not None
-        return not is_read and self._reducer.sums_over_ranks
+        return self._reducer.before_reduction is None and self._reducer.sums_over_ranks
 
     def sum_up(self) -> None:
         """Sum all gradients over the ranks now; :meth:`end_batch` then does not sum them again."""
@@ -145,8 +139,8 @@ class StepGradients:
             if self._loss_scale.found_nonfinite(self._main, names):
                 self._overflowed |= names
             self._loss_scale.unscale_(self._main, names)
-        if compares:
-            self._checks.after_sums(names, are_finite=self._overflowed.isdisjoint(names))
+        are_finite = self._overflowed.isdisjoint(names)
+        self._checks.after_sums(names, compares=compares, are_finite=are_finite)
         self._unfinished -= names
 
     def _detect_raw_backward(self) -> None:

@@ -184,7 +184,7 @@ VALUES: dict[str, tuple[dict[str, Any], tuple[str, int, int], dict[str, Any], in
     "weight": ({"tp": 2}, ("weight", 1, 3), {}, 3, f"batch 3 the weight {WEIGHT} of rank 1 (nan)"),
     "logged at the fourth batch": (
         {}, ("loss", 1, 2), {"log_every_n_steps": 4}, 3,
-        "batch 2 the loss of rank 1 (inf) was not, before any other value. At batch 3 so were",
+        "batch 2 the loss of rank 1 (inf) was not, before any other value. At batch 3 followed",
     ),
     "logged never": ({}, ("loss", 1, 2), {"log_every_n_steps": 50}, 6, "batch 2 the loss of rank 1"),
     "not looked at": ({"job.check_gradients": False}, ("loss", 1, 2), {}, 6, "no error"),

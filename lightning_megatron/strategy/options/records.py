@@ -169,8 +169,8 @@ class JobOptions:
         check_gradients: When infinite or NaN values end the run with an error that names rank,
             batch and parameter. None checks losses, gradients and weights at logging steps
             (log_every_n_steps) and at the end, in one pass (about 1.5 % of such a step); 16-mixed
-            skips this check, because its loss scale skips such steps. True checks the gradients of
-            every step before the optimizer uses them, and waits for the device. False means never.
+            skips this check, because its loss scale skips such steps. True checks every step
+            before the optimizer uses the gradients, and waits for the device. False means never.
         replica_check_interval: Optimizer steps between comparisons of replicated values
             (parameters, and gradients of parameters that tp does not cut). The first two steps are
             always compared. A comparison needs one message per axis and waits for the device, about

@@ -201,8 +201,8 @@ class Step:
         states = self._states if will_step and self._states.is_used else None
         backward = BackwardPasses(
             run=self._run_backward,
-            observer=self._state.gradients.observer if overlaps else None,
-            inspector=self._state.checks.inspector,
+            observer=self._state.reducer if overlaps else None,
+            inspector=self._state.checks.replicas.inspector,
             loss_weight=self._mixtures.loss_weight,
             weight_gradients=self._state.gradients.weight_gradients,
         )
