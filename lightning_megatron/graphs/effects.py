@@ -12,7 +12,7 @@ from lightning_megatron.groups.journal import Journal, RecordedCall
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.recorded_draws import DrawRecorder, RecordedDraws
 from lightning_megatron.layers.parameters.gradient_slot import mark_filled
-from lightning_megatron.optimizer.gradient_buckets import GradientRecorder, RecordedGradients
+from lightning_megatron.optimizer.gradient_buckets import RecordedGradients
 from lightning_megatron.optimizer.parameter_gather import ParameterGather, RecordedGather
 from lightning_megatron.optimizer.reduction import GradientReducer
 
@@ -44,7 +44,7 @@ class EffectRecorder:
 
     Args:
         label: Description of the computation.
-        gradients: Recorder of the gradients; None without any.
+        gradients: Gradients so far; None without any.
         collectives: Collectives so far.
         draws: Recorder of the random draws.
         gather: What is recorded of updated parameters; None if none are gathered.
@@ -54,7 +54,7 @@ class EffectRecorder:
     def __init__(
         self,
         label: str,
-        gradients: GradientRecorder | None,
+        gradients: RecordedGradients | None,
         collectives: list[RecordedCall],
         draws: DrawRecorder,
         gather: RecordedGather | None = None,
@@ -75,10 +75,9 @@ class EffectRecorder:
         """
         number = len(self._collectives)
         plural = "" if number == 1 else "s"
-        gradients = RecordedGradients() if self._gradients is None else self._gradients.recorded
         return Effects(
             f"replay of {self._label}, {number} collective{plural}",
-            gradients,
+            self._gradients or RecordedGradients(),
             tuple(self._collectives),
             self._draws.recorded,
             self._gather is not None and self._gather.gathers,

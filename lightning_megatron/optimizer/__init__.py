@@ -1,7 +1,5 @@
 """Gradients and parameters of the distributed optimizer: buckets, reduction, clip and update."""
 
-from lightning_megatron.optimizer.clip import clip_by_norm_ as clip_by_norm_
-from lightning_megatron.optimizer.clip import clip_by_value_ as clip_by_value_
 from lightning_megatron.optimizer.clip import grad_norm as grad_norm
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale as DynamicLossScale
 from lightning_megatron.optimizer.main_parameters import MainParameters as MainParameters

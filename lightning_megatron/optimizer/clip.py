@@ -35,34 +35,15 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
         of_dtype = [gradient for gradient in counted if gradient.dtype == dtype]
         if dtype.is_complex:
             of_dtype = [torch.view_as_real(gradient) for gradient in of_dtype]
-        total += (
-            torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_norm_dtype(of_dtype[0].dtype)))
-            .double()
-            .square()
-            .sum()
-        )
+        norm_dtype = torch.promote_types(of_dtype[0].dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(of_dtype, 2, dtype=norm_dtype))
+        total += norms.double().square().sum()
     # The scalar is float64 on all ranks, because stages may hold gradients of different dtypes.
     norm = all_reduce_(total, main.mesh.world).sqrt()
     # The dtype follows from the buffers, because a rank without gradients must return the same
     # dtype as the other ranks.
     is_double = any(buffer.gradients.dtype == torch.float64 for buffer in main.buffers)
     return norm if is_double else norm.float()
-
-
-@torch.no_grad()
-def clip_by_norm_(
-    main: MainParameters, max_norm: float, names: Collection[str] | None = None
-) -> Float[Tensor, ""]:
-    """Scale the named gradients, or all, in place so that their norm is at most ``max_norm``.
-
-    Equal to ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one process. The result is
-    the norm before clipping, for which the host does not wait.
-
-    Communication: one all-reduce of a scalar over the world.
-    """
-    norm, coefficient = clip_coefficient(main, max_norm, names)
-    scale_gradients_(main, coefficient, names)
-    return norm
 
 
 @torch.no_grad()
@@ -81,16 +62,6 @@ def clip_coefficient(
 
 
 @torch.no_grad()
-def scale_gradients_(
-    main: MainParameters, coefficient: Float[Tensor, ""], names: Collection[str] | None = None
-) -> None:
-    """Multiply the gradients of the named parameters, or of all, by a scalar in place."""
-    gradients = main.gradients(names)
-    if gradients:
-        torch._foreach_mul_(gradients, coefficient)
-
-
-@torch.no_grad()
 def clip_by_value_(
     main: MainParameters, value: float, names: Collection[str] | None = None
 ) -> None:
@@ -106,17 +77,21 @@ def clip_by_value_(
 
 @dataclass(frozen=True)
 class Clipping:
-    """Gradient clipping that runs later, as a part of the optimizer step.
+    """Clipping of gradients that the update of their parameters completes.
 
     Args:
         algorithm: ``norm`` limits the norm of all gradients, ``value`` limits every element.
         limit: Upper limit of the norm, or of the magnitude of the elements.
+        norm: Scalar that :meth:`receive` sets to the norm; None for clipping by value.
+        factor: Factor that follows from the norm; None if it is not computed yet.
     """
 
     main: MainParameters
     names: Collection[str]
     algorithm: Literal["norm", "value"]
     limit: float
+    norm: Float[Tensor, ""] | None = None
+    factor: Float[Tensor, ""] | None = None
 
     @property
     def form(self) -> Hashable:
@@ -126,42 +101,13 @@ class Clipping:
     def begin(self) -> tuple[Float[Tensor, ""] | None, Float[Tensor, ""] | None]:
         """Clip by value in place (None, None), or return the norm and the clipping factor.
 
-        Communication: that of :func:`clip_coefficient`; none for clipping by value.
+        Communication: that of :func:`clip_coefficient`, unless the factor is computed already.
         """
-        if self.algorithm == "norm":
+        if self.algorithm == "value":
+            clip_by_value_(self.main, self.limit, self.names)
+        elif self.factor is None:
             return clip_coefficient(self.main, self.limit, self.names)
-        clip_by_value_(self.main, self.limit, self.names)
-        return None, None
-
-
-def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-@dataclass(frozen=True)
-class DeferredClipping:
-    """Clipping that the update of the parameters completes.
-
-    Args:
-        norm: Scalar tensor into which :meth:`receive` copies the norm; None for clipping by value.
-        begun: Norm and factor, if they have already been computed.
-    """
-
-    clipping: Clipping
-    norm: Tensor | None = None
-    begun: tuple[Tensor | None, Tensor | None] | None = None
-
-    @property
-    def form(self) -> Hashable:
-        """Return the values that a graph of :meth:`begin` treats as constants."""
-        return self.clipping.form
-
-    def begin(self) -> tuple[Float[Tensor, ""] | None, Float[Tensor, ""] | None]:
-        """Return the norm, and the factor by which gradients must be multiplied; None without them.
-
-        Communication: that of :meth:`Clipping.begin`, unless the norm has already been computed.
-        """
-        return self.begun or self.clipping.begin()
+        return self.norm, self.factor
 
     def receive(self, norm: Float[Tensor, ""] | None) -> None:
         """Copy the norm that :meth:`begin`, or a replay of it, has computed."""
@@ -184,7 +130,7 @@ class StepClipping:
         self._main = main
         self._note = note
         self._deferral: Deferral = "nothing"
-        self._deferred: DeferredClipping | None = None
+        self._deferred: Clipping | None = None
 
     @contextmanager
     def defer_to(self, deferral: Deferral) -> Iterator[None]:
@@ -205,15 +151,13 @@ class StepClipping:
         Communication: one all-reduce of a scalar over the world.
         """
         self.apply()
-        clipping = Clipping(self._main, self._names_of(optimizer), "norm", max_norm)
+        names = names_in(self._main.names_of(optimizer))
         if self._deferral == "all":
             norm = torch.empty((), dtype=torch.float32, device=self._main.mesh.device)
-            self._deferred = DeferredClipping(clipping, norm)
+            self._deferred = Clipping(self._main, names, "norm", max_norm, norm)
         else:
-            computed, factor = clipping.begin()
-            assert computed is not None, "clipping by norm has a norm"
-            norm = computed
-            self._deferred = DeferredClipping(clipping, norm, (norm, factor))
+            norm, factor = clip_coefficient(self._main, max_norm, names)
+            self._deferred = Clipping(self._main, names, "norm", max_norm, norm, factor)
         self._note("gradient norm", norm)
         if self._deferral == "nothing":
             self.apply()
@@ -222,27 +166,22 @@ class StepClipping:
     def by_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clip every element of an optimizer's gradients to ``[-limit, limit]``."""
         self.apply()
-        clipping = Clipping(self._main, self._names_of(optimizer), "value", limit)
-        if self._deferral == "all":
-            self._deferred = DeferredClipping(clipping)
-        else:
-            clipping.begin()
+        names = names_in(self._main.names_of(optimizer))
+        self._deferred = Clipping(self._main, names, "value", limit)
+        if self._deferral != "all":
+            self.apply()
 
     def apply(self) -> None:
         """Complete deferred clipping now, if there is any."""
         deferred = self.take()
-        if deferred is None:
-            return
-        norm, factor = deferred.begin()
-        deferred.receive(norm)
-        if factor is not None:
-            scale_gradients_(self._main, factor, deferred.clipping.names)
+        if deferred is not None:
+            norm, factor = deferred.begin()
+            deferred.receive(norm)
+            if factor is not None:
+                self._main.scale_gradients_(factor, deferred.names)
 
-    def take(self) -> DeferredClipping | None:
+    def take(self) -> Clipping | None:
         """Return the deferred clipping and remove it from this object; None without any."""
         deferred = self._deferred
         self._deferred = None
         return deferred
-
-    def _names_of(self, optimizer: Optimizer) -> set[str]:
-        return names_in(self._main.names_of(optimizer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -196,75 +197,55 @@ class BucketStarts:
             self._start(bucket)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecordedGradients:
-    """Gradients that a recorded backward pass added.
+    """Gradients that a recorded backward pass adds.
 
     Args:
+        slots_by_name: All gradient slots, in their states at the start of the recording.
+        holds_sums: Whether sums over the ranks may start during the recording, as a part of it.
         groups: Names of the parameters whose gradients arrived together, in the order of arrival. A
             parameter that the model uses twice occurs in two groups.
-        additions: Gradient slot of each name of the groups, in their order; the argument of
-            ``WeightGradientQueue.put`` for the replay of a weight half.
-        overwritten: Gradient slots that were empty before, so that the pass overwrote them.
-        added: Gradient slots that were filled before, so that the pass added to them.
+        sums: Buckets whose sums have started.
         unused: Slots in these buckets that get no gradient and are filled with zeros, by the names
             of their parameters.
         rows: Rows of the gradients, for slots that got gradients of rows only.
     """
 
-    groups: tuple[tuple[str, ...], ...] = ()
-    additions: tuple[GradientSlot, ...] = ()
-    overwritten: tuple[GradientSlot, ...] = ()
-    added: tuple[GradientSlot, ...] = ()
-    sums: tuple[GradientBucket, ...] = ()
-    unused: Mapping[str, GradientSlot] = field(default_factory=dict)
-    rows: Mapping[GradientSlot, tuple[Int[Tensor, "rows"], ...]] = field(default_factory=dict)
+    slots_by_name: Mapping[str, GradientSlot] = field(default_factory=dict)
+    holds_sums: bool = False
+    groups: list[tuple[str, ...]] = field(default_factory=list)
+    sums: list[GradientBucket] = field(default_factory=list)
+    unused: dict[str, GradientSlot] = field(default_factory=dict)
+    rows: dict[GradientSlot, tuple[Int[Tensor, "rows"], ...]] = field(default_factory=dict)
 
-    @property
-    def slots(self) -> tuple[GradientSlot, ...]:
-        """Return the gradient slots that got gradients, each once."""
-        return self.overwritten + self.added
-
-
-class GradientRecorder:
-    """Collector of the gradients that arrive while a recording is active.
-
-    Args:
-        holds_sums: Whether sums over the ranks start during the recording, as a part of it.
-    """
-
-    def __init__(self, slots: Mapping[str, GradientSlot], holds_sums: bool = False) -> None:
-        #: Whether sums over the ranks start during the recording.
-        self.holds_sums = holds_sums
-        #: Buckets whose sums have started.
-        self.sums: list[GradientBucket] = []
-        #: Slots in these buckets for which no gradient has arrived.
-        self.unused: dict[str, GradientSlot] = {}
-        self._slots = slots
-        self._were_empty = {name: slot.is_empty for name, slot in slots.items()}
-        self._groups: list[tuple[str, ...]] = []
-        self._rows: dict[GradientSlot, tuple[Tensor, ...] | None] = {}
+    def __post_init__(self) -> None:
+        self._were_empty = {slot for slot in self.slots_by_name.values() if slot.is_empty}
 
     def note(self, names: Sequence[str]) -> None:
         """Record gradients that have arrived together."""
-        self._groups.append(tuple(names))
-        for slot in map(self._slots.__getitem__, names):
-            self._rows[slot] = slot.rows
+        self.groups.append(tuple(names))
+        for slot in map(self.slots_by_name.__getitem__, names):
+            self.rows.pop(slot, None)
+            if slot.rows is not None:
+                self.rows[slot] = slot.rows
 
-    @property
-    def recorded(self) -> RecordedGradients:
-        """Return the recorded gradients."""
-        names = [name for group in self._groups for name in group]
-        written = dict.fromkeys(names)
-        overwritten = [name for name in written if self._were_empty[name]]
-        added = [name for name in written if not self._were_empty[name]]
-        slot_of = self._slots.__getitem__
-        return RecordedGradients(
-            tuple(self._groups),
-            tuple(map(slot_of, names)),
-            tuple(map(slot_of, overwritten)),
-            tuple(map(slot_of, added)),
-            tuple(self.sums),
-            dict(self.unused),
-            {slot: rows for slot, rows in self._rows.items() if rows is not None},
-        )
+    @cached_property
+    def additions(self) -> tuple[GradientSlot, ...]:
+        """Return the gradient slot of each name of the groups, in their order."""
+        return tuple(self.slots_by_name[name] for group in self.groups for name in group)
+
+    @cached_property
+    def slots(self) -> tuple[GradientSlot, ...]:
+        """Return the gradient slots that got gradients, each once."""
+        return tuple(dict.fromkeys(self.additions))
+
+    @cached_property
+    def overwritten(self) -> tuple[GradientSlot, ...]:
+        """Return the gradient slots that were empty before, so that the pass overwrote them."""
+        return tuple(slot for slot in self.slots if slot in self._were_empty)
+
+    @cached_property
+    def added(self) -> tuple[GradientSlot, ...]:
+        """Return the gradient slots that were filled before, so that the pass added to them."""
+        return tuple(slot for slot in self.slots if slot not in self._were_empty)

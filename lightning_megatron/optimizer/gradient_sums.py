@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,38 +14,9 @@ from lightning_megatron.groups.pending import Pending, start_all_gather
 from lightning_megatron.groups.shard_spec import ShardSpec
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot
 from lightning_megatron.optimizer.gradient_buckets import GradientBucket
-from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.optimizer.sharding import LATE_GROUP
-from lightning_megatron.optimizer.shared_gradients import overlapping_pieces
+from lightning_megatron.optimizer.shared_gradients import local_start, overlapping_pieces
 from lightning_megatron.shapes import Float, Int, Shaped
-
-GradientOf = Callable[[str], Tensor]
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Segment of a gradient that several ranks have.
-
-    Args:
-        dim: Dimension along which the segment is cut; None for the full gradient.
-        local_start: First index of the segment along ``dim`` in this rank's gradient; None if this
-            rank does not have the segment.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dim: int | None = None
-    local_start: int | None = 0
-
-    def of(self, gradient: Tensor) -> Tensor | None:
-        """Return the view of this segment in a gradient; None if this rank does not have it."""
-        if self.local_start is None:
-            return None
-        return (
-            gradient
-            if self.dim is None
-            else gradient.narrow(self.dim, self.local_start, self.shape[self.dim])
-        )
 
 
 class PartialSums:
@@ -59,71 +28,44 @@ class PartialSums:
     def __init__(self, specs: dict[str, ShardSpec], mesh: ParallelMesh) -> None:
         self._specs = specs
         self._mesh = mesh
-        self._pieces: dict[str, list[tuple[int, int]]] = {}
+        # Size and, if this rank has it, local start of each piece that several ranks have.
+        self._pieces: dict[str, list[tuple[int, int | None]]] = {}
         if mesh.tp.size > 1 and specs:
-            ranges = {name: _ranges_of(spec) for name, spec in specs.items()}
+            ranges = {
+                name: [(piece.start, piece.stop) for piece in spec.ranges]
+                for name, spec in specs.items()
+            }
             ranges_by_rank = all_gather_objects(ranges, mesh.tp)
-            for name in ranges:
-                held = [rank_ranges[name] for rank_ranges in ranges_by_rank]
-                self._pieces[name] = overlapping_pieces(held)
+            for name, held in ranges.items():
+                shared = overlapping_pieces([rank_ranges[name] for rank_ranges in ranges_by_rank])
+                self._pieces[name] = [
+                    (stop - start, local_start(held, start, stop)) for start, stop in shared
+                ]
 
-    def add(self, names: Collection[str], gradient_of: GradientOf) -> None:
+    def add(
+        self, names: Collection[str], gradient_of: Callable[[str], Shaped[Tensor, "..."]]
+    ) -> None:
         """Sum the named gradients over the tensor axis, in place.
 
         Communication: one all-reduce over tp for each dtype.
         """
-        segments = [
-            segment
-            for name in self._specs
+        views = [
+            _piece_of(gradient_of(name), self._specs[name].dim, size, start)
+            for name, pieces in self._pieces.items()
             if name in names
-            for segment in self._segments(name, gradient_of(name))
+            for size, start in pieces
         ]
-        by_dtype: dict[torch.dtype, list[_Segment]] = {}
-        for segment in segments:
-            by_dtype.setdefault(gradient_of(segment.name).dtype, []).append(segment)
-        for dtype_segments in by_dtype.values():
-            self._reduce(dtype_segments, gradient_of)
-
-    def _segments(self, name: str, gradient: Tensor) -> Iterable[_Segment]:
-        spec = self._specs[name]
-        shape = tuple(gradient.shape)
-        for start, stop in self._pieces.get(name, ()):
-            local_start = None
-            before = 0
-            for held in spec.ranges:
-                if held.start <= start and stop <= held.stop:
-                    local_start = before + start - held.start
-                before += held.size
-            if shape:
-                yield _Segment(
-                    name,
-                    (*shape[: spec.dim], stop - start, *shape[spec.dim + 1 :]),
-                    spec.dim,
-                    local_start,
-                )
-            else:
-                yield _Segment(name, ())
-
-    def _reduce(self, segments: Sequence[_Segment], gradient_of: GradientOf) -> None:
-        local = [segment.of(gradient_of(segment.name)) for segment in segments]
-        sizes = [prod(segment.shape) for segment in segments]
-        flat = gradient_of(segments[0].name).new_zeros(sum(sizes))
-        pairs = [
-            (slot.view(segment.shape), view)
-            for slot, segment, view in zip(flat.split(sizes), segments, local, strict=True)
-            if view is not None
-        ]
-        inside = [slot for slot, _ in pairs]
-        outside = [view for _, view in pairs]
-        if pairs:
-            torch._foreach_copy_(inside, outside)
-        all_reduce_(flat, self._mesh.tp)
-        if pairs:
-            torch._foreach_copy_(outside, inside)
+        sum_slices_(views, self._mesh.tp)
 
 
-def _ranges_of(spec: ShardSpec) -> list[tuple[int, int]]:
-    return [(piece.start, piece.stop) for piece in spec.ranges]
+def _piece_of(gradient: Tensor, dim: int, size: int, start: int | None) -> Tensor:
+    """Return the view of a piece of a gradient, or zeros if this rank does not have the piece."""
+    if not gradient.dim():
+        return gradient
+    if start is None:
+        shape = gradient.shape
+        return gradient.new_zeros(*shape[:dim], size, *shape[dim + 1 :])
+    return gradient.narrow(dim, start, size)
 
 
 def sum_slices_(slices: Sequence[Shaped[Tensor, "..."]], axis: MeshAxis) -> None:
@@ -230,33 +172,3 @@ def _add_in_turn(gradient: Tensor, rows: Sequence[Tensor], values: Sequence[Tens
     """
     for rank_rows, rank_values in zip(rows, values, strict=True):
         gradient.index_add_(0, rank_rows, rank_values, alpha=1 / len(rows))
-
-
-def add_ties_(
-    main: MainParameters,
-    buckets: Collection[GradientBucket],
-    gradient_of: Callable[[str], Tensor],
-    fill: Callable[[list[str]], None],
-    *,
-    own_bucket: bool,
-) -> None:
-    """Add the gradients of tied embeddings and of their copies on another stage, in place.
-
-    A tied gradient that is alone in its bucket has the same layout on both stages, so each rank
-    adds its part after the reduction over the data axis. Otherwise the whole gradients are added
-    before that reduction.
-
-    Args:
-        own_bucket: Whether to add the gradients that are alone in their buckets, or the others.
-
-    Communication: one all-reduce over the embedding axis for each tied embedding.
-    """
-    if not main.ties:
-        return
-    bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
-    for name in (name for pair in main.ties for name in pair):
-        bucket = bucket_of.get(name)
-        if bucket is None or (name in main.planner.ties_alone) != own_bucket:
-            continue
-        fill([name])
-        all_reduce_(bucket.own_part if own_bucket else gradient_of(name), main.mesh.embedding)

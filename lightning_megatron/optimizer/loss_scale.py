@@ -66,12 +66,6 @@ class DynamicLossScale:
             nonfinite = (~torch.isfinite(largest)).any().to(torch.float32)
         return bool(all_reduce_(nonfinite, main.mesh.world, "max").item())
 
-    def unscale_(self, main: MainParameters, names: Collection[str] | None = None) -> None:
-        """Divide the gradients of the named parameters, or of all, by the scale in place."""
-        gradients = main.gradients(names)
-        if gradients:
-            torch._foreach_mul_(gradients, 1.0 / self.scale)
-
     def update(self, overflow: bool) -> None:
         """Update the scale after a clean step, or after one skipped by overflow.
 

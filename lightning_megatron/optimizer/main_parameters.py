@@ -34,7 +34,7 @@ from lightning_megatron.optimizer.shared_gradients import (
     resolve_ties,
 )
 from lightning_megatron.optimizer.user_writes import ExposedGradients, UserWrites
-from lightning_megatron.shapes import Shaped
+from lightning_megatron.shapes import Float, Shaped
 
 #: Attributes that every optimizer has, which hold groups, states and functions.
 _OWN = frozenset({"param_groups", "state", "defaults"})
@@ -130,11 +130,7 @@ class MainParameters:
 
     def are_trainable(self, names: Iterable[str]) -> bool:
         """Return whether :meth:`is_trainable` is true of all these parameters."""
-        parameters = self._parameters
-        main_parameters = self._main_parameters
-        return all(
-            parameters[name].requires_grad and main_parameters[name].requires_grad for name in names
-        )
+        return all(map(self.is_trainable, names))
 
     def spec(self, name: str, tp_rank: int | None = None) -> ShardSpec:
         """Return a parameter's shard spec; every tp rank has a parameter without one in full."""
@@ -161,6 +157,15 @@ class MainParameters:
             if entry.main.grad is not None and entry.main.dtype != entry.gradient.dtype
         ]
         return self.exposed_gradients.gradients(names) + separate
+
+    @torch.no_grad()
+    def scale_gradients_(
+        self, factor: float | Float[Tensor, ""], names: Collection[str] | None = None
+    ) -> None:
+        """Multiply the gradients of the named parameters, or of all, by a number in place."""
+        gradients = self.gradients(names)
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def counted_gradients(
         self, names: Collection[str] | None = None

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.pending import Pending, start_all_reduce
 from lightning_megatron.layers.parameters.gradient_slot import (
     GradientSlot,
@@ -35,10 +36,9 @@ from lightning_megatron.optimizer.flat_buffer import FlatBuffer
 from lightning_megatron.optimizer.gradient_buckets import (
     BucketStarts,
     GradientBucket,
-    GradientRecorder,
     RecordedGradients,
 )
-from lightning_megatron.optimizer.gradient_sums import PartialSums, RowSums, add_ties_, sum_slices_
+from lightning_megatron.optimizer.gradient_sums import PartialSums, RowSums, sum_slices_
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.optimizer.sharding import LATE_GROUP
 from lightning_megatron.shapes import Shaped
@@ -72,7 +72,7 @@ class GradientReducer:
         self._slots: dict[str, GradientSlot] = {}
         self._names: dict[Hashable, str] = {}
         self._starts = BucketStarts(self._start, main.order)
-        self._recorder: GradientRecorder | None = None
+        self._recorder: RecordedGradients | None = None
         self._finished: set[str] = set()
         self._unused = UnusedParameters(main)
         self._hooks: list[RemovableHandle] = []
@@ -154,7 +154,7 @@ class GradientReducer:
         finished = [name for bucket in buckets for name in bucket.names]
         self._add_parts(finished)
         unused = self._unused.find(buckets, is_empty)
-        assign_gradients(self._main, finished, unused, self._gradient_of)
+        self._assign(finished, unused)
         self._reset(buckets)
         self._finished.difference_update(unused)
         self._finished.update(name for name in finished if name not in unused)
@@ -222,7 +222,7 @@ class GradientReducer:
         for name, gradient in sums.items():
             self._gradient_of(name).add_(gradient)
         # The last backward pass may have used none of these parameters.
-        assign_gradients(self._main, sums, (), self._gradient_of)
+        self._assign(sums, ())
         self._finished.update(sums)
 
     def release(self) -> None:
@@ -251,7 +251,7 @@ class GradientReducer:
     @contextmanager
     def recording(
         self, state: Literal["empty", "filled"] | None = None, holds_sums: bool = False
-    ) -> Iterator[GradientRecorder]:
+    ) -> Iterator[RecordedGradients]:
         """Record the gradients that arrive inside the block, instead of processing them.
 
         A CUDA graph is captured once and replayed often, and its replays run no Python. The code
@@ -274,7 +274,7 @@ class GradientReducer:
             for slot in self._slots.values():
                 slot.is_empty = slot.is_empty if state is None else state == "empty"
                 slot.rows = ()
-            recorder = self._recorder = GradientRecorder(self._slots, holds_sums)
+            recorder = self._recorder = RecordedGradients(self._slots, holds_sums)
             try:
                 yield recorder
             finally:
@@ -335,12 +335,12 @@ class GradientReducer:
         late = [name for bucket in buckets if bucket.group == LATE_GROUP for name in bucket.names]
         self._fill(late)
         self._partial.add(late, self._gradient_of)
-        add_ties_(self._main, buckets, self._gradient_of, self._fill, own_bucket=False)
+        self._add_ties(buckets, own_bucket=False)
         for bucket in buckets:
             self._start(bucket)
         for bucket in buckets:
             bucket.wait()
-        add_ties_(self._main, buckets, self._gradient_of, self._fill, own_bucket=True)
+        self._add_ties(buckets, own_bucket=True)
         for bucket in buckets:
             bucket.is_summed = True
 
@@ -386,6 +386,41 @@ class GradientReducer:
             slices[name].gradient for name in names if name in self.used_on_parts and name in slices
         ]
         sum_slices_(parts, self._main.mesh.tp)
+
+    def _add_ties(self, buckets: Collection[GradientBucket], *, own_bucket: bool) -> None:
+        """Add the gradients of tied embeddings and of their copies on another stage, in place.
+
+        A tied gradient that is alone in its bucket has the same layout on both stages, so each rank
+        adds its part after the reduction over the data axis (``own_bucket``). Otherwise the whole
+        gradients are added before that reduction.
+
+        Communication: one all-reduce over the embedding axis for each tied embedding.
+        """
+        for name in (name for pair in self._main.ties or () for name in pair):
+            bucket = self._starts.bucket_of.get(name)
+            is_alone = name in self._main.planner.ties_alone
+            if bucket is not None and bucket in buckets and is_alone == own_bucket:
+                self._fill([name])
+                gradient = bucket.own_part if own_bucket else self._gradient_of(name)
+                all_reduce_(gradient, self._main.mesh.embedding)
+
+    def _assign(self, names: Collection[str], unused: Collection[str]) -> None:
+        """Set the gradient of every main parameter to this rank's part of the reduced gradient.
+
+        The gradients of main parameters of unused or frozen parameters become None.
+        """
+        main = self._main
+        exposed = main.exposed_gradients
+        has_frozen = not main.are_trainable(names)
+        for name in names:
+            has_none = name in unused or (has_frozen and not main.is_trainable(name))
+            if exposed.is_on and not has_none:
+                exposed.expose(name, main.parameter(name), self._gradient_of(name))
+            main_slice = main.slices.get(name)
+            if main_slice is not None:
+                # `to` casts gradients that were accumulated in bfloat16 for float32.
+                gradient = None if has_none else main_slice.gradient.to(main_slice.main.dtype)
+                main_slice.main.grad = gradient
 
     def _reset(self, buckets: Iterable[GradientBucket]) -> None:
         for bucket in buckets:
@@ -484,34 +519,6 @@ class UnusedParameters:
             self._logged.update(new)
             shown = ", ".join(new[:_NUM_SHOWN]) + (", ..." if len(new) > _NUM_SHOWN else "")
             logger.warning("%d parameter(s) %s: %s.", len(new), what, shown)
-
-
-def assign_gradients(
-    main: MainParameters,
-    names: Collection[str],
-    unused: Collection[str],
-    gradient_of: Callable[[str], Tensor],
-) -> None:
-    """Set the gradient of every main parameter to this rank's part of the reduced gradient.
-
-    The gradients of main parameters of unused or frozen parameters become None.
-    """
-    slices = main.slices
-    has_frozen = not main.are_trainable(names)
-    for name in names:
-        main_slice = slices.get(name)
-        has_none = name in unused or (has_frozen and not main.is_trainable(name))
-        if main.exposed_gradients.is_on and not has_none:
-            main.exposed_gradients.expose(name, main.parameter(name), gradient_of(name))
-        if main_slice is None:
-            continue
-        if has_none:
-            main_slice.main.grad = None
-        elif main_slice.gradient.dtype == main_slice.main.dtype:
-            main_slice.main.grad = main_slice.gradient
-        else:
-            # The gradients were accumulated in bfloat16, and the main parameter is float32.
-            main_slice.main.grad = main_slice.gradient.to(main_slice.main.dtype)
 
 
 def move_hook(slot: GradientSlot) -> Callable[[nn.Parameter], None]:

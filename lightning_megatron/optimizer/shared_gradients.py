@@ -17,14 +17,20 @@ def overlapping_pieces(
     )
     pieces = []
     for start, stop in zip(borders, borders[1:], strict=False):
-        holders = [ranges for ranges in ranges_by_rank if _has_piece(ranges, start, stop)]
-        if len(holders) > 1:
+        starts = [local_start(ranges, start, stop) for ranges in ranges_by_rank]
+        if len(starts) - starts.count(None) > 1:
             pieces.append((start, stop))
     return pieces
 
 
-def _has_piece(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
-    return any(low <= start and stop <= high for low, high in ranges)
+def local_start(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> int | None:
+    """Return the first local row of a piece on a rank that has some ranges; None without it."""
+    before = 0
+    for low, high in ranges:
+        if low <= start and stop <= high:
+            return before + start - low
+        before += high - low
+    return None
 
 
 def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tuple[str, str]]:

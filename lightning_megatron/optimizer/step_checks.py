@@ -171,10 +171,12 @@ class FiniteWatch:
         failure. The host waits for the device.
         """
         self._read()
-        flag = torch.tensor(len(self._findings))
+        local_findings = self._findings
+        self._findings = []
+        flag = torch.tensor(len(local_findings))
         if not all_reduce_(flag, self._mesh.world_cpu, "max").item():
             return
-        findings_by_rank = all_gather_objects(self._findings, self._mesh.world_cpu)
+        findings_by_rank = all_gather_objects(local_findings, self._mesh.world_cpu)
         findings = [finding for of_rank in findings_by_rank for finding in of_rank]
         earliest = earliest_of(findings)
         has_gradient = earliest[0].kind == "gradient"

@@ -138,7 +138,7 @@ class StepGradients:
         if self._loss_scale is not None:
             if self._loss_scale.found_nonfinite(self._main, names):
                 self._overflowed |= names
-            self._loss_scale.unscale_(self._main, names)
+            self._main.scale_gradients_(1.0 / self._loss_scale.scale, names)
         are_finite = self._overflowed.isdisjoint(names)
         self._checks.after_sums(names, compares=compares, are_finite=are_finite)
         self._unfinished -= names

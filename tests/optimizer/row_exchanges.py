@@ -92,12 +92,12 @@ class Training:
                 continue
             with reducer.recording() as recorder:
                 loss.backward()
-            mark_filled(recorder.recorded.slots, recorder.recorded.rows)
-            for rows in recorder.recorded.rows.values():
+            mark_filled(recorder.slots, recorder.rows)
+            for rows in recorder.rows.values():
                 # The next replay overwrites the memory of the indices.
                 for indices in rows:
                     indices.fill_(399)
-            for group in recorder.recorded.groups:
+            for group in recorder.groups:
                 reducer.mark_arrived(group)
         reducer.start_reduction(0)
         self.run.finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer import DistributedOptimizerConfig, GradientReducer, MainParameters
+from lightning_megatron.optimizer.clip import clip_coefficient
 
 
 def plain_sgd(parameters: Iterable[Any]) -> Optimizer:
@@ -69,6 +70,12 @@ class Run:
         """Update and gather the parameters."""
         self.optimizer.step()
         self.main.publish()
+
+    def clip(self, max_norm: float, names: Collection[str] | None = None) -> float:
+        """Clip gradients by their norm, and return it."""
+        norm, factor = clip_coefficient(self.main, max_norm, names)
+        self.main.scale_gradients_(factor, names)
+        return float(norm)
 
     def tensors(self) -> dict[str, Entry]:
         """Return the tensors that this rank writes to a checkpoint."""

@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.optimizer import DynamicLossScale, clip_by_norm_, clip_by_value_, grad_norm
+from lightning_megatron.optimizer import DynamicLossScale, grad_norm
+from lightning_megatron.optimizer.clip import clip_by_value_
 from lightning_megatron.optimizer.shared_gradients import (
     original_name,
     overlapping_pieces,
@@ -34,7 +35,7 @@ def test_norm_without_gradients_is_zero_and_of_half_precision_is_summed_in_float
     run = run_of("a", 2)
     assert grad_norm(run.main).dtype == torch.float32
     assert grad_norm(run.main).item() == 0
-    clip_by_norm_(run.main, 1.0)
+    run.clip(1.0)
     clip_by_value_(run.main, 1.0)
     run, gradient = run_of("a", 4096, torch.bfloat16), torch.full((4096,), 0.01).bfloat16()
     run.backward({"a": gradient})
@@ -61,7 +62,7 @@ def test_clipping_by_norm_can_be_limited_to_names_and_clipping_by_value_equals_t
     run = run_of("ab")
     run.backward({name: torch.tensor([4.0]) for name in "ab"})
     run.finish()
-    assert clip_by_norm_(run.main, 1.0, names=["b"]).item() == 4.0
+    assert run.clip(1.0, names=["b"]) == 4.0
     assert gradient_of(run, "a") + gradient_of(run, "b") == pytest.approx([4.0, 1.0])
     run = run_of("a", 5)
     run.backward({"a": torch.tensor([-3.0, -0.5, 0.0, 0.5, 3.0])})
@@ -121,10 +122,9 @@ def test_recording_in_a_requested_state_does_not_depend_on_the_slots(state):
     slots = run.reducer._slots
     for slot in slots.values():
         slot.gradient.fill_(8.0)
-    with run.reducer.recording(state) as recorder:
+    with run.reducer.recording(state) as recorded:
         assert {slot.is_empty for slot in slots.values()} == {state == "empty"}
         run.backward({"a": torch.ones(2), "b": torch.ones(2)}, is_last=False)
-    recorded = recorder.recorded
     assert recorded.overwritten == (recorded.slots if state == "empty" else ())
     assert [slot.is_empty for slot in slots.values()] == [False, True]
     expected = 1.0 if state == "empty" else 9.0
@@ -134,11 +134,11 @@ def test_recording_in_a_requested_state_does_not_depend_on_the_slots(state):
 def test_a_recording_over_mixed_sums_names_those_that_it_overwrites():
     run = run_of("ab", 2)
     run.backward({"a": torch.ones(2)}, is_last=False)
-    with run.reducer.recording() as recorder:
+    with run.reducer.recording() as recorded:
         run.backward({"a": torch.ones(2), "b": torch.ones(2)}, is_last=False)
     slots = run.reducer._slots
-    assert set(recorder.recorded.slots) == set(slots.values())
-    assert recorder.recorded.overwritten == (slots["b"],)
+    assert set(recorded.slots) == set(slots.values())
+    assert recorded.overwritten == (slots["b"],)
 
 
 # ---- the dynamic loss scale
@@ -189,10 +189,10 @@ def test_repeated_overflows_at_the_lowest_scale_and_arguments_out_of_range_raise
             DynamicLossScale(**arguments)  # type: ignore[arg-type]
 
 
-def test_unscaling_divides_by_the_scale_and_only_values_that_are_not_finite_overflow():
+def test_gradients_are_scaled_and_only_values_that_are_not_finite_overflow():
     run = run_of("a", 2)
     run.give("a", torch.tensor([8.0, -16.0]))
-    DynamicLossScale(8).unscale_(run.main)
+    run.main.scale_gradients_(1 / 8)
     assert run.main.gradients()[0].tolist() == [1.0, -2.0]
     for dtype in (torch.float32, torch.float16):
         run, largest = run_of("a", 3, dtype), 65504.0

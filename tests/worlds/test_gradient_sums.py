@@ -19,7 +19,6 @@ from lightning_megatron.optimizer import (
     DistributedOptimizerConfig,
     DynamicLossScale,
     MainParameters,
-    clip_by_norm_,
 )
 from lightning_megatron.optimizer.sharding import BufferPlanner
 from lightning_megatron.optimizer.ties import check_ties as check_tied_groups
@@ -103,14 +102,14 @@ def check_layout(mesh: ParallelMesh, division: DistributedOptimizerConfig) -> No
     for twin, full in zip(twins, truth.values(), strict=True):
         twin.grad = full.clone()
     expected_norm = float(nn.utils.clip_grad_norm_(twins, 0.5))
-    assert float(clip_by_norm_(run.main, 0.5)) == pytest.approx(expected_norm, abs=1e-10)
+    assert run.clip(0.5) == pytest.approx(expected_norm, abs=1e-10)
     clipped = {
         name: twin.grad for name, twin in zip(truth, twins, strict=True) if twin.grad is not None
     }
     assert distance(run, clipped) < 1e-10, "clipped gradient"
     # A norm below the limit must leave the gradients bitwise as they are.
     before = [gradient.clone() for gradient in run.main.gradients()]
-    clip_by_norm_(run.main, 100.0)
+    run.clip(100.0)
     assert all(map(torch.equal, run.main.gradients(), before))
     weights = {name: run.main.parameter(name).detach().clone() for name in run.main.names}
     run.step()

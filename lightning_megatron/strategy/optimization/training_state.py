@@ -19,11 +19,7 @@ from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.parameters.parameter_stack import ParameterStack
 from lightning_megatron.models.fp8_layers import weights_in_eight_bits
 from lightning_megatron.models.stage import pipelined_modules
-from lightning_megatron.optimizer.clip import (
-    Deferral,
-    DeferredClipping,
-    StepClipping,
-)
+from lightning_megatron.optimizer.clip import Clipping, Deferral, StepClipping
 from lightning_megatron.optimizer.fused_update import (
     FusedStep,
     FusedUpdate,
@@ -293,7 +289,7 @@ class TrainingState:
         optimizer.step(**options)
         return stored
 
-    def _clip_and_step(self, step: FusedStep, clipping: DeferredClipping | None) -> None:
+    def _clip_and_step(self, step: FusedStep, clipping: Clipping | None) -> None:
         """Complete the deferred clipping and run the fused step, by a graph if there is one."""
         factor: Tensor | None = None
 
