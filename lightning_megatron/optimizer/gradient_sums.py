@@ -31,10 +31,7 @@ class PartialSums:
         # Size and, if this rank has it, local start of each piece that several ranks have.
         self._pieces: dict[str, list[tuple[int, int | None]]] = {}
         if mesh.tp.size > 1 and specs:
-            ranges = {
-                name: [(piece.start, piece.stop) for piece in spec.ranges]
-                for name, spec in specs.items()
-            }
+            ranges = {name: _ranges_of(spec) for name, spec in specs.items()}
             ranges_by_rank = all_gather_objects(ranges, mesh.tp)
             for name, held in ranges.items():
                 shared = overlapping_pieces([rank_ranges[name] for rank_ranges in ranges_by_rank])
@@ -56,6 +53,10 @@ class PartialSums:
             for size, start in pieces
         ]
         sum_slices_(views, self._mesh.tp)
+
+
+def _ranges_of(spec: ShardSpec) -> list[tuple[int, int]]:
+    return [(piece.start, piece.stop) for piece in spec.ranges]
 
 
 def _piece_of(gradient: Tensor, dim: int, size: int, start: int | None) -> Tensor:

@@ -197,7 +197,11 @@ def check_frozen_copies(main: MainParameters) -> None:
         name: tuple(_bit_sums(main.parameter(name)).tolist()) for name in names if main.holds(name)
     }
     stages = all_gather_objects(local_sums, main.mesh.pp_cpu)
-    wrong = [name for name in names if len({sums[name] for sums in stages if name in sums}) > 1]
+    wrong = []
+    for name in names:
+        sums_of_stages = {sums[name] for sums in stages if name in sums}
+        if len(sums_of_stages) > 1:
+            wrong.append(name)
     if wrong:
         raise ReplicaMismatchError(
             "a frozen model beside the one that is cut into stages must have the same weights on "

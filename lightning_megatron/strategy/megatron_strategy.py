@@ -64,7 +64,7 @@ from lightning_megatron.strategy.optimization.empty_optimizers import (
     build_optimizers_of_stage,
     check_trained_somewhere,
 )
-from lightning_megatron.strategy.optimization.layer_states import MixtureRuntime
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.options.records import (
     ContextOptions,
@@ -94,7 +94,7 @@ from lightning_megatron.strategy.private.loops import (
 from lightning_megatron.strategy.private.processes import reset_seed
 from lightning_megatron.strategy.process.ranks import RankStrategy
 from lightning_megatron.strategy.run import Run
-from lightning_megatron.strategy.sharding import shard_module, start_mixtures
+from lightning_megatron.strategy.sharding import shard_module, start_layers
 from lightning_megatron.swap import build_on_meta
 from lightning_megatron.swap.hugging_face.class_tensors import to_package_names
 
@@ -166,7 +166,7 @@ class MegatronStrategy(RankStrategy):
     @property
     def expert_statistics(self) -> Mapping[int, StepStatistics] | None:
         """Return the token counts of this stage's routers in the last step, by layer index."""
-        return None if self._run is None else self._run.mixtures.statistics
+        return None if self._run is None else self._run.layers.statistics
 
     @property
     @override
@@ -335,12 +335,12 @@ class MegatronStrategy(RankStrategy):
         models = shard_module(self.user_module, self.mesh, self.options)
         if self.is_fitting:
             update_callbacks(trainer, self.user_module, self.layout, self.options)
-        mixtures = start_mixtures(models, self.mesh, self.options)
+        layers = start_layers(models, self.mesh, self.options)
         self._convert_module(has_models=bool(models))
         if self.is_fitting:
             show_choices(self.user_module, self.mesh, self.options, self.precision_plugin)
             self._create_optimizers(trainer)
-        self._begin_run(mixtures)
+        self._begin_run(layers)
 
     def _convert_module(self, has_models: bool) -> None:
         """Move the module to its device and precision."""
@@ -355,7 +355,7 @@ class MegatronStrategy(RankStrategy):
             self.setup_optimizers(trainer)
         check_trained_somewhere(self.optimizers, self.mesh, saves_optimizers(trainer))
 
-    def _begin_run(self, mixtures: MixtureRuntime) -> None:
+    def _begin_run(self, layers: LayerStates) -> None:
         previous = None if self._run is None else self._run.state
         self._run = Run(
             self.user_module,
@@ -363,7 +363,7 @@ class MegatronStrategy(RankStrategy):
             self.options,
             self.precision_plugin,
             self.optimizers if self.is_fitting else (),
-            mixtures,
+            layers,
             self._checkpoints,
             previous,
             self._make_backend,

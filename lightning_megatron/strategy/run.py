@@ -47,7 +47,7 @@ from lightning_megatron.strategy.modules.buffers import (
     reduce_metrics_over_data,
 )
 from lightning_megatron.strategy.modules.full_writes import FullDraws, accept_full_loads
-from lightning_megatron.strategy.optimization.layer_states import LayerStates, MixtureRuntime
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.parameter_readers import (
     SHARDED_GRADIENTS_WARNING,
     gradient_reader,
@@ -111,15 +111,14 @@ class Run:
         options: StrategyOptions,
         precision: MegatronPrecision,
         optimizers: Sequence[Optimizer],
-        mixtures: MixtureRuntime,
+        layers: LayerStates,
         checkpoints: RunCheckpoints,
         previous: TrainingState | None,
         make_backend: MakeBackend | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
-        self.mixtures = mixtures
-        self._states = LayerStates(mixtures, layered_modules(module), mesh)
+        self.layers = layers
         self.is_fit = module.trainer.state.fn == TrainerFn.FITTING
         self._options = options
         self._checkpoints = checkpoints
@@ -155,7 +154,7 @@ class Run:
 
     def _make_executor(self) -> PipelineExecutor:
         order = self._options.custom_order
-        limit = self.mixtures.row_limit
+        limit = self.layers.row_limit
         read_missing_rows = None if limit is None else limit.start_read
         actions = None if self.graphs is None else self.graphs.actions
         return PipelineExecutor(
@@ -216,11 +215,11 @@ class Run:
         return self._choice is None or self._choice.measured is not None
 
     def _limit_rows(self) -> LimitedRows | None:
-        limit = self.mixtures.row_limit
+        limit = self.layers.row_limit
         if limit is None:
             return None
         return LimitedRows(
-            self.module, self.mesh, limit, self._states, self.state.gradients, self.graphs
+            self.module, self.mesh, limit, self.layers, self.state.gradients, self.graphs
         )
 
     def _make_step(
@@ -232,8 +231,7 @@ class Run:
             self.mesh,
             precision,
             self.state,
-            self.mixtures,
-            self._states,
+            self.layers,
             self.buffers,
             self.comparison,
             self.graphs,
@@ -360,7 +358,7 @@ class Run:
         if self.module.automatic_optimization:
             check_train_loaders(trainer, self._options, self.mesh.layout)
         check_same_everywhere(self.mesh.world_cpu, data_fields(trainer))
-        self.mixtures.warn_of_evaluation()
+        self.layers.warn_of_evaluation()
         note_compiled_blocks(self.module, self.mesh, self._options)
         check_not_compiled(self.module, self._options.products)
         self.state.begin_fit()

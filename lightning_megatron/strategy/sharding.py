@@ -18,7 +18,7 @@ from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.plan.recomputation import Recomputation
 from lightning_megatron.strategy.checks.engine_checks import emulates
 from lightning_megatron.strategy.checks.run_checks import check_is_sharded, check_module
-from lightning_megatron.strategy.optimization.layer_states import MixtureRuntime, check_experts
+from lightning_megatron.strategy.optimization.layer_states import LayerStates, check_experts
 from lightning_megatron.strategy.options.sizes import check_places
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions, notes_on
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
@@ -131,13 +131,13 @@ def _set_products(
         )
 
 
-def start_mixtures(
+def start_layers(
     models: Sequence[LayeredModule], mesh: ParallelMesh, options: StrategyOptions
-) -> MixtureRuntime:
-    """Set up the mixture-of-experts layers of this rank."""
+) -> LayerStates:
+    """Set up the layers of this rank whose state steps accumulate."""
     check_experts(models, mesh.layout, options.recompute)
     for model in models:
         check_places(model.config, options)
-    return MixtureRuntime(
+    return LayerStates(
         models, mesh, options.experts.transport, options.experts.rows, options.clones
     )

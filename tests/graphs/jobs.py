@@ -38,7 +38,7 @@ class Watch(pl.Callback):
         self.outcomes: dict[str, Any] = {"validated": [], "routed": [], "counts": {}}
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        strategy_of(trainer).run.mixtures.count_rows()
+        strategy_of(trainer).run.layers.count_rows()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         statistics = strategy_of(trainer).expert_statistics or {}

@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric
 from lightning_megatron import UnsupportedError
 from lightning_megatron.errors import CaptureError
 from lightning_megatron.graphs.step_graph import StepGraph
-from lightning_megatron.strategy.optimization.layer_states import MixtureRuntime
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.step.whole_captures import WorldAgreement
 from tests.fits import Job, Language, Report, Tokens
 from tests.graphs.jobs import DROPOUT, FULL, ROUTED, SEGMENTS, VARIED, check_same, run_graphs
@@ -82,11 +82,9 @@ def test_accumulation_has_one_graph_for_the_first_batch_and_one_for_later_batche
 
 def test_routers_are_updated_inside_the_graph_of_the_last_batch_of_an_accumulation():
     calls = []
-    end_step = MixtureRuntime.end_step
+    end_step = LayerStates.end_step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            MixtureRuntime, "end_step", lambda self: (calls.append(self), end_step(self))[1]
-        )
+        patch.setattr(LayerStates, "end_step", lambda self: (calls.append(self), end_step(self))[1])
         run_both(job_of(ROUTED, steps=4, trainer={"accumulate_grad_batches": 3}))
     assert 4 < len(calls) < 8, "four eager steps, and no replay calls Python"
 

@@ -100,7 +100,7 @@ class ExpertLoad(Callback):
         self._busiest = {}
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy), "setup has checked the strategy"
-        strategy.run.mixtures.count_rows()
+        strategy.run.layers.count_rows()
 
     @override
     def on_train_batch_end(

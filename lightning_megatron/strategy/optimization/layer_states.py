@@ -1,11 +1,10 @@
-"""State that layers accumulate during a step and update at its end."""
+"""State that layers accumulate during a step and update at its end, and settings of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -19,7 +18,6 @@ from lightning_megatron.experts.routing.statistics import (
     step_statistics,
 )
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit
-from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config_checks import check_expert_axes
@@ -33,75 +31,9 @@ _REMEDY = "Train all experts of a layer, or none, or use experts.clones=0."
 
 
 class LayerStates:
-    """State that steps accumulate: routers, and delayed scales for products in 8 bits.
+    """State that steps of a run accumulate: routers, and delayed scales for products in 8 bits.
 
     Routers count tokens, and delayed scales record magnitudes for the scales of later steps.
-    """
-
-    def __init__(
-        self, mixtures: MixtureRuntime, models: Sequence[LayeredModule], mesh: ParallelMesh
-    ) -> None:
-        self._mixtures = mixtures
-        self._mesh = mesh
-        scales_of_models = [model.delayed_scales for model in models]
-        self._scales = [scales for scales in scales_of_models if scales is not None]
-        self._was_fresh = self._is_fresh
-        self._has_ended = False
-
-    @property
-    def is_used(self) -> bool:
-        """Return whether any layer of any stage accumulates such state."""
-        return self._mixtures.is_used or bool(self._scales)
-
-    @property
-    def _is_fresh(self) -> bool:
-        return any(scales.is_fresh for scales in self._scales)
-
-    def finish_step(self) -> bool:
-        """End the step, unless a graph has already ended it (see :meth:`adopt`).
-
-        The result says whether graphs captured before are stale, because layers now use scales of
-        earlier steps; it is the same on all ranks.
-
-        Communication: that of :meth:`end_step`.
-        """
-        if self.is_used and not self._has_ended:
-            self._mixtures.statistics = self.end_step()
-        self._has_ended = False
-        was_fresh = self._was_fresh
-        self._was_fresh = self._is_fresh
-        return was_fresh and not self._was_fresh
-
-    def end_step(self) -> Mapping[int, StepStatistics]:
-        """Update routers and scales from this step, and return the token counts by layer.
-
-        A graph may contain this method, because it only writes tensors that keep their addresses.
-
-        Communication: that of :meth:`MixtureRuntime.end_step` and of
-            :meth:`DelayedScales.end_step`.
-        """
-        for scales in self._scales:
-            scales.end_step(self._mesh)
-        return self._mixtures.end_step()
-
-    def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
-        """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it."""
-        self._mixtures.adopt(statistics)
-        self._has_ended = True
-
-    def resume_step(self) -> None:
-        """Reopen a step that a graph has ended (see :meth:`adopt`), because it must run again."""
-        self._has_ended = False
-
-    @property
-    def step_tensors(self) -> list[Tensor]:
-        """Return the tensors of this stage's layers to which steps write."""
-        scale_tensors = [tensor for scales in self._scales for tensor in scales.step_tensors]
-        return self._mixtures.step_tensors + scale_tensors
-
-
-class MixtureRuntime:
-    """Mixture-of-experts layers of this rank during a run.
 
     Args:
         models: Models that are trained; layer indices run through all of them.
@@ -130,8 +62,6 @@ class MixtureRuntime:
         self.loss_weight: LossWeight | None = None
         configs = [model.config.experts for model in models]
         mixtures = [config for config in configs if config is not None]
-        #: Whether any model has experts, the same on all stages.
-        self.is_used = bool(mixtures)
         if any(config.has_losses for config in mixtures):
             self.loss_weight = LossWeight()
         #: Limit on the rows of experts' buffers; None without one.
@@ -143,11 +73,23 @@ class MixtureRuntime:
             layer.row_limit = None
             if self.row_limit is not None:
                 layer.row_limit = LayerRows(self.row_limit, number, mesh.ep.size)
-        cloned = {} if clones is None else self._layers
-        self._trained = TrainedExperts(cloned, mesh.ep_cpu)
+        self._has_clones = clones is not None
+        self._epoch: int | None = None
+        # Whether each expert's weights were trained at the start of the epoch.
+        self._were_trained: dict[tuple[int, str], list[bool]] = {}
         clear_statistics_(self.running)
         #: Token counts of this stage's routers in the last step, by layer index.
         self.statistics: Mapping[int, StepStatistics] | None = None
+        scales_of_models = [model.delayed_scales for model in models]
+        self._scales = [scales for scales in scales_of_models if scales is not None]
+        #: Whether any layer of any stage accumulates such state.
+        self.is_used = bool(mixtures or self._scales)
+        self._was_fresh = self._is_fresh
+        self._has_ended = False
+
+    @property
+    def _is_fresh(self) -> bool:
+        return any(scales.is_fresh for scales in self._scales)
 
     def warn_of_evaluation(self) -> None:
         """Warn before training that routers in evaluation mode are not balanced."""
@@ -173,17 +115,67 @@ class MixtureRuntime:
     def check_trained(self, epoch: int) -> None:
         """Refuse layers with clones in which some experts are trained and others are frozen.
 
-        Communication: that of :meth:`TrainedExperts.check`.
+        A rank computes gradients for clones of other ranks' experts. If only some ranks froze their
+        experts, these ranks would omit gradients for which others wait, or send another dtype.
+        Within an epoch, no expert of this rank may be frozen or unfrozen.
+
+        Communication: one gather of objects over ep at the first step of an epoch, if there are
+            clones.
         """
-        self._trained.check(epoch)
+        if not self._has_clones:
+            return
+        local_states = {
+            (number, name): [weight.requires_grad for weight in layer.experts.weights(name)]
+            for number, layer in self._layers.items()
+            for name in (layer.experts.first_name, "down")
+        }
+        if epoch == self._epoch and local_states != self._were_trained:
+            raise UnsupportedError(
+                "with experts.clones experts must be frozen and unfrozen only between epochs, "
+                "because ranks compare their trained experts at the beginning of each epoch: a "
+                f"change came after the beginning of epoch {epoch}. Set "
+                f"requires_grad in on_train_epoch_start or configure_model. {_REMEDY}"
+            )
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        self._were_trained = local_states
+        states_by_rank = all_gather_objects(local_states, self._mesh.ep_cpu)
+        for number, name in local_states:
+            states = [rank_states[number, name] for rank_states in states_by_rank]
+            if len(set().union(*states)) > 1:
+                ranks = [rank for rank, state in enumerate(states) if False in state]
+                raise UnsupportedError(
+                    "with experts.clones the experts of a layer must all be trained or all be "
+                    f"frozen: {name} of some experts of layer {number}, on {ranks} of the "
+                    f"{len(states)} ranks of ep, is frozen. Ranks would wait for gradients of "
+                    f"clones that other ranks do not compute. {_REMEDY}"
+                )
+
+    def finish_step(self) -> bool:
+        """End the step, unless a graph has already ended it (see :meth:`adopt`).
+
+        The result says whether graphs captured before are stale, because layers now use scales of
+        earlier steps; it is the same on all ranks.
+
+        Communication: that of :meth:`end_step`.
+        """
+        if self.is_used and not self._has_ended:
+            self.statistics = self.end_step()
+        self._has_ended = False
+        was_fresh = self._was_fresh
+        self._was_fresh = self._is_fresh
+        return was_fresh and not self._was_fresh
 
     def end_step(self) -> Mapping[int, StepStatistics]:
-        """Update the routers with this step's token counts, and return these by layer index.
+        """Update routers and scales from this step, and return the token counts by layer index.
 
         A graph may contain this method, because it only writes tensors that keep their addresses.
 
-        Communication: that of :func:`step_statistics`.
+        Communication: that of :func:`step_statistics` and of :meth:`DelayedScales.end_step`.
         """
+        for scales in self._scales:
+            scales.end_step(self._mesh)
         statistics = step_statistics(
             {number: layer.statistics for number, layer in self._layers.items()}, self._mesh
         )
@@ -199,26 +191,29 @@ class MixtureRuntime:
 
     def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
         """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it."""
-        if statistics:
-            sums = torch.stack([layer_statistics.sums for layer_statistics in statistics.values()])
-            self.statistics = {
-                number: replace(
-                    layer_statistics,
-                    sums=layer_sums,
-                    rows=None if layer_statistics.rows is None else layer_statistics.rows.clone(),
-                )
-                for (number, layer_statistics), layer_sums in zip(
-                    statistics.items(), sums, strict=True
-                )
-            }
+        self._has_ended = True
+        self.statistics = {
+            number: replace(
+                counted,
+                sums=counted.sums.clone(),
+                rows=None if counted.rows is None else counted.rows.clone(),
+            )
+            for number, counted in statistics.items()
+        }
+
+    def resume_step(self) -> None:
+        """Reopen a step that a graph has ended (see :meth:`adopt`), because it must run again."""
+        self._has_ended = False
 
     @property
     def step_tensors(self) -> list[Tensor]:
-        """Return the tensors of this stage's routers that steps write: statistics and buffers."""
-        sums = [running_sums.sums for running_sums in self.running]
-        return sums + [
-            buffer for layer in self._layers.values() for buffer in layer.router.buffers()
-        ]
+        """Return the tensors of this stage's layers to which steps write."""
+        tensors = [running_sums.sums for running_sums in self.running]
+        for layer in self._layers.values():
+            tensors += layer.router.buffers()
+        for scales in self._scales:
+            tensors += scales.step_tensors
+        return tensors
 
     @property
     def running(self) -> list[RunningSums]:
@@ -265,62 +260,3 @@ def check_experts(
             f"recompute ({named.pop()!r}) needs a model with experts: this one has none. It "
             "recomputes only activations of experts. Use 'selective', 'full' or 'none'."
         )
-
-
-class TrainedExperts:
-    """Check of layers with clones, whose experts must all be trained or all be frozen.
-
-    A rank computes gradients for clones of other ranks' experts. If only some ranks froze their
-    experts, these ranks would omit gradients for which others wait, or send another dtype.
-    """
-
-    def __init__(self, layers: Mapping[int, MixtureOfExperts], ep_cpu: MeshAxis) -> None:
-        self._layers = layers
-        self._ep_cpu = ep_cpu
-        self._epoch: int | None = None
-        self._parameters = [
-            parameter for layer in layers.values() for parameter in layer.experts.parameters()
-        ]
-        # Whether each parameter was trained at the start of the epoch.
-        self._was_trained: list[bool] = []
-
-    def check(self, epoch: int) -> None:
-        """Compare which experts the ranks train, at the first step of each epoch.
-
-        Within an epoch, no expert of this rank may be frozen or unfrozen.
-
-        Communication: one gather of objects over ep at the first step of an epoch, if there are
-            clones.
-        """
-        if not self._layers:
-            return
-        trained = [parameter.requires_grad for parameter in self._parameters]
-        if epoch == self._epoch and trained != self._was_trained:
-            raise UnsupportedError(
-                "with experts.clones experts must be frozen and unfrozen only between epochs, "
-                "because ranks compare their trained experts at the beginning of each epoch: a "
-                f"change came after the beginning of epoch {epoch}. Set "
-                "requires_grad in on_train_epoch_start or configure_model. " + _REMEDY
-            )
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._was_trained = trained
-            self._compare()
-
-    def _compare(self) -> None:
-        local_states: dict[tuple[int, str], set[bool]] = {}
-        for number, layer in self._layers.items():
-            for name in (layer.experts.first_name, "down"):
-                weights = layer.experts.weights(name)
-                local_states[number, name] = {weight.requires_grad for weight in weights}
-        states_by_rank = all_gather_objects(local_states, self._ep_cpu)
-        for number, name in local_states:
-            states = [rank_states[number, name] for rank_states in states_by_rank]
-            if len(set.union(*states)) > 1:
-                ranks = [rank for rank, state in enumerate(states) if False in state]
-                raise UnsupportedError(
-                    "with experts.clones the experts of a layer must all be trained or all be "
-                    f"frozen: {name} of some experts of layer {number}, on {ranks} of the "
-                    f"{len(states)} ranks of ep, is frozen. Ranks would wait for gradients of "
-                    "clones that other ranks do not compute. " + _REMEDY
-                )

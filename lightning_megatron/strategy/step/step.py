@@ -32,7 +32,7 @@ from lightning_megatron.strategy.logs.merge import (
 from lightning_megatron.strategy.logs.step_output import StepOutput
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.buffers import SharedBuffers
-from lightning_megatron.strategy.optimization.layer_states import LayerStates, MixtureRuntime
+from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.optimization.training_state import TrainingState
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
@@ -110,8 +110,7 @@ class Step:
         mesh: ParallelMesh,
         precision: MegatronPrecision,
         state: TrainingState,
-        mixtures: MixtureRuntime,
-        states: LayerStates,
+        layers: LayerStates,
         buffers: SharedBuffers,
         comparison: BatchComparison,
         graphs: RunGraphs | None,
@@ -128,8 +127,7 @@ class Step:
         self._mesh = mesh
         self._precision = precision
         self._state = state
-        self._mixtures = mixtures
-        self._states = states
+        self._layers = layers
         self._buffers = buffers
         self._comparison = comparison
         self._graphs = graphs
@@ -187,7 +185,7 @@ class Step:
         self._state.checks.begin_step(index, will_step and is_logged(trainer))
         if self._state.attach_new(trainer.optimizers, trainer.current_epoch) and self._graphs:
             self._graphs.note_change()
-        self._mixtures.check_trained(trainer.current_epoch)
+        self._layers.check_trained(trainer.current_epoch)
         self._mesh.random.deals_in_turn = any(map(deals_in_turn, train_dataloaders(trainer)))
         self._state.main.user_writes.adopt_noted()
 
@@ -198,12 +196,12 @@ class Step:
             return None
         will_step = not accumulates(trainer)
         overlaps = self._overlaps_gradients and will_step
-        states = self._states if will_step and self._states.is_used else None
+        states = self._layers if will_step and self._layers.is_used else None
         backward = BackwardPasses(
             run=self._run_backward,
             observer=self._state.reducer if overlaps else None,
             inspector=self._state.checks.replicas.inspector,
-            loss_weight=self._mixtures.loss_weight,
+            loss_weight=self._layers.loss_weight,
             weight_gradients=self._state.gradients.weight_gradients,
         )
         return TrainingPasses(
@@ -333,7 +331,7 @@ class Step:
 
     def _finish_states(self) -> None:
         """End the step of layers with state; capture again if their scales become delayed ones."""
-        if self._states.finish_step() and self._graphs is not None:
+        if self._layers.finish_step() and self._graphs is not None:
             self._graphs.capture_again("products in 8 bits have scales of earlier steps now")
 
     def _train_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], index: int) -> Any:
@@ -343,8 +341,8 @@ class Step:
         count = count_samples(args[0])
         samples = self._mesh.random.samples_of(range(count), count, dp.rank, dp.size)
         self._mesh.random.begin_microbatch(index, dp.rank, samples)
-        if self._mixtures.loss_weight is not None:
-            self._mixtures.loss_weight.value = self._precision.loss_factor
+        if self._layers.loss_weight is not None:
+            self._layers.loss_weight.value = self._precision.loss_factor
         guard = self._reads.guard(self._module, "training_step")
         passes = _wrap_backward_passes(self._state.gradients.raw_backward)
         with guard, passes, name_cut_layers(self._module, self._mesh):
@@ -471,7 +469,7 @@ class Step:
         is_direct = (
             self._mesh.pp.size == 1 and len(call.microbatches) == 1 and not recorder.is_trial
         )
-        is_repeated = self._mesh.pp.size > 1 or self._mixtures.row_limit is not None
+        is_repeated = self._mesh.pp.size > 1 or self._layers.row_limit is not None
         sizes = {id(part.data): part.num_samples for part in call.microbatches}
         recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
         if begin is not None:
