@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -195,7 +195,33 @@ class WSDSchedule(WarmedUpScheduler):
         return floor + (peak - floor) * decay_factor(self.decay, past / self.decay_steps)
 
 
-class CosineSchedule(WSDSchedule):
+class DecaySchedule(WSDSchedule):
+    """Warm up, and decay to the floor from the end of the warm-up on."""
+
+    #: Shape of the decay, which a subclass sets.
+    shape: ClassVar[DecayShape]
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        num_steps: Count,
+        warmup_steps: Index = 0,
+        initial_lr: NotNegative = 0.0,
+        min_lr: NotNegative | None = None,
+        min_ratio: Ratio | None = None,
+    ) -> None:
+        arguments = coerced_arguments(DecaySchedule.__init__, locals())
+        steps = int(arguments["num_steps"] - arguments["warmup_steps"])
+        if steps < 1:
+            raise ParallelPlanError(
+                f"warmup_steps ({warmup_steps}) must be below num_steps ({num_steps}), because the "
+                f"decay follows the warm-up. Use warmup_steps from 0 to {num_steps - 1}, or a "
+                "larger num_steps."
+            )
+        super().__init__(**arguments, decay_steps=steps, decay=self.shape)
+
+
+class CosineSchedule(DecaySchedule):
     """Warm up, and decay to the floor along half a cosine wave.
 
     With the warm-up of ``W`` steps and the end ``N``,
@@ -219,21 +245,10 @@ class CosineSchedule(WSDSchedule):
             shorter than ``num_steps``.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        num_steps: Count,
-        warmup_steps: Index = 0,
-        initial_lr: NotNegative = 0.0,
-        min_lr: NotNegative | None = None,
-        min_ratio: Ratio | None = None,
-    ) -> None:
-        arguments = coerced_arguments(CosineSchedule.__init__, locals())
-        rest = _decay_of(arguments)
-        super().__init__(**arguments, decay_steps=rest, decay="cosine")
+    shape = "cosine"
 
 
-class LinearSchedule(WSDSchedule):
+class LinearSchedule(DecaySchedule):
     """Warm up, and decay to the floor along a straight line.
 
     With the warm-up of ``W`` steps and the end ``N``,
@@ -257,18 +272,7 @@ class LinearSchedule(WSDSchedule):
             shorter than ``num_steps``.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        num_steps: Count,
-        warmup_steps: Index = 0,
-        initial_lr: NotNegative = 0.0,
-        min_lr: NotNegative | None = None,
-        min_ratio: Ratio | None = None,
-    ) -> None:
-        arguments = coerced_arguments(LinearSchedule.__init__, locals())
-        rest = _decay_of(arguments)
-        super().__init__(**arguments, decay_steps=rest, decay="linear")
+    shape = "linear"
 
 
 class InverseSqrtSchedule(WarmedUpScheduler):
@@ -320,18 +324,6 @@ class InverseSqrtSchedule(WarmedUpScheduler):
         return max(floor, peak * math.sqrt(self.timescale / past))
 
 
-def _decay_of(arguments: dict[str, Any]) -> int:
-    """Return the length of a decay that begins at the end of the warm-up."""
-    steps = int(arguments["num_steps"] - arguments["warmup_steps"])
-    if steps < 1:
-        raise ParallelPlanError(
-            f"warmup_steps ({arguments['warmup_steps']}) must be below num_steps "
-            f"({arguments['num_steps']}), because the decay follows the warm-up. Use warmup_steps "
-            f"from 0 to {arguments['num_steps'] - 1}, or a larger num_steps."
-        )
-    return steps
-
-
 @dataclass(frozen=True)
 class WarmupSchedule:
     """Learning rate with a linear warm-up and a decay to a minimum, at which it stays.
@@ -349,10 +341,6 @@ class WarmupSchedule:
     min_ratio: float
 
     def __post_init__(self) -> None:
-        if self.shape not in ("cosine", "linear", "constant"):
-            raise UnsupportedError(
-                f"schedule must be one of cosine, linear, constant: it is {self.shape!r}."
-            )
         if self.shape != "constant" and self.num_steps is None:
             raise UnsupportedError(
                 f"the {self.shape} schedule needs a last step, at which the decay ends: max_steps "
