@@ -46,8 +46,6 @@ class MainSlice:
             parameter, and one dimension otherwise.
         gradient: Gradient of the part inside the flat buffer, shaped like ``main``.
         is_exclusive: Whether no other rank of the data-parallel axis has these elements.
-        counted: Views of ``gradient`` that this rank, and no other of its model-parallel group,
-            counts in a norm.
         half: View of the part in the model's parameter, shaped like ``main``; None if ``main``
             shares that memory.
     """
@@ -57,23 +55,7 @@ class MainSlice:
     main: nn.Parameter
     gradient: Shaped[Tensor, "..."]
     is_exclusive: bool
-    counted: tuple[Shaped[Tensor, "..."], ...] = ()
     half: Shaped[Tensor, "..."] | None = None
-
-    def counted_pieces(self, gradient: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], ...]:
-        """List the pieces of a finished gradient that this rank counts in a norm."""
-        if gradient.data_ptr() == self.gradient.data_ptr():
-            return self.counted
-        return counted_views(self.placement, gradient)
-
-
-def counted_views(
-    placement: Placement, tensor: Shaped[Tensor, "..."]
-) -> tuple[Shaped[Tensor, "..."], ...]:
-    """List the pieces of a local tensor that count once in the full tensor."""
-    if placement.tied_to is not None:
-        return ()
-    return tuple(view for box, view in placement.local_views(tensor) if box.copy == 0)
 
 
 def slice_state(part_slice: MainSlice, parameter: nn.Parameter, state: object) -> object:
@@ -256,7 +238,7 @@ class FlatBuffer:
         ].view(form)
 
     def _slice(self, part_slice: Slice, spec: ShardSpec) -> MainSlice:
-        size = part_slice.stop - part_slice.start
+        size = part_slice.size
         shape = self._shapes[part_slice.name]
         is_whole = size == shape.numel()
         if self.main_parameters is None:
@@ -276,9 +258,8 @@ class FlatBuffer:
         half = self._half(part_slice, form)
         if is_whole:
             set_shard_spec(main, spec)
-        counted = counted_views(placement, gradient)
         return MainSlice(
-            part_slice.name, placement, main, gradient, self.sharding.is_exclusive, counted, half
+            part_slice.name, placement, main, gradient, self.sharding.is_exclusive, half
         )
 
 
@@ -330,11 +311,12 @@ def _counted(
 ) -> list[Tensor]:
     counted: list[Tensor] = []
     for main_slice, gradient in zip(slices.values(), gradients, strict=True):
+        placement = main_slice.placement
         # If several ranks have the same gradients, only the first one counts them.
-        if gradient is not None and (
-            main_slice.is_exclusive or is_first[main_slice.placement.is_expert]
-        ):
-            counted += main_slice.counted_pieces(gradient)
+        is_counted = main_slice.is_exclusive or is_first[placement.is_expert]
+        if gradient is not None and is_counted and placement.tied_to is None:
+            views = placement.local_views(gradient)
+            counted += [view for box, view in views if box.copy == 0]
     return counted
 
 

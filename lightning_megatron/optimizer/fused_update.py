@@ -8,7 +8,6 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +29,6 @@ Kernel = Callable[..., None]
 # Rows of 12 float32 numbers have equal alignment, so that one compiled kernel can read all groups.
 _COLUMNS = 12
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_STATE_NAMES = (*_MOMENTS, "step")
 _Row = tuple[nn.Parameter, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 #: Size of a piece of a step: about half a millisecond of an H200 (elements).
 _PIECE = 64_000_000
@@ -230,17 +228,10 @@ class FusedUpdate:
 
     Args:
         moments_dtype: Dtype of both moments: float32, or bfloat16 for half of their memory.
-        find: Function that returns a kernel factory for a device, or None, and the reason for this
-            choice.
     """
 
-    def __init__(
-        self,
-        moments_dtype: torch.dtype = torch.float32,
-        find: Callable[[torch.device], tuple[Callable[[], Kernel] | None, str]] | None = None,
-    ) -> None:
+    def __init__(self, moments_dtype: torch.dtype = torch.float32) -> None:
         self.moments_dtype = moments_dtype
-        self._find = find or _find_kernel
         self._kernels: WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], Kernel]] = (
             WeakKeyDictionary()
         )
@@ -297,18 +288,12 @@ class FusedUpdate:
             ):
                 return f"the learning rate or the betas of group {number} are tensors"
         for group in optimizer.param_groups:
-            for parameter in (
-                candidate for candidate in group["params"] if candidate.dtype != torch.float32
-            ):
-                if parameter.requires_grad and parameter.numel():
-                    name = next(
-                        name
-                        for name, main_slice in main.slices.items()
-                        if main_slice.main is parameter
-                    )
+            for parameter in group["params"]:
+                is_trained = parameter.requires_grad and parameter.numel()
+                if is_trained and parameter.dtype != torch.float32:
                     dtype = str(parameter.dtype).removeprefix("torch.")
-                    return f"the main parameter of {name!r} is {dtype}"
-        make, reason = self._find(main.mesh.device)
+                    return f"the main parameter of {main.name_of(parameter)!r} is {dtype}"
+        make, reason = _find_kernel(main.mesh.device)
         return reason if make is None else None
 
     @torch.no_grad()
@@ -352,27 +337,31 @@ class FusedUpdate:
         kernels = self._kernels.setdefault(optimizer, {})
         kernel = kernels.get(key)
         if kernel is None:
-            make, reason = self._find(main.mesh.device)
+            make, reason = _find_kernel(main.mesh.device)
             assert make is not None, f"steps begin for optimizers that are served: {reason}"
             kernel = kernels[key] = make()
         return kernel
 
     def _collect_arguments(self, main: MainParameters, optimizer: Optimizer) -> _KernelArguments:
-        name_of = {id(main_slice.main): name for name, main_slice in main.slices.items()}
         rows: dict[str, tuple[int, _Row]] = {}
         is_static = True
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 gradient = parameter.grad
-                name = name_of.get(id(parameter))
-                if gradient is None or name is None or parameter.numel() == 0:
+                if gradient is None or parameter.numel() == 0:
                     continue
+                name = main.name_of(parameter)
                 main_slice = main.slices[name]
                 is_static &= gradient is main_slice.gradient
-                average, square, step = itemgetter(*_STATE_NAMES)(
-                    self._state_of(optimizer, parameter)
+                state = self._state_of(optimizer, parameter)
+                row = (
+                    parameter,
+                    gradient.contiguous(),
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    state["step"],
+                    main_slice.half,
                 )
-                row = (parameter, gradient.contiguous(), average, square, step, main_slice.half)
                 rows[name] = number, row
         rows_by_key: dict[tuple[Any, ...], list[_Row]] = {}
         names: dict[int, list[str]] = {}

@@ -85,8 +85,10 @@ class MainParameters:
         self.gather = ParameterGather(self.order)
         #: Tracking of user writes into the parameters.
         self.user_writes = UserWrites(self._parameters, self.buffers, self.wait)
-        self._main_parameters: dict[str, nn.Parameter] = {}
-        self._slices: dict[str, MainSlice] = {}
+        #: Main parameter of each trained parameter; an empty tensor if this rank has no part of it.
+        self.main_parameters: dict[str, nn.Parameter] = {}
+        #: Slices that this rank's optimizers train, by name.
+        self.slices: dict[str, MainSlice] = {}
         self._main_ids: set[int] = set()
         self._counted = CountedGradients()
         #: Parameters that several stages have; known together with the ties.
@@ -102,19 +104,9 @@ class MainParameters:
         return name in self._parameters
 
     @property
-    def slices(self) -> Mapping[str, MainSlice]:
-        """Return the slices that this rank's optimizers train, by name."""
-        return self._slices
-
-    @property
     def trained(self) -> tuple[str, ...]:
         """List the parameters of this stage that some data-parallel rank's optimizer trains."""
-        return tuple(self._main_parameters)
-
-    @property
-    def main_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return each trained parameter's main parameter by name; empty if not on this rank."""
-        return self._main_parameters
+        return tuple(self.main_parameters)
 
     def parameter(self, name: str) -> nn.Parameter:
         """Return a parameter of the model."""
@@ -122,21 +114,19 @@ class MainParameters:
 
     def main(self, name: str) -> nn.Parameter:
         """Return a parameter's main parameter; it is empty if this rank has no part."""
-        return self._main_parameters.get(name, self._parameters[name])
+        return self.main_parameters.get(name, self._parameters[name])
 
     def is_trainable(self, name: str) -> bool:
         """Return whether a parameter and its main parameter both require gradients."""
-        return self._parameters[name].requires_grad and self._main_parameters[name].requires_grad
+        return self._parameters[name].requires_grad and self.main_parameters[name].requires_grad
 
     def are_trainable(self, names: Iterable[str]) -> bool:
         """Return whether :meth:`is_trainable` is true of all these parameters."""
         return all(map(self.is_trainable, names))
 
-    def spec(self, name: str, tp_rank: int | None = None) -> ShardSpec:
+    def spec(self, name: str) -> ShardSpec:
         """Return a parameter's shard spec; every tp rank has a parameter without one in full."""
-        return shard_spec_of(
-            self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank
-        )
+        return shard_spec_of(self._parameters[name], self.mesh.tp.rank)
 
     def gradients(self, names: Collection[str] | None = None) -> list[Shaped[Tensor, "..."]]:
         """List the finished gradients of this rank's slices: of the named parameters, or of all.
@@ -144,19 +134,15 @@ class MainParameters:
         While gradients are shown as ``parameter.grad``, the result has the shown gradients instead,
         of which the slices are parts.
         """
-        entries = [
-            entry
-            for name, entry in self._slices.items()
-            if entry.main.grad is not None and (names is None or name in names)
-        ]
-        if not self.exposed_gradients.is_on:
-            return [entry.main.grad for entry in entries if entry.main.grad is not None]
-        separate = [
+        exposed = self.exposed_gradients
+        finished = [
             entry.main.grad
-            for entry in entries
-            if entry.main.grad is not None and entry.main.dtype != entry.gradient.dtype
+            for name, entry in self.slices.items()
+            if entry.main.grad is not None
+            and (names is None or name in names)
+            and not (exposed.is_on and entry.main.dtype == entry.gradient.dtype)
         ]
-        return self.exposed_gradients.gradients(names) + separate
+        return exposed.gradients(names) + finished if exposed.is_on else finished
 
     @torch.no_grad()
     def scale_gradients_(
@@ -177,18 +163,15 @@ class MainParameters:
         is_first = {
             is_expert: self.mesh.replica_axis(is_expert).is_first for is_expert in (False, True)
         }
-        return self._counted.of(self._slices, is_first, names)
+        return self._counted.of(self.slices, is_first, names)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter, or of the parameter with this main parameter."""
+        return self._names_by_id[id(parameter)]
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """List the names of the parameters in each group of an optimizer, attached or not."""
-        name_of = self._names_by_id.__getitem__
-        return [list(map(name_of, map(id, group["params"]))) for group in optimizer.param_groups]
-
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Return whether every parameter of an optimizer is registered here."""
-        return all(
-            id(p) in self._names_by_id for group in optimizer.param_groups for p in group["params"]
-        )
+        return [list(map(self.name_of, group["params"])) for group in optimizer.param_groups]
 
     def needs_attach(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has a trainable parameter instead of its main parameter."""
@@ -224,7 +207,7 @@ class MainParameters:
         new = [
             n
             for n in self.names
-            if n in names and n not in self._main_parameters and self._parameters[n].requires_grad
+            if n in names and n not in self.main_parameters and self._parameters[n].requires_grad
         ]
         if not new:
             # A new group may contain parameters that were attached before.
@@ -263,7 +246,7 @@ class MainParameters:
         """Call :meth:`EightBitBuffer.leave_eight_bits` of every buffer with weights in 8 bits."""
         for buffer in self.eight_bits.buffers:
             buffer.leave_eight_bits(self.mesh, gathers=gathers)
-            self._slices |= buffer.slices
+            self.slices |= buffer.slices
 
     def publish(self, wait: bool = True, stored: bool = False) -> None:
         """Round main parameters into the model's parameters, and gather all ranks' parts.
@@ -299,7 +282,7 @@ class MainParameters:
         Communication: that of :meth:`EightBitWeights.publish`.
         """
         with torch.no_grad():
-            for name, current in self._slices.items():
+            for name, current in self.slices.items():
                 before = previous.slices.get(name)
                 if (
                     before is None
@@ -322,9 +305,7 @@ class MainParameters:
                 0 if buffer.main_parameters is None else buffer.main_parameters.nbytes
             )
         counted["parameters"] += sum(
-            self._parameters[name].nbytes
-            for name in self.names
-            if name not in self._main_parameters
+            self._parameters[name].nbytes for name in self.names if name not in self.main_parameters
         )
         return counted
 
@@ -377,10 +358,10 @@ class MainParameters:
                 if main_slice is None
                 else main_slice.main
             )
-            self._main_parameters[name] = main
+            self.main_parameters[name] = main
             self._names_by_id[id(main)] = name
             self._main_ids.add(id(main))
-        self._slices |= buffer.slices
+        self.slices |= buffer.slices
         return buffer
 
     def _put_main_parameters_into(self, optimizer: Optimizer) -> None:
@@ -393,8 +374,8 @@ class MainParameters:
             for parameter in [p for p in states if self._main_of(p) is not p]:
                 state = states.pop(parameter)
                 name = self._names_by_id[id(parameter)]
-                if name in self._slices:
-                    main_slice = self._slices[name]
+                if name in self.slices:
+                    main_slice = self.slices[name]
                     states[main_slice.main] = slice_state(main_slice, parameter, state)
 
     def _main_of(self, parameter: nn.Parameter) -> nn.Parameter:

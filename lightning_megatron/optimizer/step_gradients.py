@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
-from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale
 from lightning_megatron.optimizer.main_parameters import MainParameters, names_in
 from lightning_megatron.optimizer.reduction import GradientReducer
@@ -58,15 +57,6 @@ class StepGradients:
         The step must need such sums, and no code may read the gradients of this rank before them.
         """
         return self._reducer.before_reduction is None and self._reducer.sums_over_ranks
-
-    def sum_up(self) -> None:
-        """Sum all gradients over the ranks now; :meth:`end_batch` then does not sum them again."""
-        self._reducer.sum_up()
-
-    @property
-    def weight_gradients(self) -> WeightGradientQueue:
-        """Return the queue of weight gradients that weight halves of backward passes compute."""
-        return self._reducer.weight_gradients
 
     # ---- sums
 
@@ -170,29 +160,20 @@ class StepGradients:
 
     # ---- exposure as ``parameter.grad``
 
-    def expose(self) -> None:
-        """Expose gradients as ``parameter.grad`` from now on."""
-        self._main.exposed_gradients.is_on = True
-
-    @property
-    def are_exposed(self) -> bool:
-        """Return whether user code may read and change gradients as ``parameter.grad``."""
-        return self._main.exposed_gradients.is_on
-
     def adopt_user_changes(self) -> None:
         """Adopt the changes of user code to exposed gradients."""
-        if self.are_exposed:
+        if self._main.exposed_gradients.is_on:
             self._reducer.adopt_user_changes()
 
     def hide(self) -> None:
         """Hide exposed gradients before new ones are computed."""
-        if self.are_exposed:
+        if self._main.exposed_gradients.is_on:
             self._reducer.adopt_user_changes()
             self._main.exposed_gradients.withdraw()
 
     def _expose(self) -> None:
         """Expose the gradient sums so far; finished gradients are exposed automatically."""
-        if self.are_exposed:
+        if self._main.exposed_gradients.is_on:
             self._reducer.expose_unreduced()
 
     # ---- manual optimization

@@ -146,23 +146,20 @@ class ExposedGradients:
         #: instead of its part.
         self.is_on = False
         self._exposed: dict[str, _ExposedGradient] = {}
-        self._known: dict[str, _ExposedGradient] = {}
 
     def expose(self, name: str, parameter: nn.Parameter, gradient: Shaped[Tensor, "..."]) -> None:
         """Show a gradient as ``parameter.grad``."""
-        entry = self._known.get(name)
+        entry = self._exposed.get(name)
         if entry is None or entry.gradient is not gradient:
             spec = shard_spec_of(parameter, self._mesh.tp.rank)
-            entry = self._known[name] = _ExposedGradient(
-                parameter, gradient, ShardedGradient.of(gradient, spec, self._mesh)
-            )
+            exposed = ShardedGradient.of(gradient, spec, self._mesh)
+            entry = self._exposed[name] = _ExposedGradient(parameter, gradient, exposed)
         if parameter.grad is not entry.exposed:
             parameter.grad = None
             # The dtype of an accumulated gradient may be wider than that of the parameter, and the
             # dtype of a gradient that user code assigns may be narrower.
             parameter.grad_dtype = None
             parameter.grad = entry.exposed
-        self._exposed[name] = entry
 
     def gradients(self, names: Collection[str] | None = None) -> list[Shaped[Tensor, "..."]]:
         """List the shown gradients of the named parameters, or of all."""

@@ -317,7 +317,7 @@ class Run:
             reader: Hook that may read gradients; None without one.
         """
         if reader is not None or not self.module.automatic_optimization:
-            self.state.gradients.expose()
+            self.state.main.exposed_gradients.is_on = True
         if reader is not None and self.mesh.model.size > 1:
             rank_zero_info(f"{reader} {SHARDED_GRADIENTS_WARNING}")
 

@@ -73,7 +73,7 @@ def check_update(state: TrainingState, trainer: Trainer) -> None:
     if reader is not None:
         raise UnsupportedError(reason_against_reader(reader))
     for optimizer in trainer.optimizers:
-        reason = state.reason_against_fused_update(optimizer)
+        reason = state.fused_update.reason_against(state.main, optimizer)
         if reason is not None:
             raise UnsupportedError(
                 "cuda_graphs.optimizer (True) needs the fused kernel of Adam and AdamW, which "

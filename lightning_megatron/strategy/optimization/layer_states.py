@@ -124,11 +124,11 @@ class LayerStates:
         """
         if not self._has_clones:
             return
-        local_states = {
-            (number, name): [weight.requires_grad for weight in layer.experts.weights(name)]
-            for number, layer in self._layers.items()
-            for name in (layer.experts.first_name, "down")
-        }
+        local_states: dict[tuple[int, str], list[bool]] = {}
+        for number, layer in self._layers.items():
+            for name in (layer.experts.first_name, "down"):
+                weights = layer.experts.weights(name)
+                local_states[number, name] = [weight.requires_grad for weight in weights]
         if epoch == self._epoch and local_states != self._were_trained:
             raise UnsupportedError(
                 "with experts.clones experts must be frozen and unfrozen only between epochs, "

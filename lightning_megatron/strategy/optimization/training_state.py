@@ -105,23 +105,25 @@ class TrainingState:
             self._eight_bits,
         )
         self._loss_scale = loss_scale
-        self._reducer = GradientReducer(main)
+        #: Owner of the gradient slots.
+        self.reducer = GradientReducer(main)
         self._copies = TiedCopies(main)
         if optimizers:
             self._copies.follow(optimizers)
         for optimizer in optimizers:
             self._attach(optimizer)
             check_ties(optimizer, self.main)
-        self._fused_update = FusedUpdate(division.moments_dtype)
-        self._fused_update.check(main, optimizers)
+        #: Update by one kernel of the optimizers that it serves.
+        self.fused_update = FusedUpdate(division.moments_dtype)
+        self.fused_update.check(main, optimizers)
         if previous is not None:
             main.continue_from(previous)
         #: Checks of the values of each step.
         self.checks = StepChecks(
-            module, main, self._reducer, checks_gradients, replica_check_interval, rank_zero_info
+            module, main, self.reducer, checks_gradients, replica_check_interval, rank_zero_info
         )
         #: Gradients of the trained parameters.
-        self.gradients = StepGradients(module, main, self._reducer, self.checks, loss_scale)
+        self.gradients = StepGradients(module, main, self.reducer, self.checks, loss_scale)
         #: Clipping of the gradients of each step.
         self.clipping = StepClipping(main, self.checks.note)
         #: Graphs of the update; None updates eagerly.
@@ -133,11 +135,6 @@ class TrainingState:
         self._epoch: int | None = None
         #: Whether layers wait for their own parameters in the next forward pass.
         self._overlaps_gathers = False
-
-    @property
-    def reducer(self) -> GradientReducer:
-        """Return the owner of the gradient slots."""
-        return self._reducer
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -163,11 +160,7 @@ class TrainingState:
     def effect_observers(self) -> EffectObservers:
         """Return the objects whose Python state a captured step changes, such as counts."""
         mesh = self.mesh
-        return EffectObservers(mesh.random, mesh.journal, self._reducer, self.main.gather)
-
-    def reason_against_fused_update(self, optimizer: Optimizer) -> str | None:
-        """Return why the fused kernel cannot update an optimizer's parameters; None if it can."""
-        return self._fused_update.reason_against(self.main, optimizer)
+        return EffectObservers(mesh.random, mesh.journal, self.reducer, self.main.gather)
 
     def begin_fit(self) -> None:
         """Copy weights that user hooks have written since the optimizers were attached."""
@@ -193,7 +186,7 @@ class TrainingState:
         return bool(waiting)
 
     def _attach(self, optimizer: Optimizer) -> None:
-        self._reducer.watch(self.main.attach(optimizer))
+        self.reducer.watch(self.main.attach(optimizer))
         self._set_weight_readers()
 
     def _set_weight_readers(self) -> None:
@@ -251,7 +244,7 @@ class TrainingState:
             self.main.user_writes.adopt()
             return result
 
-        is_fused = self._fused_update.serves(self.main, optimizer)
+        is_fused = self.fused_update.serves(self.main, optimizer)
         is_skipped = False
         stored = False
         with self.clipping.defer_to(self._deferral(is_fused)):
@@ -276,8 +269,8 @@ class TrainingState:
         """Update main parameters; return whether the model's parameters are updated, too."""
         stored = False
         # The closure may have changed the optimizer's parameters.
-        if self._fused_update.serves(self.main, optimizer):
-            step = self._fused_update.begin(self.main, optimizer)
+        if self.fused_update.serves(self.main, optimizer):
+            step = self.fused_update.begin(self.main, optimizer)
             # Hooks may change main parameters after they were rounded.
             stored = not has_step_hooks(optimizer)
             if stored:
@@ -317,7 +310,7 @@ class TrainingState:
     def _deferral(self, is_fused: bool) -> Deferral:
         """Return the part of the clipping that is deferred to the update."""
         # User code that reads gradients expects clipped ones.
-        if not is_fused or self.gradients.are_exposed:
+        if not is_fused or self.main.exposed_gradients.is_on:
             return "nothing"
         return "scaling" if self.update_graph is None else "all"
 

@@ -202,7 +202,7 @@ class Step:
             observer=self._state.reducer if overlaps else None,
             inspector=self._state.checks.replicas.inspector,
             loss_weight=self._layers.loss_weight,
-            weight_gradients=self._state.gradients.weight_gradients,
+            weight_gradients=self._state.reducer.weight_gradients,
         )
         return TrainingPasses(
             backward,

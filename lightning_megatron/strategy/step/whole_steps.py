@@ -123,7 +123,7 @@ class WholeSteps:
         ran = inner(call).result
         gather.wait()
         if sums:
-            self._state.gradients.sum_up()
+            self._state.reducer.sum_up()
         return ran if states is None else replace(ran, statistics=states.end_step())
 
     def _evaluate(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
