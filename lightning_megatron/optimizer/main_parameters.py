@@ -82,7 +82,7 @@ class MainParameters:
         self._parameters = {name: named_parameters[name] for name in self._names_by_id.values()}
         #: Order in which the forward pass reads the parameters.
         self.order = UseOrder(self._parameters)
-        self.gather = ParameterGather(self.order)
+        self.gather = ParameterGather(self.order, self.buffers)
         #: Tracking of user writes into the parameters.
         self.user_writes = UserWrites(self._parameters, self.buffers, self.wait)
         #: Main parameter of each trained parameter; an empty tensor if this rank has no part of it.
@@ -265,7 +265,7 @@ class MainParameters:
         for buffer in self.buffers:
             buffer.store_main_parameters(self.mesh, stored=stored)
         if self.planner.gathers:
-            self.gather.start(self.buffers, self.mesh)
+            self.gather.start(self.mesh)
         if wait:
             self.wait()
 

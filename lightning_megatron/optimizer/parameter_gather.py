@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
-from lightning_megatron.optimizer.flat_buffer import FlatBuffer, UseOrder, same_objects
+from lightning_megatron.optimizer.flat_buffer import FlatBuffer, UseOrder
 from lightning_megatron.shapes import Shaped
 
 #: Key of a bucket: index of the buffer, and index in the buffer.
@@ -30,13 +30,9 @@ class _UpdateGathers:
             bucket that the update does not complete.
     """
 
-    buffers: Sequence[FlatBuffer]
     mesh: ParallelMesh
     left: deque[_BucketKey]
     missing: Mapping[_BucketKey, set[str] | None]
-
-    def next_complete(self) -> _BucketKey | None:
-        return self.left.popleft() if self.left and self.missing[self.left[0]] == set() else None
 
 
 @dataclass
@@ -55,29 +51,30 @@ class ParameterGather:
     the all-gathers can start during the update of the parameters: see :meth:`start_during_update`.
     """
 
-    def __init__(self, order: UseOrder) -> None:
+    def __init__(self, order: UseOrder, buffers: Sequence[FlatBuffer]) -> None:
         self._order = order
-        # The buffers of the last call of `_buckets_in_order`, and their buckets in order.
-        self._ordered: tuple[Sequence[FlatBuffer], list[_BucketKey]] = (), []
+        self._buffers = buffers
+        # The number of buffers at the last call of `_buckets_in_order`, and their buckets in order.
+        self._ordered: tuple[int, list[_BucketKey]] = 0, []
         #: Whether :meth:`start` defers the all-gathers to the first read of parameters. All ranks
         #: must have the same value, and must first read parameters at the same point of a step.
         self.defers = False
-        self._deferred: tuple[tuple[FlatBuffer, ...], ParallelMesh] | None = None
+        self._deferred: ParallelMesh | None = None
         self._during_update: _UpdateGathers | None = None
         self._recorded: RecordedGather | None = None
         self._pending: dict[_BucketKey, Pending] = {}
         self._hooks: list[RemovableHandle] = []
         # Buckets for which modules wait: a module reads each of their parameters.
         self._awaited: set[_BucketKey] = set()
-        # Buckets of each parameter, by its identity.
-        self._buckets_of: Mapping[int, list[_BucketKey]] = {}
+        # Bucket of each parameter, by its identity.
+        self._bucket_of: Mapping[int, _BucketKey] = {}
 
     @property
     def is_deferred(self) -> bool:
         """Return whether all-gathers are deferred and have not started yet."""
         return self._deferred is not None
 
-    def start(self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh) -> None:
+    def start(self, mesh: ParallelMesh) -> None:
         """Start one all-gather for every bucket that is partitioned over ranks, or defer them all.
 
         If no module waits for one of a bucket's parameters, this method waits for the bucket after
@@ -92,26 +89,23 @@ class ParameterGather:
         # A stage without trained parameters defers, too, so that all ranks choose the same graph.
         # If etp is smaller than tp, experts can have replicas although other parameters have none.
         if mesh.data.size > 1 or mesh.edp.size > 1:
-            self._deferred = tuple(buffers), mesh
+            self._deferred = mesh
         if not self.defers:
             self.begin()
 
-    def start_during_update(
-        self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh, names: Set[str]
-    ) -> None:
+    def start_during_update(self, mesh: ParallelMesh, names: Set[str]) -> None:
         """Let all-gathers start as soon as the named parameters of their buckets are updated.
 
-        :meth:`mark_updated` must name these parameters, and :meth:`start` must follow, with the
-        same buffers.
+        :meth:`mark_updated` must name these parameters, and :meth:`start` must follow.
 
         Communication: that of :meth:`wait`.
         """
         self.wait()
-        order = self._buckets_in_order(buffers)
+        order = self._buckets_in_order()
         if self.defers or not order:
             return
-        missing = {key: _missing_of(buffers, key, names) for key in order}
-        self._during_update = _UpdateGathers(buffers, mesh, deque(order), missing)
+        missing = {key: self._missing_of(key, names) for key in order}
+        self._during_update = _UpdateGathers(mesh, deque(order), missing)
 
     def mark_updated(self, names: Iterable[str]) -> None:
         """Start the all-gathers of buckets that these parameters complete.
@@ -127,8 +121,8 @@ class ParameterGather:
             return
         for missing in filter(None, gathers.missing.values()):
             missing.difference_update(names)
-        while (key := gathers.next_complete()) is not None:
-            self._start_bucket(key, gathers.buffers, gathers.mesh)
+        while gathers.left and gathers.missing[gathers.left[0]] == set():
+            self._start_bucket(gathers.left.popleft(), gathers.mesh)
 
     def begin(self) -> None:
         """Start the deferred all-gathers, if there are any.
@@ -137,14 +131,14 @@ class ParameterGather:
         """
         if self._deferred is None:
             return
-        buffers, mesh = self._deferred
+        mesh = self._deferred
         self._deferred = None
         if self._recorded is not None:
             self._recorded.gathers = True
         gathers = self._during_update
         self._during_update = None
-        for key in self._buckets_in_order(buffers) if gathers is None else gathers.left:
-            self._start_bucket(key, buffers, mesh)
+        for key in self._buckets_in_order() if gathers is None else gathers.left:
+            self._start_bucket(key, mesh)
         self._complete([bucket for bucket in self._pending if bucket not in self._awaited])
 
     def wait(self) -> None:
@@ -190,7 +184,7 @@ class ParameterGather:
         code that replays it calls this method with the parameters that the graph reads.
 
         Args:
-            parameters: Parameters of the buffers of the last call of :meth:`wait_before`.
+            parameters: Parameters of the buffers at the last call of :meth:`wait_before`.
                 Parameters outside of buffers, such as frozen ones, are complete already.
 
         Communication: that of :meth:`begin`.
@@ -199,35 +193,32 @@ class ParameterGather:
         # Nothing is pending after the first microbatch of a step.
         if not self._pending:
             return
-        for parameter in parameters:
-            self._complete(self._buckets_of.get(id(parameter), ()))
+        buckets = map(self._bucket_of.get, map(id, parameters))
+        self._complete(filter(None, buckets))
 
-    def wait_before(self, modules: Iterable[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
+    def wait_before(self, modules: Iterable[nn.Module]) -> None:
         """Make each module wait before its forward pass for the buckets of its parameters.
 
         Args:
             modules: Modules that read no parameter of another module, unless that module ran before
                 them.
-            buffers: Buffers in the order in which :meth:`start` gets them.
         """
-        buckets_of = self._buckets_of = _buckets_by_parameter(buffers)
+        bucket_of = self._bucket_of = {
+            id(buffer.members[placed.name]): (index, number)
+            for index, buffer in enumerate(self._buffers)
+            for number, bucket in enumerate(buffer.plan.buckets)
+            for placed in bucket.placed
+        }
         read = set[int]()
         for module in modules:
-            gathered = tuple(
-                parameter for parameter in module.parameters() if id(parameter) in buckets_of
-            )
+            parameters = tuple(module.parameters())
+            read.update(map(id, parameters))
+            gathered = tuple(parameter for parameter in parameters if id(parameter) in bucket_of)
             if gathered:
-                self._hooks.append(
-                    module.register_forward_pre_hook(_waiting(self.wait_for, gathered))
-                )
-            read.update(map(id, module.parameters()))
-        unread = {
-            bucket
-            for parameter, held_in in buckets_of.items()
-            if parameter not in read
-            for bucket in held_in
-        }
-        self._awaited |= {bucket for held_in in buckets_of.values() for bucket in held_in} - unread
+                hook = _waiting(self.wait_for, gathered)
+                self._hooks.append(module.register_forward_pre_hook(hook))
+        unread = {bucket for parameter, bucket in bucket_of.items() if parameter not in read}
+        self._awaited |= set(bucket_of.values()) - unread
 
     def release(self) -> None:
         """Remove the hooks from the modules.
@@ -242,44 +233,41 @@ class ParameterGather:
             hook.remove()
         self._hooks.clear()
         self._awaited.clear()
-        self._buckets_of = {}
+        self._bucket_of = {}
 
-    def _buckets_in_order(self, buffers: Sequence[FlatBuffer]) -> list[_BucketKey]:
+    def _buckets_in_order(self) -> list[_BucketKey]:
         """List the buckets that ranks share, by the first of their parameters to be read."""
-        if not same_objects(buffers, self._ordered[0]):
+        num_buffers, ordered = self._ordered
+        if num_buffers != len(self._buffers):
             shared = [
                 (index, number)
-                for index, buffer in enumerate(buffers)
+                for index, buffer in enumerate(self._buffers)
                 for number in buffer.sharding.gathered
             ]
-            shared.sort(key=lambda key: self._order.first(_names_of(buffers, key)))
-            self._ordered = tuple(buffers), shared
-        return self._ordered[1]
+            ordered = sorted(shared, key=lambda key: self._order.first(self._names_of(key)))
+            self._ordered = len(self._buffers), ordered
+        return ordered
 
-    def _start_bucket(
-        self, key: _BucketKey, buffers: Sequence[FlatBuffer], mesh: ParallelMesh
-    ) -> None:
+    def _start_bucket(self, key: _BucketKey, mesh: ParallelMesh) -> None:
         index, number = key
-        buffer = buffers[index]
+        buffer = self._buffers[index]
         self._pending[key] = buffer.sharding.start_gather(buffer.parameters, number, mesh)
+
+    def _names_of(self, key: _BucketKey) -> Iterator[str]:
+        index, number = key
+        return (placed.name for placed in self._buffers[index].plan.buckets[number].placed)
+
+    def _missing_of(self, key: _BucketKey, names: Set[str]) -> set[str] | None:
+        """Return which parameters of a bucket are updated; None if the update does not store."""
+        if not self._buffers[key[0]].is_stored_by_update:
+            return None
+        return {name for name in self._names_of(key) if name in names}
 
     def _complete(self, buckets: Iterable[_BucketKey]) -> None:
         for bucket in buckets:
             pending = self._pending.pop(bucket, None)
             if pending is not None:
                 pending.wait()
-
-
-def _names_of(buffers: Sequence[FlatBuffer], key: _BucketKey) -> Iterator[str]:
-    index, number = key
-    return (placed.name for placed in buffers[index].plan.buckets[number].placed)
-
-
-def _missing_of(buffers: Sequence[FlatBuffer], key: _BucketKey, names: Set[str]) -> set[str] | None:
-    """Return which parameters of a bucket are updated; None if the update does not store them."""
-    if not buffers[key[0]].is_stored_by_update:
-        return None
-    return {name for name in _names_of(buffers, key) if name in names}
 
 
 def _waiting(
@@ -290,12 +278,3 @@ def _waiting(
         wait_for(parameters)
 
     return hook
-
-
-def _buckets_by_parameter(buffers: Sequence[FlatBuffer]) -> Mapping[int, list[_BucketKey]]:
-    buckets: dict[int, list[_BucketKey]] = {}
-    for index, buffer in enumerate(buffers):
-        for number, bucket in enumerate(buffer.plan.buckets):
-            for placed in bucket.placed:
-                buckets.setdefault(id(buffer.members[placed.name]), []).append((index, number))
-    return buckets

@@ -77,7 +77,7 @@ def test_hooks_of_users_are_found_and_hooks_of_the_package_are_not():
     def note(where, module, args, output): ...
 
     module = net()
-    ParameterGather(UseOrder()).wait_before([module], [])
+    ParameterGather(UseOrder(), []).wait_before([module])
     assert modules_with_user_hooks(module) == {}
     module[0].register_forward_pre_hook(see)
     module[1].register_forward_hook(partial(note, "here"))

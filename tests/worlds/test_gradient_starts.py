@@ -82,7 +82,7 @@ def check_waits(mesh: ParallelMesh) -> None:
     """Readers wait for the parts of the last rank, which come late, and only for those."""
     layers = {name: nn.Linear(2, 3, bias=False) for name in ("outside", "waiting", "read")}
     run = Gathered(mesh, layers)
-    run.gather.wait_before([layers["waiting"], layers["read"]], run.main.buffers)
+    run.gather.wait_before([layers["waiting"], layers["read"]])
     with torch.no_grad():
         for main_slice in run.main.slices.values():
             main_slice.main.fill_(1.0)
@@ -106,7 +106,7 @@ def check_gathers_during_updates(mesh: ParallelMesh) -> None:
     dtypes = (torch.float64, torch.float32, torch.float64, torch.float32)
     layers = {str(n): nn.Linear(16, 16, bias=False, dtype=dtype) for n, dtype in enumerate(dtypes)}
     run = Gathered(mesh, layers, 256)
-    run.gather.wait_before(list(layers.values()), run.main.buffers)
+    run.gather.wait_before(list(layers.values()))
     run.main.publish(wait=False)
     buckets = [run.main.buffers[at].plan.buckets[number] for at, number in run.gather._pending]
     order = [placed.name for bucket in buckets for placed in bucket.placed]
@@ -114,8 +114,8 @@ def check_gathers_during_updates(mesh: ParallelMesh) -> None:
     run.main.wait()
     layers = {str(number): nn.Linear(16, 16, bias=False) for number in range(3)}
     run = Gathered(mesh, layers, 256)
-    run.gather.wait_before(list(layers.values()), run.main.buffers)
-    run.gather.start_during_update(run.main.buffers, mesh, set(run.named))
+    run.gather.wait_before(list(layers.values()))
+    run.gather.start_during_update(mesh, set(run.named))
     # The second bucket waits for the first bucket on all ranks.
     for name, num_started in {"1": 0, "0": 2, "2": 2}.items():
         layers[name].weight.data.fill_(1.0)

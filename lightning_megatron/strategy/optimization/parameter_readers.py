@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import CellType, CodeType, FunctionType, ModuleType
+from contextlib import contextmanager, suppress
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -153,70 +153,44 @@ def _names_gradients(hook: Any) -> bool:
     if getattr(function, "__code__", None) is None:
         # A callable without Python code cannot be inspected, so it may read gradients.
         return True
-    if any(
-        "grad" in name and name not in _NO_READERS
-        for code in _codes(function)
-        for name in code.co_names
-    ):
+    if any("grad" in name and name not in _NO_READERS for name in _names(function.__code__)):
         return True
-    return any("grad" in code.co_names for called in _called(hook) for code in _codes(called))
+    return _calls_grad(hook, None, _DEPTH, set())
 
 
-def _called(hook: Any) -> Iterator[FunctionType]:
-    """Yield the functions that a hook may call, directly or through other functions.
+def _calls_grad(function: Any, owner: object, depth: int, visited: set[FunctionType]) -> bool:
+    """Return whether a function, or one that it may call, names ``grad``.
 
     Attribute names are resolved only on the hook's owner (a module or a callback). On arbitrary
     objects the same names would match unrelated methods.
     """
-    waiting = [(hook, 0)]
-    visited = set[int]()
-    while waiting:
-        function, depth = waiting.pop()
-        owner = getattr(function, "__self__", None)
-        function = getattr(function, "__func__", function)
-        if (
-            not isinstance(function, FunctionType)
-            or id(function) in visited
-            or function.__name__ == "zero_grad"
-        ):
-            continue
-        visited.add(id(function))
-        yield function
-        if depth < _DEPTH:
-            waiting += [(function_read, depth + 1) for function_read in _named_by(function, owner)]
-
-
-def _named_by(function: FunctionType, owner: object) -> Iterator[object]:
-    """Yield the objects behind a function's names: globals, closures and attributes."""
-    names = {name for code in _codes(function) for name in code.co_names}
-    objects = [function.__globals__[name] for name in names if name in function.__globals__]
-    objects += [
-        value for cell in function.__closure__ or () if (value := _content(cell)) is not None
-    ]
-    yield from objects
-    for named in objects:
+    owner = getattr(function, "__self__", owner)
+    function = getattr(function, "__func__", function)
+    is_function = isinstance(function, FunctionType) and function.__name__ != "zero_grad"
+    if not is_function or function in visited:
+        return False
+    visited.add(function)
+    names = _names(function.__code__)
+    if "grad" in names or not depth:
+        return "grad" in names
+    called = [function.__globals__[name] for name in names if name in function.__globals__]
+    for cell in function.__closure__ or ():
+        # A variable may have no value yet.
+        with suppress(ValueError):
+            called.append(cell.cell_contents)
+    for named in called[:]:
         if isinstance(named, ModuleType) and named.__name__.partition(".")[0] != "torch":
-            yield from (vars(named)[name] for name in names if name in vars(named))
-    attributes = {} if owner is None else {name: getattr(type(owner), name, None) for name in names}
-    yield from (
-        method.__get__(owner) for method in attributes.values() if isinstance(method, FunctionType)
+            called += [vars(named)[name] for name in names if name in vars(named)]
+    methods = [] if owner is None else [getattr(type(owner), name, None) for name in names]
+    return any(_calls_grad(inner, None, depth - 1, visited) for inner in called) or any(
+        _calls_grad(method, owner, depth - 1, visited) for method in methods
     )
 
 
-def _content(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        # The variable has no value yet.
-        return None
-
-
-def _codes(function: FunctionType) -> Iterator[CodeType]:
-    """Yield the code of a function and of the functions nested in it."""
-    codes = [function.__code__]
-    while codes:
-        yield (code := codes.pop())
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in a code, and in the functions inside it."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def _is_harmless(kind: type) -> bool:

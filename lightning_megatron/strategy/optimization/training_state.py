@@ -209,7 +209,7 @@ class TrainingState:
         """Gather updated parameters during the next forward pass, layer by layer, from now on."""
         self._overlaps_gathers = True
         for model in self._models:
-            self.main.gather.wait_before(model.gather_groups(), self.main.buffers)
+            self.main.gather.wait_before(model.gather_groups())
             # The attribute is a function, because a deep copy of the model does not copy functions.
             model.wait_for_parameters = lambda: self.main.wait()
 
@@ -274,7 +274,7 @@ class TrainingState:
             # Hooks may change main parameters after they were rounded.
             stored = not has_step_hooks(optimizer)
             if stored:
-                self.main.gather.start_during_update(self.main.buffers, self.mesh, step.names)
+                self.main.gather.start_during_update(self.mesh, step.names)
             self._clip_and_step(step, self.clipping.take())
             step.end()
         else:
