@@ -30,6 +30,8 @@ Kernel = Callable[..., None]
 _COLUMNS = 12
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _Row = tuple[nn.Parameter, Tensor, Tensor, Tensor, Tensor, Tensor | None]
+#: Piece of the step, group, dtypes of the gradients and of the half-precision views.
+_CallKey = tuple[int, int, torch.dtype, torch.dtype | None]
 #: Size of a piece of a step: about half a millisecond of an H200 (elements).
 _PIECE = 64_000_000
 
@@ -48,9 +50,9 @@ class GroupNumbers:
         #: Row of each group.
         self.rows: tuple[Float[Tensor, "12"], ...] = ()
 
-    def fill(self, groups: Sequence[Mapping[str, Any]], are_decoupled: Sequence[bool]) -> None:
+    def fill(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Write the numbers of the groups in one copy, for which the host does not wait."""
-        values = list(map(numbers_of, groups, are_decoupled))
+        values = list(map(numbers_of, groups))
         if values == self._values:
             return
         if len(values) != len(self._values):
@@ -63,7 +65,7 @@ class GroupNumbers:
         self._table.copy_(host, non_blocking=True)
 
 
-def numbers_of(group: Mapping[str, Any], is_decoupled: bool) -> tuple[float, ...]:
+def numbers_of(group: Mapping[str, Any]) -> tuple[float, ...]:
     """Return the numbers that an Adam step of a group reads, in the order of its kernel.
 
     They are the learning rate; the logarithms of both decay rates of moments (betas), each as a sum
@@ -82,7 +84,7 @@ def numbers_of(group: Mapping[str, Any], is_decoupled: bool) -> tuple[float, ...
         beta2,
         1.0 - beta2,
         float(group["eps"]),
-        lr * decay if is_decoupled else decay,
+        lr * decay if group["decoupled_weight_decay"] else decay,
         0.0,
     )
 
@@ -104,15 +106,22 @@ class KernelCall:
 
     Args:
         columns: Parameters, gradients, both moments, steps and half-precision views of the slices.
-        is_decoupled: Whether the decay shrinks the parameters (AdamW) instead of being added to
-            the gradients (Adam).
+        numbers: Row of the group in the table of numbers.
     """
 
     kernel: Kernel
     columns: tuple[tuple[Any, ...], ...]
     numbers: Float[Tensor, "12"]
-    has_decay: bool
-    is_decoupled: bool
+    group: Mapping[str, Any]
+
+    @property
+    def form(self) -> tuple[bool, bool]:
+        """Return whether there is weight decay, and whether it is decoupled.
+
+        A decoupled decay shrinks the parameters (AdamW) instead of being added to the gradients
+        (Adam).
+        """
+        return self.group["weight_decay"] != 0.0, bool(self.group["decoupled_weight_decay"])
 
 
 @dataclass(frozen=True)
@@ -130,30 +139,33 @@ class UpdatePiece:
         """
         factor = None if coefficient is None else coefficient.float()
         for call in self.calls:
+            has_decay, is_decoupled = call.form
             call.kernel(
                 *call.columns,
                 factor,
                 call.numbers,
-                has_decay=call.has_decay,
-                is_decoupled=call.is_decoupled,
+                has_decay=has_decay,
+                is_decoupled=is_decoupled,
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FusedStep:
-    """One step over all slices of an optimizer that have a gradient.
+    """Step over all slices of an optimizer that have a gradient.
+
+    It serves later steps while the tensors of the optimizer are the same objects, and its numbers
+    are read anew.
 
     Args:
         pieces: Parts of the step, at least one, in the order in which the next forward pass reads
             the parameters.
-        tensors: Object that identifies the tensors of the calls. Steps with the same object use the
-            same tensors.
+        objects: Groups, tensors and states of the optimizer.
         is_static: Whether later steps can use the same tensors, because all gradients lie in the
-            flat buffers.
+            flat buffers. Keeping the step then costs no memory.
     """
 
     pieces: Sequence[UpdatePiece]
-    tensors: object
+    objects: Sequence[object]
     is_static: bool
 
     @property
@@ -169,7 +181,7 @@ class FusedStep:
     @property
     def form(self) -> Hashable:
         """Return the settings that a captured CUDA graph contains as constants, without tensors."""
-        return tuple((call.has_decay, call.is_decoupled) for call in self.calls)
+        return tuple(call.form for call in self.calls)
 
     def addresses(self) -> Hashable:
         """Return the addresses of all tensors."""
@@ -188,30 +200,10 @@ class FusedStep:
                 parameter.grad = None
 
 
-@dataclass(frozen=True)
-class _KernelArguments:
-    """Cached kernel arguments of an optimizer, valid while its tensors are the same objects.
-
-    Args:
-        columns: Parameters, gradients, both moments, steps and half-precision views, by piece,
-            group and dtypes, in the order of the pieces.
-        is_static: Whether all gradients lie in the flat buffers, so that a cache costs no memory.
-    """
-
-    objects: list[object]
-    columns: dict[tuple[Any, ...], tuple[tuple[Any, ...], ...]]
-    names: dict[int, list[str]]
-    is_static: bool
-
-    def is_of(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer still has the same objects."""
-        return same_objects(_objects_of(optimizer), self.objects)
-
-
 def _objects_of(optimizer: Optimizer) -> list[object]:
     objects: list[object] = []
     for group in optimizer.param_groups:
-        objects += group["params"]
+        objects += [group, *group["params"]]
         objects += [parameter.grad for parameter in group["params"]]
     objects += optimizer.state.values()
     objects += chain.from_iterable(map(dict.values, optimizer.state.values()))
@@ -232,10 +224,8 @@ class FusedUpdate:
 
     def __init__(self, moments_dtype: torch.dtype = torch.float32) -> None:
         self.moments_dtype = moments_dtype
-        self._kernels: WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], Kernel]] = (
-            WeakKeyDictionary()
-        )
-        self._arguments: WeakKeyDictionary[Optimizer, _KernelArguments] = WeakKeyDictionary()
+        self._kernels: WeakKeyDictionary[Optimizer, dict[_CallKey, Kernel]] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[Optimizer, FusedStep] = WeakKeyDictionary()
         self._numbers: WeakKeyDictionary[Optimizer, GroupNumbers] = WeakKeyDictionary()
         self._warned: set[str] = set()
 
@@ -306,43 +296,19 @@ class FusedUpdate:
         # The kernel writes rounded parameters in place, so the all-gathers of the previous step
         # must be complete.
         main.wait()
-        arguments = self._arguments.get(optimizer)
-        if arguments is None or not arguments.is_of(optimizer):
-            arguments = self._collect_arguments(main, optimizer)
-            self._arguments.pop(optimizer, None)
-            if arguments.is_static:
-                self._arguments[optimizer] = arguments
-        groups = optimizer.param_groups
-        are_decoupled = [
-            bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
-            for group in groups
-        ]
         numbers = self._numbers.setdefault(optimizer, GroupNumbers(main.mesh.device))
-        numbers.fill(groups, are_decoupled)
-        rows = numbers.rows
-        calls: dict[int, list[KernelCall]] = {piece: [] for piece in arguments.names}
-        for key, columns in arguments.columns.items():
-            piece, group, *_ = key
-            has_decay = groups[group]["weight_decay"] != 0.0
-            kernel = self._kernel(main, optimizer, key)
-            calls[piece].append(
-                KernelCall(kernel, columns, rows[group], has_decay, are_decoupled[group])
-            )
-        pieces = [UpdatePiece(calls[piece], names) for piece, names in arguments.names.items()]
-        # Clipping runs with the first piece, so a rank without slices needs a piece, too.
-        pieces = pieces or [UpdatePiece((), ())]
-        return FusedStep(pieces, arguments, arguments.is_static)
+        numbers.fill(optimizer.param_groups)
+        step = self._steps.get(optimizer)
+        if step is None or not same_objects(_objects_of(optimizer), step.objects):
+            step = self._make_step(main, optimizer, numbers)
+            self._steps.pop(optimizer, None)
+            if step.is_static:
+                self._steps[optimizer] = step
+        return step
 
-    def _kernel(self, main: MainParameters, optimizer: Optimizer, key: tuple[Any, ...]) -> Kernel:
-        kernels = self._kernels.setdefault(optimizer, {})
-        kernel = kernels.get(key)
-        if kernel is None:
-            make, reason = _find_kernel(main.mesh.device)
-            assert make is not None, f"steps begin for optimizers that are served: {reason}"
-            kernel = kernels[key] = make()
-        return kernel
-
-    def _collect_arguments(self, main: MainParameters, optimizer: Optimizer) -> _KernelArguments:
+    def _make_step(
+        self, main: MainParameters, optimizer: Optimizer, numbers: GroupNumbers
+    ) -> FusedStep:
         rows: dict[str, tuple[int, _Row]] = {}
         is_static = True
         for number, group in enumerate(optimizer.param_groups):
@@ -354,16 +320,10 @@ class FusedUpdate:
                 main_slice = main.slices[name]
                 is_static &= gradient is main_slice.gradient
                 state = self._state_of(optimizer, parameter)
-                row = (
-                    parameter,
-                    gradient.contiguous(),
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    state["step"],
-                    main_slice.half,
-                )
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                row = (parameter, gradient.contiguous(), *moments, state["step"], main_slice.half)
                 rows[name] = number, row
-        rows_by_key: dict[tuple[Any, ...], list[_Row]] = {}
+        rows_by_key: dict[_CallKey, list[_Row]] = {}
         names: dict[int, list[str]] = {}
         num_taken = 0
         for name in main.order.sorted(rows):
@@ -376,8 +336,24 @@ class FusedUpdate:
             rows_by_key.setdefault((piece, number, gradient.dtype, half_dtype), []).append(row)
             names.setdefault(piece, []).append(name)
             num_taken += parameter.numel()
-        columns = {key: tuple(zip(*members, strict=True)) for key, members in rows_by_key.items()}
-        return _KernelArguments(_objects_of(optimizer), columns, names, is_static)
+        calls: dict[int, list[KernelCall]] = {piece: [] for piece in names}
+        for key, members in rows_by_key.items():
+            piece, number, *_ = key
+            columns = tuple(zip(*members, strict=True))
+            kernel = self._kernel(main, optimizer, key)
+            group = optimizer.param_groups[number]
+            calls[piece].append(KernelCall(kernel, columns, numbers.rows[number], group))
+        pieces = [UpdatePiece(calls[piece], names[piece]) for piece in names]
+        # Clipping runs with the first piece, so a rank without slices needs a piece, too.
+        return FusedStep(pieces or [UpdatePiece((), ())], _objects_of(optimizer), is_static)
+
+    def _kernel(self, main: MainParameters, optimizer: Optimizer, key: _CallKey) -> Kernel:
+        kernels = self._kernels.setdefault(optimizer, {})
+        if key not in kernels:
+            make, reason = _find_kernel(main.mesh.device)
+            assert make is not None, f"steps begin for optimizers that are served: {reason}"
+            kernels[key] = make()
+        return kernels[key]
 
     def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state in the kernel's dtypes; initialize it if empty."""

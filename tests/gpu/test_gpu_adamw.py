@@ -50,12 +50,12 @@ def test_fits_on_the_kernel_equal_fits_on_torch_steps(name):
 def test_the_host_does_not_wait_for_the_gpu_after_the_first_step():
     slices = Slices([1000, 3000], CASES[0], "cuda")
     coefficient = torch.tensor(0.3, device="cuda")
-    group = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    group = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
     numbers = GroupNumbers(torch.device("cuda"))
     mode = torch.cuda.get_sync_debug_mode()
     try:
         for number, gradients in enumerate(slices.gradients(3)):
-            numbers.fill([{**group, "lr": 0.01 / (1 + number)}], [True])
+            numbers.fill([{**group, "lr": 0.01 / (1 + number)}])
             slices.kernel(
                 slices.parameters, gradients, slices.averages, slices.squares, slices.steps, slices.halves, coefficient,
                 numbers.rows[0], has_decay=True, is_decoupled=True,

@@ -41,8 +41,9 @@ class UpdatedSlices:
             "betas": (case.betas[0] * (1 - 0.01 * number), case.betas[1]),
             "eps": case.eps,
             "weight_decay": case.weight_decay * (1 + number),
+            "decoupled_weight_decay": self.is_decoupled,
         }
-        self.numbers.fill([group], [self.is_decoupled])
+        self.numbers.fill([group])
         self.coefficient.fill_(0.3 + 0.1 * number)
 
     def run(self) -> None:

@@ -86,10 +86,13 @@ class Slices:
             None if case.coefficient is None else torch.tensor(case.coefficient, device=self.device)
         )
         is_decoupled = case.make is torch.optim.AdamW
-        group = {"lr": lr, "betas": case.betas, "eps": case.eps, "weight_decay": case.weight_decay}
+        group = {
+            "lr": lr, "betas": case.betas, "eps": case.eps, "weight_decay": case.weight_decay,
+            "decoupled_weight_decay": is_decoupled,
+        }  # fmt: skip
         self.kernel(
             self.parameters, gradients, self.averages, self.squares, self.steps, self.halves, coefficient,
-            torch.tensor(numbers_of(group, is_decoupled), device=self.device),
+            torch.tensor(numbers_of(group), device=self.device),
             has_decay=case.weight_decay != 0.0, is_decoupled=is_decoupled,
         )  # fmt: skip
 

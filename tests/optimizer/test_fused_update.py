@@ -49,32 +49,41 @@ def test_moments_are_stored_in_moments_dtype_by_the_fused_kernel_alone():
         run_job(Job(GPT2, {"optimizer.moments_dtype": "bfloat16"}, "32-true"))
 
 
-GROUP = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+GROUP = {
+    "lr": 0.01,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "decoupled_weight_decay": True,
+}
 
 
 def test_numbers_of_a_group_hold_every_hyperparameter():
-    lr, high1, low1, high2, low2, *later_numbers = numbers_of(GROUP, is_decoupled=True)
+    lr, high1, low1, high2, low2, *later_numbers = numbers_of(GROUP)
     assert lr == 0.01
     assert [high1 + low1, high2 + low2] == [math.log(0.9), math.log(0.95)]
     assert high1 == float(torch.tensor(high1)) != math.log(0.9)
     assert later_numbers == [0.9, 1 - 0.9, 0.95, 1 - 0.95, 1e-8, 0.01 * 0.1, 0.0]
-    assert numbers_of(GROUP, is_decoupled=False)[10] == 0.1
-    assert math.exp(numbers_of(GROUP | {"betas": (0.0, 0.9)}, True)[1]) == 0.0
+    assert numbers_of(GROUP | {"decoupled_weight_decay": False})[10] == 0.1
+    assert math.exp(numbers_of(GROUP | {"betas": (0.0, 0.9)})[1]) == 0.0
 
 
 def test_the_table_is_written_in_place_if_a_number_has_changed():
     numbers = GroupNumbers(torch.device("cpu"))
-    groups: list[dict[str, Any]] = [dict(GROUP), GROUP | {"lr": 0.5}]
-    numbers.fill(groups, [True, False])
+    groups: list[dict[str, Any]] = [
+        dict(GROUP),
+        GROUP | {"lr": 0.5, "decoupled_weight_decay": False},
+    ]
+    numbers.fill(groups)
     first, second = numbers.rows
-    expected = [numbers_of(groups[0], True), numbers_of(groups[1], False)]
+    expected = list(map(numbers_of, groups))
     assert torch.equal(torch.stack((first, second)), torch.tensor(expected))
     groups[1]["lr"] = 0.25
-    numbers.fill(groups, [True, False])
+    numbers.fill(groups)
     assert second[0] == 0.25, "the row is still that of the table"
     second.zero_()
-    numbers.fill(groups, [True, False])
+    numbers.fill(groups)
     assert not second.any(), "nothing is copied if no number has changed"
-    numbers.fill([*groups, groups[0]], [True, False, True])
+    numbers.fill([*groups, groups[0]])
     assert len(numbers.rows) == 3
     assert numbers.rows[1][0] == 0.25

@@ -302,7 +302,7 @@ class TrainingState:
         form = (step.form, None if clipping is None else clipping.form)
         reason = None if step.is_static else "gradients are not in the flat buffers"
         parts = (begin, *map(part_of, step.pieces[1:]))
-        update = Update[Tensor | None](form, step.tensors, step.addresses, parts, reason, after)
+        update = Update[Tensor | None](form, step, step.addresses, parts, reason, after)
         norm = update.run() if self.update_graph is None else self.update_graph.run(update)
         if clipping is not None:
             clipping.receive(norm)
