@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -134,8 +134,7 @@ class EightBitBuffer(FlatBuffer):
         # The casts would keep the 8-bit memory alive.
         del self._casts
         if gathers:
-            super().store_main_parameters(mesh)
-            self.gather(mesh)
+            self.publish(mesh)
         for name, parameter in self.members.items():
             keep_in_memory(parameter, self._view(name))
         pieces = {part_slice.name: part_slice for part_slice in self.sharding.slices()}
@@ -145,11 +144,13 @@ class EightBitBuffer(FlatBuffer):
         }
         self._versions = self._count_writes()
 
-    def gather(self, mesh: ParallelMesh) -> None:
-        """Gather the parts of all ranks, and wait until they are complete.
+    def publish(self, mesh: ParallelMesh) -> None:
+        """Store the main parameters, gather the parts of all ranks, and wait for them.
 
-        Communication: an all-gather of each bucket over the data ranks.
+        Communication: that of :meth:`store_main_parameters`, and an all-gather of each bucket over
+            the data ranks.
         """
+        self.store_main_parameters(mesh)
         for number in self.sharding.gathered:
             self.sharding.start_gather(self.parameters, number, mesh).wait()
 
@@ -212,52 +213,3 @@ class EightBitBuffer(FlatBuffer):
         operand = Operand(self._view(name).view(FORMAT), self._scales[number, :1])
         wide = torch.float64 if self._dtype == torch.float64 else torch.float32
         return operand.numbers(wide).to(self._dtype)
-
-
-class EightBitWeights:
-    """Registry of the weights that are stored in 8 bits, and of their buffers.
-
-    Args:
-        weights: Names of the parameters of each weight, from the first row to the last.
-        buffers: Flat buffers of the trained parameters; the list may grow.
-    """
-
-    def __init__(self, weights: Iterable[tuple[str, ...]], buffers: Sequence[FlatBuffer]) -> None:
-        self._weights = tuple(weights)
-        self._buffers = buffers
-
-    @property
-    def buffers(self) -> list[EightBitBuffer]:
-        """Return the buffers that store their weights in 8 bits now."""
-        buffers = (buffer for buffer in self._buffers if isinstance(buffer, EightBitBuffer))
-        return [buffer for buffer in buffers if buffer.is_in_eight_bits]
-
-    def among(self, names: Collection[str]) -> list[tuple[str, ...]]:
-        """Return the weights whose parameters are all among some names."""
-        inside = set(names)
-        return [weight for weight in self._weights if inside.issuperset(weight)]
-
-    def publish(self, mesh: ParallelMesh) -> None:
-        """Quantize the main parameters to 8 bits, and gather the parts of all ranks.
-
-        Communication: that of :meth:`EightBitBuffer.store_main_parameters`, and an all-gather of
-            each bucket over the data ranks.
-        """
-        for buffer in self.buffers:
-            buffer.store_main_parameters(mesh)
-            buffer.gather(mesh)
-
-    def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
-        """Return the largest magnitude of each weight in 8 bits, by the names of its parameters."""
-        return {
-            name: magnitude
-            for buffer in self.buffers
-            for name, magnitude in buffer.magnitudes().items()
-        }
-
-    def stored(self, weight: tuple[str, ...]) -> StoredWeight | None:
-        """Return the 8-bit form of a weight; None if the weight is not stored in 8 bits now."""
-        for buffer in self.buffers:
-            if weight[0] in buffer.members:
-                return buffer.stored_weight(weight)
-        return None

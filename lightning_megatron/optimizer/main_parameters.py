@@ -14,7 +14,8 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.half_types import HALF_TYPES
-from lightning_megatron.optimizer.eight_bit_weights import EightBitBuffer, EightBitWeights
+from lightning_megatron.layers.fp8.scaling import StoredWeight
+from lightning_megatron.optimizer.eight_bit_weights import EightBitBuffer
 from lightning_megatron.optimizer.flat_buffer import (
     CountedGradients,
     FlatBuffer,
@@ -74,8 +75,8 @@ class MainParameters:
         #: Pairs of a tied embedding's name and that of its copy on another stage; known once an
         #: optimizer is attached.
         self.ties: list[tuple[str, str]] | None = None
-        #: Weights that are stored in 8 bits.
-        self.eight_bits = EightBitWeights(eight_bits, self.buffers)
+        #: Names of the parameters of each weight that is stored in 8 bits once it is trained.
+        self.eight_bit_weights = tuple(eight_bits)
         self._names_by_id: dict[int, str] = {}
         for name, parameter in named_parameters.items():
             self._names_by_id.setdefault(id(parameter), name)
@@ -199,7 +200,7 @@ class MainParameters:
         do not change; another call attaches parameters that are new or no longer frozen.
 
         Communication: one gather of names over pp at the first call; that of
-            :meth:`EightBitWeights.publish`.
+            :meth:`EightBitBuffer.publish`.
         """
         self._check_known(optimizer)
         self.find_ties()
@@ -216,8 +217,8 @@ class MainParameters:
         check_on_one_stage(new, self.on_several_stages)
         granularity = self.planner.granularity_for(optimizer)
         created = []
-        weights = self.eight_bits.among(new)
-        inside = {name for names in weights for name in names}
+        weights = [names for names in self.eight_bit_weights if set(names) <= set(new)]
+        inside = names_in(weights)
         # A flat buffer has one dtype and device, and its buckets are reduced over one axis: experts
         # are replicated over fewer ranks than other parameters.
         members_by_key: dict[tuple[torch.dtype, torch.device, bool, bool], list[str]] = {}
@@ -239,12 +240,29 @@ class MainParameters:
         self.buffers += created
         if weights:
             self.wait()
-            self.eight_bits.publish(self.mesh)
+            self._publish_eight_bits()
         return created
+
+    @property
+    def eight_bit_buffers(self) -> list[EightBitBuffer]:
+        """Return the buffers that store their weights in 8 bits now."""
+        buffers = (buffer for buffer in self.buffers if isinstance(buffer, EightBitBuffer))
+        return [buffer for buffer in buffers if buffer.is_in_eight_bits]
+
+    def stored_weight(self, weight: tuple[str, ...]) -> StoredWeight | None:
+        """Return the 8-bit form of a weight; None if the weight is not stored in 8 bits now."""
+        for buffer in self.eight_bit_buffers:
+            if weight[0] in buffer.members:
+                return buffer.stored_weight(weight)
+        return None
+
+    def _publish_eight_bits(self) -> None:
+        for buffer in self.eight_bit_buffers:
+            buffer.publish(self.mesh)
 
     def leave_eight_bits(self, *, gathers: bool) -> None:
         """Call :meth:`EightBitBuffer.leave_eight_bits` of every buffer with weights in 8 bits."""
-        for buffer in self.eight_bits.buffers:
+        for buffer in self.eight_bit_buffers:
             buffer.leave_eight_bits(self.mesh, gathers=gathers)
             self.slices |= buffer.slices
 
@@ -279,7 +297,7 @@ class MainParameters:
     def continue_from(self, previous: MainParameters) -> None:
         """Copy the main parameters of an earlier object that still round to the model's values.
 
-        Communication: that of :meth:`EightBitWeights.publish`.
+        Communication: that of :meth:`EightBitBuffer.publish`.
         """
         with torch.no_grad():
             for name, current in self.slices.items():
@@ -293,7 +311,7 @@ class MainParameters:
                 half = self._parameters[name].dtype
                 if torch.equal(before.main.to(current.main.device, half), current.main.to(half)):
                     current.main.copy_(before.main)
-        self.eight_bits.publish(self.mesh)
+        self._publish_eight_bits()
 
     def memory(self) -> dict[str, int]:
         """Count the memory of this rank's parameters, gradients and main parameters (bytes)."""

@@ -86,9 +86,11 @@ class StepChecks:
         """
         if self._finite is not None and self._finite.looks:
             self._main.wait()
+            weights: dict[str, Tensor] = dict(self._module.named_parameters())
             # Weights in 8 bits have recorded their largest magnitudes, which are checked instead.
-            noted = self._main.eight_bits.magnitudes()
-            self._finite.look("weight", {**dict(self._module.named_parameters()), **noted})
+            for buffer in self._main.eight_bit_buffers:
+                weights |= buffer.magnitudes()
+            self._finite.look("weight", weights)
         return self.replicas.before_sums(names)
 
     def after_sums(self, names: frozenset[str], *, compares: bool, are_finite: bool) -> None:

@@ -293,8 +293,8 @@ class Stored(pl.Callback):
         main = strategy_of(trainer).run.state.main
         main.wait()
         addresses, contents = {}, []
-        for names in main.eight_bits.among(main.trained):
-            stored = main.eight_bits.stored(names)
+        for names in main.eight_bit_weights:
+            stored = main.stored_weight(names)
             assert stored is not None, names
             for name, part in zip(names, stored.parts, strict=True):
                 addresses[name] = part.data_ptr(), stored.scale.data_ptr()

@@ -164,7 +164,7 @@ def test_writes_to_weights_and_reads_with_gradients_are_refused():
 
 def test_weights_after_a_fit_are_cast_from_the_main_parameters():
     def reference(module, trainer):
-        (buffer,) = strategy_of(trainer).run.state.main.eight_bits.buffers[:1]
+        (buffer,) = strategy_of(trainer).run.state.main.eight_bit_buffers[:1]
         return StorageWeakRef(buffer.parameters.untyped_storage())
 
     module, inspector = Small(), AtStep(reference)
@@ -173,7 +173,7 @@ def test_weights_after_a_fit_are_cast_from_the_main_parameters():
     weight = weight_of(module)
     assert type(weight) is nn.Parameter
     assert torch.equal(weight, main.main(NAME).detach().to(weight.dtype))
-    assert not main.eight_bits.buffers
+    assert not main.eight_bit_buffers
 
 
 def test_a_checkpoint_evaluates_the_same_without_a_fit_as_after_the_fit(tmp_path):

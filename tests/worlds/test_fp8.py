@@ -80,8 +80,8 @@ class CheckBytes(pl.Callback):
         main = main_of(trainer)
         main.wait()
         full_values = full_main_parameters(main)
-        for names in main.eight_bits.among(main.trained):
-            stored = main.eight_bits.stored(names)
+        for names in main.eight_bit_weights:
+            stored = main.stored_weight(names)
             assert stored is not None, names
             parts = torch_casts.magnitude_parts(torch.cat([full_values[name] for name in names]))
             for name, stored_part in zip(names, stored.parts, strict=True):

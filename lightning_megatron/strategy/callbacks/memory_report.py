@@ -319,7 +319,7 @@ def estimate_of(
         axis = strategy.mesh.edp if main.spec(name).is_expert else strategy.mesh.data
         counts[axis.size] += main.parameter(name).numel()
     stored = sum(
-        weight.numel() for buffer in main.eight_bits.buffers for weight in buffer.members.values()
+        weight.numel() for buffer in main.eight_bit_buffers for weight in buffer.members.values()
     )
     parts = [
         static_bytes(count, size, training, stored if size == strategy.mesh.data.size else 0)

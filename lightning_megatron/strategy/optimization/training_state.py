@@ -193,7 +193,7 @@ class TrainingState:
         """Let linear layers read the weights that are now kept in 8 bits, and cast all others."""
         for names, linear in self._eight_bits.items():
             if isinstance(linear.scaling, Scaling):
-                linear.scaling = linear.scaling.reading(self.main.eight_bits.stored(names))
+                linear.scaling = linear.scaling.reading(self.main.stored_weight(names))
 
     def leave_eight_bits(self, *, gathers: bool) -> None:
         """Convert weights that are kept in 8 bits back to ordinary parameters.
