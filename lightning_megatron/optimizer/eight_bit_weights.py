@@ -122,8 +122,6 @@ class EightBitBuffer(FlatBuffer):
 
         Communication: an all-gather of each bucket over the data ranks if ``gathers``.
         """
-        if not self.is_in_eight_bits:
-            return
         whole = self.parameters.new_zeros(self.plan.size, dtype=self._dtype)
         if not gathers:
             for name in self.members:

@@ -75,7 +75,14 @@ class DynamicLossScale:
         if overflow:
             self._clean_steps = 0
             self._hysteresis_left -= 1
-            self._count_overflow_at_floor()
+            self._overflows_at_floor += self.scale <= self.minimum
+            if self._overflows_at_floor >= self.floor_patience:
+                raise RuntimeError(
+                    f"the loss scale must leave gradients finite: {self._overflows_at_floor} steps "
+                    f"in a row overflowed at the lowest scale, {self.minimum}. All further steps "
+                    "would be skipped. The loss or the weights have diverged: lower the learning "
+                    'rate, clip gradients, or use precision "bf16-mixed".'
+                )
             if self._hysteresis_left <= 0:
                 self.scale = max(self.scale * 0.5, self.minimum)
             return
@@ -85,18 +92,6 @@ class DynamicLossScale:
             self._clean_steps = 0
             self._hysteresis_left = self.hysteresis
             self.scale *= 2.0
-
-    def _count_overflow_at_floor(self) -> None:
-        if self.scale > self.minimum:
-            return
-        self._overflows_at_floor += 1
-        if self._overflows_at_floor >= self.floor_patience:
-            raise RuntimeError(
-                f"the loss scale must leave gradients finite: {self._overflows_at_floor} steps in "
-                f"a row overflowed at the lowest scale, {self.minimum}. All further steps would be "
-                "skipped. The loss or the weights have diverged: lower the learning rate, clip "
-                'gradients, or use precision "bf16-mixed".'
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and its counters for a checkpoint."""

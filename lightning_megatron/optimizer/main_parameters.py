@@ -282,7 +282,7 @@ class MainParameters:
         """
         for buffer in self.buffers:
             buffer.store_main_parameters(self.mesh, stored=stored)
-        if self.planner.gathers:
+        if self.config.zero > 0:
             self.gather.start(self.mesh)
         if wait:
             self.wait()

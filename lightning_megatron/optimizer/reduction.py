@@ -145,14 +145,14 @@ class GradientReducer:
         all ranks of each; that of :meth:`UnusedParameters.find`.
         """
         self._starts.end()
-        buckets = (
-            [bucket for bucket in self._starts.buckets if not names.isdisjoint(bucket.names)]
-            if names
-            else []
-        )
+        buckets = [bucket for bucket in self._starts.buckets if not names.isdisjoint(bucket.names)]
         self._sum_up([bucket for bucket in buckets if not bucket.is_summed])
         finished = [name for bucket in buckets for name in bucket.names]
-        self._add_parts(finished)
+        # Whole parameters have the same layout in the buffers of all tensor-parallel ranks, so each
+        # rank adds its slice of the gradients that training has found to be partial sums over tp.
+        slices = self._main.slices
+        parts = [name for name in finished if name in self.used_on_parts and name in slices]
+        sum_slices_([slices[name].gradient for name in parts], self._main.mesh.tp)
         unused = self._unused.find(buckets, is_empty)
         self._assign(finished, unused)
         self._reset(buckets)
@@ -203,7 +203,9 @@ class GradientReducer:
             self._finished.discard(name)
             if name in slices:
                 slices[name].main.grad = None
-        self._cast_into_main()
+        for part in slices.values():
+            if part.main.grad is not None and part.main.dtype != part.gradient.dtype:
+                part.main.grad.copy_(part.gradient)
 
     def resume(self, names: Collection[str]) -> None:
         """Let the next backward pass add to reduced gradients; only for a single rank."""
@@ -233,11 +235,6 @@ class GradientReducer:
         for name in self._slots:
             set_slot(self._main.parameter(name), None)
         self._hooks.clear()
-
-    def _cast_into_main(self) -> None:
-        for part in self._main.slices.values():
-            if part.main.grad is not None and part.main.dtype != part.gradient.dtype:
-                part.main.grad.copy_(part.gradient)
 
     def _gradient_of(self, name: str) -> Tensor:
         return self._slots[name].gradient
@@ -374,18 +371,6 @@ class GradientReducer:
     def _note_unused(self, name: str) -> None:
         if self._main.is_trainable(name):
             self._unused.note(name)
-
-    def _add_parts(self, names: Collection[str]) -> None:
-        """All-reduce over tp the gradients that training has found to be partial sums.
-
-        This runs after the reduction over the data axis. Whole parameters have the same layout in
-        the buffers of all tensor-parallel ranks, so each rank adds its slice.
-        """
-        slices = self._main.slices
-        parts = [
-            slices[name].gradient for name in names if name in self.used_on_parts and name in slices
-        ]
-        sum_slices_(parts, self._main.mesh.tp)
 
     def _add_ties(self, buckets: Collection[GradientBucket], *, own_bucket: bool) -> None:
         """Add the gradients of tied embeddings and of their copies on another stage, in place.

@@ -191,11 +191,6 @@ class BufferPlanner:
         check_granularity(optimizer, granularity, sizes)
         return "model" if self._config.zero == 0 else granularity
 
-    @property
-    def gathers(self) -> bool:
-        """Return whether updates of parameters end with a gather, the same on all ranks."""
-        return self._config.zero > 0
-
     def shard(
         self,
         sizes: Mapping[str, int],
@@ -317,11 +312,8 @@ def _granularity_on(
     except (*_STEP_ERRORS, IndexError, AssertionError):
         return "parameters"
     joined = [torch.cat(pieces[i : i + 2]) for i in (0, 2)]
-    return (
-        "elements"
-        if all(map(torch.allclose, (matrix.flatten() for matrix in together), joined))
-        else "parameters"
-    )
+    whole = [matrix.flatten() for matrix in together]
+    return "elements" if all(map(torch.allclose, whole, joined)) else "parameters"
 
 
 def check_granularity(
@@ -354,13 +346,11 @@ def _matrices(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _changed_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    changed = {
-        key: value for key, value in group.items() if key not in _EXCLUDED_SETTINGS | _SPEED_ONLY
-    }
     return {
         key: value
-        for key, value in changed.items()
-        if not isinstance(value, Tensor)
+        for key, value in group.items()
+        if key not in _EXCLUDED_SETTINGS | _SPEED_ONLY
+        and not isinstance(value, Tensor)
         and (key not in defaults or repr(defaults[key]) != repr(value))
     }
 
@@ -384,7 +374,7 @@ def _train(
             optimizer.step(closure=closure)
         trained += [parameter.detach() for parameter in parameters]
         is_cut_alike &= all(
-            _is_like(value, parameter)
+            not isinstance(value, Tensor) or value.shape in (parameter.shape, (), (1,))
             for parameter, state in optimizer.state.items()
             for value in state.values()
         )
@@ -403,18 +393,12 @@ def _backward(parameters: list[nn.Parameter], factor: int) -> Tensor:
     return -torch.stack([torch.cos(parameter * factor).sum() for parameter in parameters]).sum()
 
 
-def _is_like(value: object, parameter: Tensor) -> bool:
-    return not isinstance(value, Tensor) or value.shape in (parameter.shape, (), (1,))
-
-
 def _new(
     like: Optimizer, parameters: list[nn.Parameter], changed_settings: Mapping[str, Any]
 ) -> Optimizer:
     """Create an optimizer of the same class, without settings that only affect speed."""
     accepted = inspect.signature(type(like)).parameters
-    takes_all = any(
-        argument.kind is inspect.Parameter.VAR_KEYWORD for argument in accepted.values()
-    )
+    takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in accepted.values())
     settings = {
         key: copy.deepcopy(value)
         for key, value in like.defaults.items()
@@ -423,9 +407,7 @@ def _new(
         and (takes_all or key in accepted)
     }
     # Some optimizers accept no groups, so create a group only for settings that are not defaults.
-    groups = (
-        [{"params": parameters, **copy.deepcopy(dict(changed_settings))}]
-        if changed_settings
-        else parameters
-    )
+    groups: list[Any] = parameters
+    if changed_settings:
+        groups = [{"params": parameters, **copy.deepcopy(dict(changed_settings))}]
     return type(like)(groups, **settings)

@@ -193,8 +193,19 @@ class StepGradients:
             return
         self._is_in_backward = True
         try:
-            with self._expose_afterwards():
+            self.hide()
+            names = frozenset(filter(self._main.is_trainable, self._main.trained))
+            if self._main.mesh.world.size == 1:
+                self._reducer.resume(names)
+                self._add()
                 yield
+                self._expose()
+            else:
+                before = self._reducer.take_finished(names)
+                yield
+                self._unfinished = names
+                self._finish()
+                self._reducer.add_finished(before)
         finally:
             self._is_in_backward = False
 
@@ -208,22 +219,6 @@ class StepGradients:
             raise _needs_manual_backward(self._loss_scale)
         with self.backward_by_hand():
             yield
-
-    @contextmanager
-    def _expose_afterwards(self) -> Iterator[None]:
-        self.hide()
-        names = frozenset(name for name in self._main.trained if self._main.is_trainable(name))
-        if self._main.mesh.world.size == 1:
-            self._reducer.resume(names)
-            self._add()
-            yield
-            self._expose()
-            return
-        before = self._reducer.take_finished(names)
-        yield
-        self._unfinished = names
-        self._finish()
-        self._reducer.add_finished(before)
 
     # ---- clearing
 

@@ -56,11 +56,6 @@ class UserWrites:
             self._wait()
             self._noted.add(name)
 
-    def adopt_noted(self) -> None:
-        """Adopt values written through ``parameter.data``, before the next forward pass."""
-        if self._noted:
-            self.adopt()
-
     def adopt(self, *, all_values: bool = False) -> None:
         """Adopt written values before parameters are trained further.
 
@@ -98,7 +93,15 @@ class UserWrites:
         if not moved:
             return moved
         for name in moved:
-            _check_shape(name, self._parameters[name], homes[name])
+            shape = homes[name].gradient_of(name).shape
+            new_shape = self._parameters[name].shape
+            if new_shape != shape:
+                raise UnsupportedError(
+                    f"parameters must keep their shapes during a fit: {name!r} was {tuple(shape)} "
+                    f"and is {tuple(new_shape)} after an assignment to parameter.data. Its "
+                    "gradient, its optimizer state and its part on other ranks have the old shape. "
+                    "Change shapes in configure_model or before the fit."
+                )
         holders: dict[int, str] = {}
         for name in (name for name in self._parameters if name in homes):
             place = self._parameters[name].data_ptr()
@@ -111,17 +114,6 @@ class UserWrites:
                     "parameter in both places from the beginning."
                 )
         return moved
-
-
-def _check_shape(name: str, parameter: nn.Parameter, buffer: FlatBuffer) -> None:
-    shape = buffer.gradient_of(name).shape
-    if parameter.shape != shape:
-        raise UnsupportedError(
-            f"parameters must keep their shapes during a fit: {name!r} was {tuple(shape)} and is "
-            f"{tuple(parameter.shape)} after an assignment to parameter.data. Its gradient, its "
-            "optimizer state and its part on other ranks have the old shape. Change shapes in "
-            "configure_model or before the fit."
-        )
 
 
 @dataclass(frozen=True)

@@ -213,22 +213,18 @@ class MegatronPrecision(Precision):
 
         scale = self.loss_factor
         result, is_skipped = state.update(optimizer, with_hooks, kwargs)
-        if is_skipped:
-            self._count_skipped_step(scale)
+        self.skipped_steps += is_skipped
+        if is_skipped and not self._has_warned_of_skip:
+            self._has_warned_of_skip = True
+            rank_zero_warn(
+                "precision 16-mixed skipped a step: its gradients overflowed at loss scale "
+                f"{scale:g}. Some skips are normal until the scale fits; the metric "
+                "`skipped_steps` counts them. If skips continue, use "
+                "Trainer(precision='bf16-mixed') or a lower learning rate. Later skips are not "
+                "reported.",
+                category=SpeedWarning,
+            )
         return result
-
-    def _count_skipped_step(self, scale: float) -> None:
-        self.skipped_steps += 1
-        if self._has_warned_of_skip:
-            return
-        self._has_warned_of_skip = True
-        rank_zero_warn(
-            f"precision 16-mixed skipped a step: its gradients overflowed at loss scale {scale:g}. "
-            "Some skips are normal until the scale fits; the metric `skipped_steps` counts them. "
-            "If skips continue, use Trainer(precision='bf16-mixed') or a lower learning rate. "
-            "Later skips are not reported.",
-            category=SpeedWarning,
-        )
 
     # ---- clipping
 

@@ -187,7 +187,7 @@ class Step:
             self._graphs.note_change()
         self._layers.check_trained(trainer.current_epoch)
         self._mesh.random.deals_in_turn = any(map(deals_in_turn, train_dataloaders(trainer)))
-        self._state.main.user_writes.adopt_noted()
+        self._state.main.user_writes.adopt()
 
     def _passes(self) -> TrainingPasses | None:
         """Return the backward passes; None if this batch computes no gradients."""
