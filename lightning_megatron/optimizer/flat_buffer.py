@@ -263,61 +263,20 @@ class FlatBuffer:
         )
 
 
-class CountedGradients:
-    """Cache of the gradient pieces that this rank counts in a global norm.
+def counted_pieces(entries: Iterable[MainSlice], mesh: ParallelMesh) -> list[Shaped[Tensor, "..."]]:
+    """List the pieces of gradients that this rank counts in a norm, adjacent pieces joined.
 
-    The pieces stay valid while the gradients are the same tensor objects, as is the case for
-    gradients in flat buffers.
+    If several ranks have the same gradients, only the first one counts them. Tied copies, further
+    copies of a range and padding do not count.
     """
-
-    def __init__(self) -> None:
-        self._gradients: list[Tensor | None] = []
-        self._is_first: dict[bool, bool] = {}
-        self._runs: list[Tensor] = []
-
-    def of(
-        self,
-        slices: Mapping[str, MainSlice],
-        is_first: dict[bool, bool],
-        names: Collection[str] | None,
-    ) -> list[Shaped[Tensor, "..."]]:
-        """Return the counted pieces, with adjacent pieces joined into one tensor.
-
-        Args:
-            slices: Slices that this rank trains, after their gradients were summed over the ranks.
-            is_first: Whether this rank is the first of the ranks with the same gradients, and
-                therefore counts them: for dense parameters (False) and for experts (True).
-        """
-        gradients = [
-            main_slice.main.grad if names is None or name in names else None
-            for name, main_slice in slices.items()
-        ]
-        if is_first == self._is_first and same_objects(gradients, self._gradients):
-            return self._runs
-        runs = _joined(_counted(slices, gradients, is_first))
-        if all(
-            gradient is None or gradient is main_slice.gradient
-            for gradient, main_slice in zip(gradients, slices.values(), strict=True)
-        ):
-            # Caching other tensors would keep their memory from being freed.
-            self._gradients = gradients
-            self._is_first = is_first
-            self._runs = runs
-        return runs
-
-
-def _counted(
-    slices: Mapping[str, MainSlice], gradients: list[Tensor | None], is_first: Mapping[bool, bool]
-) -> list[Tensor]:
-    counted: list[Tensor] = []
-    for main_slice, gradient in zip(slices.values(), gradients, strict=True):
-        placement = main_slice.placement
-        # If several ranks have the same gradients, only the first one counts them.
-        is_counted = main_slice.is_exclusive or is_first[placement.is_expert]
+    pieces: list[Tensor] = []
+    for entry in entries:
+        gradient = entry.main.grad
+        placement = entry.placement
+        is_counted = entry.is_exclusive or mesh.replica_axis(placement.is_expert).is_first
         if gradient is not None and is_counted and placement.tied_to is None:
-            views = placement.local_views(gradient)
-            counted += [view for box, view in views if box.copy == 0]
-    return counted
+            pieces += [view for box, view in placement.local_views(gradient) if box.copy == 0]
+    return _joined(pieces)
 
 
 def _joined(pieces: list[Tensor]) -> list[Tensor]:

@@ -17,10 +17,11 @@ from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.fp8.scaling import StoredWeight
 from lightning_megatron.optimizer.eight_bit_weights import EightBitBuffer
 from lightning_megatron.optimizer.flat_buffer import (
-    CountedGradients,
     FlatBuffer,
     MainSlice,
     UseOrder,
+    counted_pieces,
+    same_objects,
     slice_state,
 )
 from lightning_megatron.optimizer.parameter_gather import ParameterGather
@@ -91,7 +92,8 @@ class MainParameters:
         #: Slices that this rank's optimizers train, by name.
         self.slices: dict[str, MainSlice] = {}
         self._main_ids: set[int] = set()
-        self._counted = CountedGradients()
+        # Gradients of the last norm, and the pieces that this rank counted of them.
+        self._counted: tuple[Sequence[object], list[Tensor]] = (), []
         #: Parameters that several stages have; known together with the ties.
         self.on_several_stages: frozenset[str] = frozenset()
 
@@ -138,12 +140,19 @@ class MainParameters:
         exposed = self.exposed_gradients
         finished = [
             entry.main.grad
-            for name, entry in self.slices.items()
+            for entry in self._finished(names)
             if entry.main.grad is not None
-            and (names is None or name in names)
             and not (exposed.is_on and entry.main.dtype == entry.gradient.dtype)
         ]
         return exposed.gradients(names) + finished if exposed.is_on else finished
+
+    def _finished(self, names: Collection[str] | None) -> list[MainSlice]:
+        """List the slices of the named parameters, or of all, that have a finished gradient."""
+        return [
+            entry
+            for name, entry in self.slices.items()
+            if entry.main.grad is not None and (names is None or name in names)
+        ]
 
     @torch.no_grad()
     def scale_gradients_(
@@ -161,10 +170,15 @@ class MainParameters:
 
         Replicated ranges, tied copies and padding rows do not count.
         """
-        is_first = {
-            is_expert: self.mesh.replica_axis(is_expert).is_first for is_expert in (False, True)
-        }
-        return self._counted.of(self.slices, is_first, names)
+        entries = self._finished(names)
+        gradients = [entry.main.grad for entry in entries]
+        counted, pieces = self._counted
+        if not same_objects(gradients, counted):
+            pieces = counted_pieces(entries, self.mesh)
+            # Keeping other tensors than those of the flat buffers would keep their memory, too.
+            if all(entry.main.grad is entry.gradient for entry in entries):
+                self._counted = gradients, pieces
+        return pieces
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the name of a parameter, or of the parameter with this main parameter."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,14 +17,8 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.optimizer.main_parameters import MainParameters
-from lightning_megatron.optimizer.reduction import GradientReducer
 from lightning_megatron.shapes import Float, Shaped
 
-#: Number of steps at the start of a fit that are always compared: the first step shows errors of
-#: the forward and backward pass, the second those of the update.
-_NUM_FIRST_STEPS = 2
-#: Number of parameters that the message about gradients summed over tp names.
-_NUM_SUMMED_SHOWN = 8
 #: Number of sums that represent a tensor. Each sum adds every seventh element, because 7 divides no
 #: common layer size.
 _NUM_SUMS = 7
@@ -53,88 +46,6 @@ _REMEDY_FOR_PARAMETERS = (
 #: of a sum or of the features, ``mixed`` if it is wrong because a layer takes a part for the whole,
 #: ``unknown`` if a compiled region or the start of the graph hides its state.
 Region = Literal["whole", "part", "mixed", "unknown"]
-
-
-class ReplicaCheck:
-    """Comparison of replicas at the first steps of a fit and at a fixed interval after them.
-
-    Args:
-        reducer: Reducer of the gradients. It is notified of parameters whose gradients are partial
-            sums over tp.
-        interval: Optimizer steps between two comparisons after the first ones; 0 for none (steps).
-
-    Communication: one gather of names over tp at construction.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        main: MainParameters,
-        reducer: GradientReducer,
-        interval: int,
-        inform: Callable[[str], None],
-    ) -> None:
-        self._main = main
-        self._reducer = reducer
-        self._interval = interval
-        self._inform = inform
-        self._replicated = replicated_over_tp(main)
-        self._search = PartialGradientSearch(module, main.mesh, self._replicated)
-        # Number of steps by trained parameters, because optimizers may alternate.
-        self._num_steps: Counter[frozenset[str]] = Counter()
-        #: Loss of the last backward pass; None if user code runs the backward pass.
-        self.loss: Tensor | None = None
-
-    @property
-    def inspector(self) -> Callable[[Any, bool], None] | None:
-        """Return the inspector of graphs if the next step compares replicas, else None."""
-        return (
-            self._search.inspect if self._is_due(min(self._num_steps.values(), default=0)) else None
-        )
-
-    def before_sums(self, names: frozenset[str]) -> bool:
-        """Exchange the findings of this step's graphs; return whether replicas are compared.
-
-        Communication: one gather of names over tp, if replicas are compared.
-        """
-        if not self._is_due(self._num_steps[names]):
-            self._num_steps[names] += 1
-            return False
-        names_by_rank = all_gather_objects(sorted(self._search.partial_names), self._main.mesh.tp)
-        partial = {
-            name for rank_names in names_by_rank for name in rank_names
-        } - self._reducer.used_on_parts
-        if partial:
-            self._reducer.used_on_parts |= partial
-            shown = ", ".join(sorted(partial)[:_NUM_SUMMED_SHOWN]) + (
-                ", ..." if len(partial) > _NUM_SUMMED_SHOWN else ""
-            )
-            self._inform(
-                f"{len(partial)} parameter(s) are used on a part of the features by each rank of "
-                f"tp, so their gradients are summed over tp: {shown}."
-            )
-        return True
-
-    def after_sums(self, names: frozenset[str], *, are_finite: bool = True) -> None:
-        """Compare loss, parameters and finished gradients; defer it to the next step on overflow.
-
-        Communication: that of the comparisons.
-        """
-        if are_finite:
-            self._num_steps[names] += 1
-            self._main.wait()
-            if self.loss is not None and self._main.mesh.tp.size > 1:
-                check_loss_replicas(self._main, self.loss)
-            check_data_replicas(self._main)
-            check_tensor_replicas(self._main, self._replicated, names)
-            check_frozen_copies(self._main)
-
-    def _is_due(self, num_steps: int) -> bool:
-        mesh = self._main.mesh
-        has_copies = mesh.world.size > mesh.pp.size or bool(self._main.on_several_stages)
-        return has_copies and (
-            num_steps < _NUM_FIRST_STEPS or (self._interval > 0 and num_steps % self._interval == 0)
-        )
 
 
 def replicated_over_tp(main: MainParameters) -> tuple[str, ...]:

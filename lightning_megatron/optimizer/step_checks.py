@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +17,24 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.optimizer.reduction import GradientReducer
-from lightning_megatron.optimizer.replicas import ReplicaCheck
+from lightning_megatron.optimizer.replicas import (
+    PartialGradientSearch,
+    check_data_replicas,
+    check_frozen_copies,
+    check_loss_replicas,
+    check_tensor_replicas,
+    replicated_over_tp,
+)
 from lightning_megatron.shapes import Float, Shaped
 
 #: Kinds of values in the order in which one spreads to the next within a step: a message names the
 #: first.
 KINDS = ("weight", "loss", "gradient", "gradient norm")
+#: Number of steps at the start of a fit whose replicas are always compared: the first step shows
+#: errors of the forward and backward pass, the second those of the update.
+_NUM_FIRST_STEPS = 2
+#: Number of parameters that the message about gradients summed over tp names.
+_NUM_SUMMED_SHOWN = 8
 #: Number of records that stay on the device between two checks.
 _MAX_KEPT = 1024
 #: Number of values that a message names.
@@ -52,14 +66,26 @@ class StepChecks:
         self._reducer = reducer
         self._checks_every_step = bool(checks_values)
         self._finite = None if checks_values is False else FiniteWatch(main.mesh)
-        #: Comparison of replicas, which examines the graphs of the steps that it compares.
-        self.replicas = ReplicaCheck(module, main, reducer, replica_check_interval, inform)
+        self._interval = replica_check_interval
+        self._inform = inform
+        self._replicated = replicated_over_tp(main)
+        self._search = PartialGradientSearch(module, main.mesh, self._replicated)
+        # Number of steps by trained parameters, because optimizers may alternate.
+        self._num_steps: Counter[frozenset[str]] = Counter()
+        # Loss of the last backward pass; None if user code runs the backward pass.
+        self._loss: Tensor | None = None
+
+    @property
+    def inspector(self) -> Callable[[Any, bool], None] | None:
+        """Return the inspector of graphs if the next step compares replicas, else None."""
+        is_due = self._compares_at(min(self._num_steps.values(), default=0))
+        return self._search.inspect if is_due else None
 
     def begin_step(self, step: int, is_logged: bool) -> None:
         """Start a training step, whose values loggers receive if ``is_logged``."""
         finite = self._finite
         if finite is not None:
-            is_compared = self.replicas.inspector is not None
+            is_compared = self.inspector is not None
             looks = self._checks_every_step or is_logged or is_compared
             finite.begin(step, looks)
             self._reducer.before_reduction = partial(finite.look, "gradient") if looks else None
@@ -67,7 +93,7 @@ class StepChecks:
     def note(self, kind: str, value: Float[Tensor, "..."] | None) -> None:
         """Record a loss or a gradient norm for a later check."""
         if kind == "loss":
-            self.replicas.loss = value
+            self._loss = value
         if self._finite is not None and value is not None:
             self._finite.note(kind, value)
 
@@ -80,9 +106,11 @@ class StepChecks:
             self._finite.check()
 
     def before_sums(self, names: frozenset[str]) -> bool:
-        """Look at weights before gradients are summed; return whether replicas are compared.
+        """Look at weights and graphs before gradients are summed over the ranks.
 
-        Communication: that of :meth:`ReplicaCheck.before_sums`.
+        The result says whether :meth:`after_sums` must compare replicas.
+
+        Communication: one gather of names over tp, if replicas are compared.
         """
         if self._finite is not None and self._finite.looks:
             self._main.wait()
@@ -91,17 +119,45 @@ class StepChecks:
             for buffer in self._main.eight_bit_buffers:
                 weights |= buffer.magnitudes()
             self._finite.look("weight", weights)
-        return self.replicas.before_sums(names)
+        if not self._compares_at(self._num_steps[names]):
+            self._num_steps[names] += 1
+            return False
+        partial_names = sorted(self._search.partial_names)
+        names_by_rank = all_gather_objects(partial_names, self._main.mesh.tp)
+        new = sorted(set().union(*names_by_rank) - self._reducer.used_on_parts)
+        if new:
+            self._reducer.used_on_parts.update(new)
+            more = ", ..." if len(new) > _NUM_SUMMED_SHOWN else ""
+            shown = ", ".join(new[:_NUM_SUMMED_SHOWN]) + more
+            self._inform(
+                f"{len(new)} parameter(s) are used on a part of the features by each rank of tp, "
+                f"so their gradients are summed over tp: {shown}."
+            )
+        return True
 
     def after_sums(self, names: frozenset[str], *, compares: bool, are_finite: bool) -> None:
-        """Check values, and compare replicas if :meth:`before_sums` has returned True.
+        """Check values, and compare loss, parameters and finished gradients of replicas.
 
-        Communication: that of :meth:`check_values` and of :meth:`ReplicaCheck.after_sums`.
+        After an overflow the comparison is deferred to the next step.
+
+        Communication: that of :meth:`check_values` and of the comparisons.
         """
         if compares or self._checks_every_step:
             self.check_values()
-        if compares:
-            self.replicas.after_sums(names, are_finite=are_finite)
+        if compares and are_finite:
+            self._num_steps[names] += 1
+            self._main.wait()
+            if self._loss is not None and self._main.mesh.tp.size > 1:
+                check_loss_replicas(self._main, self._loss)
+            check_data_replicas(self._main)
+            check_tensor_replicas(self._main, self._replicated, names)
+            check_frozen_copies(self._main)
+
+    def _compares_at(self, num_steps: int) -> bool:
+        mesh = self._main.mesh
+        has_copies = mesh.world.size > mesh.pp.size or bool(self._main.on_several_stages)
+        is_regular = self._interval > 0 and num_steps % self._interval == 0
+        return has_copies and (num_steps < _NUM_FIRST_STEPS or is_regular)
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class MegatronPrecision(Precision):
     ) -> None:
         state = self._training
         state.checks.note("loss", tensor)
-        inspector = state.checks.replicas.inspector
+        inspector = state.checks.inspector
         if inspector is not None:
             inspector(tensor.grad_fn, True)
         with state.gradients.backward_by_hand():

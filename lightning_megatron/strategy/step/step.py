@@ -200,7 +200,7 @@ class Step:
         backward = BackwardPasses(
             run=self._run_backward,
             observer=self._state.reducer if overlaps else None,
-            inspector=self._state.checks.replicas.inspector,
+            inspector=self._state.checks.inspector,
             loss_weight=self._layers.loss_weight,
             weight_gradients=self._state.reducer.weight_gradients,
         )
