@@ -186,6 +186,16 @@ class MainParameters:
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """List the names of the parameters in each group of an optimizer, attached or not."""
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in self._names_by_id:
+                    raise UnsupportedError(
+                        f"an optimizer must hold the module's own parameters: group {index} of "
+                        f"{type(optimizer).__name__} holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not in the module. Its gradient would "
+                        "not be averaged over the ranks. Build the optimizer in "
+                        "configure_optimizers, from self.parameters()."
+                    )
         return [list(map(self.name_of, group["params"])) for group in optimizer.param_groups]
 
     def needs_attach(self, optimizer: Optimizer) -> bool:
@@ -216,7 +226,6 @@ class MainParameters:
         Communication: one gather of names over pp at the first call; that of
             :meth:`EightBitBuffer.publish`.
         """
-        self._check_known(optimizer)
         self.find_ties()
         names = names_in(self.names_of(optimizer))
         new = [
@@ -345,18 +354,6 @@ class MainParameters:
     def still_holds(self) -> bool:
         """Return whether the model's parameters are still views of the buffers."""
         return all(buffer.still_holds for buffer in self.buffers)
-
-    def _check_known(self, optimizer: Optimizer) -> None:
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in self._names_by_id:
-                    raise UnsupportedError(
-                        f"an optimizer must hold the module's own parameters: group {index} of "
-                        f"{type(optimizer).__name__} holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not in the module. Its gradient would "
-                        "not be averaged over the ranks. Build the optimizer in "
-                        "configure_optimizers, from self.parameters()."
-                    )
 
     def _make_buffer(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,14 +13,6 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.optimizer.main_parameters import MainParameters
-
-
-@dataclass(frozen=True)
-class _Training:
-    """Whether a parameter is trained, and its group in each optimizer (None for no group)."""
-
-    is_trained: bool
-    groups: tuple[int | None, ...]
 
 
 @contextmanager
@@ -112,17 +103,20 @@ class TiedCopies:
         if not main.ties:
             return
         held = [original for original, _ in main.ties if main.holds(original)]
-        stages = all_gather_objects(
-            {name: self._training_of(name, optimizers) for name in held}, main.mesh.pp_cpu
-        )
+        self._followed = {name: main.parameter(name).requires_grad for name in held}
+        # Whether each original is trained, and its group in each optimizer (None for no group).
+        local_training: dict[str, tuple[bool, list[int | None]]] = {}
+        for name, is_trained in self._followed.items():
+            groups = [_group_of(optimizer, main, name) for optimizer in optimizers]
+            local_training[name] = is_trained, groups
+        stages = all_gather_objects(local_training, main.mesh.pp_cpu)
         training = {name: state for stage in stages for name, state in stage.items()}
-        self._followed = {name: training[name].is_trained for name in held}
         for original, copy in main.ties:
-            if not main.holds(copy):
-                continue
-            main.parameter(copy).requires_grad_(training[original].is_trained)
-            for optimizer, number in zip(optimizers, training[original].groups, strict=False):
-                _move(optimizer, main, copy, original, number)
+            if main.holds(copy):
+                is_trained, groups = training[original]
+                main.parameter(copy).requires_grad_(is_trained)
+                for optimizer, number in zip(optimizers, groups, strict=False):
+                    _move(optimizer, main, copy, original, number)
 
     def check(self) -> None:
         """Check that no embedding was frozen or unfrozen on this stage since :meth:`follow`."""
@@ -136,18 +130,11 @@ class TiedCopies:
                     "on_train_start or configure_model, or use pp=1."
                 )
 
-    def _training_of(self, name: str, optimizers: Sequence[Optimizer]) -> _Training:
-        groups = tuple(_group_of(optimizer, self._main, name) for optimizer in optimizers)
-        return _Training(self._main.parameter(name).requires_grad, groups)
-
 
 def _group_of(optimizer: Optimizer, main: MainParameters, name: str) -> int | None:
     """Return the number of the group that contains a parameter or its main parameter."""
-    tied_ids = {id(main.parameter(name)), id(main.main(name))}
-    for number, group in enumerate(optimizer.param_groups):
-        if any(id(parameter) in tied_ids for parameter in group["params"]):
-            return number
-    return None
+    groups = enumerate(main.names_of(optimizer))
+    return next((number for number, names in groups if name in names), None)
 
 
 def _move(
@@ -160,8 +147,7 @@ def _move(
     parameter: Any = main.parameter(copy)
     if before is not None:
         group = optimizer.param_groups[before]
-        tied_ids = {id(parameter), id(main.main(copy))}
-        place = next(place for place, entry in enumerate(group["params"]) if id(entry) in tied_ids)
+        place = main.names_of(optimizer)[before].index(copy)
         parameter = group["params"].pop(place)
         if "param_names" in group:
             group["param_names"].pop(place)
