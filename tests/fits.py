@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lightning_megatron import GPT, GPTConfig, MegatronStrategy
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.optimizer.clip import grad_norm
-from lightning_megatron.optimizer.shared_gradients import original_name
+from lightning_megatron.optimizer.main_parameters import original_name
 from tests.oracles import assert_equal
 from tests.tape import TapeBackend
 from tests.world import run_world

@@ -33,7 +33,6 @@ from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement
-from lightning_megatron.optimizer.shared_gradients import original_name
 
 _NUM_SHOWN = 10
 

@@ -18,8 +18,7 @@ from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, replicated_spec
-from lightning_megatron.optimizer.main_parameters import MainParameters
-from lightning_megatron.optimizer.shared_gradients import original_name
+from lightning_megatron.optimizer.main_parameters import MainParameters, original_name
 
 # Hyperparameters that select the implementation are not restored: they depend on the device and do
 # not change results.

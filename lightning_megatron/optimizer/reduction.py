@@ -36,9 +36,11 @@ from lightning_megatron.optimizer.flat_buffer import FlatBuffer
 from lightning_megatron.optimizer.gradient_buckets import (
     BucketStarts,
     GradientBucket,
+    PartialSums,
     RecordedGradients,
+    RowSums,
+    sum_slices_,
 )
-from lightning_megatron.optimizer.gradient_sums import PartialSums, RowSums, sum_slices_
 from lightning_megatron.optimizer.main_parameters import MainParameters
 from lightning_megatron.optimizer.sharding import LATE_GROUP
 from lightning_megatron.shapes import Shaped
@@ -114,7 +116,7 @@ class GradientReducer:
 
     def begin_last_backward(self, chunk: int) -> None:
         """Mark the next backward pass of a chunk as the last one before the optimizer step."""
-        self._starts.begin_last_backward(chunk)
+        self._starts.begin_last(chunk)
 
     def begin_last_weight_half(self, chunk: int, left: Mapping[Hashable, int]) -> None:
         """Mark the next weight half of a chunk as the last one before the optimizer step.
@@ -123,9 +125,7 @@ class GradientReducer:
 
         Communication: that of :meth:`start_reduction` for buckets that are complete already.
         """
-        self._starts.begin_last_weight_half(
-            chunk, {self._names[slot]: number for slot, number in left.items()}
-        )
+        self._starts.begin_last(chunk, {self._names[slot]: number for slot, number in left.items()})
 
     def start_reduction(self, chunk: int) -> None:
         """Start to reduce the gradients of a chunk, all of which are complete.

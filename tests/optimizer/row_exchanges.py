@@ -15,7 +15,7 @@ from lightning_megatron.groups.pending import start_all_reduce
 from lightning_megatron.layers.parameters.gradient_slot import mark_filled
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.optimizer import DistributedOptimizerConfig, gradient_sums
+from lightning_megatron.optimizer import DistributedOptimizerConfig, gradient_buckets
 from tests.optimizer.runs import Run
 
 #: Rows of each rank: none, repeated rows, one row only, and rows that other ranks have too.
@@ -33,14 +33,14 @@ NUM_STEPS = 3
 def counted_exchanges() -> Iterator[list[int]]:
     """Record the number of rows of each exchange."""
     row_counts: list[int] = []
-    start = gradient_sums.start_row_sum
+    start = gradient_buckets.start_row_sum
 
     def record_exchange(gradient: Tensor, rows: Tensor, axis: Any) -> Any:
         row_counts.append(len(rows))
         return start(gradient, rows, axis)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_sums, "start_row_sum", record_exchange)
+        patch.setattr(gradient_buckets, "start_row_sum", record_exchange)
         yield row_counts
 
 
@@ -55,7 +55,7 @@ def errors_of_sums(mesh: ParallelMesh) -> dict[str, float]:
         expected = gradient.to(torch.float64, copy=True)
         start_all_reduce(expected, mesh.data, "mean").wait()
         rows = torch.tensor([*local_rows, *[0] * (3 - len(local_rows))], device=mesh.device)
-        gradient_sums.start_row_sum(gradient, rows, mesh.data).wait()
+        gradient_buckets.start_row_sum(gradient, rows, mesh.data).wait()
         errors[str(dtype)] = (gradient - expected).abs().max().item()
         rank_0_gradient = gradient.clone()
         torch.distributed.broadcast(rank_0_gradient, 0)

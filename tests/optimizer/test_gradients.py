@@ -12,11 +12,8 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer import DynamicLossScale, grad_norm
 from lightning_megatron.optimizer.clip import clip_by_value_
-from lightning_megatron.optimizer.shared_gradients import (
-    original_name,
-    overlapping_pieces,
-    resolve_ties,
-)
+from lightning_megatron.optimizer.gradient_buckets import overlapping_pieces
+from lightning_megatron.optimizer.main_parameters import original_name, resolve_ties
 from tests.optimizer.runs import Run
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron import FP8, CudaGraphs, ParallelPlanError
 from lightning_megatron.groups.axis import CollectiveLauncher, Work
-from lightning_megatron.optimizer import gradient_sums
+from lightning_megatron.optimizer import gradient_buckets
 from tests.fits import GPT2, LLAMA, Job, Report, Tokens
 from tests.graphs.jobs import (
     DROPOUT,
@@ -164,7 +164,7 @@ def compare(
     results = []
     with (
         patch.object(
-            gradient_sums, "start_row_sum", wraps=gradient_sums.start_row_sum
+            gradient_buckets, "start_row_sum", wraps=gradient_buckets.start_row_sum
         ) as exchanged,
         fused(),
     ):

@@ -23,8 +23,7 @@ from lightning_megatron.errors import (
 )
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.optimizer.main_parameters import MainParameters
-from lightning_megatron.optimizer.shared_gradients import original_name
+from lightning_megatron.optimizer.main_parameters import MainParameters, original_name
 from lightning_megatron.plan.settings import Pattern, coerced, shown
 from lightning_megatron.strategy.checkpoints.single_process_record import (
     gather_parts,
