@@ -97,14 +97,14 @@ class EightBitBuffer(FlatBuffer):
 
     @torch.no_grad()
     @override
-    def store_main_parameters(self, mesh: ParallelMesh, *, stored: bool = False) -> None:
+    def store_main_parameters(self, mesh: ParallelMesh) -> None:
         """Quantize the main parameters into this rank's part of the parameters.
 
         Communication: an all-reduce of one number for each weight over the data ranks, and one over
             tp.
         """
         if not self.is_in_eight_bits:
-            super().store_main_parameters(mesh, stored=stored)
+            super().store_main_parameters(mesh)
             return
         self._casts.find(self._magnitudes)
         for axis in (mesh.replica_axis(self.sharding.is_expert), mesh.tp):

@@ -136,13 +136,8 @@ class FlatBuffer:
             main.copy_(part)
 
     @torch.no_grad()
-    def store_main_parameters(self, mesh: ParallelMesh, *, stored: bool = False) -> None:
-        """Round the main parameters into this rank's part of the model's parameters.
-
-        Nothing happens if the optimizer step has already ``stored`` the rounded values.
-        """
-        if stored:
-            return
+    def store_main_parameters(self, mesh: ParallelMesh) -> None:
+        """Round the main parameters into this rank's part of the model's parameters."""
         for name, home in self._homes.items():
             trained = self.slices[name].main
             if trained.data_ptr() != home.data_ptr():

@@ -300,7 +300,8 @@ class MainParameters:
         in the order of use; before them those of :meth:`EightBitBuffer.store_main_parameters`.
         """
         for buffer in self.buffers:
-            buffer.store_main_parameters(self.mesh, stored=stored)
+            if not (stored and buffer.is_stored_by_update):
+                buffer.store_main_parameters(self.mesh)
         if self.config.zero > 0:
             self.gather.start(self.mesh)
         if wait:
