@@ -33,6 +33,7 @@ from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement
+from lightning_megatron.optimizer.main_parameters import original_name
 
 _NUM_SHOWN = 10
 
