@@ -320,8 +320,14 @@ class FusedUpdate:
                 main_slice = main.slices[name]
                 is_static &= gradient is main_slice.gradient
                 state = self._state_of(optimizer, parameter)
-                moments = state["exp_avg"], state["exp_avg_sq"]
-                row = (parameter, gradient.contiguous(), *moments, state["step"], main_slice.half)
+                row = (
+                    parameter,
+                    gradient.contiguous(),
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    state["step"],
+                    main_slice.half,
+                )
                 rows[name] = number, row
         rows_by_key: dict[_CallKey, list[_Row]] = {}
         names: dict[int, list[str]] = {}

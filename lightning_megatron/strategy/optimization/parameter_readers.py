@@ -182,9 +182,9 @@ def _calls_grad(function: Any, owner: object, depth: int, visited: set[FunctionT
         if isinstance(named, ModuleType) and named.__name__.partition(".")[0] != "torch":
             called += [vars(named)[name] for name in names if name in vars(named)]
     methods = [] if owner is None else [getattr(type(owner), name, None) for name in names]
-    return any(_calls_grad(inner, None, depth - 1, visited) for inner in called) or any(
-        _calls_grad(method, owner, depth - 1, visited) for method in methods
-    )
+    if any(_calls_grad(method, owner, depth - 1, visited) for method in methods):
+        return True
+    return any(_calls_grad(inner, None, depth - 1, visited) for inner in called)
 
 
 def _names(code: CodeType) -> set[str]:
