@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -78,41 +78,26 @@ def parallelize(
         # patterns may name modules of other stages, which this rank no longer has.
         return []
     swap_plan = decide(module, mesh, plan, pipeline_plan, shows_progress, needs_tables)
+    # Weights of models that keep their own code are read before anything is changed.
+    missing = [
+        read_missing_values(model.site.module) for model in swap_plan.own_code if model.is_outermost
+    ]
     swaps = build(swap_plan)
+    for give in missing:
+        give()
     return install(swap_plan, swaps)
 
 
-@dataclass(frozen=True)
-class Swaps:
-    """Replacements of a plan, ready for installation.
-
-    Args:
-        replacements: Replacements without values, in the order of definition.
-        give_missing_values: Functions that fill in the weights of Hugging Face models that were
-            built without weights and keep their own code.
-    """
-
-    replacements: tuple[Swap, ...]
-    give_missing_values: tuple[Callable[[], None], ...]
-
-
-def build(plan: SwapPlan) -> Swaps:
-    """Build the replacements of a plan, and read the missing weights of models that stay.
-
-    The module of the plan is not changed. The replacements have no values yet, because every rank
-    must first get the values of the first rank.
-    """
-    missing = tuple(
-        read_missing_values(model.site.module) for model in plan.own_code if model.is_outermost
-    )
-    swaps = tuple(replacement.build() for replacement in plan.replacements)
+def build(plan: SwapPlan) -> list[Swap]:
+    """Build the replacements of a plan, without values; the module of the plan is not changed."""
+    swaps = [replacement.build() for replacement in plan.replacements]
     share_weights(plan.root, swaps, plan.stage_modules)
     for swap in swaps:
         check_nothing_is_lost(swap)
-    return Swaps(swaps, missing)
+    return swaps
 
 
-def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
+def install(plan: SwapPlan, swaps: Sequence[Swap]) -> list[SwapRecord]:
     """Broadcast the values of the first rank, fill the replacements, and put them in place.
 
     All replacements are filled before the first one is put in place.
@@ -122,8 +107,6 @@ def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
 
     Communication: a broadcast over all ranks for each parameter and buffer.
     """
-    for give in swaps.give_missing_values:
-        give()
     broadcast_values(plan.root, plan.built_here, plan.mesh)
     sizes = [num_elements(model.site.module) for model in plan.own_code]
     records = [
@@ -136,9 +119,9 @@ def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
         for model, size in zip(plan.own_code, sizes, strict=True)
         if model.reason
     ]
-    records += [_record(swap, swap.fill()) for swap in swaps.replacements]
+    records += [_record(swap, swap.fill()) for swap in swaps]
     targets: dict[int, nn.Module] = {}
-    for swap in swaps.replacements:
+    for swap in swaps:
         if swap.install is not None:
             swap.install()
             continue

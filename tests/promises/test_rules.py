@@ -118,7 +118,7 @@ BUDGETS: dict[str, int] = {
     "pipeline": 820,
     "plan": 5370,
     "strategy": 11580,
-    "swap": 8580,
+    "swap": 8520,
     "tasks": 4650,
 }
 MIN_FILE_LINES = 70

@@ -205,38 +205,26 @@ def encoder_layer(request: BlockRequest) -> nn.Module:
         kind = type(getattr(source, name))
         settings[f"{name} of type {kind.__name__}"] = kind is not expected
     _refuse(request, "encoder layer", settings)
-    return ParallelEncoderLayer(
-        _attention(request, source.self_attn, None),
-        _column(request, source.linear1, gather_output=False, what="dim_feedforward"),
-        _row(request, source.linear2, what="dim_feedforward"),
-        source.norm1,
-        source.norm2,
-        source.activation,
-        mesh=request.mesh,
-        layer=request.layer,
-        norm_first=source.norm_first,
-        dropout=source.dropout.p,
-        dropout1=source.dropout1.p,
-        dropout2=source.dropout2.p,
-    )
+    return ParallelEncoderLayer(*_parts(request, "self_attn"))
 
 
 def decoder_layer(request: BlockRequest) -> nn.Module:
     """Cut a torch.nn.TransformerDecoderLayer by heads and inner features."""
     source = request.module
     _refuse(request, "decoder layer", {_MIXES: not _is_elementwise(source.activation)})
-    return ParallelDecoderLayer(
-        _attention(request, source.self_attn, None),
-        _attention(request, source.multihead_attn, None),
+    return ParallelDecoderLayer(*_parts(request, "self_attn", "multihead_attn"))
+
+
+def _parts(request: BlockRequest, *attentions: str) -> tuple[Any, ...]:
+    """Return the arguments of a layer that equals the one of torch.nn."""
+    source = request.module
+    return (
+        source,
+        {name: _attention(request, getattr(source, name), None) for name in attentions},
         _column(request, source.linear1, gather_output=False, what="dim_feedforward"),
         _row(request, source.linear2, what="dim_feedforward"),
-        (source.norm1, source.norm2, source.norm3),
-        source.activation,
-        mesh=request.mesh,
-        layer=request.layer,
-        norm_first=source.norm_first,
-        dropout=source.dropout.p,
-        dropouts=(source.dropout1.p, source.dropout2.p, source.dropout3.p),
+        request.mesh,
+        request.layer,
     )
 
 

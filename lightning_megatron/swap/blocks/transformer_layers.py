@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,48 +15,81 @@ from lightning_megatron.swap.blocks.attention import HeadParallelAttention
 from lightning_megatron.swap.blocks.cut_modules import TensorDropout
 
 
-class ParallelEncoderLayer(nn.Module):
+class _ParallelLayer(nn.Module):
+    """Sublayers of a Transformer layer with their norms, dropouts and residual sums.
+
+    Args:
+        source: Layer of torch.nn, whose norms, activation and probabilities this layer has.
+        attentions: Attentions by their names in the layer.
+        layer: Number of the layer for random streams.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        attentions: Mapping[str, HeadParallelAttention],
+        linear1: ColumnParallelLinear,
+        linear2: RowParallelLinear,
+        mesh: ParallelMesh,
+        layer: int,
+    ) -> None:
+        super().__init__()
+        for name, attention in attentions.items():
+            self.add_module(name, attention)
+        self.linear1 = linear1
+        self.linear2 = linear2
+        numbers = range(1, len(attentions) + 2)
+        for number in numbers:
+            self.add_module(f"norm{number}", getattr(source, f"norm{number}"))
+        self.activation = source.activation
+        self.norm_first = source.norm_first
+        self.dropout = TensorDropout(source.dropout.p, mesh)
+        self.dropouts = [getattr(source, f"dropout{number}").p for number in numbers]
+        self.batch_first = source.self_attn.batch_first
+        self.mesh = mesh
+        self.layer = layer
+        inner = [source.dropout.p, *(attention.dropout for attention in attentions.values())]
+        self.draws = any(p > 0.0 for p in (*inner, *self.dropouts))
+
+    def _run(self, hidden: Tensor, *attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the layer's output.
+
+        Args:
+            attend: Attentions, as functions of the first sequence.
+        """
+        if self.training and self.draws:
+            # From here on, dropout masks depend only on the layer, so that recomputation draws the
+            # same masks.
+            self.mesh.random.seek(self.layer)
+        for number, part in enumerate((*attend, self._feed)):
+            norm = self.get_submodule(f"norm{number + 1}")
+            update = part(norm(hidden) if self.norm_first else hidden)
+            hidden = hidden + hidden_dropout(
+                update,
+                self.dropouts[number],
+                self.training,
+                self.mesh,
+                batch_first=self.batch_first,
+            )
+            hidden = hidden if self.norm_first else norm(hidden)
+        return hidden
+
+    def _feed(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return output
+
+
+class ParallelEncoderLayer(_ParallelLayer):
     """Encoder layer with heads and inner features cut over tp.
 
     Equal to torch.nn.TransformerEncoderLayer in training and evaluation, with the same parameter
     names.
 
-    Shapes: ``(S, B, D)``, or ``(B, S, D)`` with ``attention.batch_first``; output the same.
+    Shapes: ``(S, B, D)``, or ``(B, S, D)`` with ``batch_first``; output the same.
 
     Communication: two all-reduces over tp forward, two backward.
     Source: Shoeybi et al. 2019, section 3.
     """
-
-    def __init__(
-        self,
-        attention: HeadParallelAttention,
-        linear1: ColumnParallelLinear,
-        linear2: RowParallelLinear,
-        norm1: nn.Module,
-        norm2: nn.Module,
-        activation: Callable[[Tensor], Tensor],
-        *,
-        mesh: ParallelMesh,
-        layer: int,
-        norm_first: bool = False,
-        dropout: float = 0.0,
-        dropout1: float = 0.0,
-        dropout2: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.self_attn = attention
-        self.linear1 = linear1
-        self.linear2 = linear2
-        self.norm1 = norm1
-        self.norm2 = norm2
-        self.activation = activation
-        self.dropout = TensorDropout(dropout, mesh)
-        self.dropout1 = dropout1
-        self.dropout2 = dropout2
-        self.mesh = mesh
-        self.layer = layer
-        self.norm_first = norm_first
-        self.draws = any(p > 0.0 for p in (attention.dropout, dropout, dropout1, dropout2))
 
     def forward(
         self,
@@ -65,78 +99,24 @@ class ParallelEncoderLayer(nn.Module):
         is_causal: bool = False,
     ) -> Tensor:
         """Return the layer's output."""
-        if self.training and self.draws:
-            # From here on, dropout masks depend only on the layer, so that recomputation draws the
-            # same masks.
-            self.mesh.random.seek(self.layer)
-        if self.norm_first:
-            hidden = src + self._attend(self.norm1(src), src_mask, src_key_padding_mask, is_causal)
-            return hidden + self._feed(self.norm2(hidden))
-        hidden = self.norm1(src + self._attend(src, src_mask, src_key_padding_mask, is_causal))
-        return self.norm2(hidden + self._feed(hidden))
-
-    def _attend(
-        self, x: Tensor, mask: Tensor | None, padding: Tensor | None, is_causal: bool
-    ) -> Tensor:
-        attended = _attended(self.self_attn, x, x, mask, padding, is_causal)
-        return self._dropped(attended, self.dropout1)
-
-    def _feed(self, x: Tensor) -> Tensor:
-        output = self.linear2(self.dropout(self.activation(self.linear1(x))))
-        return self._dropped(output, self.dropout2)
-
-    def _dropped(self, x: Tensor, probability: float) -> Tensor:
-        batch_first = self.self_attn.batch_first
-        return hidden_dropout(x, probability, self.training, self.mesh, batch_first=batch_first)
+        return self._run(
+            src,
+            lambda x: _attended(self.self_attn, x, x, src_mask, src_key_padding_mask, is_causal),
+        )
 
 
-class ParallelDecoderLayer(nn.Module):
+class ParallelDecoderLayer(_ParallelLayer):
     """Decoder layer with heads and inner features cut over tp.
 
     Equal to torch.nn.TransformerDecoderLayer in training and evaluation, with the same parameter
     names.
 
-    Shapes: ``(T, B, D)`` and memory ``(S, B, D)``, or batch first if the attention has
-    ``batch_first``; output like the first input.
-
-    Args:
-        norm_first: Whether norms precede their sublayers; otherwise they follow the residual sums.
-        dropouts: Dropout probabilities of the outputs of the three sublayers.
+    Shapes: ``(T, B, D)`` and memory ``(S, B, D)``, or batch first with ``batch_first``; output like
+    the first input.
 
     Communication: three all-reduces over tp forward, five backward.
     Source: Shoeybi et al. 2019, section 3.
     """
-
-    def __init__(
-        self,
-        self_attn: HeadParallelAttention,
-        multihead_attn: HeadParallelAttention,
-        linear1: ColumnParallelLinear,
-        linear2: RowParallelLinear,
-        norms: tuple[nn.Module, nn.Module, nn.Module],
-        activation: Callable[[Tensor], Tensor],
-        *,
-        mesh: ParallelMesh,
-        layer: int,
-        norm_first: bool,
-        dropout: float,
-        dropouts: tuple[float, float, float],
-    ) -> None:
-        super().__init__()
-        self.self_attn = self_attn
-        self.multihead_attn = multihead_attn
-        self.linear1 = linear1
-        self.linear2 = linear2
-        self.activation = activation
-        self.norm1, self.norm2, self.norm3 = norms
-        self.dropout = TensorDropout(dropout, mesh)
-        self.dropouts = dropouts
-        self.mesh = mesh
-        self.layer = layer
-        self.norm_first = norm_first
-        self.draws = any(
-            p > 0.0 for p in (self_attn.dropout, multihead_attn.dropout, dropout, *dropouts)
-        )
 
     def forward(
         self,
@@ -150,43 +130,24 @@ class ParallelDecoderLayer(nn.Module):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """Return the layer's output."""
-        if self.training and self.draws:
-            # From here on, dropout masks depend only on the layer, so that recomputation draws the
-            # same masks.
-            self.mesh.random.seek(self.layer)
-        parts: tuple[tuple[nn.Module, Callable[[Tensor], Tensor]], ...] = (
-            (
-                self.norm1,
-                lambda x: _attended(
-                    self.self_attn, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal
-                ),
+        return self._run(
+            tgt,
+            lambda x: _attended(
+                self.self_attn, x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal
             ),
-            (
-                self.norm2,
-                lambda x: _attended(
-                    self.multihead_attn,
-                    x,
-                    memory,
-                    memory_mask,
-                    memory_key_padding_mask,
-                    memory_is_causal,
-                ),
+            lambda x: _attended(
+                self.multihead_attn,
+                x,
+                memory,
+                memory_mask,
+                memory_key_padding_mask,
+                memory_is_causal,
             ),
-            (self.norm3, lambda x: self.linear2(self.dropout(self.activation(self.linear1(x))))),
         )
-        hidden = tgt
-        for (norm, part), dropout in zip(parts, self.dropouts, strict=True):
-            update = part(norm(hidden) if self.norm_first else hidden)
-            batch_first = self.self_attn.batch_first
-            hidden = hidden + hidden_dropout(
-                update, dropout, self.training, self.mesh, batch_first=batch_first
-            )
-            hidden = hidden if self.norm_first else norm(hidden)
-        return hidden
 
 
 def _attended(
-    attention: HeadParallelAttention,
+    attention: nn.Module,
     x: Tensor,
     memory: Tensor,
     mask: Tensor | None,
