@@ -41,7 +41,8 @@ class BlockRequest:
         module: Block that is replaced.
         mesh: Process groups of this rank, without sequence parallelism, because inputs of these
             blocks are complete sequences.
-        layer: Number of the block for random streams.
+        layer: Number of the block for random streams; None inside a block that selects the streams
+            itself.
         cuts_sequence: Whether the sequence is cut over tp between blocks of the plan.
         parent: Module around the block.
         device: Device of the block's values; None means the device of its parameters.
@@ -50,25 +51,17 @@ class BlockRequest:
     name: str
     module: Any
     mesh: ParallelMesh
-    layer: int
+    layer: int | None
     cuts_sequence: bool = False
     parent: Any = None
     device: torch.device | None = None
 
 
-def column(request: BlockRequest, *, gather_output: bool) -> nn.Module:
-    """Cut the outputs of a torch.nn.Linear, and keep them cut or gather them."""
-    return _column(request, request.module, gather_output=gather_output)
-
-
-def row(request: BlockRequest, *, split_input: bool) -> nn.Module:
-    """Cut the inputs of a torch.nn.Linear, which are complete if it splits them."""
-    return _row(request, request.module, split_input=split_input)
-
-
-def _column(
-    request: BlockRequest, source: Any, *, gather_output: bool, what: str = "out_features"
+def column(
+    request: BlockRequest, *, gather_output: bool = False, what: str = "out_features"
 ) -> ColumnParallelLinear:
+    """Cut the outputs of a torch.nn.Linear, and keep them cut or gather them."""
+    source = request.module
     pads = ", or the kind 'vocab', which pads and gathers" if what == "out_features" else ""
     _check_divides(request, what, source.out_features, pads)
     kind = SequenceColumnLinear if request.cuts_sequence else ColumnParallelLinear
@@ -81,9 +74,11 @@ def _column(
     )
 
 
-def _row(
-    request: BlockRequest, source: Any, what: str = "in_features", split_input: bool = False
+def row(
+    request: BlockRequest, *, split_input: bool = False, what: str = "in_features"
 ) -> RowParallelLinear:
+    """Cut the inputs of a torch.nn.Linear, which are complete if it splits them."""
+    source = request.module
     _check_divides(request, what, source.in_features)
     kind = SequenceRowLinear if request.cuts_sequence else RowParallelLinear
     has_bias = source.bias is not None
@@ -148,20 +143,13 @@ def latent(request: BlockRequest) -> nn.Module:
     return LatentLinear(request.module, int(request.parent.qk_rope_head_dim), request.mesh)
 
 
-def sequence_layer_norm(request: BlockRequest) -> nn.Module:
-    """Apply a torch.nn.LayerNorm to this rank's positions."""
-    return SequenceLayerNorm(request.name, _features_norm(request), request.mesh)
-
-
-def sequence_rms_norm(request: BlockRequest) -> nn.Module:
-    """Apply a torch.nn.RMSNorm to this rank's positions."""
-    return SequenceRMSNorm(request.name, _features_norm(request), request.mesh)
-
-
-def _features_norm(request: BlockRequest) -> Any:
+def sequence_norm(request: BlockRequest) -> nn.Module:
+    """Apply a norm over the features to this rank's positions."""
     is_wide = len(request.module.normalized_shape) > 1
     _refuse(request, "norm", {"normalized_shape of more than the features": is_wide})
-    return request.module
+    if isinstance(request.module, nn.LayerNorm):
+        return SequenceLayerNorm(request.name, request.module, request.mesh)
+    return SequenceRMSNorm(request.name, request.module, request.mesh)
 
 
 def sequence_dropout(request: BlockRequest) -> nn.Module:
@@ -169,12 +157,9 @@ def sequence_dropout(request: BlockRequest) -> nn.Module:
     return SequenceDropout(request.name, request.module.p, request.mesh, request.layer)
 
 
-def attention(request: BlockRequest) -> nn.Module:
+def attention(request: BlockRequest) -> HeadParallelAttention:
     """Cut a torch.nn.MultiheadAttention by heads."""
-    return _attention(request, request.module, request.layer)
-
-
-def _attention(request: BlockRequest, source: Any, layer: int | None) -> HeadParallelAttention:
+    source = request.module
     settings = {
         "kdim and vdim other than embed_dim": not source._qkv_same_embed_dim,
         "add_bias_kv": source.bias_k is not None,
@@ -189,7 +174,7 @@ def _attention(request: BlockRequest, source: Any, layer: int | None) -> HeadPar
         dropout=source.dropout,
         bias=source.in_proj_bias is not None,
         batch_first=source.batch_first,
-        layer=layer,
+        layer=request.layer,
     )
 
 
@@ -220,9 +205,12 @@ def _parts(request: BlockRequest, *attentions: str) -> tuple[Any, ...]:
     source = request.module
     return (
         source,
-        {name: _attention(request, getattr(source, name), None) for name in attentions},
-        _column(request, source.linear1, gather_output=False, what="dim_feedforward"),
-        _row(request, source.linear2, what="dim_feedforward"),
+        {
+            name: attention(replace(request, module=getattr(source, name), layer=None))
+            for name in attentions
+        },
+        column(replace(request, module=source.linear1), what="dim_feedforward"),
+        row(replace(request, module=source.linear2), what="dim_feedforward"),
         request.mesh,
         request.layer,
     )

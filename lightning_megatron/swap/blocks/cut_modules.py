@@ -201,7 +201,7 @@ class SequenceRMSNorm(nn.RMSNorm):
 class SequenceDropout(TensorDropout):
     """Dropout of this rank's positions, with different masks on every rank."""
 
-    def __init__(self, name: str, p: float, mesh: ParallelMesh, layer: int) -> None:
+    def __init__(self, name: str, p: float, mesh: ParallelMesh, layer: int | None) -> None:
         super().__init__(p, mesh, layer)
         self._entry = _Entry(name)
 

@@ -47,16 +47,16 @@ _ENCODER_LAYER = (
 _DECODER_LAYER = (*_ENCODER_LAYER, *(f"multihead_attn.{name}" for name in _ATTENTION))
 
 RULES: tuple[BlockRule, ...] = (
-    BlockRule("column", nn.Linear, partial(builders.column, gather_output=False), _LINEAR),
+    BlockRule("column", nn.Linear, builders.column, _LINEAR),
     BlockRule("column_gather", nn.Linear, partial(builders.column, gather_output=True), _LINEAR),
-    BlockRule("row", nn.Linear, partial(builders.row, split_input=False), _LINEAR),
+    BlockRule("row", nn.Linear, builders.row, _LINEAR),
     BlockRule("row_split", nn.Linear, partial(builders.row, split_input=True), _LINEAR),
     BlockRule("vocab", nn.Linear, builders.linear_over_vocabulary, _LINEAR),
     BlockRule("vocab", nn.Embedding, builders.embedding_over_vocabulary, ("weight",)),
     BlockRule("latent", nn.Linear, builders.latent, shared=_LINEAR),
     BlockRule("dropout", nn.Dropout, builders.dropout),
-    BlockRule("sequence", nn.LayerNorm, builders.sequence_layer_norm, _LINEAR),
-    BlockRule("sequence", nn.RMSNorm, builders.sequence_rms_norm, ("weight",)),
+    BlockRule("sequence", nn.LayerNorm, builders.sequence_norm, _LINEAR),
+    BlockRule("sequence", nn.RMSNorm, builders.sequence_norm, ("weight",)),
     BlockRule("sequence", nn.Dropout, builders.sequence_dropout),
     BlockRule("auto", nn.MultiheadAttention, builders.attention, _ATTENTION),
     BlockRule("auto", nn.TransformerEncoderLayer, builders.encoder_layer, _ENCODER_LAYER),

@@ -24,6 +24,9 @@ class _ParallelLayer(nn.Module):
         layer: Number of the layer for random streams.
     """
 
+    self_attn: HeadParallelAttention
+    multihead_attn: HeadParallelAttention
+
     def __init__(
         self,
         source: Any,
@@ -147,7 +150,7 @@ class ParallelDecoderLayer(_ParallelLayer):
 
 
 def _attended(
-    attention: nn.Module,
+    attention: HeadParallelAttention,
     x: Tensor,
     memory: Tensor,
     mask: Tensor | None,
