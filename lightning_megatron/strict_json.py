@@ -15,7 +15,7 @@ from lightning_megatron.errors import CorruptDataError
 MAX_BYTES = 1 << 20
 #: Limit of nested objects and arrays; real files have a handful of levels.
 MAX_DEPTH = 32
-#: Default limit of commas and colons, which bounds the time of parsing; the largest tokenizers have
+#: Limit of commas and colons, which bounds the time of parsing; the largest tokenizers have
 #: 1.5 million.
 MAX_SIGNS = 1 << 22
 
@@ -61,11 +61,9 @@ def read_json(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> Any:
     return parse_json(read_regular_file(path, remedy, max_bytes), str(path), remedy)
 
 
-def parse_object(
-    content: bytes, source: str, remedy: str, max_signs: int = MAX_SIGNS
-) -> dict[str, Any]:
+def parse_object(content: bytes, source: str, remedy: str) -> dict[str, Any]:
     """Return the object of a JSON text that obeys the rules of ``parse_json``."""
-    value = parse_json(content, source, remedy, max_signs)
+    value = parse_json(content, source, remedy)
     if not isinstance(value, dict):
         raise CorruptDataError(
             f"{source} must hold a JSON object: it holds a {type(value).__name__}. {remedy}"
@@ -73,7 +71,7 @@ def parse_object(
     return value
 
 
-def parse_json(content: bytes, source: str, remedy: str, max_signs: int = MAX_SIGNS) -> Any:
+def parse_json(content: bytes, source: str, remedy: str) -> Any:
     """Return the value of a strict JSON text.
 
     The text must be UTF-8 and must not have too many values. Numbers must be finite, keys unique
@@ -83,10 +81,9 @@ def parse_json(content: bytes, source: str, remedy: str, max_signs: int = MAX_SI
         content: Text in UTF-8.
         source: Name of the file in errors.
         remedy: Last sentence of an error.
-        max_signs: Largest accepted number of commas and colons.
     """
     try:
-        if content.count(b",") + content.count(b":") > max_signs:
+        if content.count(b",") + content.count(b":") > MAX_SIGNS:
             raise ValueError("it has too many values")
         value = json.loads(
             content.decode("utf-8"),

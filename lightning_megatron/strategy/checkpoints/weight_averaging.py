@@ -50,7 +50,7 @@ def load_current_weights(
     """
     average_loaded_weights(module, main, mesh)
     if any(name.startswith(CURRENT) for name in stored.tensors):
-        current = {_current(name): entry for name, entry in model_tensors(module, main).items()}
+        current = current_weights(model_tensors(module, main))
         expected = {_current(name): place for name, place in model_placements(module, main).items()}
         load_tensors(stored, current, mesh, module.strict_loading, CURRENT, expected)
         main.publish()
