@@ -52,7 +52,7 @@ def division_of(
 
 
 def checks_of(chosen: bool | None, scales_loss: bool, trainer: Trainer) -> bool | None:
-    """Return whether gradients are checked at every step; None means at logging steps.
+    """Return whether values are checked at every step; None means at logging steps.
 
     Args:
         scales_loss: Whether the precision scales losses. Gradients then overflow from time to time,
@@ -69,8 +69,8 @@ class TrainingState:
     Args:
         optimizers: The user's optimizers, which train slices of main parameters from now on; empty
             for an evaluation.
-        checks_gradients: Whether every step checks gradients for values that are not finite; None
-            checks gradients, weights and losses at logging steps.
+        checks_gradients: Whether every step checks gradients, weights and losses for values that
+            are not finite; None checks logging steps.
         previous: Main parameters of an earlier fit, reused if the module still has their values.
         replica_check_interval: Optimizer steps between later comparisons of replicas; 0 means none.
 
