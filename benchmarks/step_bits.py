@@ -107,7 +107,7 @@ class Observed(Callback):
             self._start = time.perf_counter()
         strategy: Any = trainer.strategy
         if step == steps and strategy.run.graphs is not None:
-            self.capture_seconds = strategy.run.graphs._captures.report().counts.seconds
+            self.capture_seconds = strategy.run.graphs._captures.counts.seconds
 
 
 def train(args: argparse.Namespace, mode: str) -> dict[str, Any]:

@@ -286,7 +286,7 @@ class GraphFigures(Callback):
         pools = private_pools(strategy.root_device) if torch.cuda.is_available() else {}
         self.result = {
             "graphs": graphs.num_graphs,
-            "capture_seconds": round(graphs._captures.report().counts.seconds, 3),
+            "capture_seconds": round(graphs._captures.counts.seconds, 3),
             "pools": len(pools),
             "pool_bytes": sum(pools.values()),
         }

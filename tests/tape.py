@@ -4,10 +4,12 @@ them again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,10 +18,62 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.backend import CaptureBackend, GraphPool
-from lightning_megatron.graphs.host_reads import direct_reads_pass, host_read_error, reads_host
 from lightning_megatron.groups.axis import CollectiveLauncher, Work
 from lightning_megatron.groups.generators import GeneratorPool, draw_from
 from lightning_megatron.groups.pending import Pending
+
+# Methods that read the memory of a tensor on the CPU directly, without any operator.
+_DIRECT_READS = ("tolist", "numpy")
+
+
+def reads_host(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator reads values on the host, on the CPU or on a GPU.
+
+    Args:
+        function: The operator.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+    """
+    tags = function.tags
+    if torch.Tag.data_dependent_output in tags:
+        return True
+    if function.overloadpacket is torch.ops.aten.repeat_interleave:
+        return kwargs.get("output_size") is None
+    if function.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
+        # A mask is first turned into a list of positions, whose length the host reads.
+        return any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in tree_leaves(args[1])
+        )
+    return torch.Tag.dynamic_output_shape in tags
+
+
+def host_read_error(name: str) -> UnsupportedError:
+    """Return the error of a captured computation that reads values on the host."""
+    return UnsupportedError(f"a capture must not read values on the host: it called {name}")
+
+
+@contextmanager
+def direct_reads_pass(check: Callable[[Tensor, str], None]) -> Iterator[None]:
+    """Let methods of this thread that read a tensor's memory without an operator pass a check inside
+    the block.
+    """
+    thread = threading.get_ident()
+
+    def checked(name: str, read: Any) -> Any:
+        def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                check(tensor, f"Tensor.{name}")
+            return read(tensor, *args, **kwargs)
+
+        return method
+
+    with ExitStack() as stack:
+        for name in _DIRECT_READS:
+            method = checked(name, getattr(Tensor, name))
+            stack.enter_context(mock.patch.object(Tensor, name, method))
+        yield
+
 
 #: Entry of a tape.
 Entry = Callable[[], None]
@@ -107,8 +161,7 @@ class RecordedWork:
         return False
 
 
-@contextmanager
-def _waits_for_own_collectives() -> Iterator[None]:
+def _waits_for_own_collectives() -> AbstractContextManager[Any]:
     """Refuse, as CUDA does, to wait in a capture for a collective that started before it."""
     original = Pending.wait
 
@@ -117,11 +170,7 @@ def _waits_for_own_collectives() -> Iterator[None]:
             raise UnsupportedError("a capture waits for a collective that started before it")
         original(pending)
 
-    Pending.wait = wait  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Pending.wait = original  # type: ignore[method-assign]
+    return mock.patch.object(Pending, "wait", wait)
 
 
 # Operators that allocate memory without writing it.
@@ -289,8 +338,7 @@ class Recording:
         """Refuse operators that a replay could not repeat."""
         if func.namespace in ("c10d", "_c10d_functional"):
             raise UnsupportedError(
-                "collectives of a captured computation must be those of this package: it called "
-                f"{func}. A recording can repeat only those that lightning_megatron.groups starts."
+                f"a capture cannot repeat collectives of torch: it called {func}"
             )
         is_constant = all(_memory_of(tensor) in self._constants for tensor in given)
         if reads_host(func, args, kwargs) and not is_constant:
@@ -303,11 +351,7 @@ class Recording:
     def _check_waited(self) -> None:
         left = sum(work.is_in_flight for work in self._works)
         if left:
-            raise UnsupportedError(
-                "a captured computation must wait for each collective that it starts: it left "
-                f"{left} in flight. A wait outside of the capture would not follow a replay. Start "
-                "and wait inside the capture, or do both outside."
-            )
+            raise UnsupportedError(f"a capture must wait for its collectives: {left} are in flight")
 
     def _generator_of(self, func: Any, kwargs: Mapping[str, Any]) -> torch.Generator | None:
         """Return the generator of a random operator; None if it is the default one, or given."""
@@ -320,9 +364,7 @@ class Recording:
         known = set(map(_identity_of, self._known_generators()))
         if generator is not None and _identity_of(generator) not in known:
             raise UnsupportedError(
-                f"generators that draw in a capture must be registered with it: {func} draws from "
-                "another one. Its replays would repeat the numbers of the capture. Pass the "
-                "generator to the capture."
+                f"a capture must know its generators: {func} draws from another one"
             )
         return current if given is None else None
 
@@ -434,8 +476,7 @@ class TapeGraph:
         """Run all entries again, after spoiling what the replay would overwrite on a GPU."""
         if self._pool is None:
             raise RuntimeError(
-                "a graph can be replayed only before its release: this one has been released. "
-                "Capture it again."
+                "a graph can be replayed only before its release: it has been released"
             )
         graphs = self._pool.graphs
         for later in graphs[graphs.index(self) + 1 :]:

@@ -10,12 +10,13 @@ import torch
 from lightning_megatron.errors import CaptureError, RankMismatchError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
 
 #: Longest part of an error's text in a message about all ranks (characters).
 _LONGEST = 400
 
 
-def failure_of_any(failure: str | None, world: MeshAxis) -> str | None:
+def failure_of_any(failure: str | None, world: MeshAxis, settings: CudaGraphs) -> str | None:
     """Return the failure of any rank's captures; None if every rank has its graphs.
 
     Graphs may hold collectives, which wait forever if another rank runs without them.
@@ -24,43 +25,28 @@ def failure_of_any(failure: str | None, world: MeshAxis) -> str | None:
         failure: What this rank could not capture, and why; None if it captured everything.
         world: Axis with all ranks, on the CPU.
 
+    Raises:
+        CaptureError: If a rank has failed, and the user asked for an error.
+
     Communication: one gather of objects over ``world``.
     """
     gathered = all_gather_objects(failure, world)
-    failures = [
-        (rank, text) for rank, text in zip(world.ranks, gathered, strict=True) if text is not None
-    ]
+    failures = {
+        rank: text for rank, text in zip(world.ranks, gathered, strict=True) if text is not None
+    }
     if not failures:
         return None
-    rank, text = failures[0]
+    (rank, text), *others = failures.items()
     shown = f"{text.rstrip('.')}." if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
-    others = ", ".join(str(rank) for rank, _ in failures[1:])
-    more = f" Ranks that failed, too: {others}." if others else ""
-    return f"rank {rank} could not capture {shown}{more}"
-
-
-def eager_warning(failure: str, raises: bool, keeps_update: bool = False) -> str:
-    """Return the warning that all ranks continue without graphs.
-
-    Args:
-        failure: Result of :func:`failure_of_any`.
-        raises: Whether the user asked for an error instead.
-        keeps_update: Whether the update of the parameters keeps its own graph.
-
-    Raises:
-        CaptureError: If the user asked for it.
-    """
-    if raises:
+    words = f"rank {rank} could not capture {shown}"
+    if others:
+        words += f" Ranks that failed, too: {', '.join(str(other) for other, _ in others)}."
+    if settings.on_failure == "error":
         raise CaptureError(
-            f"CUDA graphs must be captured on every rank with on_failure='error': {failure} Use "
+            f"CUDA graphs must be captured on every rank with on_failure='error': {words} Use "
             "on_failure='eager' to train without them, or another mode or other scopes."
         )
-    if keeps_update:
-        return (
-            f"CUDA graphs of steps are off: {failure} All ranks run their steps eagerly. The "
-            "update of the parameters keeps its own graph."
-        )
-    return f"CUDA graphs are off: {failure} All ranks continue eagerly."
+    return words
 
 
 def is_true_anywhere(flag: bool, world: MeshAxis) -> bool:

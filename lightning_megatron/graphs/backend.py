@@ -91,10 +91,6 @@ class CaptureBackend(Protocol):
     and communicators.
     """
 
-    @property
-    def is_capturing(self) -> bool:
-        """Return whether a capture is under way."""
-
     def make_pool(self) -> GraphPool:
         """Return a new pool without graphs."""
 

@@ -1,4 +1,4 @@
-"""Parts of a chunk that are captured one by one, and what their first eager passes show."""
+"""Parts of a chunk that are captured one by one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.graphs.interception import Interception, interceptions_of
-from lightning_megatron.graphs.observation import Observation
 from lightning_megatron.graphs.report import runs_of
-from lightning_megatron.graphs.values import flatten
-from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.layers.recomputed_block import is_recomputed
 from lightning_megatron.models.layered import LayeredModule, LayerInputs
 
@@ -68,36 +65,34 @@ def chunk_parts(model: LayeredModule, chunk: int, scopes: Collection[str]) -> li
     names = [place.name for place in places]
     eager = [place.name for place in places if place.reason is not None]
 
-    def keeps_inputs(index: int) -> bool:
-        return is_recomputed(model.layers[str(index)]) and f"layers.{index}" not in eager
-
-    groups = [
-        (keeps, tuple(group))
-        for keeps, group in groupby(model.layers_of_chunk(chunk), keeps_inputs)
-    ]
     # The embedding and the head are with layers that keep more.
-    if model.is_first_stage(chunk) and (not groups or groups[0][0]):
-        groups.insert(0, (False, ()))
-    if model.is_last_stage(chunk) and (not groups or groups[-1][0]):
-        groups.append((False, ()))
+    pieces: list[int | str] = list(model.layers_of_chunk(chunk))
+    if model.is_first_stage(chunk):
+        pieces.insert(0, "embedding")
+    if model.is_last_stage(chunk):
+        pieces.append("head")
+
+    def keeps_inputs(piece: int | str) -> bool:
+        is_layer = isinstance(piece, int) and f"layers.{piece}" not in eager
+        return is_layer and is_recomputed(model.layers[str(piece)])
+
     parts = []
-    for number, (keeps, layers) in enumerate(groups):
-        has_embedding = number == 0 and model.is_first_stage(chunk)
-        has_head = number == len(groups) - 1 and model.is_last_stage(chunk)
-        own = tuple(place for place in places if _belongs(place, layers, has_embedding, has_head))
+    for keeps, group in groupby(pieces, keeps_inputs):
+        held = list(group)
+        layers = tuple(piece for piece in held if isinstance(piece, int))
+        own = tuple(place for place in places if _piece_of(place) in held)
         outside = {*eager, *(place.name for place in places if place not in own)}
         label = ", ".join(runs_of(names, outside))
-        parts.append(ChunkPart(model, layers, has_embedding, has_head, keeps, label, own))
+        parts.append(
+            ChunkPart(model, layers, "embedding" in held, "head" in held, keeps, label, own)
+        )
     return parts
 
 
-def _belongs(
-    place: Interception, layers: Sequence[int], has_embedding: bool, has_head: bool
-) -> bool:
+def _piece_of(place: Interception) -> int | str:
+    """Return the index of the layer to which a call belongs, ``embedding`` or ``head``."""
     kind, _, rest = place.name.partition(".")
-    if kind == "layers":
-        return int(rest.partition(".")[0]) in layers
-    return has_embedding if kind == "embedding" else has_head
+    return int(rest.partition(".")[0]) if kind == "layers" else kind
 
 
 def describe(parts: Sequence[ChunkPart]) -> list[Hashable]:
@@ -144,73 +139,3 @@ class ChunkCall:
             needs_call = part.has_embedding or part.has_head
             output = run_part(number, (output, self.call if needs_call else None, kinds, numbers))
         return output
-
-
-class ChunkObserver:
-    """Observer of eager passes through a chunk's parts, before their capture.
-
-    Args:
-        buckets: Parameters of each bucket that several ranks reduce or gather.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[ChunkPart],
-        random: RandomStreams,
-        buckets: Sequence[Collection[nn.Parameter]],
-    ) -> None:
-        self.parts = parts
-        self._num_passes = 0
-        # The tensors are kept, because another tensor could get the address of a tensor that is
-        # not.
-        self._fixed: dict[int, Tensor] = {}
-        #: What the passes have shown of each part.
-        self.observations = [Observation(random, buckets) for _ in parts]
-
-    def run(self, chunk_call: ChunkCall, key: Hashable) -> Any:
-        """Run the chunk eagerly; equal to the chunk without graphs.
-
-        Args:
-            chunk_call: Inputs of the chunk.
-            key: Key of the call.
-        """
-        tensors = flatten(tuple(chunk_call.by_name().values())).tensors
-        by_address = {tensor.data_ptr(): tensor for tensor in tensors}
-        if self._num_passes == 0:
-            self._fixed = by_address
-        self._fixed = {
-            address: tensor for address, tensor in self._fixed.items() if address in by_address
-        }
-        self._num_passes += 1
-
-        def observe(number: int, values: Any) -> Any:
-            part = self.parts[number]
-            return self.observations[number].observe(part.run, values, part.interceptions, key)
-
-        return chunk_call.run(self.parts, observe)
-
-    @property
-    def has_observed(self) -> bool:
-        """Return whether a pass has run, so that the draws are known."""
-        return self._num_passes > 0
-
-    def knows(self, key: Hashable) -> bool:
-        """Return whether the results of all calls that no graph holds are known for a key."""
-        return all(observation.knows(key) for observation in self.observations)
-
-    @property
-    def keeping_inputs(self) -> list[int]:
-        """Return the numbers of the parts whose backward passes read nothing of the forward passes
-        but the inputs of layers.
-        """
-        pairs = enumerate(zip(self.parts, self.observations, strict=True))
-        return [
-            number
-            for number, (part, observation) in pairs
-            if part.keeps_inputs and observation.keeps_inputs
-        ]
-
-    @property
-    def constants(self) -> frozenset[int]:
-        """Return the addresses of inputs that had the same address in all passes."""
-        return frozenset(self._fixed if self._num_passes > 1 else ())

@@ -116,11 +116,6 @@ class CudaBackend(CaptureBackend):
     captures does so once (:func:`graphs.backend.collection_paused`).
     """
 
-    @property
-    def is_capturing(self) -> bool:
-        """Return whether the current stream is being captured."""
-        return torch.cuda.is_current_stream_capturing()
-
     def make_pool(self) -> CudaPool:
         """Return a new pool without graphs."""
         return CudaPool()

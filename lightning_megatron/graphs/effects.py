@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -10,10 +10,10 @@ from typing import Literal
 from lightning_megatron.groups.generators import GeneratorPool, StreamPosition
 from lightning_megatron.groups.journal import Journal, RecordedCall
 from lightning_megatron.groups.random import RandomStreams
-from lightning_megatron.groups.recorded_draws import DrawRecorder, RecordedDraws
+from lightning_megatron.groups.recorded_draws import RecordedDraws
 from lightning_megatron.layers.parameters.gradient_slot import mark_filled
 from lightning_megatron.optimizer.gradient_buckets import RecordedGradients
-from lightning_megatron.optimizer.parameter_gather import ParameterGather, RecordedGather
+from lightning_megatron.optimizer.parameter_gather import ParameterGather
 from lightning_megatron.optimizer.reduction import GradientReducer
 
 
@@ -39,52 +39,6 @@ class Effects:
     parts: tuple[str, ...] = ()
 
 
-class EffectRecorder:
-    """Collector of the effects of one computation, while and after it runs.
-
-    Args:
-        label: Description of the computation.
-        gradients: Gradients so far; None without any.
-        collectives: Collectives so far.
-        draws: Recorder of the random draws.
-        gather: What is recorded of updated parameters; None if none are gathered.
-        parts: Descriptions of the parts that the device counts, so far.
-    """
-
-    def __init__(
-        self,
-        label: str,
-        gradients: RecordedGradients | None,
-        collectives: list[RecordedCall],
-        draws: DrawRecorder,
-        gather: RecordedGather | None = None,
-        parts: Sequence[str] = (),
-    ) -> None:
-        self._label = label
-        self._gradients = gradients
-        self._collectives = collectives
-        self._draws = draws
-        self._gather = gather
-        self._parts = parts
-
-    @property
-    def effects(self) -> Effects:
-        """Return the effects, once the computation has run.
-
-        Raises:
-        """
-        number = len(self._collectives)
-        plural = "" if number == 1 else "s"
-        return Effects(
-            f"replay of {self._label}, {number} collective{plural}",
-            self._gradients or RecordedGradients(),
-            tuple(self._collectives),
-            self._draws.recorded,
-            self._gather is not None and self._gather.gathers,
-            tuple(self._parts),
-        )
-
-
 class EffectObservers:
     """Objects of one rank that a computation changes in Python while it runs.
 
@@ -102,16 +56,16 @@ class EffectObservers:
 
     Args:
         journal: Counter of collectives.
-        reducer: Owner of the gradient slots; None if the computations add no gradients.
-        gather: Owner of the gathers of updated parameters; None if they are always complete.
+        reducer: Owner of the gradient slots.
+        gather: Owner of the gathers of updated parameters.
     """
 
     def __init__(
         self,
         random: RandomStreams,
         journal: Journal,
-        reducer: GradientReducer | None = None,
-        gather: ParameterGather | None = None,
+        reducer: GradientReducer,
+        gather: ParameterGather,
     ) -> None:
         self._random = random
         self._journal = journal
@@ -125,7 +79,7 @@ class EffectObservers:
         generators: GeneratorPool,
         state: Literal["empty", "filled"] | None = None,
         holds_sums: bool = False,
-    ) -> Iterator[EffectRecorder]:
+    ) -> Iterator[Callable[[], Effects]]:
         """Record the effects of the computation inside the block, which have no other effect.
 
         When the block ends, gradient slots, gathers of parameters, counts of collectives and
@@ -144,22 +98,30 @@ class EffectObservers:
                 with ``GradientReducer.sum_up``.
 
         Returns:
-            Object whose ``effects`` is the result when the block has ended.
+            Function that returns the effects when the block has ended.
 
         Raises:
             RuntimeError: If a recording is active already.
         """
         with ExitStack() as stack:
-            gradients = None
-            if self._reducer is not None:
-                gradients = stack.enter_context(self._reducer.recording(state, holds_sums))
-            gather = None
-            if self._gather is not None:
-                gather = stack.enter_context(self._gather.recording())
+            gradients = stack.enter_context(self._reducer.recording(state, holds_sums))
+            gather = stack.enter_context(self._gather.recording())
             collectives = stack.enter_context(self._journal.recording(label))
             parts = self._journal.parts
             draws = stack.enter_context(self._random.recording(generators))
-            yield EffectRecorder(label, gradients, collectives, draws, gather, parts)
+
+            def effects() -> Effects:
+                number = len(collectives)
+                return Effects(
+                    f"replay of {label}, {number} collective{'' if number == 1 else 's'}",
+                    gradients,
+                    tuple(collectives),
+                    draws.recorded,
+                    gather.gathers,
+                    tuple(parts),
+                )
+
+            yield effects
 
     @contextmanager
     def repeat(
@@ -179,40 +141,16 @@ class EffectObservers:
             The position to pass for the backward pass of the same computation.
 
         Raises:
-            RuntimeError: If the computation overwrites gradient sums that are not empty, or adds to
-                sums that are. Also if activations are recomputed and no position is given, or if
-                parameters of other ranks are out of date and the computation does not gather them.
+            RuntimeError: If activations are recomputed and no position is given.
 
         Communication: that of ``GradientReducer.mark_arrived``, after the replay.
         """
         gradients = effects.gradients
-        self._check(effects)
         self._journal.repeat(effects.collectives, effects.label, effects.parts)
         yield self._random.seed_generators(effects.draws, position)
         mark_filled(gradients.slots, gradients.rows)
-        if effects.gathers and self._gather is not None:
+        if effects.gathers:
             self._gather.mark_gathered()
-        if self._reducer is not None:
-            for names in gradients.groups:
-                self._reducer.mark_arrived(names)
-            self._reducer.mark_summed(gradients)
-
-    def _check(self, effects: Effects) -> None:
-        gradients = effects.gradients
-        num_filled = sum(not slot.is_empty for slot in gradients.overwritten)
-        num_empty = sum(slot.is_empty for slot in gradients.added)
-        if num_filled or num_empty:
-            raise RuntimeError(
-                f"a replay must find its gradient sums as its capture did: the {effects.label}, "
-                f"overwrites {len(gradients.overwritten)} sums, of which {num_filled} are filled, "
-                f"and adds to {len(gradients.added)} sums, of which {num_empty} are empty. "
-                "Gradients would be lost or wrong."
-            )
-        if self._gather is not None and self._gather.is_deferred != effects.gathers:
-            does = "gathers" if effects.gathers else "does not gather"
-            are = "complete" if effects.gathers else "out of date"
-            raise RuntimeError(
-                f"a replay must find updated parameters as its capture did: the {effects.label}, "
-                f"{does} them, and those of other ranks are {are}. It would compute with old "
-                "values, or gather alone. Choose the graph by ParameterGather.is_deferred."
-            )
+        for names in gradients.groups:
+            self._reducer.mark_arrived(names)
+        self._reducer.mark_summed(gradients)

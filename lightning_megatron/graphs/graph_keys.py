@@ -1,17 +1,26 @@
-"""Keys of graphs: the kind of a step, and everything about a chunk's call that graphs assume."""
+"""Keys of graphs: everything about the inputs of a chunk or of a step that graphs assume."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_megatron.graphs.values import TENSOR, flatten
+from lightning_megatron.nest import children
+from lightning_megatron.pipeline.microbatch import Microbatch
 
-#: Shape, strides, dtype and ``requires_grad`` of a tensor.
-_Described = tuple[tuple[int, ...], tuple[int, ...], str, bool]
+#: Kind of the training steps. Other kinds are the names of steps, with the index of the dataloader
+#: if there are several. Each kind has eager steps of its own before its capture, and shapes of its
+#: own.
+TRAINING = "training_step"
+#: Leaves of a nest: path, then a plain value in words, or shape, dtype, strides and
+#: ``requires_grad`` of a tensor with its index among the distinct tensors.
+Described = tuple[tuple[str, Hashable], ...]
+#: What is new and what was captured, in words.
+Difference = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -32,11 +41,11 @@ class ChunkKey:
 
     Args:
         mode: Mode of the call.
-        inputs: Names of the inputs, each with the form of its nest and with its tensors.
+        inputs: The inputs by name.
     """
 
     mode: PassMode
-    inputs: tuple[tuple[str, Hashable, tuple[_Described, ...]], ...]
+    inputs: Described
 
     @classmethod
     def of(cls, mode: PassMode, inputs: Mapping[str, Any]) -> ChunkKey:
@@ -45,74 +54,106 @@ class ChunkKey:
         Args:
             mode: Mode of the call.
         """
-        return cls(mode, tuple(_input(name, value) for name, value in inputs.items()))
+        return cls(mode, _described(inputs, {}))
 
-    def difference_from(self, other: ChunkKey) -> tuple[str, str]:
-        """Return the first input that differs from another key, and what that key has, in words.
+    def difference_from(self, other: ChunkKey) -> Difference:
+        """Return the first input that differs from another key, and what that key has.
 
         Args:
             other: Key of the captured graphs.
         """
-        for (name, form, tensors), (_, other_form, others) in zip(
-            self.inputs, other.inputs, strict=True
-        ):
-            if form != other_form:
-                return f"microbatch {name} {_words(form)}", f"captured for {_words(other_form)}"
-            for tensor, captured in zip(tensors, others, strict=True):
-                if tensor != captured:
-                    current, earlier = _compared(tensor, captured)
-                    return (
-                        f"microbatch {name} {current}",
-                        f"captured for {earlier}",
-                    )
         words = {True: "training mode", False: "evaluation mode"}
-        captured_in = words[other.mode.is_training]
-        return f"a model in {words[self.mode.is_training]}", f"captured in {captured_in}"
-
-
-def _input(name: str, value: Any) -> tuple[str, Hashable, tuple[_Described, ...]]:
-    flat = flatten(value)
-    return name, flat.form, tuple(_described(tensor) for tensor in flat.tensors)
-
-
-def _described(tensor: Tensor) -> _Described:
-    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad
-
-
-def _compared(tensor: _Described, captured: _Described) -> tuple[str, str]:
-    """Describe two tensors in as many words as show their difference."""
-    names = ("", " with strides", "", " with requires_grad")
-    place = next(place for place in (0, 2, 1, 3) if tensor[place] != captured[place])
-    if place == 0:
-        return str(tensor[0]), str(captured[0])
-    return (
-        f"{tensor[0]}{names[place]} {tensor[place]}",
-        f"{captured[0]}{names[place]} {captured[place]}",
-    )
-
-
-def _words(form: Hashable) -> str:
-    """Describe the form of a nest in words, such as the value of a plain one."""
-    if form is None or form == TENSOR:
-        return "None" if form is None else "a tensor"
-    if isinstance(form, tuple) and len(form) == 2:
-        return repr(form[1])[:80]
-    return "another nest"
+        return _difference(self.inputs, other.inputs) or (
+            f"a model in {words[self.mode.is_training]}",
+            f"captured in {words[other.mode.is_training]}",
+        )
 
 
 @dataclass(frozen=True)
-class StepKind:
-    """Kind of the steps of a run.
+class BatchForm:
+    """Everything about the microbatches of a step that a graph of the step assumes.
 
-    Each kind has eager steps of its own before its capture, and shapes of its own.
+    Two steps with equal forms differ only in the values of tensors. The text of a form is the same
+    on all ranks with equal microbatches.
 
     Args:
-        name: Name of the step, with the index of the dataloader if there are several.
+        parts: Number of samples of each microbatch, and its leaves.
     """
 
-    name: str
-    has_backward: bool = False
+    parts: tuple[tuple[int, Described], ...]
+
+    @classmethod
+    def of(cls, microbatches: Sequence[Microbatch]) -> BatchForm:
+        """Return the form of the microbatches of a step."""
+        order: dict[int, int] = {}
+        return cls(tuple((part.num_samples, _described(part.data, order)) for part in microbatches))
+
+    def difference_from(self, other: BatchForm) -> Difference:
+        """Return the first difference from another form."""
+        if len(self.parts) != len(other.parts):
+            return f"{len(self.parts)} microbatches", f"captured for {len(other.parts)}"
+        for (samples, values), (captured, captured_values) in zip(
+            self.parts, other.parts, strict=True
+        ):
+            found = _difference(values, captured_values)
+            if found is not None:
+                return found
+            if samples != captured:
+                return f"microbatch of {samples} samples", f"captured for {captured}"
+        return "the same microbatches", "captured"
 
 
-#: Kind of the training steps.
-TRAINING = StepKind("training_step", has_backward=True)
+def _described(nest: Any, order: dict[int, int]) -> Described:
+    """Describe the leaves of a nest; ``order`` has the indices of the distinct tensors so far."""
+    found: list[tuple[str, Hashable]] = []
+    _add_leaves(nest, "", order, found)
+    return tuple(found)
+
+
+def _add_leaves(
+    node: Any, path: str, order: dict[int, int], found: list[tuple[str, Hashable]]
+) -> None:
+    # Each microbatch of each step comes here: most leaves are of the first two kinds.
+    if node is None:
+        found.append((path, "None"))
+    elif isinstance(node, Tensor):
+        index = order.setdefault(id(node), len(order))
+        strides = node.stride() if node.layout == torch.strided else ()
+        found.append((path, (node.shape, node.dtype, strides, node.requires_grad, index)))
+    elif isinstance(node, bool | int | float | str):
+        found.append((path, f"{type(node).__name__} {node!r}"))
+    else:
+        parts = children(node)
+        if parts is None:
+            found.append((path, f"{type(node).__name__} {node!r}"))
+        for suffix, value in parts or ():
+            _add_leaves(value, path + suffix, order, found)
+
+
+def _difference(now: Described, captured: Described) -> Difference | None:
+    for (path, leaf), (other_path, other) in zip(now, captured, strict=False):
+        if path != other_path:
+            return f"microbatch with {path!r}", f"captured with {other_path!r} in its place"
+        if leaf != other:
+            name = path.removeprefix("['").removesuffix("']")
+            place = f" {name}" if name.isidentifier() else path
+            current, earlier = _compared(leaf, other)
+            return f"microbatch{place} {current}", f"captured for {earlier}"
+    if len(now) != len(captured):
+        return f"microbatch of {len(now)} values", f"captured for {len(captured)}"
+    return None
+
+
+def _compared(leaf: Hashable, captured: Hashable) -> tuple[str, str]:
+    """Describe two leaves in as many words as show their difference."""
+    if not isinstance(leaf, tuple) or not isinstance(captured, tuple):
+        return _shown(leaf), _shown(captured)
+    place = next(place for place, value in enumerate(leaf) if value != captured[place])
+    if place == 0:
+        return _shown(leaf), _shown(captured)
+    name = ("", "", " with strides", " with requires_grad", " as distinct tensor")[place]
+    return f"{_shown(leaf)}{name} {leaf[place]}", f"{_shown(captured)}{name} {captured[place]}"
+
+
+def _shown(leaf: Hashable) -> str:
+    return str(tuple(leaf[0])) if isinstance(leaf, tuple) else str(leaf)[:80]

@@ -45,8 +45,8 @@ class Interception:
     reason: str | None = None
 
 
-#: Runs an intercepted call, given the original function and its arguments.
-OnCall = Callable[[Interception, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+#: Runs an intercepted call, given the call, the original function and its arguments.
+OnCall = Callable[..., Any]
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def intercepted(interceptions: Sequence[Interception], on_call: OnCall) -> Itera
             original = getattr(place.owner, place.attribute)
             if original is None:
                 original = place.owner._call_impl
-            attributes[place.attribute] = partial(_run, on_call, place, original)
+            attributes[place.attribute] = partial(on_call, place, original)
         yield
     finally:
         for attributes, name, value in before:
@@ -73,10 +73,6 @@ def intercepted(interceptions: Sequence[Interception], on_call: OnCall) -> Itera
                 del attributes[name]
             else:
                 attributes[name] = value
-
-
-def _run(on_call: OnCall, place: Interception, original: Any, *args: Any, **kwargs: Any) -> Any:
-    return on_call(place, original, args, kwargs)
 
 
 def _call_of(module: nn.Module, name: str, reason: str | None = None) -> Interception:

@@ -2,30 +2,74 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.graphs.backend import CapturedGraph, GraphPool
-from lightning_megatron.graphs.capture_tools import CaptureTools
-from lightning_megatron.graphs.effects import Effects
+from lightning_megatron.graphs.backend import CaptureBackend, CapturedGraph, GraphPool
+from lightning_megatron.graphs.effects import EffectObservers, Effects
 from lightning_megatron.graphs.values import FlatValues, flatten, without_values
 from lightning_megatron.groups.generators import StreamPosition
+from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, fill_empty
+from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.shapes import Shaped
 
+#: Memory for copies of gradients, by position, shape and dtype; see ``OutputGradients``.
+GradientCopies = dict[tuple[int, torch.Size, torch.dtype], Tensor]
 
-class Item(Protocol):
+
+@dataclass
+class CaptureTools:
+    """Objects and settings that all captures of one model share, and their outcome.
+
+    Args:
+        backend: Backend that captures and replays.
+        observers: Recorder of the effects outside of tensors.
+        queue: Queue of the weight gradients of split backward passes.
+        scopes: Scopes that graphs capture.
+        buckets: Parameters of each bucket that several ranks reduce or gather; a graph begins where
+            the first of them is read.
+        redraws: Whether backward passes recompute activations with random draws.
+        wait_for: Function that waits until parameters are complete.
+        max_shapes: Most shapes of microbatches that get graphs in each kind of step; others run
+            eagerly (shapes).
+        gradient_copies: Memory for gradients that eager code computes.
+        failure: What could not be captured first, and why; None if nothing has failed. Everything
+            runs eagerly afterwards.
+        seconds: Time of all captures (seconds).
+    """
+
+    backend: CaptureBackend
+    observers: EffectObservers
+    random: RandomStreams
+    queue: WeightGradientQueue
+    scopes: Collection[str] = ("all",)
+    buckets: Sequence[Collection[nn.Parameter]] = ()
+    redraws: bool = False
+    wait_for: Callable[[Collection[nn.Parameter]], None] = lambda parameters: None
+    max_shapes: int = 1
+    gradient_copies: GradientCopies = field(default_factory=dict)
+    failure: str | None = None
+    seconds: float = 0.0
+
+    def note_failure(self, label: str, error: Exception) -> None:
+        """Note that a capture has failed."""
+        self.failure = self.failure or f"{label}: {type(error).__name__}: {error}"
+
+
+class Item(ABC):
     """Part of a recorded pass."""
 
-    @property
-    def num_graphs(self) -> int:
-        """Return the number of graphs of the item."""
+    #: Number of graphs of the item.
+    num_graphs = 0
 
+    @abstractmethod
     def replay(self, position: StreamPosition | None) -> StreamPosition | None:
         """Run the item, and return the position of the random streams of a graph.
 
@@ -33,15 +77,17 @@ class Item(Protocol):
             position: Position in the forward pass; None in a forward pass.
         """
 
+    @abstractmethod
     def give_up(self, pool: GraphPool) -> None:
         """Let later captures of a pool use the memory that the item writes."""
 
+    @abstractmethod
     def release(self) -> None:
         """Free the graphs."""
 
 
 @dataclass
-class GraphItem:
+class GraphItem(Item):
     """Graph of a part of a pass.
 
     Args:
@@ -55,20 +101,16 @@ class GraphItem:
     graph: CapturedGraph
     effects: Effects
     tools: CaptureTools
-    wait_for: Callable[[Collection[nn.Parameter]], None]
     parameters: tuple[nn.Parameter, ...] = ()
     weight_half: tuple[CapturedGraph, Effects] | None = None
     factors: list[Any] = field(default_factory=list)
 
-    @property
-    def num_graphs(self) -> int:
-        """Return the number of graphs of the item."""
-        return 1 if self.weight_half is None else 2
+    num_graphs = 1
 
     def replay(self, position: StreamPosition | None) -> StreamPosition:
         """Run the graph, and leave the weight half to the queue; see :class:`Item`."""
         if self.parameters:
-            self.wait_for(self.parameters)
+            self.tools.wait_for(self.parameters)
         reached = self._replay(self.graph, self.effects, position)
         if self.weight_half is not None:
             queue = self.tools.queue
@@ -123,7 +165,7 @@ def _nothing() -> None:
     """Do nothing: a replay has added the gradients."""
 
 
-class CallItem:
+class CallItem(Item):
     """Call that no graph holds, on tensors at fixed addresses and into tensors at fixed addresses.
 
     Args:
@@ -131,8 +173,6 @@ class CallItem:
         result: Its result, as tensors on meta.
         wait: Function that waits until its parameters are complete.
     """
-
-    num_graphs = 0
 
     def __init__(
         self,
@@ -211,15 +251,13 @@ class CallItem:
         self._run = None
 
 
-class CallBackwardItem:
+class CallBackwardItem(Item):
     """Backward pass of a call that no graph holds.
 
     Args:
         gradients: Gradients of its results, in the memory of the graph before; None where nothing
             used the result.
     """
-
-    num_graphs = 0
 
     def __init__(self, call: CallItem, gradients: Sequence[Tensor | None]) -> None:
         self._call = call

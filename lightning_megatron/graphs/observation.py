@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_megatron.graphs.chunk_parts import ChunkCall, ChunkPart
 from lightning_megatron.graphs.interception import Interception, intercepted
+from lightning_megatron.graphs.items import CaptureTools
 from lightning_megatron.graphs.values import FlatValues, flatten, without_values
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams
@@ -37,37 +39,26 @@ class Observation:
         buckets: Parameters of each bucket that several ranks reduce or gather.
     """
 
+    part: ChunkPart
     random: RandomStreams
     buckets: Sequence[Collection[nn.Parameter]] = ()
     _pool: GeneratorPool | None = None
     _marks: list[_Mark] = field(default_factory=list)
     _results: dict[Hashable, list[FlatValues]] = field(default_factory=dict)
-    #: Whether the backward pass reads nothing but inputs of intercepted calls, if these calls keep
-    #: only their inputs.
-    keeps_inputs: bool = True
+    _runs_foreign: bool = False
 
-    def observe(
-        self,
-        function: Callable[[Any], Any],
-        values: Any,
-        interceptions: Sequence[Interception],
-        key: Hashable,
-    ) -> Any:
-        """Run a function eagerly, and return its result.
+    def observe(self, values: Any, key: Hashable) -> Any:
+        """Run the part eagerly, and return its result.
 
         Args:
-            function: The plain code.
             values: Its inputs.
-            interceptions: Calls at which a graph may begin, or which no graph may hold.
             key: Key of the call of the chunk.
         """
         pool = GeneratorPool(self.random.device)
         marks: list[_Mark] = []
         results: list[FlatValues] = []
 
-        def on_call(
-            place: Interception, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
+        def on_call(place: Interception, original: Any, /, *args: Any, **kwargs: Any) -> Any:
             mark = _Mark(place, (pool.num_taken, pool.keys.num_taken))
             marks.append(mark)
             result = original(*args, **kwargs)
@@ -76,19 +67,21 @@ class Observation:
                 results.append(without_values(flatten(result)))
             return result
 
-        with self.random.recording(pool), intercepted(interceptions, on_call):
-            outputs = function(values)
+        with self.random.recording(pool), intercepted(self.part.interceptions, on_call):
+            outputs = self.part.run(values)
         self._pool = pool
         self._marks = marks
         self._results[key] = results
-        if runs_foreign(flatten(outputs).tensors, flatten(values).tensors):
-            self.keeps_inputs = False
+        if _runs_foreign(flatten(outputs).tensors, flatten(values).tensors):
+            self._runs_foreign = True
         return outputs
 
     @property
-    def has_observed(self) -> bool:
-        """Return whether a pass has run, so that the draws are known."""
-        return self._pool is not None
+    def keeps_inputs(self) -> bool:
+        """Return whether the backward pass reads nothing of the forward pass but the inputs of
+        layers.
+        """
+        return self.part.keeps_inputs and not self._runs_foreign
 
     def knows(self, key: Hashable) -> bool:
         """Return whether the results of the calls that no graph holds are known for a key."""
@@ -164,6 +157,49 @@ class GraphNeeds:
         return self.end[1] - self.start[1]
 
 
+class ChunkObserver:
+    """Observer of eager passes through a chunk's parts, before their capture."""
+
+    def __init__(self, parts: Sequence[ChunkPart], tools: CaptureTools) -> None:
+        self.parts = parts
+        self._num_passes = 0
+        # The tensors are kept, because another tensor could get the address of a tensor that is
+        # not.
+        self._fixed: dict[int, Tensor] = {}
+        #: What the passes have shown of each part.
+        self.observations = [Observation(part, tools.random, tools.buckets) for part in parts]
+
+    def run(self, chunk_call: ChunkCall, key: Hashable) -> Any:
+        """Run the chunk eagerly; equal to the chunk without graphs.
+
+        Args:
+            chunk_call: Inputs of the chunk.
+            key: Key of the call.
+        """
+        tensors = flatten(tuple(chunk_call.by_name().values())).tensors
+        by_address = {tensor.data_ptr(): tensor for tensor in tensors}
+        earlier = self._fixed if self._num_passes else by_address
+        self._fixed = {address: earlier[address] for address in earlier if address in by_address}
+        self._num_passes += 1
+        return chunk_call.run(
+            self.parts, lambda number, values: self.observations[number].observe(values, key)
+        )
+
+    @property
+    def has_observed(self) -> bool:
+        """Return whether a pass has run, so that the draws are known."""
+        return self._num_passes > 0
+
+    def knows(self, key: Hashable) -> bool:
+        """Return whether the results of all calls that no graph holds are known for a key."""
+        return all(observation.knows(key) for observation in self.observations)
+
+    @property
+    def constants(self) -> frozenset[int]:
+        """Return the addresses of inputs that had the same address in all passes."""
+        return frozenset(self._fixed if self._num_passes > 1 else ())
+
+
 #: Modules whose functions keep tensors only by ``save_for_backward``, beside parameters and tensors
 #: that keep their addresses.
 _KNOWN = (
@@ -178,7 +214,7 @@ _KNOWN = (
 )
 
 
-def runs_foreign(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
+def _runs_foreign(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
     """Return whether the backward pass between results and inputs runs an unknown Python function.
 
     Such a function may keep a tensor as an attribute of its context. A recomputation does not

@@ -6,18 +6,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.backend import CapturedGraph, GraphPool, OpenCapture
-from lightning_megatron.graphs.capture_tools import CapturedPart, CaptureTools
-from lightning_megatron.graphs.effects import EffectRecorder, Effects
+from lightning_megatron.graphs.chunk_parts import ChunkPart
+from lightning_megatron.graphs.effects import Effects
 from lightning_megatron.graphs.interception import Interception
-from lightning_megatron.graphs.items import CallBackwardItem, CallItem, GraphItem, Item
-from lightning_megatron.graphs.observation import GraphNeeds
+from lightning_megatron.graphs.items import (
+    CallBackwardItem,
+    CallItem,
+    CaptureTools,
+    GraphItem,
+    Item,
+)
+from lightning_megatron.graphs.observation import GraphNeeds, Observation
 from lightning_megatron.graphs.slot_memory import SlotMemory
 from lightning_megatron.graphs.values import FlatValues, flatten
 from lightning_megatron.groups.generators import GeneratorPool
@@ -25,17 +31,45 @@ from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, mar
 from lightning_megatron.layers.parameters.weight_gradient_queue import Products, compute_products
 
 
-class Recorded(Protocol):
-    """Recording to which the passes belong."""
+@dataclass(eq=False)
+class PartRecording:
+    """Recording of a part in one slot, to which its passes belong.
 
-    captured: CapturedPart
+    Args:
+        observation: What an eager pass of the same mode has shown of the part.
+        slot: Description of the slot, such as ``slot 1``.
+        is_first: Whether the microbatch is the first of a step that has a backward pass, which
+            overwrites the gradient sums.
+        backward_pass: Backward pass that is being captured.
+    """
+
+    observation: Observation
     memory: SlotMemory
     tools: CaptureTools
+    slot: str
     is_first: bool
-    backward_pass: BackwardPass | None
+    has_backward: bool
+    backward_pass: BackwardPass | None = None
+
+    @property
+    def part(self) -> ChunkPart:
+        """Return the part."""
+        return self.observation.part
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all intercepted calls."""
+        places = self.part.interceptions
+        return list(dict.fromkeys(part for place in places for part in place.parameters))
 
     def label_of(self, kind: str) -> str:
-        """Return the description of a graph, for errors."""
+        """Return the description of a graph, for errors and reports.
+
+        Args:
+            kind: ``forward``, ``backward`` or ``weight half``.
+        """
+        is_first = self.is_first and kind != "forward"
+        return f"{self.part.label}, {'first ' if is_first else ''}{kind}, {self.slot}"
 
 
 @dataclass
@@ -48,21 +82,15 @@ class _Open:
     """
 
     capture: OpenCapture
-    effects: EffectRecorder
+    effects: Callable[[], Effects]
     stack: ExitStack
     products: Products
-
-    def end(self) -> tuple[CapturedGraph, Effects]:
-        """End the capture, and return the graph and its effects."""
-        with self.stack:
-            graph = self.capture.end()
-        return graph, self.effects.effects
 
 
 class _Pass:
     """Pass whose graphs are captured one after the other."""
 
-    def __init__(self, recording: Recorded) -> None:
+    def __init__(self, recording: PartRecording) -> None:
         self.recording = recording
         self.items: list[Item] = []
         self._open: _Open | None = None
@@ -91,8 +119,9 @@ class _Pass:
         opened = self._open
         assert opened is not None, "a capture has begun"
         self._open = None
-        graph, effects = opened.end()
-        return graph, effects, opened.products
+        with opened.stack:
+            graph = opened.capture.end()
+        return graph, opened.effects(), opened.products
 
     def abandon(self) -> None:
         """End a capture that an error has interrupted, and free the graphs of the pass."""
@@ -112,38 +141,29 @@ class ForwardPass(_Pass):
         results: Results of the calls that no graph holds, in order.
     """
 
-    def __init__(self, recording: Recorded, results: Sequence[FlatValues]) -> None:
+    def __init__(self, recording: PartRecording, results: Sequence[FlatValues]) -> None:
         super().__init__(recording)
         #: Inputs of intercepted calls, in memory that several microbatches use in turn.
         self.between: list[Tensor] = []
         #: Parts of the forward pass that the graphs of the backward pass belong to, in order.
         self.spans: list[list[GraphNeeds]] = [[]]
-        observation = recording.captured.observation
-        self._begins = observation.begins()
-        self._graph_needs = observation.graph_needs()
+        self._begins = recording.observation.begins()
+        self._graph_needs = recording.observation.graph_needs()
         self._results = list(results)
         self._num_calls = 0
         self._num_graphs = 0
 
     def run(self, values: Any) -> Any:
         """Run the plain code on inputs at fixed addresses, and return its outputs."""
-        captured = self.recording.captured
         # A hook of a block waits for all parameters of the block, those of later graphs too, and a
         # capture cannot wait for what has begun outside of it.
-        places = captured.part.interceptions
-        captured.wait_for([parameter for place in places for parameter in place.parameters])
+        self.recording.tools.wait_for(self.recording.parameters)
         self._begin_graph()
-        outputs = captured.part.run(values)
+        outputs = self.recording.part.run(values)
         self._end_graph()
         return outputs
 
-    def on_call(
-        self,
-        place: Interception,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def on_call(self, place: Interception, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run an intercepted call; see ``intercepted``."""
         number = self._num_calls
         self._num_calls += 1
@@ -159,10 +179,9 @@ class ForwardPass(_Pass):
         """Let no graph hold a call: end one before it, and begin the next behind it."""
         self._end_graph()
         result = self._results.pop(0)
-        captured = self.recording.captured
-        has_backward = captured.has_backward
+        has_backward = self.recording.has_backward
         # The hook that waits for its parameters may be that of its block, which no replay calls.
-        wait = partial(captured.wait_for, place.parameters)
+        wait = partial(self.recording.tools.wait_for, place.parameters)
         item = CallItem(original, values, result, has_backward, wait)
         self.items.append(item)
         has_node = has_backward and any(tensor.requires_grad for tensor in result.tensors)
@@ -195,16 +214,13 @@ class ForwardPass(_Pass):
         if has_node:
             self.spans.append([])
         self.spans[-1].append(needs)
-        captured = self.recording.captured
-        generators = captured.observation.generators(needs)
+        generators = self.recording.observation.generators(needs)
         self._begin("forward", generators, self.recording.memory.pool)
 
     def _end_graph(self) -> None:
         graph, effects, _ = self._end()
-        recording = self.recording
         parameters = self._graph_needs[self._num_graphs - 1].parameters
-        wait_for = recording.captured.wait_for
-        self.items.append(GraphItem(graph, effects, recording.tools, wait_for, parameters))
+        self.items.append(GraphItem(graph, effects, self.recording.tools, parameters))
 
 
 class BackwardPass(_Pass):
@@ -215,7 +231,7 @@ class BackwardPass(_Pass):
             pass.
     """
 
-    def __init__(self, recording: Recorded, spans: Sequence[Sequence[GraphNeeds]]) -> None:
+    def __init__(self, recording: PartRecording, spans: Sequence[Sequence[GraphNeeds]]) -> None:
         super().__init__(recording)
         self._spans = list(spans)
         self._states: dict[GradientSlot, tuple[bool, Any]] = {}
@@ -230,7 +246,9 @@ class BackwardPass(_Pass):
             gradients: Their gradients, at fixed addresses.
             inputs: Inputs that need gradients.
         """
-        parameters = self._parameters_without_gradient()
+        parameters = [
+            parameter for parameter in self.recording.parameters if parameter.grad is None
+        ]
         self._begin_graph()
         torch.autograd.backward(list(outputs), list(gradients))
         # A gradient that passes unchanged, or as a view of a part, lies in memory that other passes
@@ -281,7 +299,7 @@ class BackwardPass(_Pass):
         device = recording.tools.random.device
         generators = GeneratorPool(device, 0)
         span = self._spans.pop() if self._spans else []
-        if recording.captured.redraws:
+        if recording.tools.redraws:
             # A backward pass recomputes layers in another order, which pairs streams otherwise.
             draws = sum(needs.num_draws for needs in span)
             keys = sum(needs.num_keys for needs in span)
@@ -290,8 +308,7 @@ class BackwardPass(_Pass):
 
     def _end_graph(self) -> None:
         graph, effects, products = self._end()
-        recording = self.recording
-        item = GraphItem(graph, effects, recording.tools, recording.captured.wait_for)
+        item = GraphItem(graph, effects, self.recording.tools)
         self.items.append(item)
         # Later graphs of the pass add to what this one has filled.
         for slot in effects.gradients.slots:
@@ -310,11 +327,7 @@ class BackwardPass(_Pass):
         compute_products(products)
         graph, effects, _ = self._end()
         item.weight_half = graph, effects
-
-    def _parameters_without_gradient(self) -> list[nn.Parameter]:
-        places = self.recording.captured.part.interceptions
-        parameters = dict.fromkeys(part for place in places for part in place.parameters)
-        return [parameter for parameter in parameters if parameter.grad is None]
+        item.num_graphs = 2
 
     @staticmethod
     def _check_slots(parameters: Sequence[nn.Parameter]) -> None:
@@ -338,7 +351,7 @@ class _Cut(torch.autograd.Function):
     """Identity at which one graph ends and the next one begins, in the backward pass, too."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recorded, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, recording: PartRecording, *tensors: Tensor) -> Any:
         ctx.recording = recording
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
@@ -355,7 +368,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        recording: Recorded,
+        recording: PartRecording,
         item: CallItem,
         results: tuple[Sequence[Tensor], Sequence[bool]],
         anchor: Tensor,

@@ -1,13 +1,15 @@
-"""Log line about the parts that a run has captured, and those that run eagerly."""
+"""Graphs of a rank's steps as a run sees them: their numbers, and a log line about them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
-#: Mark of a whole layer among the names of segments, which have no spaces.
-_LAYER = "whole layer "
+from lightning_megatron.plan.cuda_graphs import GraphMode
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,8 @@ class GraphCounts:
     def words(self) -> str:
         """Return the numbers as the end of a sentence."""
         details = []
-        if len(self.slots) == 1:
-            details.append(_plural(self.slots[0], "slot"))
-        elif self.slots:
-            details.append(f"slots of its chunks: {', '.join(map(str, self.slots))}")
+        if self.slots:
+            details.append(_plural(sum(self.slots), "slot"))
         if self.num_shapes > 1:
             details.append(_plural(self.num_shapes, "shape"))
         if self.num_evaluating:
@@ -44,36 +44,79 @@ class GraphCounts:
         return f"{_plural(self.num_graphs, 'graph')}{more}, captured in {self.seconds:.2f} s"
 
 
-@dataclass(frozen=True)
-class GraphReport:
-    """Captured and eager parts of the steps of this rank.
+class StepCaptures(ABC):
+    """Graphs of the steps of this rank, in one of the modes."""
+
+    #: Whether graphs contain collectives with ranks that read other data, which then must agree
+    #: before each step.
+    communicates_across_data = False
+    #: Whether all ranks capture in the same steps, and exchange failures in them.
+    is_joint = False
+
+    def __init__(self) -> None:
+        #: Number of eager runs of a microbatch, a part or a step, by its name and the reason.
+        self.eager = Counter[tuple[str, str]]()
+
+    @property
+    @abstractmethod
+    def counts(self) -> GraphCounts:
+        """Return what exists now, in numbers."""
+
+    @property
+    def num_graphs(self) -> int:
+        """Return the number of graphs that exist now."""
+        return self.counts.num_graphs
+
+    @property
+    @abstractmethod
+    def failure(self) -> str | None:
+        """Return what could not be captured, and why; None without a failure."""
+
+    @abstractmethod
+    def begin(self, kind: str) -> None:
+        """Start to capture, at the next step of a kind, the graphs that its microbatches need."""
+
+    @abstractmethod
+    def permit(self, kind: str, replays: bool) -> None:
+        """Permit or forbid captures and replays in the next step, which has this kind."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Undo the changes that :meth:`permit` made for one step."""
+
+    @abstractmethod
+    def report(self) -> str:
+        """Return a log line about what is captured, and what is not."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free all graphs, and capture no more until the next :meth:`begin`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free all graphs, and run everything eagerly from now on."""
+
+
+def report_line(
+    mode: GraphMode,
+    captured: Sequence[str],
+    counts: GraphCounts,
+    eager: Mapping[str, str] | None = None,
+) -> str:
+    """Return a log line about the captured and eager parts of the steps of this rank.
 
     Args:
-        mode: ``segments`` or ``full``.
         captured: Captured parts, such as "layers 0..3".
         eager: Reasons of the parts that stay eager, by part.
-        notes: Further sentences, such as those about values that graphs keep from the capture.
     """
-
-    mode: str
-    captured: tuple[str, ...]
-    counts: GraphCounts = GraphCounts()
-    eager: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    def line(self) -> str:
-        """Return the report as one log line."""
-        if not self.captured:
-            return f"CUDA graphs ({self.mode}): nothing is captured.{self._eager_words()}"
-        parts = ", ".join(self.captured)
-        words = f"CUDA graphs ({self.mode}): {parts} in {self.counts.words()}.{self._eager_words()}"
-        return " ".join([words, *self.notes])
-
-    def _eager_words(self) -> str:
-        if not self.eager:
-            return ""
-        listed = "; ".join(f"{part}: {reason}" for part, reason in _merged(self.eager.items()))
-        return f" Eager: {listed}."
+    words = "nothing is captured"
+    if captured:
+        words = f"{', '.join(captured)} in {counts.words()}"
+    by_reason: dict[str, list[str]] = {}
+    for part, reason in (eager or {}).items():
+        by_reason.setdefault(reason, []).append(part)
+    listed = "; ".join(f"{', '.join(parts)}: {reason}" for reason, parts in by_reason.items())
+    return f"CUDA graphs ({mode}): {words}.{f' Eager: {listed}.' if listed else ''}"
 
 
 def runs_of(names: Sequence[str], left_out: Collection[str]) -> tuple[str, ...]:
@@ -85,20 +128,24 @@ def runs_of(names: Sequence[str], left_out: Collection[str]) -> tuple[str, ...]:
     Args:
         names: Names of all segments of the chunk in order. Those of layer 3 begin with "layers.3".
     """
-    # None ends a run.
-    runs: list[list[str] | None] = []
-    for layer, group in groupby(names, _layer_of):
-        parts = list(group)
-        is_whole = layer is not None and not any(part in left_out for part in parts)
-        for part in [f"{_LAYER}{layer}"] if is_whole else parts:
-            last = runs[-1] if runs else None
-            if not is_whole and part in left_out:
-                runs.append(None)
-            elif last is not None and last[0].startswith(_LAYER) == is_whole:
-                last.append(part)
-            else:
-                runs.append([part])
-    return tuple(_words_of(run) for run in runs if run is not None)
+    cut = {_layer_of(name) for name in left_out}
+
+    def kind_of(name: str) -> Literal["layer", "part", "left out"]:
+        layer = _layer_of(name)
+        if layer is not None and layer not in cut:
+            return "layer"
+        return "left out" if name in left_out else "part"
+
+    words = []
+    for kind, group in groupby(names, kind_of):
+        run = [str(_layer_of(name)) if kind == "layer" else name for name in group]
+        first = run[0]
+        last = run[-1]
+        if kind == "layer":
+            words.append(f"layer {first}" if first == last else f"layers {first}..{last}")
+        elif kind == "part":
+            words.append(first if first == last else f"{first} to {last}")
+    return tuple(words)
 
 
 def beyond(most: int) -> str:
@@ -110,14 +157,6 @@ def beyond(most: int) -> str:
     return f"cuda_graphs.max_shapes ({most}) others are captured"
 
 
-def _words_of(run: list[str]) -> str:
-    """Return a run of whole layers, or of other parts, in words."""
-    first, last = (part.removeprefix(_LAYER) for part in (run[0], run[-1]))
-    if run[0].startswith(_LAYER):
-        return f"layer {first}" if first == last else f"layers {first}..{last}"
-    return first if first == last else f"{first} to {last}"
-
-
 def _layer_of(name: str) -> str | None:
     """Return the index of the layer to which a segment belongs; None outside of layers."""
     kind, _, rest = name.partition(".")
@@ -126,11 +165,3 @@ def _layer_of(name: str) -> str | None:
 
 def _plural(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _merged(items: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Join the names of parts that stay eager for the same reason."""
-    parts: dict[str, list[str]] = {}
-    for part, reason in items:
-        parts.setdefault(reason, []).append(part)
-    return [(", ".join(names), reason) for reason, names in parts.items()]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from lightning_megatron.graphs.agreement import eager_warning, failure_of_any
+from lightning_megatron.graphs.agreement import failure_of_any
 from lightning_megatron.graphs.backend import (
     CAPTURE_ERRORS,
     CaptureBackend,
@@ -71,6 +72,7 @@ class _Captured(Generic[T]):
         graphs: The graph of each part.
         collectives: Collectives that each replay starts.
         result: What the update returned, in tensors of the first graph.
+        releases: Stack that destroys the graphs, in the reverse order of their captures.
     """
 
     key: Hashable
@@ -78,11 +80,7 @@ class _Captured(Generic[T]):
     graphs: tuple[CapturedGraph, ...]
     collectives: tuple[RecordedCall, ...]
     result: T
-
-    def release(self) -> None:
-        """Destroy the graphs, in the reverse order of their captures."""
-        for graph in reversed(self.graphs):
-            graph.release()
+    releases: ExitStack
 
 
 class UpdateGraph(Generic[T]):
@@ -165,7 +163,7 @@ class UpdateGraph(Generic[T]):
         Process groups whose collectives the graphs hold must still exist.
         """
         if self._captured is not None:
-            self._captured.release()
+            self._captured.releases.close()
         self._captured = None
         self._eager = (None, None)
         self._num_eager = 0
@@ -206,26 +204,20 @@ class UpdateGraph(Generic[T]):
 
     def _captures(self, update: Update[T], key: Hashable) -> bool:
         """Capture an update; return whether all ranks could do so."""
-        if self._captured is not None:
-            self._captured.release()
-        self._captured = None
+        self.release()
         failure = None
         try:
             self._captured = self._capture(update, key)
         except CAPTURE_ERRORS as error:
             failure = f"{_NAME}: {type(error).__name__}: {error}"
-        failure = failure_of_any(failure, self._mesh.world_cpu)
+        failure = failure_of_any(failure, self._mesh.world_cpu, self._settings)
         if failure is None:
             number = len(update.parts)
-            plural = "" if number == 1 else "s"
-            line = (
-                f"CUDA graphs (optimizer): {_NAME}, with norm and clipping, in {number} "
-                f"graph{plural}."
-            )
+            words = f"{number} graph{'' if number == 1 else 's'}"
+            line = f"CUDA graphs (optimizer): {_NAME}, with norm and clipping, in {words}."
             self._once(self._say, line)
             return True
         self.close()
-        eager_warning(failure, raises=self._settings.on_failure == "error")
         self._warn(f"CUDA graphs (optimizer) are off: {failure} All ranks update eagerly.")
         return False
 
@@ -236,16 +228,13 @@ class UpdateGraph(Generic[T]):
 
     def _capture(self, update: Update[T], key: Hashable) -> _Captured[T]:
         pool = self._backend.make_pool()
-        graphs: list[CapturedGraph] = []
-        results = []
-        try:
+        captured = []
+        with ExitStack() as stack:
             with collection_paused(), self._mesh.journal.recording() as collectives:
                 for part in update.parts:
-                    graph, result = self._backend.capture(part, pool)
-                    graphs.append(graph)
-                    results.append(result)
-        except BaseException:
-            for graph in reversed(graphs):
-                graph.release()
-            raise
-        return _Captured(key, update.tensors, tuple(graphs), tuple(collectives), results[0])
+                    captured.append(self._backend.capture(part, pool))
+                    stack.callback(captured[-1][0].release)
+            releases = stack.pop_all()
+        graphs = tuple(graph for graph, _ in captured)
+        result = captured[0][1]
+        return _Captured(key, update.tensors, graphs, tuple(collectives), result, releases)

@@ -66,17 +66,11 @@ def find_refusal(root: nn.Module) -> str | None:
         root: Module to search, with all its parts.
     """
     for name, module in root.named_modules():
-        place = name or "the module"
-        if refuses_graphs(module):
+        reason = reason_against_graphs(module)
+        if reason is not None:
             return (
-                f"{place} must run eagerly (is_capturable is False). Use mode segments, which runs "
-                "this part eagerly."
-            )
-        hook = user_hook_of(module)
-        if hook is not None:
-            return (
-                f"a hook on {place} ({hook}) would not run at a replay. Remove it, or use mode "
-                "segments, which runs this part eagerly."
+                f"{name or 'the module'} must run eagerly ({reason}). Use mode segments, which "
+                "runs this part eagerly, or remove the hook or the attribute."
             )
     return None
 

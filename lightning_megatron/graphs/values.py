@@ -55,16 +55,14 @@ def without_values(flat: FlatValues) -> FlatValues:
     Args:
         flat: The nest with values.
     """
-    return flatten(
-        flat.with_tensors(
-            [
-                torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-                ).requires_grad_(tensor.requires_grad)
-                for tensor in flat.tensors
-            ]
-        )
-    )
+    with torch.device("meta"):
+        tensors = [
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            for tensor in flat.tensors
+        ]
+    for empty, tensor in zip(tensors, flat.tensors, strict=True):
+        empty.requires_grad_(tensor.requires_grad)
+    return flatten(flat.with_tensors(tensors))
 
 
 def _form(node: Any, tensors: list[Tensor]) -> Hashable:

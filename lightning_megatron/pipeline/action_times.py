@@ -53,6 +53,7 @@ class DeviceClock:
 
 
 _TICKS_PER_SECOND = 1_000_000
+_KINDS: tuple[Kind, ...] = ("F", "I", "W")
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,9 @@ class MeasuredStages:
             "transfer": self.costs.transfer,
         }
         # A costs file needs positive sizes, which are unknown on CPUs.
-        if not all(self.kept):
-            return costs
-        return {
-            **costs,
-            "kept": list(self.kept),
-            "weight_half_share": self.weight_half_share,
-        }
+        if all(self.kept):
+            costs |= {"kept": list(self.kept), "weight_half_share": self.weight_half_share}
+        return costs
 
 
 class ActionTimes:
@@ -169,17 +166,14 @@ class ActionTimes:
     ) -> ActionMedians:
         seconds: dict[Kind, float] = {}
         growth: dict[Kind, float] = {}
-        kinds: tuple[Kind, ...] = ("F", "I", "W")
-        for kind in kinds:
-            indices = [
-                index
-                for index, (action, *_) in enumerate(spans)
+        for kind in _KINDS:
+            chosen = [
+                (stop - start, record[3])
+                for (action, start, stop), record in zip(spans, self._records, strict=True)
                 if (action.kind, action.chunk) == (kind, chunk)
             ]
-            seconds[kind] = statistics.median(
-                spans[index][2] - spans[index][1] for index in indices
-            )
-            growth[kind] = statistics.median(self._records[index][3] for index in indices)
+            seconds[kind] = statistics.median(duration for duration, _ in chosen)
+            growth[kind] = statistics.median(grown for _, grown in chosen)
         kept = max(int(growth["F"]), 0)
         waiting = 0.0
         if kept:
@@ -209,13 +203,12 @@ def gather_measurements(
     """
     measured = (mesh.pp.rank, tuple(medians), free, transfer)
     ranks = all_gather_objects(measured, mesh.world_cpu)
-    kinds: tuple[Kind, ...] = ("F", "I", "W")
-    ticks: dict[Kind, list[int]] = {kind: [] for kind in kinds}
+    ticks: dict[Kind, list[int]] = {kind: [] for kind in _KINDS}
     kept = []
     for virtual in range(placement.num_virtual_stages):
         stage, chunk = placement.owner(virtual)
         replicas = [chunks[chunk] for rank, chunks, *_ in ranks if rank == stage]
-        for kind in kinds:
+        for kind in _KINDS:
             slowest = max(replica.seconds[kind] for replica in replicas)
             ticks[kind].append(max(round(slowest * _TICKS_PER_SECOND), 1))
         kept.append(max(replica.kept for replica in replicas))

@@ -21,7 +21,7 @@ from lightning_megatron.pipeline.step_run import (
 )
 from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
 from lightning_megatron.plan.simulate import ReductionPoint, reduction_points
-from lightning_megatron.plan.transfers import Compute, Instruction, Program, plan_transfers
+from lightning_megatron.plan.transfers import Compute, Program, plan_transfers
 
 #: Function that returns the schedule for a number of microbatches, and a flag that is True if the
 #: run has no backward passes.
@@ -70,7 +70,7 @@ class PipelineExecutor:
         self._num_chunks = model.num_chunks if model is not None else 1
         self._schedule = schedule
         self._group_size = microbatch_group_size
-        self._around_passes = around_passes or _no_context
+        self._around_passes = around_passes
         self._after_forwards = after_forwards
         self._programs: dict[tuple[int, bool], tuple[Schedule, Program, Points]] = {}
         self.plans = StepPlans(self.call)
@@ -123,7 +123,7 @@ class PipelineExecutor:
         if self.model is not None and self.mesh.pp.size > 1:
             self._prepare(run, self.model, trial or Trial())
         around: AbstractContextManager[None] = nullcontext()
-        if backward is not None:
+        if backward is not None and self._around_passes is not None:
             around = self._around_passes(len(microbatches))
         with around, run.whole_step():
             self._run_program(run, None if backward is None else backward.observer)
@@ -146,7 +146,8 @@ class PipelineExecutor:
             self._actions.begin_step(schedule)
         num_actions = 0
         instructions = program.instructions(self.mesh.pp.rank)
-        last = None if self._after_forwards is None else _last_forward(instructions)
+        computations = [one for one in instructions if isinstance(one, Compute)]
+        last_forward = [one for one in computations if one.action.kind == "F"][-1]
         finish: Callable[[], None] | None = None
         for instruction in instructions:
             if isinstance(instruction, Compute):
@@ -154,9 +155,11 @@ class PipelineExecutor:
                 if observer is not None and any(point.early for point in due):
                     run.announce(instruction.action, observer)
                 run.compute(instruction.action)
-                if self._after_forwards is not None and instruction is last:
+                if self._after_forwards is not None and instruction is last_forward:
                     finish = self._after_forwards()
-                _reduce(due, observer)
+                for point in due:
+                    if observer is not None:
+                        observer.start_reduction(point.chunk)
                 num_actions += 1
             else:
                 run.start_transfers(instruction.sends, instruction.receives)
@@ -245,22 +248,3 @@ class PipelineExecutor:
         finally:
             self.model.cursor = None
             self.model.side_calls = None
-
-
-def _no_context(num_microbatches: int) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _last_forward(instructions: Sequence[Instruction]) -> Instruction:
-    passes = [
-        instruction
-        for instruction in instructions
-        if isinstance(instruction, Compute) and instruction.action.kind == "F"
-    ]
-    return passes[-1]
-
-
-def _reduce(points: Sequence[ReductionPoint], observer: BackwardObserver | None) -> None:
-    for point in points:
-        if observer is not None:
-            observer.start_reduction(point.chunk)

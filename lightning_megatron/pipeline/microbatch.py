@@ -4,7 +4,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,28 +66,10 @@ def split_batch(batch: Any, microbatch_size: int | Callable[[int], int] | None) 
         return [Microbatch(batch, count_samples(batch))]
     total = _agreed_size(batch)
     size = microbatch_size(total) if callable(microbatch_size) else microbatch_size
-    return cut_batch(batch, total, size)
-
-
-def cut_batch(batch: Any, num_samples: int, microbatch_size: int) -> list[Microbatch]:
-    """Cut a batch of known size, as :func:`split_batch` does.
-
-    Args:
-        batch: Nest of tensors, mappings, sequences, named tuples and dataclasses.
-        num_samples: First dimension of all its tensors (samples).
-        microbatch_size: Samples in a microbatch (samples).
-    """
-    if microbatch_size >= num_samples:
-        return [Microbatch(batch, num_samples)]
-    stops = [
-        min(start + microbatch_size, num_samples)
-        for start in range(0, num_samples, microbatch_size)
-    ]
-    starts = [0, *stops[:-1]]
-    return [
-        Microbatch(_cut(batch, start, stop, num_samples), stop - start)
-        for start, stop in zip(starts, stops, strict=True)
-    ]
+    if size >= total:
+        return [Microbatch(batch, total)]
+    parts = [range(start, min(start + size, total)) for start in range(0, total, size)]
+    return [Microbatch(_cut(batch, part.start, part.stop, total), len(part)) for part in parts]
 
 
 def join_parts(
@@ -112,21 +94,20 @@ def join_parts(
 
 def tensors_in(batch: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors of a batch with their paths, such as ``batch['labels']``."""
-    return list(_tensors(batch))
+    return [(path, leaf) for path, leaf in leaves(batch, "batch") if isinstance(leaf, Tensor)]
 
 
 def count_ignored(batch: Any) -> int:
     """Count the integers of a batch that are -100, the label that torch's losses ignore."""
-    tensors = [
-        tensor for _, tensor in _tensors(batch) if tensor.dtype in (torch.int32, torch.int64)
-    ]
+    integers = (torch.int32, torch.int64)
+    tensors = [tensor for _, tensor in tensors_in(batch) if tensor.dtype in integers]
     return sum(int((tensor == -100).sum()) for tensor in tensors)
 
 
 def count_samples(batch: Any) -> int:
     """Return the first dimension of a batch's first tensor; 1 for a scalar or without a tensor."""
-    first = next((tensor for _, tensor in _tensors(batch)), None)
-    return 1 if first is None or first.dim() == 0 else first.shape[0]
+    leaf = next((leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)), None)
+    return 1 if leaf is None or leaf.dim() == 0 else leaf.shape[0]
 
 
 def copy_containers(batch: Any) -> Any:
@@ -156,7 +137,7 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 def _agreed_size(batch: Any) -> int:
-    sizes = {path: tensor.shape[0] for path, tensor in _tensors(batch) if tensor.dim()}
+    sizes = {path: tensor.shape[0] for path, tensor in tensors_in(batch) if tensor.dim()}
     if not sizes:
         raise ParallelPlanError(
             "a batch must hold a tensor whose first dimension counts its samples: "
@@ -174,10 +155,6 @@ def _agreed_size(batch: Any) -> int:
     return total
 
 
-def _tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    return ((path, leaf) for path, leaf in leaves(batch, "batch") if isinstance(leaf, Tensor))
-
-
 def _cut(node: Any, start: int, stop: int, total: int) -> Any:
     if isinstance(node, Tensor):
         return node[start:stop] if node.dim() else node
@@ -191,7 +168,7 @@ def _cut(node: Any, start: int, stop: int, total: int) -> Any:
 def _is_one_per_sample(node: Any, total: int) -> bool:
     """Return whether a list or tuple has one plain value, such as a string, for every sample."""
     is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
-    return is_list and len(node) == total and not any(True for _ in _tensors(node))
+    return is_list and len(node) == total and not tensors_in(node)
 
 
 def count_tokens(batch: Any) -> int:

@@ -173,6 +173,7 @@ class BackwardPasses:
     times: ActionTimes | None = None
 
 
+@dataclass(eq=False)
 class StepRun:
     """State of one run: inputs, outputs and gradients in flight, by (chunk, microbatch).
 
@@ -188,30 +189,20 @@ class StepRun:
         actions: Observer of the actions; None without one.
     """
 
-    def __init__(
-        self,
-        mesh: ParallelMesh,
-        num_chunks: int,
-        plans: StepPlans,
-        step_fn: StepFn,
-        microbatches: Sequence[Microbatch],
-        step: int,
-        backward: BackwardPasses | None,
-        fixed_weight: Tensor | None = None,
-        actions: ActionObserver | None = None,
-    ) -> None:
-        self._mesh = mesh
-        self._plans = plans
-        self.step_fn = step_fn
-        self.microbatches = microbatches
-        self.step = step
-        self.backward = backward
-        self._times = None if backward is None else backward.times
-        self._actions = actions
+    mesh: ParallelMesh
+    num_chunks: int
+    plans: StepPlans
+    step_fn: StepFn
+    microbatches: Sequence[Microbatch]
+    step: int
+    backward: BackwardPasses | None
+    fixed_weight: Tensor | None
+    actions: ActionObserver | None
+
+    def __post_init__(self) -> None:
+        self._axis = self.mesh.pp
+        self._placement = self.mesh.layout.placement
         self.results: list[Any] = []
-        self._axis = mesh.pp
-        self._placement = mesh.layout.placement
-        self._last_chunk = num_chunks - 1
         self.plan = StepPlan()
         #: Tensors from the previous chunk, from their receive until the backward pass.
         self._inputs: dict[ChunkMicrobatch, list[Tensor]] = {}
@@ -229,10 +220,10 @@ class StepRun:
         self._arrivals: dict[tuple[str, ChunkMicrobatch], PendingTransfers] = {}
         self._boundaries: dict[Any, list[TensorSpec]] = {}
         self._pending: list[PendingTransfers] = []
-        loss_weight = None if backward is None else backward.loss_weight
-        self._weights = MicrobatchWeights(loss_weight, mesh.device, fixed_weight)
-        queue = None if backward is None else backward.weight_gradients
-        self._weight_gradients = queue or WeightGradientQueue()
+        passes = self.backward or BackwardPasses()
+        self._times = passes.times
+        self._weights = MicrobatchWeights(passes.loss_weight, self.mesh.device, self.fixed_weight)
+        self._weight_gradients = passes.weight_gradients or WeightGradientQueue()
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -263,20 +254,17 @@ class StepRun:
         self._wait_for_tensors(action.kind, key)
         # The time of an action starts when the tensors that it reads have been received.
         measured = nullcontext() if self._times is None else self._times.measure(action)
-        observed = nullcontext() if self._actions is None else self._actions.during(action)
+        observed = nullcontext() if self.actions is None else self.actions.during(action)
         with measured, observed:
-            self._compute(action.kind, key)
-
-    def _compute(self, kind: Kind, key: ChunkMicrobatch) -> None:
-        if kind == "F":
-            self._forward(key)
-        elif kind == "B":
-            self._backward(key)
-        elif kind == "I":
-            with self._weight_gradients.open(key):
+            if action.kind == "F":
+                self._forward(key)
+            elif action.kind == "B":
                 self._backward(key)
-        else:
-            self._weight_gradients.run(key)
+            elif action.kind == "I":
+                with self._weight_gradients.open(key):
+                    self._backward(key)
+            else:
+                self._weight_gradients.run(key)
 
     def start_transfers(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """Start a batch of transfers. The pass that reads a received tensor waits for it."""
@@ -289,15 +277,13 @@ class StepRun:
             for transfer, received in zip(receives, buffers, strict=True)
             for buffer in received
         ]
-        weights = self._weights
-        outgoing += weights.messages(sends)
-        incoming += weights.messages(receives)
+        outgoing += self._weights.messages(sends)
+        incoming += self._weights.messages(receives)
         pending = start_transfers(outgoing, incoming, self._axis)
-        if self._actions is not None:
+        if self.actions is not None:
             for transfer in sends:
-                self._actions.record_sends(
-                    PipelineUnit(transfer.chunk, transfer.microbatch), pending
-                )
+                unit = PipelineUnit(transfer.chunk, transfer.microbatch)
+                self.actions.record_sends(unit, pending)
         # Keep unfinished sends, because their tensors must stay alive.
         self._pending = [earlier for earlier in self._pending if not earlier.is_done()] + [pending]
         for transfer, received in zip(receives, buffers, strict=True):
@@ -318,8 +304,8 @@ class StepRun:
             for tensor in received if self.backward is not None else ():
                 tensor.requires_grad_(tensor.is_floating_point())
             cursor = StageCursor(chunk, received, plan=self.plan)
-        result, ended = self._plans.call(self.step_fn, microbatch, cursor)
-        is_last = self._mesh.has_loss and chunk == self._last_chunk
+        result, ended = self.plans.call(self.step_fn, microbatch, cursor)
+        is_last = self.mesh.has_loss and chunk == self.num_chunks - 1
         if cursor is not None and (ended != is_last or cursor.calls != self.plan.num_calls):
             raise UnsupportedError(wrong_calls(self.plan.num_calls, cursor.calls))
         if is_last:
@@ -347,8 +333,7 @@ class StepRun:
             if inspect is not None:
                 inspect(loss.grad_fn, True)
             self.backward.run(loss)
-        gradients = self._gradients.get(key, [])
-        self._gradients.pop(key, None)
+        gradients = self._gradients.pop(key, [])
         # An edge is None if its output needs no gradient, as on a stage whose parameters are all
         # frozen.
         edge_gradients = zip(self._edges.pop(key, ()), gradients, strict=True)
@@ -365,7 +350,7 @@ class StepRun:
         gradients = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received
         ]
-        if before is not None and self._actions is not None:
+        if before is not None and self.actions is not None:
             # An observer may run this chunk again, at the same addresses, before the other chunk
             # has read the gradients.
             gradients = [gradient.clone() for gradient in gradients]
@@ -399,7 +384,7 @@ class StepRun:
         return [output.detach() for output in outputs]
 
     def _buffers(self, transfer: Transfer) -> list[Tensor]:
-        device = self._mesh.device
+        device = self.mesh.device
         key = (transfer.chunk, transfer.microbatch)
         specs = self._sent.pop(key) if transfer.kind == "B" else self._tensor_specs(transfer)
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
@@ -411,14 +396,14 @@ class StepRun:
         key = transfer.chunk, signature_of(microbatch.data)
         if key not in self._boundaries:
             self.seek(transfer.microbatch)
-            self._boundaries[key] = self._plans.tensor_specs(
+            self._boundaries[key] = self.plans.tensor_specs(
                 self.step_fn, microbatch, self.plan, transfer.chunk
             )
         return self._boundaries[key]
 
     def seek(self, number: int) -> None:
         """Move the random streams to the start of a microbatch."""
-        mesh = self._mesh
+        mesh = self.mesh
         sizes = [microbatch.num_samples for microbatch in self.microbatches]
         part = range(sum(sizes[:number]), sum(sizes[: number + 1]))
         samples = mesh.random.samples_of(part, sum(sizes), mesh.dp.rank, mesh.dp.size)

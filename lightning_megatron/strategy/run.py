@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_megatron.errors import SpeedWarning
-from lightning_megatron.graphs.backend import CaptureBackend
-from lightning_megatron.graphs.cuda import CudaBackend
-from lightning_megatron.graphs.update_graph import UpdateGraph
-from lightning_megatron.graphs.user_hooks import find_refusal
 from lightning_megatron.groups.fingerprint import check_same_everywhere
-from lightning_megatron.groups.journal import DeviceCounter
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.pipeline.action_times import MeasuredStages
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.step_run import ActionObserver
-from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_megatron.strategy.checkpoints.weight_averaging import (
     average_main_parameters,
@@ -32,7 +24,6 @@ from lightning_megatron.strategy.checkpoints.weight_averaging import (
 from lightning_megatron.strategy.checks.batch_comparison import BatchComparison
 from lightning_megatron.strategy.checks.callback_checks import hide_example_input
 from lightning_megatron.strategy.checks.engine_checks import check_not_compiled
-from lightning_megatron.strategy.checks.graph_checks import check_static_experts, check_update
 from lightning_megatron.strategy.checks.run_checks import (
     check_train_loaders,
     data_fields,
@@ -77,14 +68,11 @@ from lightning_megatron.strategy.process.dataloaders import needs_distributed_sa
 from lightning_megatron.strategy.process.random_states import exclude_garbage
 from lightning_megatron.strategy.process.signals import SignalAgreement
 from lightning_megatron.strategy.step.batch_cuts import BatchCuts
+from lightning_megatron.strategy.step.graph_builds import MakeBackend, build_graphs
 from lightning_megatron.strategy.step.limited_rows import LimitedRows
-from lightning_megatron.strategy.step.run_graphs import RunGraphs, StepCaptures
+from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
-from lightning_megatron.strategy.step.segment_captures import SegmentCaptures
 from lightning_megatron.strategy.step.step import Step, StepTrials
-from lightning_megatron.strategy.step.step_values import AroundRuns
-from lightning_megatron.strategy.step.whole_captures import WholeCaptures
-from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
 
@@ -134,7 +122,7 @@ class Run:
             undo.callback(self.state.release)
             precision.bind(self.state)
             #: CUDA graphs of the steps; None without any.
-            self.graphs, whole_steps = self._build_graphs(make_backend)
+            self.graphs = self._build_graphs(make_backend)
             if self.graphs is not None:
                 undo.callback(self.graphs.close)
             self.executor = self._make_executor()
@@ -143,8 +131,7 @@ class Run:
             self.limited_rows = self._limit_rows()
             #: Comparison of batches between the ranks of a model replica.
             self.comparison = BatchComparison(mesh, options.job.replica_check_interval)
-            around = [one for one in (self.limited_rows, whole_steps) if one is not None]
-            self.step = self._make_step(precision, attributes, around)
+            self.step = self._make_step(precision, attributes)
             self._patch_trainer(attributes, undo)
             if self.is_fit:
                 self._patch_fit(undo)
@@ -199,20 +186,13 @@ class Run:
             options.job.replica_check_interval,
         )
 
-    def _build_graphs(
-        self, make_backend: MakeBackend | None
-    ) -> tuple[RunGraphs | None, WholeSteps | None]:
+    def _build_graphs(self, make_backend: MakeBackend | None) -> RunGraphs | None:
         settings = self._options.graphs
         if settings is None or not (self.is_fit or settings.evaluation):
-            return None, None
+            return None
         if not self.is_fit:
             settings = replace(settings, optimizer=False)
-        return build_graphs(
-            settings, self.module, self.mesh, self.state, make_backend, self._is_schedule_final
-        )
-
-    def _is_schedule_final(self) -> bool:
-        return self._choice is None or self._choice.measured is not None
+        return build_graphs(settings, self.module, self.mesh, self.state, make_backend)
 
     def _limit_rows(self) -> LimitedRows | None:
         limit = self.layers.row_limit
@@ -222,9 +202,7 @@ class Run:
             self.module, self.mesh, limit, self.layers, self.state.gradients, self.graphs
         )
 
-    def _make_step(
-        self, precision: MegatronPrecision, attributes: AttributeSync, around: Sequence[AroundRuns]
-    ) -> Step:
+    def _make_step(self, precision: MegatronPrecision, attributes: AttributeSync) -> Step:
         rule = self._options.microbatches(self.mesh.layout)
         return Step(
             self.module,
@@ -238,7 +216,7 @@ class Run:
             BatchCuts(rule, self.mesh, self.module.trainer),
             self._make_trials(),
             attributes,
-            around,
+            self.limited_rows,
             self._choice,
             self.executor,
             overlaps_gradients=self._options.optimizer.overlap_gradients,
@@ -394,100 +372,17 @@ class SharedCasts:
         self._settings = options.products
         self._graphs = options.graph_mode
 
-    def around(self, num_microbatches: int) -> AbstractContextManager[None]:
-        """Return the context for the forward and backward passes of a training batch.
-
-        Inside the context, microbatches share casts if the settings permit it.
-        """
-        settings = self._settings
-        if settings is None or not settings.shares_casts(num_microbatches, self._graphs):
-            return nullcontext()
-        return self._sharing()
-
     @contextmanager
-    def _sharing(self) -> Iterator[None]:
+    def around(self, num_microbatches: int) -> Iterator[None]:
+        """Let the microbatches of a training batch share casts if the settings permit it."""
         with ExitStack() as stack:
-            for casts in self._casts:
-                stack.enter_context(casts.shared())
+            settings = self._settings
+            if settings is not None and settings.shares_casts(num_microbatches, self._graphs):
+                for casts in self._casts:
+                    stack.enter_context(casts.shared())
             yield
 
     def note(self, parameter: nn.Parameter) -> None:
         """Stop sharing the casts of a parameter in this batch: user code may write to it."""
         for casts in self._casts:
             casts.stop(parameter)
-
-
-#: Function that creates the backend that captures.
-MakeBackend = Callable[[ParallelMesh], CaptureBackend]
-
-
-def build_graphs(
-    settings: CudaGraphs,
-    module: LightningModule,
-    mesh: ParallelMesh,
-    state: TrainingState,
-    make_backend: MakeBackend | None,
-    is_final: Callable[[], bool],
-) -> tuple[RunGraphs | None, WholeSteps | None]:
-    """Return the CUDA graphs of a run, and its whole steps if the graphs hold these.
-
-    Without a part that can be captured, warn and return neither.
-
-    Args:
-        make_backend: Function that creates the backend that captures; None means CUDA itself.
-        is_final: Function that returns whether the schedule of the steps is final; its result is
-            the same on all ranks.
-    """
-    check_static_experts(settings, module)
-    if settings.optimizer:
-        check_update(state, module.trainer)
-    reason = _reason_against(settings, module)
-    if reason is not None:
-        rank_zero_warn(
-            f"CUDA graphs ({settings.mode}): nothing is captured. {reason}", category=SpeedWarning
-        )
-        return None, None
-    if mesh.world.size > 1:
-        mesh.journal.device = DeviceCounter(mesh.device)
-    backend = CudaBackend() if make_backend is None else make_backend(mesh)
-    update: UpdateGraph[Tensor | None] | None = None
-    if settings.optimizer:
-        update = UpdateGraph(backend, mesh, settings, rank_zero_info, _warn)
-    state.update_graph = update
-    captures: StepCaptures
-    whole_steps: WholeSteps | None = None
-    actions: ActionObserver | None = None
-    if settings.mode == "full":
-        captures = WholeCaptures(settings, module, state, mesh, backend, update)
-        whole_steps = captures.steps
-        # StepGraphs counts the eager steps of each form of a step itself.
-        num_eager = 0
-    else:
-        (model,) = layered_modules(module)
-        captures = SegmentCaptures(settings, model, mesh, state, backend)
-        actions = captures.runner
-        num_eager = settings.warmup_steps
-    num_capturing = module.trainer.accumulate_grad_batches + 1
-    graphs = RunGraphs(
-        settings, captures, module, mesh, num_eager, num_capturing, is_final, update, actions
-    )
-    return graphs, whole_steps
-
-
-def _warn(sentence: str) -> None:
-    rank_zero_warn(sentence, category=SpeedWarning)
-
-
-def _reason_against(settings: CudaGraphs, module: LightningModule) -> str | None:
-    """Return the reason why no part of a module can be captured; None if some part can."""
-    if settings.mode == "full":
-        hook = find_refusal(module)
-        return None if hook is None else hook[0].upper() + hook[1:]
-    models = layered_modules(module)
-    if len(models) == 1:
-        return None
-    return (
-        f"{type(module).__name__} has {len(models)} models with segments, and graphs serve exactly "
-        "one, such as lightning_megatron.GPT or a Hugging Face model of a known family. Use mode "
-        "full for other models."
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_calls_of_modules_and_methods_are_intercepted_inside_the_block_only():
         Interception(module, "more", "method"),
     ]
 
-    def on_call(place: Interception, original: Any, args: Any, kwargs: Any) -> Any:
+    def on_call(place: Interception, original: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append((place.name, args))
         return original(*args, **kwargs)
 
@@ -82,8 +83,9 @@ def test_a_graph_begins_where_a_bucket_is_first_read():
                 x = module(x)
             return x
 
-        observation = Observation(RandomStreams(0), buckets)
-        observation.observe(run, torch.ones(1, 2), chain(*dict.fromkeys(order)), "key")
+        part: Any = SimpleNamespace(run=run, interceptions=chain(*dict.fromkeys(order)))
+        observation = Observation(part, RandomStreams(0), buckets)
+        observation.observe(torch.ones(1, 2), "key")
         return sorted(observation.begins())
 
     # Buckets are filled in the order of the backward pass.

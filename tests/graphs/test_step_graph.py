@@ -18,9 +18,9 @@ from torchmetrics import MeanMetric
 
 from lightning_megatron import UnsupportedError
 from lightning_megatron.errors import CaptureError
+from lightning_megatron.graphs import step_graph
 from lightning_megatron.graphs.step_graph import StepGraph
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
-from lightning_megatron.strategy.step.whole_captures import WorldAgreement
 from tests.fits import Job, Language, Report, Tokens
 from tests.graphs.jobs import DROPOUT, FULL, ROUTED, SEGMENTS, VARIED, check_same, run_graphs
 from tests.optimizer.fused_fits import SMALL
@@ -131,7 +131,7 @@ def test_a_new_shape_runs_eagerly_with_a_warning_or_raises_or_gets_a_graph():
     assert not said
     report, (text,), _ = run_both(ragged, replace(CAPTURING, max_shapes=1))
     assert report.outcomes["graphs"][-1] == 1
-    assert "cuda_graphs.max_shapes (1) others are captured: run eagerly (said once)" in text
+    assert "cuda_graphs.max_shapes (1) others are captured: run eagerly (said once" in text
     with pytest.raises(UnsupportedError, match=r"training_step .*captured for"):
         run_graphs(ragged, replace(FULL, on_new_shape="error"))
 
@@ -182,18 +182,18 @@ def test_a_step_that_no_replay_can_repeat_continues_eagerly_without_side_effects
 
 
 def test_a_rank_drops_its_graph_if_another_rank_has_none():
-    def fail(agreement, failure):
-        return failure or "CUDA graphs are off: rank 1 could not capture"
+    def fail(failure, world, settings):
+        return failure or "rank 1 could not capture."
 
-    def raise_error(agreement, failure):
+    def raise_error(failure, world, settings):
         raise CaptureError("on every rank")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WorldAgreement, "failure_of_any", fail)
+        patch.setattr(step_graph, "failure_of_any", fail)
         report, said, num_replays = run_both(job_of(steps=3), LENIENT, is_captured=False)
         assert (report.outcomes["graphs"][-1], num_replays) == (0, 0)
-        assert said == ["CUDA graphs are off: rank 1 could not capture"]
-        patch.setattr(WorldAgreement, "failure_of_any", raise_error)
+        assert "steps are off: rank 1 could not capture. All ranks run their" in said[0]
+        patch.setattr(step_graph, "failure_of_any", raise_error)
         with pytest.raises(CaptureError, match="on every rank"):
             run_graphs(job_of(steps=3), FULL)
 

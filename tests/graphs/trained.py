@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.experts.layer import MixtureOfExperts
-from lightning_megatron.graphs.capture_tools import CaptureTools
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.effects import EffectObservers
-from lightning_megatron.graphs.graph_keys import TRAINING, StepKind
+from lightning_megatron.graphs.graph_keys import TRAINING
+from lightning_megatron.graphs.items import CaptureTools
 from lightning_megatron.graphs.recording import Recording
-from lightning_megatron.graphs.runner import GraphRunner, SegmentSettings
+from lightning_megatron.graphs.runner import GraphRunner
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder import Encoder
@@ -37,7 +37,7 @@ from lightning_megatron.plan.schedule import Schedule, build_schedule
 from tests.optimizer.runs import Run
 from tests.tape import TapeBackend
 
-EVALUATION = StepKind("validation_step")
+EVALUATION = "validation_step"
 SIZES: dict[str, Any] = {
     "vocab_size": 77, "max_seq_length": 12, "num_layers": 4, "hidden_size": 16, "num_heads": 4,
 }  # fmt: skip
@@ -105,7 +105,6 @@ def train(
     run = Run(dict(model.named_parameters()), mesh)
     waited = set[Tensor]()
     runner = graph_runner(case, mesh, run, model, waited.update) if graphs else None
-    model.runner = runner
     schedule: Any = case.schedule
     executor = PipelineExecutor(mesh, model, schedule, actions=runner)
     mixtures = list(model.mixtures().values())
@@ -199,7 +198,7 @@ def counted_replays() -> Iterator[Counter[str]]:
     replay = Recording.replay_forward
 
     def count_replay(recording: Recording, tensors: Any) -> Any:
-        counts["training" if recording.captured.has_backward else "evaluation"] += 1
+        counts["training" if recording.has_backward else "evaluation"] += 1
         return replay(recording, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -216,21 +215,27 @@ def graph_runner(
 ) -> GraphRunner:
     """Return a runner with the backend for the device."""
     is_cpu = mesh.device.type == "cpu"
+    buckets = [list(model.get_submodule(name).parameters()) for name in case.begins]
     tools = CaptureTools(
         TapeBackend(mesh.launcher) if is_cpu else CudaBackend(),
-        EffectObservers(mesh.random, mesh.journal, run.reducer),
+        observers_of(run),
         mesh.random,
         run.reducer.weight_gradients,
-    )
-    buckets = [list(model.get_submodule(name).parameters()) for name in case.begins]
-    settings = SegmentSettings(
         case.scopes,
         buckets,
         redraws=case.recompute != "none",
         wait_for=wait_for,
         max_shapes=case.max_shapes,
     )
-    return GraphRunner(tools, run.reducer, mesh.pp.rank, settings)
+    runner = GraphRunner(model, tools, run.reducer)
+    runner.permit(TRAINING, True)
+    return runner
+
+
+def observers_of(run: Run) -> EffectObservers:
+    """Return observers of the objects that steps of an optimizer run change."""
+    mesh = run.mesh
+    return EffectObservers(mesh.random, mesh.journal, run.reducer, run.main.gather)
 
 
 def batch_of(case: Case, mesh: ParallelMesh, step: int, number: int) -> Microbatch:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import CudaGraphs, GPTConfig, UnsupportedError
 from lightning_megatron.graphs.backend import CaptureBackend
-from lightning_megatron.graphs.recording_inputs import RecordingInputs
+from lightning_megatron.graphs.recording import RecordingInputs
 from lightning_megatron.strategy.callbacks import memory_report
 from lightning_megatron.strategy.callbacks.memory_report import (
     MemoryReport,
@@ -211,8 +211,6 @@ class MeasuredCapture:
 class MeasuringBackend(CaptureBackend):
     """Backend whose captures run eagerly, while their pool tracks its live memory."""
 
-    is_capturing = False
-
     def __init__(self) -> None:
         self.pools: list[MeasuredPool] = []
 
@@ -241,9 +239,10 @@ class MeasuringReport(MemoryReport):
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         super().on_train_batch_end(*args, **kwargs)
-        inputs = [item.num_bytes for item in gc.get_objects() if type(item) is RecordingInputs]
+        inputs = [item for item in gc.get_objects() if type(item) is RecordingInputs]
+        copies = [tensor.nbytes for item in inputs for tensor in item.copied]
         pools = [pool.memory.peak for pool in self.backend.pools if pool.memory.peak > 0]
-        self.num_bytes, self.num_pools = sum(inputs) + sum(pools), len(pools)
+        self.num_bytes, self.num_pools = sum(copies) + sum(pools), len(pools)
 
 
 def measured(

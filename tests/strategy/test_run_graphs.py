@@ -10,8 +10,7 @@ import pytest
 from torch import nn
 
 from lightning_megatron.errors import CaptureError, RankMismatchError, SpeedWarning
-from lightning_megatron.graphs.graph_keys import StepKind
-from lightning_megatron.graphs.report import GraphCounts, GraphReport
+from lightning_megatron.graphs.graph_keys import TRAINING
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
@@ -30,18 +29,18 @@ class RecordedCaptures:
         self.num_graphs = 0
         self.num_steps = 0
 
-    def begin(self, kind: StepKind) -> None:
-        self.calls.append("begin" if kind.has_backward else f"begin {kind.name}")
+    def begin(self, kind: str) -> None:
+        self.calls.append("begin" if kind == TRAINING else f"begin {kind}")
 
-    def permit(self, kind: StepKind, replays: bool) -> None:
+    def permit(self, kind: str, replays: bool) -> None:
         self.may_replay = replays
 
     def end_step(self) -> None:
         self.num_steps += 1
         self.may_replay = False
 
-    def report(self) -> GraphReport:
-        return GraphReport("segments", ("layers 0..1",), GraphCounts(self.num_graphs))
+    def report(self) -> str:
+        return "CUDA graphs"
 
     def release(self) -> None:
         self.calls.append("release")
@@ -62,7 +61,7 @@ def make_graphs(
     captures, module = RecordedCaptures(joins, is_joint), nn.Linear(2, 2)
     chosen = CudaGraphs(mode, **{"warmup_steps": 2, **settings})  # type: ignore[arg-type]
     mesh = mesh or ParallelMesh.single()
-    graphs = RunGraphs(chosen, captures, module, mesh, chosen.warmup_steps, **dict(options))
+    graphs = RunGraphs(chosen, captures, module, mesh, **dict(options))
     return graphs, captures, module
 
 
@@ -72,21 +71,20 @@ def run_steps(
     number: int = 1,
     shapes: Hashable = (4, 8),
     epoch: int = 0,
+    is_final: bool = True,
 ) -> list[bool]:
     """Run steps; return for each whether it may replay."""
     replays = []
     for _ in range(number):
-        with graphs.step(shapes, epoch):
+        with graphs.step(shapes, epoch, is_final):
             replays.append(captures.may_replay)
         assert graphs.is_off or captures.num_steps
     return replays
 
 
 def test_captures_begin_after_the_warm_up_and_when_the_schedule_is_final():
-    final_flag = [False]
-    graphs, captures, _ = make_graphs(options={"is_final": lambda: final_flag[0]})
-    assert run_steps(graphs, captures, 3) == [False] * 3
-    final_flag[0] = True
+    graphs, captures, _ = make_graphs()
+    assert run_steps(graphs, captures, 3, is_final=False) == [False] * 3
     assert run_steps(graphs, captures, 3) == [True] * 3
     assert captures.calls == ["begin"]
 
@@ -122,7 +120,7 @@ def test_rank_with_new_parameters_is_eager_until_the_next_epoch():
 
 
 FAILURE = "layers 4..5, backward, slot 1: RuntimeError: no memory"
-OFF = re.escape(f"off: rank 0 could not capture {FAILURE}. All ranks continue eagerly.")
+OFF = re.escape(f"off: rank 0 could not capture {FAILURE}. All ranks run their steps eagerly.")
 
 
 def test_a_failed_capture_turns_graphs_off_or_ends_the_fit():
@@ -184,7 +182,11 @@ def test_each_kind_of_evaluation_has_its_own_eager_batches_and_is_eager_by_defau
     assert run_evaluation(graphs, captures, "validation_step", number=3) == [False, False, True]
     assert run_steps(graphs, captures, 3) == [False, False, True]
     assert run_evaluation(graphs, captures, "validation_step", 1, number=3) == [False, False, True]
-    assert captures.calls == ["begin validation_step", "begin", "begin validation_step 1"]
+    assert captures.calls == [
+        "begin validation_step",
+        "begin",
+        "begin validation_step 1",
+    ]
     # Parameters are examined only at the first batch, as weights may be exchanged before it.
     module.weight.data = module.weight.data.clone()
     assert run_evaluation(graphs, captures, "validation_step", number=3) == [False, True, True]

@@ -6,21 +6,23 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.errors import CaptureError, SpeedWarning, UnsupportedError
 from lightning_megatron.graphs.agreement import KeyAgreement, failure_of_any, is_true_anywhere
-from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.journal import DeviceCounter, DeviceProgress
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.pending import start_all_reduce
+from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.process.rank_status import RankStatus, hang_report
 from tests.graphs.test_tape import captured
 from tests.graphs.test_update_graph import Parameters, graph_of, run
+from tests.graphs.trained import observers_of
+from tests.optimizer.runs import Run
 from tests.strategy.test_run_graphs import make_graphs, run_steps
 from tests.tape import TapeBackend
 from tests.world import run_world
@@ -29,7 +31,7 @@ from tests.world import run_world
 def exchange(mesh: ParallelMesh, rank: int) -> None:
     """Check that replays repeat collectives and that captures refuse unsupported ones."""
     backend, x = TapeBackend(mesh.launcher), torch.ones(2)
-    with pytest.raises(UnsupportedError, match="it left 1 in flight"):
+    with pytest.raises(UnsupportedError, match="1 are in flight"):
         captured(lambda: start_all_reduce(x, mesh.dp), backend)
     with pytest.raises(UnsupportedError, match="it called c10d.allreduce_"):
         captured(lambda: torch.distributed.all_reduce(x), backend)
@@ -57,9 +59,12 @@ def exchange(mesh: ParallelMesh, rank: int) -> None:
 
 def check_agreement(mesh: ParallelMesh, rank: int) -> None:
     world, keys = mesh.world_cpu, KeyAgreement(mesh.world_cpu)
+    settings = CudaGraphs("segments")
     failure = f"layers 4..5, slot {rank}: RuntimeError: no memory"
-    assert failure_of_any(None, world) is None
-    last, both = (failure_of_any(one, world) for one in (failure if rank else None, failure))
+    assert failure_of_any(None, world, settings) is None
+    last, both = (
+        failure_of_any(one, world, settings) for one in (failure if rank else None, failure)
+    )
     assert last == "rank 1 could not capture layers 4..5, slot 1: RuntimeError: no memory."
     assert both == (
         "rank 0 could not capture layers 4..5, slot 0: RuntimeError: no memory. Ranks that failed, "
@@ -125,7 +130,7 @@ def check_hang_report(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2))
     journal = mesh.journal
     journal.device = DeviceCounter(torch.device("cpu"))
-    observers = EffectObservers(mesh.random, journal)
+    observers = observers_of(Run({"weight": nn.Parameter(torch.zeros(1))}, mesh))
     value, has_stopped = torch.ones(2), False
 
     def step() -> Tensor:
@@ -140,9 +145,9 @@ def check_hang_report(rank: int, size: int) -> None:
         if has_stopped:
             raise InterruptedError
 
-    with observers.recording("the whole step", GeneratorPool(torch.device("cpu"))) as recorder:
+    with observers.recording("the whole step", GeneratorPool(torch.device("cpu"))) as recorded:
         graph, _ = captured(step, TapeBackend(mesh.launcher))
-    effects = recorder.effects
+    effects = recorded()
     with observers.repeat(effects):
         graph.replay()
     assert journal.device.progress == DeviceProgress(3, 3, "F of microbatch 2 in chunk 0")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.strategy.logs import run_table
 from lightning_megatron.strategy.step import schedule_choice
-from lightning_megatron.strategy.step.batch_cuts import CustomOrderCheck
+from lightning_megatron.strategy.step.batch_cuts import BatchCuts
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from tests.fits import (
     BATCH,
@@ -234,10 +235,11 @@ def run_two(rank: int, size: int) -> tuple[dict[str, Report], int, list[str]]:
     """
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2))
     for function, error, message in REFUSED:
-        check = CustomOrderCheck(mesh, CustomOrder.of(function, 2, 1))
-        check.check(2)
+        given: Any = SimpleNamespace(schedule=CustomOrder.of(function, 2, 1))
+        cuts = BatchCuts(given, mesh, given)
+        cuts._check_order(2)
         with pytest.raises(error) as caught:
-            check.check(4)
+            cuts._check_order(4)
         assert message in str(caught.value)
     mesh.destroy()
     job = replace(VALIDATED, strategy={"pp": 2, **ONE, "schedule": halves_from_the_last})

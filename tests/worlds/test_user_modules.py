@@ -442,8 +442,8 @@ EQUAL = {
 }
 #: What the errors of modules name that cannot train in stages.
 REFUSED: dict[type[Net], str] = {
-    SumsBefore: r"allreduce at .*: 'dist.all_reduce\(total\)'. Only the last stage",
-    SumsAfter: r"allreduce at .*: 'dist.all_reduce\(loss.detach\(\).clone\(\)\)'",
+    SumsBefore: r"allreduce at .*\('dist.all_reduce\(total\)'\). Only the last stage",
+    SumsAfter: r"allreduce at .*\('dist.all_reduce\(loss.detach\(\).clone\(\)\)'",
     TakesMadeItems: r"takes an item of self.more at .*next\(self.more\), batch\[1\]\]",
     TakesItems: r"takes an item of self.more in the step",
     GivesModule: r"'blocks.0' gets a new module .* 'inner'.*self.blocks\[0\].inner = nn.Ident",

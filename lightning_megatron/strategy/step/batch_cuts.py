@@ -17,7 +17,7 @@ from lightning_megatron.pipeline.microbatch import (
     is_cut,
     split_batch,
 )
-from lightning_megatron.plan.custom_schedule import CustomOrder, OrderOfPasses
+from lightning_megatron.plan.custom_schedule import CustomOrder
 from lightning_megatron.plan.global_batch import GlobalBatch
 from lightning_megatron.plan.microbatches import MicrobatchRule
 
@@ -29,8 +29,11 @@ class BatchCuts:
 
     def __init__(self, rule: MicrobatchRule, mesh: ParallelMesh, trainer: Trainer) -> None:
         self._rule = rule
-        self._order_check = CustomOrderCheck(mesh, rule.schedule)
-        self._growth = BatchGrowth(trainer)
+        self._axis = mesh.model_cpu
+        self._checked_counts: set[int] = set()
+        global_batch = getattr(getattr(trainer, "datamodule", None), "global_batch", None)
+        self._grows = isinstance(global_batch, GlobalBatch) and global_batch.ramp_up is not None
+        self._last_size: int | None = None
         self._has_said_size = False
 
     def cut(self, batch: Any) -> list[Microbatch]:
@@ -40,11 +43,12 @@ class BatchCuts:
     def cut_to_train(self, batch: Any, *, has_backward: bool) -> list[Microbatch]:
         """Return the microbatches of a training batch, and check that the schedule can run them.
 
-        Communication: that of :meth:`CustomOrderCheck.check`.
+        Communication: for a new number of microbatches of a function's schedule, one gather over
+            tp x pp on the CPU.
         """
         microbatches = self.cut(batch)
         if has_backward:
-            self._order_check.check(len(microbatches))
+            self._check_order(len(microbatches))
         self._log_size(batch, microbatches)
         return microbatches
 
@@ -53,8 +57,20 @@ class BatchCuts:
         return is_cut(batch) or not self._rule.is_whole
 
     def growth_of(self, batch: Any) -> str | None:
-        """Return a description of the growth of a batch since the last one; None without growth."""
-        return self._growth.reason(batch)
+        """Return how much a batch has grown since the last one; None if it has not.
+
+        The batches of data modules grow whose global batch ramps up. All ranks find this in the
+        same step, because it depends only on the number of consumed samples. A smaller last batch
+        of an epoch does not count.
+        """
+        if not self._grows or is_cut(batch):
+            return None
+        size = count_samples(batch)
+        last = self._last_size
+        self._last_size = size
+        if last is None or size <= last:
+            return None
+        return f"the batch of a data-parallel rank has grown from {last} to {size} samples"
 
     def _log_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
         """Log the number of microbatches once, if the user has not set their size."""
@@ -62,67 +78,32 @@ class BatchCuts:
             return
         self._has_said_size = True
         count = len(microbatches)
-        size = microbatches[0].num_samples
         rank_zero_info(
-            f"microbatch_size is {size}: a batch of "
+            f"microbatch_size is {microbatches[0].num_samples}: a batch of "
             f"{sum(part.num_samples for part in microbatches)} samples is cut into {count} "
             f"microbatches, so that each of the {self._rule.num_stages} pipeline stages waits for "
             f"{self._rule.idle_share(count):.0%} of a step."
         )
 
+    def _check_order(self, num_microbatches: int) -> None:
+        """Check that the ranks of a model replica run the same legal schedule of a function.
 
-class CustomOrderCheck:
-    """Check that the ranks of a model replica run the same legal schedule, before they compute.
-
-    The rows of a function are compared, because it may depend on what differs between ranks.
-    """
-
-    def __init__(self, mesh: ParallelMesh, order: OrderOfPasses) -> None:
-        self._axis = mesh.model_cpu
-        self._order = order
-        self._checked_counts: set[int] = set()
-
-    def check(self, num_microbatches: int) -> None:
-        """Check the schedule of a step.
+        Its rows are compared, because it may depend on what differs between ranks.
 
         Communication: for a new number of microbatches, one gather over tp x pp on the CPU.
         """
-        if not isinstance(self._order, CustomOrder) or num_microbatches in self._checked_counts:
+        order = self._rule.schedule
+        if not isinstance(order, CustomOrder) or num_microbatches in self._checked_counts:
             return
         failure: ParallelPlanError | None = None
         try:
-            built = repr(self._order.build(num_microbatches).rows)
+            built = repr(order.build(num_microbatches).rows)
             rows = hashlib.sha256(built.encode()).hexdigest()[:16]
         except ParallelPlanError as error:
             failure = error
             rows = str(error)
-        name = f"rows of {self._order.name} for {num_microbatches} microbatches"
+        name = f"rows of {order.name} for {num_microbatches} microbatches"
         check_same_everywhere(self._axis, {name: rows}, _REMEDY)
         if failure is not None:
             raise failure
         self._checked_counts.add(num_microbatches)
-
-
-class BatchGrowth:
-    """Detection of growth for data modules whose global batch ramps up.
-
-    All ranks detect growth in the same step, because it depends only on the number of consumed
-    samples. A smaller last batch of an epoch does not count as growth.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        data = getattr(trainer, "datamodule", None)
-        batch = getattr(data, "global_batch", None)
-        self._grows = isinstance(batch, GlobalBatch) and batch.ramp_up is not None
-        self._last: int | None = None
-
-    def reason(self, batch: Any) -> str | None:
-        """Return a description of the growth of a batch since the last one; None without growth."""
-        if not self._grows or is_cut(batch):
-            return None
-        size = count_samples(batch)
-        last = self._last
-        self._last = size
-        if last is None or size <= last:
-            return None
-        return f"the batch of a data-parallel rank has grown from {last} to {size} samples"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,20 +24,11 @@ from lightning_megatron.strategy.modules.module_state import (
 )
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.process.random_states import DefaultGenerators
+from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.step_values import MicrobatchOutputs, RunCall, StepCall
 
 #: Number of the first failure after which the limit grows; it also grows after later ones.
 _FAILURES_BEFORE_GROWTH = 2
-
-
-class LimitedGraphs(Protocol):
-    """CUDA graphs of steps whose captured expert buffers have a limit on their rows."""
-
-    def suspend(self) -> None:
-        """Run the rest of the current step eagerly; called on all ranks."""
-
-    def capture_again(self, reason: str) -> None:
-        """Capture all graphs again after the current step; called on all ranks."""
 
 
 class LimitedRows:
@@ -62,7 +52,7 @@ class LimitedRows:
         limit: RowLimit,
         states: LayerStates,
         gradients: StepGradients,
-        graphs: LimitedGraphs | None = None,
+        graphs: RunGraphs | None = None,
     ) -> None:
         self._module = module
         self._mesh = mesh
@@ -70,7 +60,8 @@ class LimitedRows:
         self._states = states
         self._gradients = gradients
         self._parts = own_parts(module)
-        self._earlier: list[_EarlierBatch] = []
+        # Earlier batches of the optimizer step, whose gradients are in the accumulated sum.
+        self._earlier: list[tuple[_Before, StepCall]] = []
         self._graphs = graphs
         #: Number of steps that ran again.
         self.num_failures = 0
@@ -101,7 +92,7 @@ class LimitedRows:
         if passes.will_step:
             self._earlier.clear()
         else:
-            self._earlier.append(_EarlierBatch(before, call))
+            self._earlier.append((before, call))
         return ran
 
     def _run(self, inner: RunCall, call: StepCall, before: _Before) -> RanStep[MicrobatchOutputs]:
@@ -132,9 +123,9 @@ class LimitedRows:
             before.restore()
             return
         self._gradients.discard()
-        for batch in self._earlier:
-            batch.before.restore()
-            inner(replace(batch.call, may_replay=False))
+        for before_batch, batch in self._earlier:
+            before_batch.restore()
+            inner(replace(batch, may_replay=False))
         before.restore()
         self._states.resume_step()
 
@@ -189,11 +180,3 @@ class _Before:
         self.module.restore()
         self.generators.restore()
         copy_all_(self.states.step_tensors, self.copies)
-
-
-@dataclass(frozen=True)
-class _EarlierBatch:
-    """Earlier batch of an optimizer step, whose gradients are in the accumulated sum."""
-
-    before: _Before
-    call: StepCall

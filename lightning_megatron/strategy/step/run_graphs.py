@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -14,62 +14,21 @@ from lightning_megatron.errors import SpeedWarning, UnsupportedError
 from lightning_megatron.graphs.addresses import Addresses
 from lightning_megatron.graphs.agreement import (
     KeyAgreement,
-    eager_warning,
     failure_of_any,
     is_true_anywhere,
 )
-from lightning_megatron.graphs.graph_keys import TRAINING, StepKind
-from lightning_megatron.graphs.report import GraphReport
+from lightning_megatron.graphs.graph_keys import TRAINING
+from lightning_megatron.graphs.report import StepCaptures
+from lightning_megatron.graphs.runner import GraphRunner
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.step_run import ActionObserver
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.strategy.step.whole_steps import WholeSteps
 
 #: Maximum number of warnings about eager parts, because some data has new shapes in every step.
 _MAX_WARNINGS = 8
-
-
-class StepCaptures(Protocol):
-    """Graphs of this rank's steps."""
-
-    @property
-    def communicates_across_data(self) -> bool:
-        """Return whether graphs contain collectives with ranks that read other data."""
-
-    @property
-    def is_joint(self) -> bool:
-        """Return whether all ranks capture in the same steps, and exchange failures in them."""
-
-    @property
-    def num_graphs(self) -> int:
-        """Return the number of graphs that exist now."""
-
-    @property
-    def failure(self) -> str | None:
-        """Return the part that could not be captured and the reason; None without a failure."""
-
-    @property
-    def eager(self) -> Mapping[tuple[str, str], int]:
-        """Return the number of eager runs of captured parts, by part and reason."""
-
-    def begin(self, kind: StepKind) -> None:
-        """Start to capture, at the next step of a kind, the graphs that its microbatches need."""
-
-    def permit(self, kind: StepKind, replays: bool) -> None:
-        """Permit or forbid captures and replays in the next step, which has this kind."""
-
-    def end_step(self) -> None:
-        """Undo the changes that :meth:`permit` made for one step."""
-
-    def report(self) -> GraphReport:
-        """Return a report of the captured parts."""
-
-    def release(self) -> None:
-        """Free all graphs, and capture no more until the next :meth:`begin`."""
-
-    def close(self) -> None:
-        """Free all graphs, and restore eager execution of the model."""
 
 
 @dataclass
@@ -78,8 +37,6 @@ class CapturePhase:
 
     Args:
         num_eager_left: Eager steps that must still run before the captures (steps).
-        num_capturing: Number of steps that together capture every graph, such as those of one
-            optimizer step with accumulated gradients (steps).
         keys: Agreement with ranks that read other data; None if no graph contains collectives
             with them.
         num_capturing_left: Number of next steps after which ranks exchange failures of captures
@@ -87,9 +44,7 @@ class CapturePhase:
         addresses: Addresses of tensors at the start of the captures; None before.
     """
 
-    kind: StepKind
     num_eager_left: int
-    num_capturing: int
     keys: KeyAgreement | None = None
     num_capturing_left: int = 0
     addresses: Addresses | None = field(default=None, repr=False)
@@ -98,18 +53,6 @@ class CapturePhase:
     def has_begun(self) -> bool:
         """Return whether the captures have begun."""
         return self.addresses is not None
-
-    def begin(self, addresses: Addresses) -> None:
-        """Begin the captures, with the addresses that the graphs will use."""
-        self.addresses = addresses
-        self.num_capturing_left = self.num_capturing
-
-    def start_again(self) -> None:
-        """Schedule one eager step before new captures; called after the graphs were released."""
-        if self.has_begun:
-            self.num_eager_left = 1
-        self.addresses = None
-        self.num_capturing_left = 0
 
     def may_replay(self, shapes: Hashable, has_changed: bool) -> bool:
         """Return whether this rank may capture and replay in a step.
@@ -139,12 +82,9 @@ class RunGraphs:
     notices a change switches to eager steps by itself.
 
     Args:
-        num_eager: Number of eager steps of each kind before its captures begin (steps).
-        is_final: Function that returns whether the schedule of the training steps is final; its
-            result is the same on all ranks.
+        num_capturing: Number of training steps that together capture every graph, such as those of
+            one optimizer step with accumulated gradients (steps).
         update: Graph of the parameter update, which itself checks for changes; None without one.
-        actions: Observer of a step's actions, which assigns memory to microbatches; None if none is
-            needed.
     """
 
     def __init__(
@@ -153,33 +93,39 @@ class RunGraphs:
         captures: StepCaptures,
         module: nn.Module,
         mesh: ParallelMesh,
-        num_eager: int,
         num_capturing: int = 1,
-        is_final: Callable[[], bool] = lambda: True,
         update: UpdateGraph[Any] | None = None,
-        actions: ActionObserver | None = None,
+        whole_steps: WholeSteps | None = None,
     ) -> None:
-        self.actions = actions
+        #: Steps that graphs hold as a whole; None if graphs hold parts of a model.
+        self.whole_steps = whole_steps
         self._settings = settings
         self._update = update
         self._captures = captures
         self._module = module
         self._mesh = mesh
-        self._num_eager = num_eager
+        # Graphs of whole steps count the eager steps of each form of a step themselves.
+        self._num_eager = 0 if captures.is_joint else settings.warmup_steps
         self._num_capturing = num_capturing
-        self._is_final = is_final
         self.is_off = False
-        self._phases: dict[StepKind, CapturePhase] = {}
+        self._phases: dict[str, CapturePhase] = {}
         self._must_look = False
         self._has_changed = False
         self._epoch = 0
         # Kind of the running step, and the change that the strategy has announced on all ranks.
-        self._kind: StepKind | None = None
+        self._kind: str | None = None
         self._common_change: str | None = None
         self._logged: set[tuple[str, str]] = set()
         self._num_known = 0
         # Whether the graphs have changed since the last log line about captured parts.
         self._is_unsaid = False
+
+    @property
+    def actions(self) -> ActionObserver | None:
+        """Return the observer of a step's actions, which assigns memory to microbatches; None if
+        none is needed.
+        """
+        return self._captures if isinstance(self._captures, GraphRunner) else None
 
     @property
     def num_graphs(self) -> int:
@@ -190,7 +136,7 @@ class RunGraphs:
     @property
     def has_training_graphs(self) -> bool:
         """Return whether graphs of training steps exist, not only of evaluation steps."""
-        counts = self._captures.report().counts
+        counts = self._captures.counts
         return counts.num_graphs > counts.num_evaluating
 
     def recheck(self) -> None:
@@ -213,8 +159,13 @@ class RunGraphs:
         """Capture all graphs again after the current step; called on all ranks."""
         self._common_change = reason
 
-    def step(self, shapes: Hashable, epoch: int) -> AbstractContextManager[None]:
+    def step(
+        self, shapes: Hashable, epoch: int, is_final: bool = True
+    ) -> AbstractContextManager[None]:
         """Return the context of a training step, in which graphs replace the captured parts.
+
+        Args:
+            is_final: Whether the schedule of the training steps is final; the same on all ranks.
 
         Communication: on the CPU over the world: a gather after each step that captures; an
             all-reduce of a flag when the ranks look for changes, and after each step with
@@ -222,7 +173,7 @@ class RunGraphs:
         """
         is_new = epoch != self._epoch
         self._epoch = epoch
-        return self._serving(TRAINING, shapes, is_new)
+        return self._serving(TRAINING, shapes, is_new, is_final)
 
     def evaluation(
         self, key: Sequence[Any], shapes: Hashable, batch: int
@@ -233,19 +184,19 @@ class RunGraphs:
         """
         if not self._settings.evaluation:
             return nullcontext()
-        return self._serving(StepKind(" ".join(map(str, key))), shapes, batch == 0)
+        return self._serving(" ".join(map(str, key)), shapes, batch == 0, True)
 
     @contextmanager
-    def _serving(self, kind: StepKind, shapes: Hashable, looks: bool) -> Iterator[None]:
+    def _serving(self, kind: str, shapes: Hashable, looks: bool, is_final: bool) -> Iterator[None]:
         phase = self._phase(kind)
         if not self.is_off:
             self._release_outdated(phase, looks)
         if self.is_off:
             yield
             return
-        is_final = not kind.has_backward or self._is_final()
         if not phase.has_begun and phase.num_eager_left <= 0 and is_final:
-            phase.begin(Addresses.of(self._module))
+            phase.addresses = Addresses.of(self._module)
+            phase.num_capturing_left = self._num_capturing if kind == TRAINING else 1
             self._captures.begin(kind)
         self._captures.permit(kind, phase.may_replay(shapes, self._has_changed))
         self._kind = kind
@@ -263,14 +214,13 @@ class RunGraphs:
         if self._update is not None:
             self._update.close()
 
-    def _phase(self, kind: StepKind) -> CapturePhase:
+    def _phase(self, kind: str) -> CapturePhase:
         if kind not in self._phases:
             # Without such collectives, ranks with different data may replay different graphs.
             keys = None
             if self._captures.communicates_across_data:
                 keys = KeyAgreement(self._mesh.world_cpu, self._settings.fixed_shapes)
-            number = self._num_capturing if kind.has_backward else 1
-            self._phases[kind] = CapturePhase(kind, self._num_eager, number, keys)
+            self._phases[kind] = CapturePhase(self._num_eager, keys)
         return self._phases[kind]
 
     def _end_step(self, phase: CapturePhase) -> None:
@@ -278,10 +228,11 @@ class RunGraphs:
             phase.num_eager_left -= 1
             return
         has_captured = self._has_captured(phase)
-        if has_captured:
-            self._is_unsaid = True
-            if not self._captures.is_joint:
-                self._exchange_failures()
+        if has_captured and not self._captures.is_joint:
+            self._exchange_failures()
+        elif self._captures.is_joint and self._captures.failure is not None:
+            self._turn_off(self._captures.failure)
+        self._is_unsaid = self._is_unsaid or has_captured
         is_due = not has_captured if self._captures.is_joint else not phase.num_capturing_left
         if self._is_unsaid and is_due and not self.is_off:
             self._is_unsaid = False
@@ -290,16 +241,17 @@ class RunGraphs:
 
     def _has_captured(self, phase: CapturePhase) -> bool:
         """Return whether a rank may have captured in a step; the same on all ranks."""
+        is_capturing = phase.num_capturing_left > 0
+        if is_capturing:
+            phase.num_capturing_left -= 1
+        elif not self._captures.is_joint and self._settings.on_new_shape != "capture":
+            return False
         number = self._captures.num_graphs
         has_new = number > self._num_known
         self._num_known = number
         if self._captures.is_joint:
             return has_new
-        if phase.num_capturing_left > 0:
-            phase.num_capturing_left -= 1
-            return True
-        captures_new = self._settings.on_new_shape == "capture"
-        return captures_new and is_true_anywhere(has_new, self._mesh.world_cpu)
+        return is_capturing or is_true_anywhere(has_new, self._mesh.world_cpu)
 
     def _release_outdated(self, phase: CapturePhase, looks: bool) -> None:
         """Release the graphs of all ranks if tensors that graphs of any rank use have changed."""
@@ -330,25 +282,32 @@ class RunGraphs:
         rank_zero_info(f"CUDA graphs are captured again after one eager step: {change}.")
         self._captures.release()
         for phase in self._phases.values():
-            phase.start_again()
+            if phase.has_begun:
+                phase.num_eager_left = 1
+            phase.addresses = None
+            phase.num_capturing_left = 0
 
     def _exchange_failures(self) -> None:
-        failure = failure_of_any(self._captures.failure, self._mesh.world_cpu)
+        failure = failure_of_any(self._captures.failure, self._mesh.world_cpu, self._settings)
         if failure is not None:
-            self.is_off = True
-            self._captures.close()
-            self._phases.clear()
-            keeps_update = self._update is not None and not self._update.is_off
-            is_error = self._settings.on_failure == "error"
-            message = eager_warning(failure, is_error, keeps_update)
-            rank_zero_warn(message, category=SpeedWarning)
+            self._turn_off(failure)
+
+    def _turn_off(self, failure: str) -> None:
+        """Run all steps eagerly from now on, because a rank has failed to capture."""
+        self.is_off = True
+        self._captures.close()
+        self._phases.clear()
+        rank_zero_warn(
+            f"CUDA graphs of steps are off: {failure} All ranks run their steps eagerly.",
+            category=SpeedWarning,
+        )
 
     def _name_eager(self) -> None:
         """Warn once for each captured part and reason for which the part ran eagerly."""
         for part, reason in self._captures.eager:
             if (part, reason) in self._logged:
                 continue
-            if self._settings.on_new_shape == "error":
+            if self._settings.on_new_shape == "error" and not self._captures.is_joint:
                 raise UnsupportedError(
                     "with cuda_graphs and on_new_shape='error' every step must have captured "
                     f"shapes: {part}, {reason}. Use drop_last=True and one length for all samples, "
@@ -362,6 +321,6 @@ class RunGraphs:
                 )
 
     def _log_captures(self) -> None:
-        lines = all_gather_objects(self._captures.report().line(), self._mesh.pp_cpu)
+        lines = all_gather_objects(self._captures.report(), self._mesh.pp_cpu)
         for stage, line in enumerate(lines):
             rank_zero_info(line if len(lines) == 1 else f"Stage {stage}: {line}")

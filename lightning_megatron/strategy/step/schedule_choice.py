@@ -48,20 +48,12 @@ class ScheduleChoice:
         self._name = name
         self._placement = mesh.layout.placement
         self._num_steps = 0
-        self._times: ActionTimes | None = None
-        self._measured: MeasuredStages | None = None
+        #: Recorder for the next step; None if the next step is not measured.
+        self.times: ActionTimes | None = None
+        #: Measurements of the first steps; None before the choice.
+        self.measured: MeasuredStages | None = None
         self._schedules: dict[int, Schedule] = {}
         executor.use_schedule(self._schedule)
-
-    @property
-    def measured(self) -> MeasuredStages | None:
-        """Return the measurements of the first steps; None before the choice."""
-        return self._measured
-
-    @property
-    def times(self) -> ActionTimes | None:
-        """Return the recorder for the next step; None if the next step is not measured."""
-        return self._times
 
     def end_step(self, num_microbatches: int) -> None:
         """Count a training step; after the last measured one, choose the schedule.
@@ -69,30 +61,30 @@ class ScheduleChoice:
         Communication: after the last measured step, that of :func:`measure_transfer`, and one
             gather over the world on the CPU.
         """
-        if self._measured is not None:
+        if self.measured is not None:
             return
         self._num_steps += 1
         if self._num_steps == WARMUP_STEPS:
-            self._times = ActionTimes(self._mesh.device)
+            self.times = ActionTimes(self._mesh.device)
         elif self._num_steps == WARMUP_STEPS + MEASURED_STEPS:
-            assert self._times is not None, "the warm-up is over"
-            medians = self._times.medians(self._placement.num_chunks)
+            assert self.times is not None, "the warm-up is over"
+            medians = self.times.medians(self._placement.num_chunks)
             free = self._free(medians, num_microbatches)
-            transfer = measure_transfer(self._times.message_bytes, self._mesh)
-            self._measured = gather_measurements(
+            transfer = measure_transfer(self.times.message_bytes, self._mesh)
+            self.measured = gather_measurements(
                 medians, self._mesh, self._placement, free, transfer
             )
-            self._times = None
+            self.times = None
             self._executor.use_schedule(self._schedule)
 
     def _schedule(self, num_microbatches: int, forward_only: bool) -> Schedule:
         base = self._base(num_microbatches, forward_only)
         if forward_only:
             return base
-        if self._measured is None:
+        if self.measured is None:
             return in_halves(base)
         if num_microbatches not in self._schedules:
-            self._schedules[num_microbatches] = self._choose(self._measured, base)
+            self._schedules[num_microbatches] = self._choose(self.measured, base)
         return self._schedules[num_microbatches]
 
     def _base(self, num_microbatches: int, forward_only: bool) -> Schedule:

@@ -36,8 +36,7 @@ class StageGuard(TorchDispatchMode):
         self._before = [frozenset(vars(part)) for _, part in self._parts]
         for name, part in self._parts:
             for key, value in _iterators(part):
-                path = f"self.{name}.{key}" if name else f"self.{key}"
-                vars(part)[key] = _Unmoved(value, path, self._step)
+                vars(part)[key] = _Unmoved(value, _path(name, key), self._step)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -47,8 +46,7 @@ class StageGuard(TorchDispatchMode):
                 if isinstance(value, _Unmoved):
                     vars(part)[key] = value.iterator
                 elif key not in before:
-                    path = f"self.{name}.{key}" if name else f"self.{key}"
-                    _refuse_iterator(self._step, path, "in the step")
+                    _refuse_iterator(self._step, _path(name, key), "in the step")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -61,11 +59,10 @@ class StageGuard(TorchDispatchMode):
                 name = func.name().partition("::")[2].strip("_")
                 raise UnsupportedError(
                     f"{self._step} must not communicate between pipeline stages: {name} at "
-                    f"{_described(reader)}. Only the last stage runs a step to its end, so that "
-                    "the other stages would not take part, and the ranks would wait for each "
-                    "other. "
-                    "Use self.log with sync_dist=True or self.all_gather, which combine the ranks "
-                    "that read different data, or communicate in a hook such as on_train_batch_end."
+                    f"{Line.of(reader)}. Only the last stage runs a step to its end, so that the "
+                    "ranks would wait for each other. Use self.log with sync_dist=True or "
+                    "self.all_gather, which combine the ranks that read different data, or "
+                    "communicate in a hook such as on_train_batch_end."
                 )
         return func(*args, **(kwargs or {}))
 
@@ -86,7 +83,7 @@ class _Unmoved:
 
     def __next__(self) -> Any:
         frame = _user_frame()
-        where = "in the step" if frame is None else f"at {_described(frame)}"
+        where = "in the step" if frame is None else f"at {Line.of(frame)}"
         _refuse_iterator(self._step, self._path, where)
 
 
@@ -97,6 +94,10 @@ def _refuse_iterator(step: str, path: str, where: str) -> NoReturn:
         "that every run would get another item. Give the Trainer a CombinedLoader of both data "
         "sets, or take the item in a hook such as on_train_batch_start."
     ) from None
+
+
+def _path(module: str, key: str) -> str:
+    return f"self.{module}.{key}" if module else f"self.{key}"
 
 
 def _iterators(part: nn.Module) -> list[tuple[str, Any]]:
@@ -120,8 +121,3 @@ def _user_frame() -> FrameType | None:
     ):
         frame = frame.f_back
     return None if frame is None or runs_package(frame) else frame
-
-
-def _described(frame: FrameType) -> str:
-    line = Line.of(frame)
-    return f"{line.place}: {line.text!r}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -47,11 +47,11 @@ from lightning_megatron.strategy.private.loops import (
 )
 from lightning_megatron.strategy.process.dataloaders import deals_in_turn
 from lightning_megatron.strategy.step.batch_cuts import BatchCuts
+from lightning_megatron.strategy.step.limited_rows import LimitedRows
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses, TokenCounting
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.step_values import (
-    AroundRuns,
     MicrobatchOutputs,
     RunCall,
     StepCall,
@@ -76,6 +76,7 @@ class StepTrials:
     features: FeatureTrials
 
 
+@dataclass(eq=False)
 class Step:
     """Training and evaluation steps of one run, with all that happens around the user's step.
 
@@ -88,8 +89,8 @@ class Step:
     4. ``trials`` try the step at its first batch.
     5. ``attributes`` record the attributes of the module before the run, and share them after it.
     6. The log calls of a run are recorded, and replayed on every rank after it.
-    7. A limit on the rows of experts, in ``around``, may run a step again.
-    8. Graphs of whole steps, in ``around``, run in the place of 9.
+    7. ``limited_rows``, a limit on the rows of experts, may run a step again.
+    8. ``graphs.whole_steps`` run in the place of 9.
     9. ``executor`` runs the schedule, whose actions call the user's step and its backward passes.
 
     Gradients are finished after all of them. In a fit, the closure of the optimizer's step calls
@@ -99,49 +100,33 @@ class Step:
         state: Main parameters and gradients of the run, checked before and completed after a step.
         graphs: CUDA graphs, permitted or forbidden for a step; None to run all steps eagerly.
         trials: Trials of steps at their first batch; None skips them.
-        around: Objects through which each run of a step goes, the outermost one first.
+        limited_rows: Limit on the rows of experts; None without one.
         choice: Choice of the schedule by the times of the first steps; None keeps the executor's.
         overlaps_gradients: Whether sums of gradients may start during the backward pass.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        mesh: ParallelMesh,
-        precision: MegatronPrecision,
-        state: TrainingState,
-        layers: LayerStates,
-        buffers: SharedBuffers,
-        comparison: BatchComparison,
-        graphs: RunGraphs | None,
-        cuts: BatchCuts,
-        trials: StepTrials | None,
-        attributes: AttributeSync,
-        around: Sequence[AroundRuns],
-        choice: ScheduleChoice | None,
-        executor: PipelineExecutor,
-        *,
-        overlaps_gradients: bool,
-    ) -> None:
-        self._module = module
-        self._mesh = mesh
-        self._precision = precision
-        self._state = state
-        self._layers = layers
-        self._buffers = buffers
-        self._comparison = comparison
-        self._graphs = graphs
-        self._cuts = cuts
-        self._trials = trials
-        self._attributes = attributes
-        self._around = around
-        self._choice = choice
-        self._executor = executor
-        self._overlaps_gradients = overlaps_gradients
-        self._output = StepOutput(mesh)
-        self._replay = LogReplay(mesh)
-        self._counting = TokenCounting(mesh)
-        self._reads = WeightReads(mesh)
+    module: LightningModule
+    mesh: ParallelMesh
+    precision: MegatronPrecision
+    state: TrainingState
+    layers: LayerStates
+    buffers: SharedBuffers
+    comparison: BatchComparison
+    graphs: RunGraphs | None
+    cuts: BatchCuts
+    trials: StepTrials | None
+    attributes: AttributeSync
+    limited_rows: LimitedRows | None
+    choice: ScheduleChoice | None
+    executor: PipelineExecutor
+    _: KW_ONLY
+    overlaps_gradients: bool
+
+    def __post_init__(self) -> None:
+        self._output = StepOutput(self.mesh)
+        self._replay = LogReplay(self.mesh)
+        self._counting = TokenCounting(self.mesh)
+        self._reads = WeightReads(self.mesh)
         self._num_batches = 0
         self._clear_gradients: ClearGradients | None = None
 
@@ -161,10 +146,10 @@ class Step:
             :meth:`LogReplay.replay` and of :class:`StepGradients`; at the first batch one
             all-reduce over the data axis and one gather over the world, on the CPU.
         """
-        index = total_batch_index(self._module.trainer)
+        index = total_batch_index(self.module.trainer)
         self._begin(args[0], index)
-        with self._precision.train_step_context():
-            if not self._module.automatic_optimization:
+        with self.precision.train_step_context():
+            if not self.module.automatic_optimization:
                 return self._train_by_hand(args, kwargs, index)
             passes = self._passes()
             with self._permit_graphs(args[0], passes):
@@ -177,37 +162,37 @@ class Step:
 
     def _begin(self, batch: Any, index: int) -> None:
         """Check the batch, and look for what user code has changed since the last step."""
-        trainer = self._module.trainer
+        trainer = self.module.trainer
         will_step = not accumulates(trainer)
-        self._buffers.begin_batch(will_step or not self._module.automatic_optimization)
+        self.buffers.begin_batch(will_step or not self.module.automatic_optimization)
         self._num_batches += 1
-        self._comparison.check("training_step", "training", self._num_batches, batch)
-        self._state.checks.begin_step(index, will_step and is_logged(trainer))
-        if self._state.attach_new(trainer.optimizers, trainer.current_epoch) and self._graphs:
-            self._graphs.note_change()
-        self._layers.check_trained(trainer.current_epoch)
-        self._mesh.random.deals_in_turn = any(map(deals_in_turn, train_dataloaders(trainer)))
-        self._state.main.user_writes.adopt()
+        self.comparison.check("training_step", "training", self._num_batches, batch)
+        self.state.checks.begin_step(index, will_step and is_logged(trainer))
+        if self.state.attach_new(trainer.optimizers, trainer.current_epoch) and self.graphs:
+            self.graphs.note_change()
+        self.layers.check_trained(trainer.current_epoch)
+        self.mesh.random.deals_in_turn = any(map(deals_in_turn, train_dataloaders(trainer)))
+        self.state.main.user_writes.adopt()
 
     def _passes(self) -> TrainingPasses | None:
         """Return the backward passes; None if this batch computes no gradients."""
-        trainer = self._module.trainer
+        trainer = self.module.trainer
         if skips_backward(trainer):
             return None
         will_step = not accumulates(trainer)
-        overlaps = self._overlaps_gradients and will_step
-        states = self._layers if will_step and self._layers.is_used else None
+        overlaps = self.overlaps_gradients and will_step
+        states = self.layers if will_step and self.layers.is_used else None
         backward = BackwardPasses(
             run=self._run_backward,
-            observer=self._state.reducer if overlaps else None,
-            inspector=self._state.checks.inspector,
-            loss_weight=self._layers.loss_weight,
-            weight_gradients=self._state.reducer.weight_gradients,
+            observer=self.state.reducer if overlaps else None,
+            inspector=self.state.checks.inspector,
+            loss_weight=self.layers.loss_weight,
+            weight_gradients=self.state.reducer.weight_gradients,
         )
         return TrainingPasses(
             backward,
             self._clear_and_hide,
-            self._state.gradients.hide,
+            self.state.gradients.hide,
             adds=self._clear_gradients is None,
             will_step=will_step,
             states=states,
@@ -216,39 +201,44 @@ class Step:
     def _clear_and_hide(self) -> None:
         if self._clear_gradients is not None:
             self._clear_gradients()
-        if self._mesh.pp.size > 1:
-            self._state.gradients.hide()
+        if self.mesh.pp.size > 1:
+            self.state.gradients.hide()
 
     def _run_backward(self, loss: Tensor) -> None:
-        run_backward(self._module.trainer, loss, self._state.gradients.hide)
+        run_backward(self.module.trainer, loss, self.state.gradients.hide)
 
     def _permit_graphs(
         self, batch: Any, passes: TrainingPasses | None
     ) -> AbstractContextManager[None]:
         """Return the context in which graphs replace the captured parts of a training step."""
-        if self._graphs is None or passes is None:
+        if self.graphs is None or passes is None:
             return nullcontext()
-        growth = self._cuts.growth_of(batch)
+        growth = self.cuts.growth_of(batch)
         if growth is not None:
             # Graphs of whole steps have a fixed number of microbatches.
-            self._graphs.capture_again(growth)
-        return self._graphs.step(signature_of(batch), self._module.trainer.current_epoch)
+            self.graphs.capture_again(growth)
+        epoch = self.module.trainer.current_epoch
+        return self.graphs.step(signature_of(batch), epoch, is_final=not self._is_choosing)
 
     def _cut(self, args: tuple[Any, ...], index: int, passes: TrainingPasses | None) -> StepCall:
-        microbatches = self._cuts.cut_to_train(args[0], has_backward=passes is not None)
-        is_choosing = self._choice is not None and self._choice.measured is None
-        may_replay = passes is not None and not is_choosing
+        microbatches = self.cuts.cut_to_train(args[0], has_backward=passes is not None)
+        may_replay = passes is not None and not self._is_choosing
         return StepCall(("training_step",), microbatches, args[1:], index, passes, may_replay)
+
+    @property
+    def _is_choosing(self) -> bool:
+        """Return whether the schedule of the steps is still chosen; the same on all ranks."""
+        return self.choice is not None and self.choice.measured is None
 
     def _try(self, call: StepCall, batch: Any) -> None:
         """Try a step at its first batch, for microbatches and for sharded features."""
-        self._output.begin(self._module)
-        if self._trials is None or call.name == "predict_step":
+        self._output.begin(self.module)
+        if self.trials is None or call.name == "predict_step":
             return
         run = partial(self._run_trial, call)
-        if self._cuts.may_cut(batch):
-            self._trials.microbatches.check(call.key, batch, call.microbatches, run)
-        self._trials.features.check(call.name, call.microbatches[0], run)
+        if self.cuts.may_cut(batch):
+            self.trials.microbatches.check(call.key, batch, call.microbatches, run)
+        self.trials.features.check(call.name, call.microbatches[0], run)
 
     def _run_trial(
         self,
@@ -258,27 +248,27 @@ class Step:
         begin: Callable[[], None],
     ) -> list[Any]:
         """Run a step on parts of its batch without backward passes, as trials need it."""
-        with self._replay.record(self._module, recorder):
+        with self._replay.record(self.module, recorder):
             return self._run_microbatches(replace(call, microbatches=parts), recorder, begin=begin)
 
     def _run_to_train(self, call: StepCall) -> RanStep[MicrobatchOutputs]:
         """Run a training step, whose log calls follow those of the strategy itself."""
-        self._attributes.begin()
+        self.attributes.begin()
         has_backward = call.passes is not None
-        with self._replay.record(self._module) as recorder:
-            for name, value in self._precision.values_to_log().items():
-                self._module.log(name, value, on_step=True, on_epoch=False)
+        with self._replay.record(self.module) as recorder:
+            for name, value in self.precision.values_to_log().items():
+                self.module.log(name, value, on_step=True, on_epoch=False)
             call = replace(
                 call,
-                factor=self._precision.loss_factor,
-                divisor=self._module.trainer.accumulate_grad_batches,
+                factor=self.precision.loss_factor,
+                divisor=self.module.trainer.accumulate_grad_batches,
                 token_scale=self._counting.scale(call.microbatches),
             )
             with nullcontext() if has_backward else torch.no_grad():
                 ran = self._run(call)
         recorder.adopt(ran.result.recorder)
-        if self._choice is not None and has_backward:
-            self._choice.end_step(len(call.microbatches))
+        if self.choice is not None and has_backward:
+            self.choice.end_step(len(call.microbatches))
         return replace(ran, result=replace(ran.result, recorder=recorder))
 
     def _replay_training(self, call: StepCall, ran: RanStep[MicrobatchOutputs]) -> StepResult:
@@ -289,20 +279,20 @@ class Step:
         if call.passes is None:
             for number, output in enumerate(outputs):
                 losses.take(output, number)
-        if self._mesh.has_loss and self._mesh.world.size > 1:
+        if self.mesh.has_loss and self.mesh.world.size > 1:
             losses.check_complete()
         returns_more = bool(outputs) and isinstance(outputs[0], Mapping)
         replayed = self._replay.replay(
-            self._module,
+            self.module,
             ran.result.recorder,
             (call.name, ran.graph),
-            [losses.report(), losses.num_tokens(self._mesh.device)],
+            [losses.report(), losses.num_tokens(self.mesh.device)],
             losses.counts,
             returns_more,
             is_repeated=ran.is_repeated,
         )
-        self._attributes.share_after(call.name)
-        has_loss = not (self._mesh.has_loss and losses.is_empty)
+        self.attributes.share_after(call.name)
+        has_loss = not (self.mesh.has_loss and losses.is_empty)
         if has_loss:
             self._counting.check(replayed.is_counted)
         loss, num_tokens = replayed.extra
@@ -314,7 +304,7 @@ class Step:
         if returns_more:
             merged = _merged(step_outputs(ran), call.microbatches, losses.counts)
         if replayed.returns_more:
-            merged = self._attributes.outputs_after(call.name, merged)
+            merged = self.attributes.outputs_after(call.name, merged)
         return replace(
             result, output={**merged, "loss": mean} if isinstance(merged, Mapping) else mean
         )
@@ -323,30 +313,30 @@ class Step:
         """Finish the gradients if the optimizer steps, and call the hooks after backward passes."""
         if passes is None:
             return
-        self._state.checks.note("loss", result.loss)
-        self._state.gradients.end_batch(result.num_tokens, passes.will_step)
+        self.state.checks.note("loss", result.loss)
+        self.state.gradients.end_batch(result.num_tokens, passes.will_step)
         if passes.will_step:
             self._finish_states()
-        call_after_backward_hooks(self._module.trainer)
+        call_after_backward_hooks(self.module.trainer)
 
     def _finish_states(self) -> None:
         """End the step of layers with state; capture again if their scales become delayed ones."""
-        if self._layers.finish_step() and self._graphs is not None:
-            self._graphs.capture_again("products in 8 bits have scales of earlier steps now")
+        if self.layers.finish_step() and self.graphs is not None:
+            self.graphs.capture_again("products in 8 bits have scales of earlier steps now")
 
     def _train_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any], index: int) -> Any:
         """Run a step of manual optimization, whose backward passes user code runs."""
-        self._state.main.wait()
-        dp = self._mesh.dp
+        self.state.main.wait()
+        dp = self.mesh.dp
         count = count_samples(args[0])
-        samples = self._mesh.random.samples_of(range(count), count, dp.rank, dp.size)
-        self._mesh.random.begin_microbatch(index, dp.rank, samples)
-        if self._layers.loss_weight is not None:
-            self._layers.loss_weight.value = self._precision.loss_factor
-        guard = self._reads.guard(self._module, "training_step")
-        passes = _wrap_backward_passes(self._state.gradients.raw_backward)
-        with guard, passes, name_cut_layers(self._module, self._mesh):
-            output = self._module.training_step(*args, **kwargs)
+        samples = self.mesh.random.samples_of(range(count), count, dp.rank, dp.size)
+        self.mesh.random.begin_microbatch(index, dp.rank, samples)
+        if self.layers.loss_weight is not None:
+            self.layers.loss_weight.value = self.precision.loss_factor
+        guard = self._reads.guard(self.module, "training_step")
+        passes = _wrap_backward_passes(self.state.gradients.raw_backward)
+        with guard, passes, name_cut_layers(self.module, self.mesh):
+            output = self.module.training_step(*args, **kwargs)
         self._finish_states()
         return output
 
@@ -361,17 +351,17 @@ class Step:
         Communication: that of :meth:`BatchComparison.check`, of the schedule and of
             :meth:`LogReplay.replay`.
         """
-        self._state.main.wait()
+        self.state.main.wait()
         batch = args[0]
         index = args[1] if len(args) > 1 and isinstance(args[1], int) else 0
         key = (name, *args[2:])
-        self._comparison.check(key, _KINDS[name], index + 1, batch)
+        self.comparison.check(key, _KINDS[name], index + 1, batch)
         by_graphs: AbstractContextManager[None] = nullcontext()
-        if self._graphs is not None:
-            by_graphs = self._graphs.evaluation(key, signature_of(batch), index)
-        call = StepCall(key, self._cuts.cut(batch), args[1:], index)
+        if self.graphs is not None:
+            by_graphs = self.graphs.evaluation(key, signature_of(batch), index)
+        call = StepCall(key, self.cuts.cut(batch), args[1:], index)
         self._try(call, batch)
-        self._attributes.begin()
+        self.attributes.begin()
         with by_graphs:
             ran = self._run(call)
         if name == "predict_step":
@@ -384,21 +374,21 @@ class Step:
         counts = token_counts_in(outputs)
         merged = _merged(outputs, call.microbatches, counts)
         self._replay.replay(
-            self._module,
+            self.module,
             ran.result.recorder,
             (*call.key, ran.graph),
             counts=counts,
             is_repeated=ran.is_repeated,
         )
-        self._attributes.share_after(call.name)
-        return self._attributes.outputs_after(call.name, merged)
+        self.attributes.share_after(call.name)
+        return self.attributes.outputs_after(call.name, merged)
 
     def _share_predictions(self, call: StepCall, ran: RanStep[MicrobatchOutputs]) -> Any:
         """Return the predictions of the last stage on every stage."""
         merged = _merged(step_outputs(ran), call.microbatches, None)
-        self._replay.share_outputs(self._module, ran.result.recorder)
-        self._attributes.share_after(call.name)
-        pp_cpu = self._mesh.pp_cpu
+        self._replay.share_outputs(self.module, ran.result.recorder)
+        self.attributes.share_after(call.name)
+        pp_cpu = self.mesh.pp_cpu
         if pp_cpu.size == 1:
             return merged
         on_cpu = apply_to_collection(merged, Tensor, Tensor.cpu)
@@ -407,20 +397,22 @@ class Step:
     # ---- a run of the schedule, the same for training, evaluation and trials
 
     def _run(self, call: StepCall) -> RanStep[MicrobatchOutputs]:
-        """Run the microbatches of a step through all objects around runs."""
+        """Run a step with a limit on the rows of experts, and by whole graphs, if there are."""
         run: RunCall = self._run_schedule
-        for outer in reversed(self._around):
-            run = partial(outer.run, run)
+        if self.graphs is not None and self.graphs.whole_steps is not None:
+            run = partial(self.graphs.whole_steps.run, run)
+        if self.limited_rows is not None:
+            run = partial(self.limited_rows.run, run)
         return run(call)
 
     def _run_schedule(self, call: StepCall) -> RanStep[MicrobatchOutputs]:
-        """Run the microbatches of a step eagerly, inside of all objects around runs."""
+        """Run the microbatches of a step eagerly, inside of all that surrounds runs."""
         losses: MicrobatchLosses | None = None
         if call.is_training:
             losses = MicrobatchLosses(
                 call.microbatches, call.factor, call.divisor, call.token_scale
             )
-        with self._replay.record(self._module) as recorder:
+        with self._replay.record(self.module) as recorder:
             outputs = self._run_microbatches(call, recorder, losses)
         return RanStep(MicrobatchOutputs(outputs, recorder, losses))
 
@@ -437,24 +429,24 @@ class Step:
             losses: Losses that backward passes start from; None runs no backward passes.
             begin: Function that a trial calls before each microbatch; None outside of trials.
         """
-        guard = self._reads.guard(self._module, call.name)
+        guard = self._reads.guard(self.module, call.name)
         run_user_step = partial(self._run_user_step, call, recorder, guard, begin)
-        trial = Trial(call.name, partial(preserve_state, self._module, call.name))
+        trial = Trial(call.name, partial(preserve_state, self.module, call.name))
         draws: AbstractContextManager[Any] = nullcontext()
-        if self._trials is not None:
-            draws = self._trials.features.draws.streams()
+        if self.trials is not None:
+            draws = self.trials.features.draws.streams()
         backward: BackwardPasses | None = None
         if losses is not None and call.passes is not None:
-            if self._mesh.pp.size > 1:
+            if self.mesh.pp.size > 1:
                 call.passes.clear()
             backward = replace(
                 call.passes.backward,
                 loss_of=partial(self._loss_of, call.passes, losses),
                 weight_of=losses.weight_of,
-                times=None if self._choice is None else self._choice.times,
+                times=None if self.choice is None else self.choice.times,
             )
         with draws:
-            return self._executor.run(
+            return self.executor.run(
                 run_user_step, call.microbatches, backward, step=call.index, trial=trial
             )
 
@@ -466,32 +458,30 @@ class Step:
         begin: Callable[[], None] | None,
         data: Any,
     ) -> Any:
-        is_direct = (
-            self._mesh.pp.size == 1 and len(call.microbatches) == 1 and not recorder.is_trial
-        )
-        is_repeated = self._mesh.pp.size > 1 or self._layers.row_limit is not None
+        is_direct = self.mesh.pp.size == 1 and len(call.microbatches) == 1 and not recorder.is_trial
+        is_repeated = self.mesh.pp.size > 1 or self.layers.row_limit is not None
         sizes = {id(part.data): part.num_samples for part in call.microbatches}
-        recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
+        recorder.begin(sizes[id(data)], is_muted=not self.executor.runs_to_end)
         if begin is not None:
             begin()
         output: AbstractContextManager[None] = nullcontext()
         if not is_direct:
-            output = self._output.of(self._module, recorder, self._executor)
+            output = self._output.of(self.module, recorder, self.executor)
         with (
             output,
-            self._attributes.trial() if self._executor.is_repeated else nullcontext(),
+            self.attributes.trial() if self.executor.is_repeated else nullcontext(),
             guard,
-            name_cut_layers(self._module, self._mesh),
+            name_cut_layers(self.module, self.mesh),
         ):
             # A step may change its batch, and another run needs it as it was.
             data = copy_batch(data) if is_repeated else data
-            return getattr(self._module, call.name)(data, *call.args)
+            return getattr(self.module, call.name)(data, *call.args)
 
     def _loss_of(
         self, passes: TrainingPasses, losses: MicrobatchLosses, output: Any, number: int
     ) -> Tensor | None:
         """Return the loss from which the backward pass of a microbatch starts."""
-        if self._mesh.pp.size == 1 and number == 0:
+        if self.mesh.pp.size == 1 and number == 0:
             passes.clear()
         if isinstance(output, Mapping):
             # The output of a replaced model gathers its logits at the first read, which must

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -91,7 +91,7 @@ class StepCall:
     @property
     def is_training(self) -> bool:
         """Return whether the step is ``training_step``, with or without backward passes."""
-        return self.name == TRAINING.name
+        return self.name == TRAINING
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,6 @@ class MicrobatchOutputs:
 
 #: Function that runs the microbatches of a step.
 RunCall = Callable[[StepCall], RanStep[MicrobatchOutputs]]
-
-
-class AroundRuns(Protocol):
-    """Object through which all runs of steps go."""
-
-    def run(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
-        """Run the microbatches of a step by ``inner``, once or repeatedly, or by a graph."""
 
 
 @dataclass(frozen=True)

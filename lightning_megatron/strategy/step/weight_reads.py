@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, Self
@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -30,44 +31,12 @@ from lightning_megatron.user_code import (
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 #: Functions that return metadata of a tensor or register hooks, and read no values.
 _METADATA = frozenset(
-    {
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "stride",
-        "storage_offset",
-        "element_size",
-        "data_ptr",
-        "type",
-    }
-    | {
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "is_signed",
-        "get_device",
-        "requires_grad_",
-        "__len__",
-    }
-    | {
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "untyped_storage",
-        "__repr__",
-        "__format__",
-        "__set__",
-    }
-    | {
-        "__hash__",
-        "__deepcopy__",
-        "__reduce_ex__",
-        "has_names",
-        "is_inference",
-        "is_same_size",
-        "is_shared",
-    }
+    """
+    size dim ndimension numel nelement stride storage_offset element_size data_ptr type
+    is_floating_point is_complex is_contiguous is_signed get_device requires_grad_ __len__
+    register_hook register_post_accumulate_grad_hook untyped_storage __repr__ __format__ __set__
+    __hash__ __deepcopy__ __reduce_ex__ has_names is_inference is_same_size is_shared
+    """.split()
 )
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -84,41 +53,36 @@ class WeightReads:
     """
 
     def __init__(self, mesh: ParallelMesh) -> None:
-        self._mesh = mesh
-        self._checked_steps: set[str] = set()
+        self.mesh = mesh
+        #: Steps whose first batch has been watched.
+        self.checked_steps: set[str] = set()
 
     def guard(self, module: nn.Module, step: str) -> AbstractContextManager[Any]:
         """Return a context for a step, which watches the first call only."""
-        if step in self._checked_steps or self._mesh.tp.size * self._mesh.pp.size == 1:
+        if step in self.checked_steps or self.mesh.tp.size * self.mesh.pp.size == 1:
             return nullcontext()
-        self._checked_steps.add(step)
+        self.checked_steps.add(step)
         # torch.compile would trace the guard's mode into the compiled code.
         if any(
             part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
             for _, part in named_layers(module)
         ):
             return nullcontext()
-        stages = StageGuard(module, step, self._mesh) if self._mesh.pp.size > 1 else nullcontext()
+        stages = StageGuard(module, step, self.mesh) if self.mesh.pp.size > 1 else nullcontext()
         watched = dict(self._incomplete(module))
-        return _Guard(module, step, watched, stages, self._mesh, self._checked_steps)
+        return _Guard(module, step, watched, stages, self)
 
     def _incomplete(self, module: nn.Module) -> Iterator[tuple[int, tuple[str, str]]]:
         """Yield identity, name and reason of the parameters that are incomplete on this rank."""
         staged = [model for _, model in pipelined_modules(module)]
         inside = {id(parameter) for part in staged for parameter in part.parameters()}
+        tp = self.mesh.tp.size
+        pp = self.mesh.pp.size
         for name, parameter in module.named_parameters():
-            if self._mesh.tp.size > 1 and shard_spec_of(parameter).full_shape != tuple(
-                parameter.shape
-            ):
-                yield id(parameter), (name, f"cut over tp ({self._mesh.tp.size})")
-            elif self._mesh.pp.size > 1 and id(parameter) in inside:
-                yield (
-                    id(parameter),
-                    (
-                        name,
-                        f"in a model of which each stage has its layers (pp {self._mesh.pp.size})",
-                    ),
-                )
+            if tp > 1 and _is_cut(parameter):
+                yield id(parameter), (name, f"cut over tp ({tp})")
+            elif pp > 1 and id(parameter) in inside:
+                yield id(parameter), (name, f"in a model of which each stage has layers (pp {pp})")
 
 
 class _Guard(TorchFunctionMode):
@@ -134,13 +98,12 @@ class _Guard(TorchFunctionMode):
         step: str,
         watched: Mapping[int, tuple[str, str]],
         stages: AbstractContextManager[Any],
-        mesh: ParallelMesh,
-        checked_steps: set[str],
+        reads: WeightReads,
     ) -> None:
         super().__init__()
         self._stages = stages
-        self._mesh = mesh
-        self._checked_steps = checked_steps
+        self._reads = reads
+        self._mesh = reads.mesh
         self._root = root
         self._step = step
         self._watched = watched
@@ -156,7 +119,7 @@ class _Guard(TorchFunctionMode):
         """
         super().__exit__(*error)
         if isinstance(error[1], RuntimeError):
-            self._checked_steps.discard(self._step)
+            self._reads.checked_steps.discard(self._step)
         self._stages.__exit__(*error)
 
     def __torch_function__(
@@ -168,7 +131,7 @@ class _Guard(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if _reads_values(func):
-            for value in _flat((*args, *kwargs.values())):
+            for value in tree_leaves((args, kwargs)):
                 if id(value) in self._watched and isinstance(value, nn.Parameter):
                     self._check(value)
         if func not in _DERIVATIVES:
@@ -226,21 +189,19 @@ class _Guard(TorchFunctionMode):
             return
         name, reason = self._watched[id(parameter)]
         line = Line.of(reader)
+        whole = "pp=1"
+        if "tp" in reason:
+            whole = "give its layer the kind 'replicate' in tensor_parallel_plan"
         raise UnsupportedError(
             f"{self._step} must not read a weight of which this rank holds a part: {name!r} is "
-            f"{reason}, and {line.place} reads it: {line.text!r}. A "
-            "penalty or a norm would be computed from this part only. Use the optimizer's "
-            "weight_decay for a penalty, the strategy's checkpoints to read values"
-            + (
-                ", or give its layer the kind 'replicate' in tensor_parallel_plan."
-                if "tp" in reason
-                else ", or pp=1."
-            )
+            f"{reason}, and {line.place} reads it: {line.text!r}. A penalty or a norm would be "
+            "computed from this part only. Use the optimizer's weight_decay for a penalty, the "
+            f"strategy's checkpoints to read values, or {whole}."
         )
 
     def _is_owner_called(self, parameter: nn.Parameter, frame: FrameType | None) -> bool:
         """Return whether a module that may read the parameter is being called."""
-        is_cut = shard_spec_of(parameter).full_shape != tuple(parameter.shape)
+        is_cut = _is_cut(parameter)
         while frame is not None:
             if frame.f_code is MODULE_CALL:
                 module: nn.Module = frame.f_locals["self"]
@@ -257,16 +218,12 @@ class _Guard(TorchFunctionMode):
         return False
 
 
+def _is_cut(parameter: nn.Parameter) -> bool:
+    return shard_spec_of(parameter).full_shape != tuple(parameter.shape)
+
+
 def _reads_values(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(getattr(func, "__self__", None), "__name__", "") in _VALUES
     return name not in _METADATA
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -54,8 +54,6 @@ class WholeSteps:
         self._state = state
         self._graphs = graphs
         self._factor: torch.Tensor | None = None
-        self._reader: str | None = None
-        self._has_looked_for_reader = False
         state.main.gather.defers = True
 
     def run(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
@@ -65,10 +63,14 @@ class WholeSteps:
             :meth:`StepGraphs.run`.
         """
         if call.may_replay and call.passes is not None:
-            return self._train(inner, call, call.passes)
-        if call.may_replay and not call.is_training and self._graphs.evaluates:
-            return self._evaluate(inner, call)
-        return self._run_eagerly(inner, call)
+            ran = self._train(inner, call, call.passes)
+        elif call.may_replay and not call.is_training and self._graphs.evaluates:
+            ran = self._evaluate(inner, call)
+        else:
+            ran = self._run_eagerly(inner, call)
+        if ran.is_new:
+            self._name_numbers(call.name, ran.result)
+        return ran
 
     def _run_eagerly(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
         if call.is_training:
@@ -80,7 +82,7 @@ class WholeSteps:
     ) -> RanStep[MicrobatchOutputs]:
         gather = self._state.main.gather
         gather.defers = not self._graphs.is_off
-        if passes.backward.inspector is not None or self._hook_in_backward() is not None:
+        if passes.backward.inspector is not None or self._hook_in_backward is not None:
             return self._run_eagerly(inner, call)
         passes = passes.cleared()
         observer = passes.backward.observer
@@ -104,12 +106,8 @@ class WholeSteps:
                 holds_sums=sums,
                 variant=(sums, gather.is_deferred, states is not None),
                 prepare=gather.wait_for_started,
-                around=partial(refuse_kept_changes, self._module, call.name),
-                held=partial(attributes_of, self._module),
             )
         )
-        if ran.is_new:
-            self._name_numbers(call.name, ran.result)
         if states is not None and ran.result.statistics is not None:
             states.adopt(ran.result.statistics)
         return ran
@@ -128,7 +126,7 @@ class WholeSteps:
 
     def _evaluate(self, inner: RunCall, call: StepCall) -> RanStep[MicrobatchOutputs]:
         captured = _unread(call)
-        ran = self._graphs.run(
+        return self._graphs.run(
             CapturableStep(
                 " ".join(map(str, call.key)),
                 (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self._module.training),
@@ -137,13 +135,8 @@ class WholeSteps:
                 run_eagerly=lambda: inner(call).result,
                 run=lambda given: inner(replace(captured, microbatches=given)).result,
                 prepare=self._state.main.wait,
-                around=partial(refuse_kept_changes, self._module, call.name),
-                held=partial(attributes_of, self._module),
             )
         )
-        if ran.is_new:
-            self._name_numbers(call.name, ran.result)
-        return ran
 
     def _static_factor(self, factor: float | torch.Tensor) -> float | torch.Tensor:
         """Return the loss scale as one tensor for all steps, or as a number if it was always 1."""
@@ -153,17 +146,14 @@ class WholeSteps:
             self._factor = torch.ones((), dtype=torch.float64, device=self._mesh.device)
         return self._factor.fill_(factor)
 
+    @cached_property
     def _hook_in_backward(self) -> str | None:
         """Return a hook that reads each microbatch's loss, if any; replays would not call it."""
-        if not self._has_looked_for_reader:
-            self._has_looked_for_reader = True
-            self._reader = first_overridden(self._module.trainer, ("on_before_backward",))
-            if self._reader is not None:
-                self._graphs.say(
-                    f"training_step runs eagerly: {self._reader} runs inside of it, and would not "
-                    "run at a replay."
-                )
-        return self._reader
+        hook = first_overridden(self._module.trainer, ("on_before_backward",))
+        if hook is not None:
+            reason = f"inside of which {hook} runs, which no replay calls"
+            self._graphs.eager["training_step", reason] += 1
+        return hook
 
     def _name_numbers(self, step: str, ran: MicrobatchOutputs) -> None:
         """Warn of log calls with plain numbers, because replays log the numbers of the capture."""
@@ -201,10 +191,11 @@ def refuse_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
     finally:
         state.restore()
     if changed:
-        name, kind = next(iter(changed.items()))
+        (name, kind), *others = changed.items()
+        more = f" and {len(others)} more" if others else ""
         raise UnsupportedError(
             f"a captured {step} must not change attributes of the module: it changes {name} "
-            f"({kind}){_more(changed)}. A replay runs no Python, so they would keep the values of "
+            f"({kind}){more}. A replay runs no Python, so they would keep the values of "
             "the capture. Return such values from the step, log them as tensors, or change them in "
             "hooks such as on_train_batch_end."
         )
@@ -235,10 +226,6 @@ def _unread(call: StepCall) -> StepCall:
     if not call.args or type(call.args[0]) is not int:
         return call
     return replace(call, args=(CapturedIndex(call.args[0]), *call.args[1:]))
-
-
-def _more(changed: Mapping[str, str]) -> str:
-    return f" and {len(changed) - 1} more" if len(changed) > 1 else ""
 
 
 _READS = tuple(
