@@ -142,9 +142,10 @@ class GraphRunner(StepCaptures):
         keys = {(chunk, key) for (chunk, _), numbers in counts.items() for key in numbers}
         shapes = Counter((chunk, key.mode) for chunk, key in keys)
         total = sum(counts.values(), Counter[ChunkKey]())
+        evaluating = sum(number for key, number in total.items() if not key.mode.has_backward)
         return GraphCounts(
             total.total(),
-            sum(number for key, number in total.items() if not key.mode.has_backward),
+            evaluating,
             tuple(slots[chunk] for chunk in sorted(slots)),
             max(shapes.values(), default=0),
             self._tools.seconds,

@@ -11,12 +11,7 @@ from torch import nn
 from lightning_megatron.user_code import refuses_graphs
 
 #: Attributes of a module with the hooks of each kind.
-_KINDS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OWN = __name__.partition(".")[0]
 
 

@@ -140,11 +140,8 @@ class LimitedRows:
     def _warn(self, needs: Sequence[RowNeed]) -> None:
         """Warn of the buffer that needed the most rows, and let the limit grow on all ranks."""
         largest = max(needs, key=_over_share, default=None)
-        row_needs = [
-            (need, rank)
-            for rank, need in enumerate(all_gather_objects(largest, self._mesh.world_cpu))
-            if need is not None
-        ]
+        gathered = all_gather_objects(largest, self._mesh.world_cpu)
+        row_needs = [(need, rank) for rank, need in enumerate(gathered) if need is not None]
         need, rank = max(row_needs, key=lambda pair: _over_share(pair[0]))
         factor = self._limit.factor
         message = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -130,14 +131,8 @@ class MicrobatchLosses:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the reported loss: that of the step, at least float32."""
-        dtype = (
-            torch.float32
-            if self._losses
-            else torch.promote_types(torch.get_default_dtype(), torch.float32)
-        )
-        for loss in self._losses:
-            dtype = torch.promote_types(dtype, loss.dtype)
-        return dtype
+        dtypes = [loss.dtype for loss in self._losses] or [torch.get_default_dtype()]
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     def report(self) -> Tensor:
         """Return the mean loss in float64: over tokens, or over samples divided by ``divisor``.
