@@ -107,13 +107,11 @@ def test_attention_by_blocks_in_half_precision_equals_float64(kv_heads, name, is
             keys, values = (taken(tensor, at.t()) for tensor in full[1:])
             shares = [torch.zeros(keys.shape, device="cuda") for _ in range(2)]
             for block in blocks:
+                rows = block.queries
                 gradients = backward_part(
-                    taken(rank_grad, block.queries),
-                    taken(query, block.queries),
-                    taken(keys, block.keys),
-                    taken(values, block.keys),
-                    taken(out, block.queries),
-                    taken(lse.permute(2, 0, 1), block.queries).permute(1, 2, 0),
+                    taken(rank_grad, rows),
+                    (taken(query, rows), taken(keys, block.keys), taken(values, block.keys)),
+                    (taken(out, rows), taken(lse.permute(2, 0, 1), rows).permute(1, 2, 0)),
                     block.span,
                     block.key_rows,
                 )

@@ -51,13 +51,13 @@ def test_attention_parts_by_a_package_agree_with_operators_of_torch(package, kin
     results = forward_part(wide_query, wide_key, wide_value, span, keys)
     expected_tensors = (
         *results,
-        *backward_part(grad.double(), wide_query, wide_key, wide_value, *results, span, keys),
+        *backward_part(grad.double(), (wide_query, wide_key, wide_value), results, span, keys),
     )
     choice = FlashChoice(package(module), "")
     monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
     results = forward_part(query, key, value, span, keys)
-    actual_tensors = *results, *backward_part(grad, query, key, value, *results, span, keys)
+    actual_tensors = *results, *backward_part(grad, (query, key, value), results, span, keys)
     for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
         distance = relative_difference(actual, expected)
         assert distance < 0.01, f"result {number} is off by {distance:.3g}"

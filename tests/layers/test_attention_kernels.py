@@ -212,7 +212,7 @@ def test_kernels_of_packages_equal_torch_for_every_span(name, case, monkeypatch)
     def run(statistics: tuple[Tensor, Tensor] | None) -> list[Tensor]:
         out, lse = forward_part(query, key, value, span, keys)
         statistics = statistics or merged(out, lse)
-        return [out, lse, *backward_part(grad, query, key, value, *statistics, span, keys)]
+        return [out, lse, *backward_part(grad, (query, key, value), statistics, span, keys)]
 
     def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return statistics of a softmax over more keys than these."""

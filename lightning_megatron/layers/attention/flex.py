@@ -14,8 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from lightning_megatron.layers.attention.operators import KeyRows, keys_of, places_from_end
-from lightning_megatron.layers.attention.span import AttentionSpan, add_sinks, document_of_tokens
+from lightning_megatron.layers.attention.operators import (
+    KeyRows,
+    PartInputs,
+    keys_of,
+    places_from_end,
+)
+from lightning_megatron.layers.attention.span import (
+    AttentionSpan,
+    Results,
+    add_sinks,
+    document_of_tokens,
+)
 from lightning_megatron.shapes import Bool, Float, Int
 
 #: Number of kernels that a process may compile, for different spans, dtypes and shapes of batches.
@@ -47,7 +57,7 @@ def flex_forward(
     value: Float[Tensor, "_ batch kv_heads head_dim"],
     span: AttentionSpan,
     keys: KeyRows | None = None,
-) -> tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch heads seq"]]:
+) -> Results:
     """Compute attention to a part of the keys and its log-sum-exps, differentiably.
 
     Equal to ``attention.parts.forward_part``; sinks are ignored.
@@ -58,18 +68,11 @@ def flex_forward(
 
 def flex_backward(
     grad_out: Float[Tensor, "seq batch heads head_dim"],
-    query: Float[Tensor, "seq batch heads head_dim"],
-    key: Float[Tensor, "_ batch kv_heads head_dim"],
-    value: Float[Tensor, "_ batch kv_heads head_dim"],
-    out: Float[Tensor, "seq batch heads head_dim"],
-    lse: Float[Tensor, "batch heads seq"],
+    inputs: PartInputs,
+    result: Results,
     span: AttentionSpan,
     keys: KeyRows | None = None,
-) -> tuple[
-    Float[Tensor, "seq batch heads head_dim"],
-    Float[Tensor, "_ batch kv_heads head_dim"],
-    Float[Tensor, "_ batch kv_heads head_dim"],
-]:
+) -> PartInputs:
     """Compute the gradients of queries, keys and values of a part from the merged results.
 
     The kernel's backward pass takes gradients of a part's own output ``o_p`` and log-sum-exps
@@ -83,9 +86,8 @@ def flex_backward(
 
     Equal to ``attention.parts.backward_part``.
     """
-    query, key, value = inputs = tuple(
-        tensor.detach().requires_grad_() for tensor in (query, key, value)
-    )
+    out, lse = result
+    query, key, value = leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
     with torch.enable_grad():
         part, part_lse = flex_forward(query, key, value, span, keys)
     # Both log-sum-exps may be minus infinity, for queries without visible keys.
@@ -94,7 +96,7 @@ def flex_backward(
     grad_part = wide * share.permute(2, 0, 1)[..., None]
     lean = (wide * (part.detach().to(share.dtype) - out.to(share.dtype))).sum(-1)
     gradients = grad_part.to(part.dtype), share * lean.permute(1, 2, 0)
-    input_gradients = torch.autograd.grad((part, part_lse), inputs, gradients)
+    input_gradients = torch.autograd.grad((part, part_lse), leaves, gradients)
     return input_gradients[0], input_gradients[1], input_gradients[2]
 
 

@@ -18,6 +18,12 @@ from lightning_megatron.shapes import Bool, Float, Int
 
 #: Function that drops attention weights with a probability.
 DropWeights: TypeAlias = Callable[[Tensor, float], Tensor]
+#: Queries, keys and values of a part, or their gradients.
+PartInputs = tuple[
+    Float[Tensor, "seq batch heads head_dim"],
+    Float[Tensor, "_ batch kv_heads head_dim"],
+    Float[Tensor, "_ batch kv_heads head_dim"],
+]
 #: Divisor of the row stride of a mask (elements).
 _ALIGNMENT = 8
 

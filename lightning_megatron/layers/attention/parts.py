@@ -29,6 +29,7 @@ from lightning_megatron.layers.attention.flash_kernels import (
 from lightning_megatron.layers.attention.flex import flex_backward, flex_forward
 from lightning_megatron.layers.attention.operators import (
     KeyRows,
+    PartInputs,
     keys_of,
     masked_scores,
     raw_scores,
@@ -42,12 +43,6 @@ from lightning_megatron.layers.attention.span import (
     gradient_of_sinks,
 )
 from lightning_megatron.shapes import Float
-
-Gradients = tuple[
-    Float[Tensor, "seq batch heads head_dim"],
-    Float[Tensor, "_ batch kv_heads head_dim"],
-    Float[Tensor, "_ batch kv_heads head_dim"],
-]
 
 
 def attend_by_parts(
@@ -119,20 +114,19 @@ def forward_by_operators(
 
 def backward_part(
     grad_out: Float[Tensor, "seq batch heads head_dim"],
-    query: Float[Tensor, "seq batch heads head_dim"],
-    key: Float[Tensor, "_ batch kv_heads head_dim"],
-    value: Float[Tensor, "_ batch kv_heads head_dim"],
-    out: Float[Tensor, "seq batch heads head_dim"],
-    lse: Float[Tensor, "batch heads seq"],
+    inputs: PartInputs,
+    result: Results,
     span: AttentionSpan,
     keys: KeyRows | None = None,
-) -> Gradients:
+) -> PartInputs:
     """Compute the gradients of queries, keys and values of a part, as of :func:`forward_part`."""
+    query, key, value = inputs
     core = core_of_part(query, span, keys)
     if core == "flash":
-        return _flash_backward(grad_out, query, key, value, out, lse, span, keys)
+        return _flash_backward(grad_out, inputs, result, span, keys)
     if core == "flex":
-        return flex_backward(grad_out, query, key, value, out, lse, span, keys)
+        return flex_backward(grad_out, inputs, result, span, keys)
+    out, lse = result
     weights = _weights(masked_scores(query, key, span, keys), lse)
     wide = weights.dtype
     delta = (grad_out.to(wide) * out.to(wide)).sum(-1).permute(1, 2, 0)[..., None]
@@ -226,24 +220,19 @@ def _flash_forward(
 
 
 def _flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    span: AttentionSpan,
-    keys: KeyRows | None,
-) -> Gradients:
+    grad_out: Tensor, inputs: PartInputs, result: Results, span: AttentionSpan, keys: KeyRows | None
+) -> PartInputs:
+    query, key, _ = inputs
+    out, lse = result
     packed = span.borders is not None
     call = _flash_call(query, key, span, keys)
     kernel = _kernel_of(query, key, call)
     grad_rows, queries, key_rows, values, out_rows = (
-        _rows(tensor, packed) for tensor in (grad_out, query, key, value, out)
+        _rows(tensor, packed) for tensor in (grad_out, *inputs, out)
     )
-    result = out_rows, (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous()
-    gradients = kernel.backward(grad_rows, (queries, key_rows, values), result, call)
-    pairs = zip(gradients, (query, key, value), strict=True)
+    sums = (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous()
+    gradients = kernel.backward(grad_rows, (queries, key_rows, values), (out_rows, sums), call)
+    pairs = zip(gradients, inputs, strict=True)
     unpacked = [
         (gradient.unflatten(0, (like.shape[1], -1)) if packed else gradient).transpose(0, 1)
         for gradient, like in pairs
@@ -271,7 +260,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, sinks, out, lse = ctx.saved_tensors
         (grad_out,) = grads
-        gradients = backward_part(grad_out, query, key, value, out, lse, ctx.span)
+        gradients = backward_part(grad_out, (query, key, value), (out, lse), ctx.span)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             grad_sinks = gradient_of_sinks(grad_out, out, lse, sinks)

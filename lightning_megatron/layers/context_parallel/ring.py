@@ -182,13 +182,11 @@ class _Ring(torch.autograd.Function):
         for source, keys, values in _blocks_of_ranks(key_value, ctx.axis):
             of_key_value = key_value.new_zeros(key_value.shape, dtype=dtype)
             for block in ctx.blocks[source]:
+                rows = block.queries
                 shares = backward_part(
-                    taken(grad, block.queries),
-                    taken(query, block.queries),
-                    taken(keys, block.keys),
-                    taken(values, block.keys),
-                    taken(out, block.queries),
-                    taken(log_sum.permute(2, 0, 1), block.queries).permute(1, 2, 0),
+                    taken(grad, rows),
+                    (taken(query, rows), taken(keys, block.keys), taken(values, block.keys)),
+                    (taken(out, rows), taken(log_sum.permute(2, 0, 1), rows).permute(1, 2, 0)),
                     block.span,
                     block.key_rows,
                 )
