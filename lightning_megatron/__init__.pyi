@@ -3,17 +3,6 @@
 from lightning_megatron.data.datamodule import TokenDataModule as TokenDataModule
 from lightning_megatron.data.streaming import Streaming as Streaming
 from lightning_megatron.data.text_datamodule import TextDataModule as TextDataModule
-from lightning_megatron.errors import CaptureError as CaptureError
-from lightning_megatron.errors import CheckpointMismatchError as CheckpointMismatchError
-from lightning_megatron.errors import CheckpointSaveError as CheckpointSaveError
-from lightning_megatron.errors import CorruptDataError as CorruptDataError
-from lightning_megatron.errors import MissingExtraError as MissingExtraError
-from lightning_megatron.errors import NonFiniteError as NonFiniteError
-from lightning_megatron.errors import NonFiniteGradientError as NonFiniteGradientError
-from lightning_megatron.errors import ParallelPlanError as ParallelPlanError
-from lightning_megatron.errors import RankMismatchError as RankMismatchError
-from lightning_megatron.errors import ReplicaMismatchError as ReplicaMismatchError
-from lightning_megatron.errors import UnsupportedError as UnsupportedError
 from lightning_megatron.generation.decoding import generate as generate
 from lightning_megatron.generation.decoding import generated_tokens as generated_tokens
 from lightning_megatron.generation.sampling import GenerationSettings as GenerationSettings
@@ -53,22 +42,4 @@ from lightning_megatron.strategy.options.records import JobOptions as JobOptions
 from lightning_megatron.strategy.options.records import LinearOptions as LinearOptions
 from lightning_megatron.strategy.options.records import OptimizerOptions as OptimizerOptions
 from lightning_megatron.strategy.options.records import PipelineOptions as PipelineOptions
-from lightning_megatron.tasks.bert.bert_datamodule import BERTDataModule as BERTDataModule
-from lightning_megatron.tasks.chat.chat_datamodule import ChatDataModule as ChatDataModule
-from lightning_megatron.tasks.evaluation.harness import harness_lm as harness_lm
-from lightning_megatron.tasks.evaluation.metrics import ClozeAccuracy as ClozeAccuracy
-from lightning_megatron.tasks.evaluation.metrics import WordPerplexity as WordPerplexity
-from lightning_megatron.tasks.finetuning.glue_datamodule import GlueDataModule as GlueDataModule
-from lightning_megatron.tasks.finetuning.modules import BERTClassifier as BERTClassifier
-from lightning_megatron.tasks.finetuning.modules import BERTMultipleChoice as BERTMultipleChoice
-from lightning_megatron.tasks.finetuning.modules import (
-    BERTQuestionAnswering as BERTQuestionAnswering,
-)
-from lightning_megatron.tasks.finetuning.race_datamodule import RaceDataModule as RaceDataModule
-from lightning_megatron.tasks.finetuning.squad_datamodule import SquadDataModule as SquadDataModule
-from lightning_megatron.tasks.preferences.dpo import DPO as DPO
-from lightning_megatron.tasks.preferences.pair_loss import PairLoss as PairLoss
-from lightning_megatron.tasks.preferences.preference_datamodule import (
-    PreferenceDataModule as PreferenceDataModule,
-)
 from lightning_megatron.version import __version__ as __version__

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron import BERTDataModule
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.tasks.bert import BERTDataModule
 from lightning_megatron.tasks.bert.pair_batches import PairBatches, _truncated_sizes
 from lightning_megatron.tasks.bert.pair_samples import PairOptions, PairSamples
 from tests.bert_corpus import VOCABULARY, write_sentences, write_vocabulary

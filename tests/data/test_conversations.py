@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron import ChatDataModule
 from lightning_megatron.errors import (
     CorruptDataError,
     ParallelPlanError,
     UnsupportedError,
 )
-from lightning_megatron.tasks.chat import chat_template
+from lightning_megatron.tasks.chat import ChatDataModule, chat_template
 from lightning_megatron.tasks.preferences.preference_datamodule import PreferenceDataModule
 from tests.chat_folder import MARKED, PLAIN, conversations, preferences, turn, write_lines
 from tests.data.recorder import Watcher

@@ -13,19 +13,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_megatron import (
-    ChatDataModule,
-    PreferenceDataModule,
-    Streaming,
-    TextDataModule,
-    TokenDataModule,
-)
+from lightning_megatron import Streaming, TextDataModule, TokenDataModule
 from lightning_megatron.data.preprocess import EncodingOptions, write_token_file
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
     UnsupportedError,
 )
+from lightning_megatron.tasks.chat import ChatDataModule
+from lightning_megatron.tasks.preferences import PreferenceDataModule
 from tests.chat_folder import conversations, preferences, turn, write_lines
 from tests.data.recorder import StopAfter, Watcher, check_resumes, make_trainer, run
 from tests.data.test_conversations import PairRecorder, side_of, tokens_and_labels

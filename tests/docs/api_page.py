@@ -18,8 +18,6 @@ SECTIONS = {
     "layers": "Layers",
     "data": "Data",
     "generation": "Text generation",
-    "tasks": "Tasks",
-    "errors": "Errors",
 }
 #: What the page shows of a class besides its docstring; nothing else by default.
 MEMBERS = {
@@ -33,10 +31,20 @@ MEMBERS = {
 }
 _HEAD = """# API
 
-The public names of `lightning_megatron`, of `lightning_megatron.families` and of
-`lightning_megatron.building_blocks`; all others may change. [Options](options.md) describes the
-arguments of `MegatronStrategy`. The files `__init__.pyi` and `building_blocks.pyi` of the package
-list the names, and `python -m tests.docs.generate` writes this page from them.
+The public names of `lightning_megatron`, of its modules `errors`, `tasks`, `families` and
+`building_blocks`; all others may change. [Options](options.md) describes the arguments of
+`MegatronStrategy`. The files `__init__.pyi` and `building_blocks.pyi` of the package list the names,
+and `python -m tests.docs.generate` writes this page from them.
+"""
+_ERRORS = """
+## Errors
+
+`lightning_megatron.errors` has them.
+"""
+_TASKS = """
+## Tasks
+
+Each folder of `lightning_megatron.tasks` is a task, which is built from public names alone.
 """
 _FAMILIES = """
 ## Families
@@ -73,6 +81,15 @@ def api_page() -> str:
         parts += [_entry(name, homes[name]) for name in sorted(homes)]
         assert homes, f"no public name is of {room}"
     assert sum(part.startswith("\n:::") for part in parts) == len(public), "a section is missing"
+    errors = ast.parse((PACKAGE / "errors.py").read_text()).body
+    classes = [one.name for one in errors if isinstance(one, ast.ClassDef)]
+    parts += [_ERRORS, *(_entry(name, "lightning_megatron.errors") for name in sorted(classes))]
+    parts.append(_TASKS)
+    for file in sorted(PACKAGE.glob("tasks/*/__init__.py")):
+        task = names_in(str(file.relative_to(PACKAGE)))
+        homes = {name: task[name] for name in sorted(task) if not name.isupper()}
+        parts.append(f"\n### `lightning_megatron.tasks.{file.parent.name}`\n")
+        parts += [_entry(name, home) for name, home in homes.items()]
     families = names_in("families.py")
     families.pop("annotations")
     parts += [_FAMILIES, *(_entry(name, families[name]) for name in sorted(families)), _BLOCKS]

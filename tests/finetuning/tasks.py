@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron import (
+from lightning_megatron.tasks.finetuning import (
     BERTClassifier,
     BERTMultipleChoice,
     BERTQuestionAnswering,

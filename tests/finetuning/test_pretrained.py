@@ -7,8 +7,12 @@ import json
 import pytest
 import torch
 
-from lightning_megatron import BERTClassifier, BERTQuestionAnswering, GlueDataModule
 from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
+from lightning_megatron.tasks.finetuning import (
+    BERTClassifier,
+    BERTQuestionAnswering,
+    GlueDataModule,
+)
 from tests.finetuning.folders import save_encoder, write_mnli
 from tests.fits import Job, run_job, trainer_of
 from tests.worlds.test_tasks import Segments, pretraining

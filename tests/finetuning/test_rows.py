@@ -14,8 +14,8 @@ import pytest
 import torch
 from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy
 
-from lightning_megatron import GlueDataModule, RaceDataModule, SquadDataModule
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.tasks.finetuning import GlueDataModule, RaceDataModule, SquadDataModule
 from lightning_megatron.tasks.finetuning.glue_datamodule import GLUE_TASKS, read_glue
 from lightning_megatron.tasks.finetuning.race_datamodule import race_files, read_race
 from lightning_megatron.tasks.finetuning.scores import ClassScores

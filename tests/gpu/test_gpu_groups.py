@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_megatron import MegatronStrategy, ParallelPlanError
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron import GPTConfig, UnsupportedError
+from lightning_megatron import GPTConfig
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.random import RandomStreams

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_megatron import FP8, MegatronStrategy, ParallelPlanError
+from lightning_megatron import FP8, MegatronStrategy
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.linear.engine_products import (

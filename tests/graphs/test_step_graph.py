@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_megatron import UnsupportedError
-from lightning_megatron.errors import CaptureError
+from lightning_megatron.errors import CaptureError, UnsupportedError
 from lightning_megatron.graphs import step_graph
 from lightning_megatron.graphs.step_graph import StepGraph
 from lightning_megatron.strategy.optimization.layer_states import LayerStates

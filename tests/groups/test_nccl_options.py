@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from lightning_megatron import MegatronStrategy, ParallelPlanError
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups import mesh_groups
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.nccl_options import GROUP_NAMES, read_nccl_options

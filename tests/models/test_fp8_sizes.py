@@ -9,7 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_megatron import FP8, MegatronStrategy, ParallelPlanError
+from lightning_megatron import FP8, MegatronStrategy
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear
 from lightning_megatron.layers.low_rank import LowRank, LowRankUpdates
 from lightning_megatron.models.config import GPTConfig

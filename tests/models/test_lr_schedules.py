@@ -15,10 +15,10 @@ from lightning_megatron import (
     CosineSchedule,
     InverseSqrtSchedule,
     LinearSchedule,
-    ParallelPlanError,
     WeightDecaySchedule,
     WSDSchedule,
 )
+from lightning_megatron.errors import ParallelPlanError
 
 PEAKS = (0.02, 0.005)
 W, N, D = 7, 40, 12

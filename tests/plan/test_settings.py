@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron import MegatronStrategy, ParallelPlanError, UnsupportedError
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.plan.cuda_graphs import CudaGraphs

@@ -12,13 +12,14 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
-from lightning_megatron import DPO, ChatDataModule, PreferenceDataModule
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     ParallelPlanError,
     UnsupportedError,
 )
 from lightning_megatron.models.lora import LoraSettings
+from lightning_megatron.tasks.chat import ChatDataModule
+from lightning_megatron.tasks.preferences import DPO, PreferenceDataModule
 from lightning_megatron.tasks.preferences.pair_loss import PairLoss
 from lightning_megatron.tasks.preferences.reference import ReferenceLogProbs
 from tests import fits

@@ -17,13 +17,8 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron import (
-    FP8,
-    CudaGraphs,
-    ParallelPlanError,
-    RankMismatchError,
-    UnsupportedError,
-)
+from lightning_megatron import FP8, CudaGraphs
+from lightning_megatron.errors import ParallelPlanError, RankMismatchError, UnsupportedError
 from lightning_megatron.groups import mesh_groups
 from tests.fits import (
     GPT2,

@@ -119,7 +119,7 @@ BUDGETS: dict[str, int] = {
     "plan": 5370,
     "strategy": 11300,
     "swap": 8520,
-    "tasks": 4650,
+    "tasks": 4670,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700

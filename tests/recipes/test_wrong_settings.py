@@ -17,14 +17,9 @@ import pytest
 import yaml
 from hypothesis import given
 
-from lightning_megatron import (
-    CausalLM,
-    GPTConfig,
-    ParallelPlanError,
-    TokenDataModule,
-    UnsupportedError,
-)
+from lightning_megatron import CausalLM, GPTConfig, TokenDataModule
 from lightning_megatron.cli.main import main
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.models.token_module import TokenModule
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale

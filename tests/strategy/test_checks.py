@@ -8,7 +8,8 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_megatron import BERTPretraining, EncoderConfig, NonFiniteError
+from lightning_megatron import BERTPretraining, EncoderConfig
+from lightning_megatron.errors import NonFiniteError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.optimizer.step_checks import (
     FiniteWatch,

@@ -12,13 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_megatron import (
-    BERTPretraining,
-    CudaGraphs,
-    EncoderConfig,
-    UnsupportedError,
-)
-from lightning_megatron.errors import SpeedWarning
+from lightning_megatron import BERTPretraining, CudaGraphs, EncoderConfig
+from lightning_megatron.errors import SpeedWarning, UnsupportedError
 from lightning_megatron.strategy.step import run_graphs as of_run
 from tests.fits import Job, Language, Regress, Tokens, Vectors, strategy_with, trainer_of
 from tests.graphs.jobs import DROPOUT, MODES, differences, run_graphs, strategy_of

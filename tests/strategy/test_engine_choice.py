@@ -10,8 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 
-from lightning_megatron import FP8, GPT, GPTConfig, MegatronStrategy, ParallelPlanError
-from lightning_megatron.errors import MissingExtraError
+from lightning_megatron import FP8, GPT, GPTConfig, MegatronStrategy
+from lightning_megatron.errors import MissingExtraError, ParallelPlanError
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
 from lightning_megatron.models.fp8_layers import _linears, set_fp8, set_norms, unset_fp8

@@ -14,14 +14,8 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from lightning_megatron import (
-    ExpertClones,
-    ExpertLoad,
-    HuggingFaceCausalLM,
-    MegatronStrategy,
-    UnsupportedError,
-)
-from lightning_megatron.errors import MissingExtraError
+from lightning_megatron import ExpertClones, ExpertLoad, HuggingFaceCausalLM, MegatronStrategy
+from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.experts.transport.rank_rows import StepRows
 from lightning_megatron.groups.mesh import ParallelMesh

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import GPT, MegatronStrategy, ParallelPlanError, UnsupportedError
-from lightning_megatron.errors import CheckpointMismatchError
+from lightning_megatron import GPT, MegatronStrategy
+from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameters.gradient_slot import slot_of
 from lightning_megatron.optimizer.loss_scale import DynamicLossScale

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_megatron import CudaGraphs, GPTConfig, UnsupportedError
+from lightning_megatron import CudaGraphs, GPTConfig
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.recording import RecordingInputs
 from lightning_megatron.strategy.callbacks import memory_report

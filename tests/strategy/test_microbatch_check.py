@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_megatron import UnsupportedError
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.pipeline.microbatch import Microbatch
 from tests.fits import Job, trainer_of
 

@@ -7,7 +7,7 @@ import yaml
 
 from lightning_megatron.strategy.cli import MegatronCLI, named_class
 
-BERT = "lightning_megatron.BERTDataModule"
+BERT = "lightning_megatron.tasks.bert.BERTDataModule"
 
 
 def test_named_data_module_has_its_own_defaults(tmp_path, capsys, monkeypatch):

@@ -23,10 +23,9 @@ from lightning_megatron import (
     LossCurve,
     MegatronStrategy,
     MemoryReport,
-    ParallelPlanError,
     TokensProgressBar,
-    UnsupportedError,
 )
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan import build_schedule
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.sizes import (

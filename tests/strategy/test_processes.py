@@ -24,7 +24,8 @@ from lightning.pytorch.plugins.environments import (
 )
 from torch.utils.data import DataLoader, RandomSampler
 
-from lightning_megatron import MegatronStrategy, UnsupportedError
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.agent_store import open_store
 from lightning_megatron.strategy.process import children as children_module
 from lightning_megatron.strategy.process.children import (

@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_megatron import CudaGraphs, UnsupportedError, WeightDecaySchedule, WSDSchedule
-from lightning_megatron.errors import CaptureError, SpeedWarning
+from lightning_megatron import CudaGraphs, WeightDecaySchedule, WSDSchedule
+from lightning_megatron.errors import CaptureError, SpeedWarning, UnsupportedError
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from tests.graphs.jobs import MODES, VARIED, differences, run_updates, strategy_of

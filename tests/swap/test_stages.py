@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron import ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.models.step_plan import StepPlan

@@ -15,18 +15,20 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import (
     CausalLM,
-    CorruptDataError,
     GPTConfig,
     HuggingFaceCausalLM,
     MegatronStrategy,
     ParallelLayout,
-    ParallelPlanError,
-    RankMismatchError,
     TokenDataModule,
-    UnsupportedError,
 )
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
+from lightning_megatron.errors import (
+    CorruptDataError,
+    ParallelPlanError,
+    RankMismatchError,
+    UnsupportedError,
+)
 from lightning_megatron.strategy.options.sizes import check_last_batch
 from tests.fits import Job, strategy_with, trainer_of
 from tests.refusals import check_refusals

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lightning_megatron import ChatDataModule, HuggingFaceCausalLM
+from lightning_megatron import HuggingFaceCausalLM
+from lightning_megatron.tasks.chat import ChatDataModule
 from tests.chat_folder import conversations, save_chat_llama, write_lines
 from tests.fits import Job, trainer_of
 from tests.world import run_world

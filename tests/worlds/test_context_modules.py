@@ -15,14 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_megatron import (
-    GPT,
-    BERTPretraining,
-    GPTConfig,
-    ParallelPlanError,
-    UnsupportedError,
-    position_wise,
-)
+from lightning_megatron import GPT, BERTPretraining, GPTConfig, position_wise
+from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig
 from tests.fits import VOCABULARY, Job, Module, Regress, Report, check_equal, run_job, trainer_of

@@ -14,7 +14,8 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_megatron import ExpertLoad, UnsupportedError
+from lightning_megatron import ExpertLoad
+from lightning_megatron.errors import UnsupportedError
 from tests.fits import GPT2, Job, Report, run_job
 from tests.graphs.jobs import FULL, SEGMENTS
 from tests.optimizer.fused_fits import fused

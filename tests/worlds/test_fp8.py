@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron import FP8, CudaGraphs, GPTConfig, MegatronStrategy, ParallelPlanError
+from lightning_megatron import FP8, CudaGraphs, GPTConfig, MegatronStrategy
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.scaling import FORMAT

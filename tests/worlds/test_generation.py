@@ -21,11 +21,11 @@ from lightning_megatron import (
     GenerationSettings,
     GPTConfig,
     HuggingFaceCausalLM,
-    UnsupportedError,
     generate,
     generated_tokens,
 )
 from lightning_megatron.cli.main import main
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.generation.session import GenerationSession
 from lightning_megatron.generation.token_pass import reason_against_replay
 from lightning_megatron.groups.mesh import ParallelMesh

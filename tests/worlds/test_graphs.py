@@ -12,7 +12,8 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from lightning_megatron import FP8, CudaGraphs, ParallelPlanError
+from lightning_megatron import FP8, CudaGraphs
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.axis import CollectiveLauncher, Work
 from lightning_megatron.optimizer import gradient_buckets
 from tests.fits import GPT2, LLAMA, Job, Report, Tokens

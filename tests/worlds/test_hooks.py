@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from lightning_megatron import UnsupportedError
+from lightning_megatron.errors import UnsupportedError
 from tests.fits import Job, Language, Module, loader_of, run_job, trainer_of
 from tests.world import run_world
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron import GPT, GPTConfig, ReplicaMismatchError, UnsupportedError
+from lightning_megatron import GPT, GPTConfig
+from lightning_megatron.errors import ReplicaMismatchError, UnsupportedError
 from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch

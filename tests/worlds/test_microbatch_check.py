@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_megatron import UnsupportedError
+from lightning_megatron.errors import UnsupportedError
 from tests.fits import Job, trainer_of
 from tests.world import run_world
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import CausalLM, NonFiniteError, RankMismatchError
+from lightning_megatron import CausalLM
+from lightning_megatron.errors import NonFiniteError, RankMismatchError
 from tests.fits import GPT2, VOCABULARY, Job, Language, Tokens, loader_of, trainer_of
 from tests.world import run_world
 

@@ -18,9 +18,10 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_megatron import GPTConfig, UnsupportedError
+from lightning_megatron import GPTConfig
 from lightning_megatron.checkpoint import read_full
 from lightning_megatron.checkpoint.consolidate import CURRENT, MODEL, consolidate
+from lightning_megatron.errors import UnsupportedError
 from tests.fits import (
     GPT2,
     MIXTURE,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from lightning_megatron import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from tests.fits import Job, Module, run_job
 from tests.world import run_world
 

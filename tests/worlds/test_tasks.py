@@ -21,13 +21,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_megatron import (
-    DPO,
-    BERTClassifier,
     BERTPretraining,
     EncoderConfig,
-    GlueDataModule,
     HuggingFaceCausalLM,
-    PreferenceDataModule,
     RampUp,
     Streaming,
 )
@@ -35,6 +31,8 @@ from lightning_megatron.cli.main import main
 from lightning_megatron.swap.weights.load import full_tensors
 from lightning_megatron.tasks.evaluation import EvaluatedLM, LambadaData, WikiTextData
 from lightning_megatron.tasks.evaluation.wikitext import count_words, detokenize
+from lightning_megatron.tasks.finetuning import BERTClassifier, GlueDataModule
+from lightning_megatron.tasks.preferences import DPO, PreferenceDataModule
 from tests.chat_folder import preferences, save_chat_llama, write_lines
 from tests.evaluation import oracle
 from tests.evaluation.test_metrics import LARGEST, argmax_of_part

@@ -44,7 +44,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightning_megatron import UnsupportedError
+from lightning_megatron.errors import UnsupportedError
 from tests.fits import Job, Module, Record, Report, joined, loader_of, run_job, trainer_of
 from tests.world import run_world
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_megatron import UnsupportedError
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.strategy.modules.buffers import check_synchronised_norms
 from tests.fits import (
     VOCABULARY,

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from lightning_megatron import UnsupportedError
 from lightning_megatron.checkpoint import read_full
 from lightning_megatron.checkpoint.consolidate import MODEL
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from tests.fits import Job, Regress, Report, Vectors, joined, run_job
 from tests.oracles import assert_equal

@@ -1,5 +1,6 @@
 """Conversations for supervised fine-tuning, encoded with the chat template of a tokenizer."""
 
+from lightning_megatron.tasks.chat.chat_datamodule import ChatDataModule as ChatDataModule
 from lightning_megatron.tasks.chat.conversation_datamodule import (
     ConversationDataModule as ConversationDataModule,
 )
