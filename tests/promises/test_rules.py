@@ -118,7 +118,7 @@ BUDGETS: dict[str, int] = {
     "pipeline": 780,
     "plan": 5370,
     "strategy": 11300,
-    "swap": 8520,
+    "swap": 8460,
     "tasks": 4670,
 }
 MIN_FILE_LINES = 70

@@ -140,17 +140,13 @@ def _save_replaced(model: ReplacedModel, folder: Path) -> None:
     model.body.wait_for_parameters()
     class_tensors = adapter.class_tensors(family.class_tensors(family.config(config)))
     held = {
-        n if is_factor(n) else family.present_name(plain_name(n)): parameter
-        for n, parameter in model.named_parameters()
+        name if is_factor(name) else family.present_name(plain_name(name)): parameter
+        for name, parameter in model.named_parameters()
     }
-
-    def write(full: Iterator[tuple[str, Tensor]]) -> None:
-        export_adapter(full, family, config, adapter, _folder_of(adapter.name, folder))
-
+    trained = {name: parameter for name, parameter in held.items() if name in class_tensors}
+    out = _folder_of(adapter.name, folder)
     write_together(
-        {name: parameter for name, parameter in held.items() if name in class_tensors},
-        model.mesh,
-        write,
+        trained, model.mesh, lambda full: export_adapter(full, family, config, adapter, out)
     )
 
 

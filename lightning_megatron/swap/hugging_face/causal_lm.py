@@ -218,9 +218,19 @@ class HuggingFaceLM(ReplacedModel):
         is_continued = cache is not None and cache.length > 0
         own_mask = None if is_continued else attention_mask
         own_positions = None if is_continued else position_ids
-        span, labels = self._span_and_labels(
-            own_mask, own_positions, packed, inputs.shape[:2], labels, shift_labels
+        # The host has the labels of the batch, but not the shifted labels that are computed on the
+        # device.
+        shifts = shift_labels is None
+        span = span_of(
+            own_mask,
+            own_positions,
+            packed,
+            inputs.shape[:2],
+            labels if shifts else shift_labels,
+            self.mesh.host_values,
+            shifts=shifts,
         )
+        labels = shifted(labels) if shifts else shift_labels
         multiple = length_multiple(self.gpt.mesh, is_cut=not is_continued)
         rows, extra = self._padding(len(inputs), inputs.shape[1], multiple)
         if rows or extra:
@@ -238,25 +248,6 @@ class HuggingFaceLM(ReplacedModel):
         padded = _one_input(input_ids, inputs_embeds)
         span = laid_out(span, padded, self.gpt.mesh, self.gpt.context)
         return _Rows(input_ids, inputs_embeds, labels, span)
-
-    def _span_and_labels(
-        self,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        packed: PackedRow,
-        shape: torch.Size,
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
-    ) -> tuple[AttentionSpan | None, Tensor | None]:
-        """Return the attention span, and the label of each position's next token."""
-        # The host has the labels of the batch, but not the shifted labels that are computed on the
-        # device.
-        host = self.mesh.host_values
-        if shift_labels is None:
-            span = span_of(attention_mask, position_ids, packed, shape, labels, host, shifts=True)
-            return span, shifted(labels)
-        span = span_of(attention_mask, position_ids, packed, shape, shift_labels, host)
-        return span, shift_labels
 
     def _with_states(
         self, run: Callable[[], T], span: AttentionSpan | None

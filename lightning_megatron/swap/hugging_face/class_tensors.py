@@ -23,7 +23,7 @@ from lightning_megatron.swap.tensors.low_rank import (
     without_adapters,
 )
 from lightning_megatron.swap.tensors.mapping import TensorMap, TensorsInMemory, named
-from lightning_megatron.swap.tensors.packed import find_packed, pack, packed_rows
+from lightning_megatron.swap.tensors.packed import find_packed, pack, packed_rows, whole_of
 from lightning_megatron.swap.weights.load import RenamedTensors, full_tensors
 
 
@@ -154,9 +154,7 @@ class ClassTensors:
 
     def _class_tensor(self, tensor: TensorMap) -> str:
         """Return the class's tensor that contains a tensor, by its name in the table."""
-        source = tensor.sources[0].name
-        match = find_packed(source, self.family.packed)
-        return source if match is None else match[0]
+        return whole_of(tensor.sources[0].name, self.family.packed)
 
 
 def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
@@ -270,7 +268,7 @@ def to_package_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, An
     """
     renamed = dict(full)
     for name, part in replaced_models(module):
-        prefix = f"{name}." if name else ""
+        prefix = _prefix(name)
         config = part.body.config
         foreign = {
             key.removeprefix(prefix): renamed.pop(key) for key in full if key.startswith(prefix)
@@ -286,11 +284,10 @@ def to_package_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, An
             renamed[f"{prefix}{_in_tree(target, adapter)}"] = tensor
         for target, tensor in full_factors(foreign, adapter, table):
             renamed[f"{prefix}{target}"] = tensor
-        buffers = dict(part.named_buffers())
         # Other strategies do not save these tensors, so the module keeps its values.
-        renamed |= {
-            f"{prefix}{key}": buffer for key, buffer in buffers.items() if is_training_only(key)
-        }
+        for key, buffer in part.named_buffers():
+            if is_training_only(key):
+                renamed[f"{prefix}{key}"] = buffer
         _add_aliases(renamed, prefix, part.family, config, adapter)
     return renamed
 
@@ -310,11 +307,8 @@ def to_class_names(
     renamed: dict[str, Tensor] = {}
     for name, members in parts.items():
         model = owner_of(models, members[0])
-        renamed[name] = (
-            state[name]
-            if model is None
-            else model.join({member: state[member] for member in members})
-        )
+        values = {member: state[member] for member in members}
+        renamed[name] = values[name] if model is None else model.join(values)
     for model in models:
         _refuse_saved_modules(model.adapter)
         _add_aliases(renamed, model.prefix, model.family, model.config, model.adapter)

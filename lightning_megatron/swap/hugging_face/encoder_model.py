@@ -181,20 +181,19 @@ class HuggingFaceEncoder(ReplacedModel):
         self, result: EncoderResult, labels: Tensor | None, length: int, choices: int | None
     ) -> Any:
         logits = result.logits
-        if logits is not None and choices is not None:
+        if logits is None:
+            assert result.hidden is not None, "an encoder without a head returns hidden states"
+            hidden = self.layers.gather_hidden(result.hidden)[:, :length]
+            return output_class(self)(last_hidden_state=hidden, pooler_output=result.pooled)
+        if choices is not None:
             shape = logits.shape[0] // choices, choices
             if isinstance(logits, RemoteTensor):
                 logits = self.layers.absent(shape, logits.dtype, "the logits")
             else:
                 logits = logits.view(shape)
-            loss = None if labels is None else _cross_entropy(logits, labels)
-            return output_class(self)(loss=loss, logits=logits)
-        if logits is not None:
-            loss = None if labels is None else self._class_loss(logits, labels)
-            return output_class(self)(loss=loss, logits=logits)
-        assert result.hidden is not None, "an encoder without a head returns hidden states"
-        hidden = self.layers.gather_hidden(result.hidden)[:, :length]
-        return output_class(self)(last_hidden_state=hidden, pooler_output=result.pooled)
+        compute = _cross_entropy if choices is not None else self._class_loss
+        loss = None if labels is None else compute(logits, labels)
+        return output_class(self)(loss=loss, logits=logits)
 
     def _class_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         problem = self.config.problem_type

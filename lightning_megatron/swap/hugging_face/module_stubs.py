@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -14,13 +15,6 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 
-#: Keys of a stub's ``__dict__``, which keep the layers out of its tree of modules.
-_COUNTERPARTS = "counterparts"
-_BUFFER_OWNERS = "buffer_owners"
-_PATH = "path_in_model"
-#: Names of all parameters that the class's module has, including those of other stages.
-_KEYS = "parameter_keys"
-
 
 class ModuleStub(nn.Module):
     """Module with the names and parameters of a class, while other layers compute.
@@ -30,6 +24,14 @@ class ModuleStub(nn.Module):
     the replacement of parameters or children.
     """
 
+    #: Layers that compute in place of the stub, the outermost first. They are not its children.
+    counterparts: tuple[nn.Module, ...] = ()
+    path_in_model = ""
+    #: Names of all parameters that the class's module has, including those of other stages.
+    parameter_keys: tuple[str, ...] = ()
+    #: Layers whose buffers the stub has, by the names of a buffer in the stub and in the layer.
+    buffer_owners: Mapping[tuple[str, str], nn.Module] = MappingProxyType({})
+
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Look up tokens in a token embedding, and refuse every other call.
@@ -37,7 +39,7 @@ class ModuleStub(nn.Module):
         Shapes: tokens ``(B, S)``; output ``(B, S, D)``, complete on every rank.
         """
         is_elsewhere = isinstance(self, nn.Embedding) and not self._parameters
-        for part in vars(self).get(_COUNTERPARTS, ()):
+        for part in self.counterparts:
             if isinstance(part, VocabParallelEmbedding) and len(args) == 1 and not kwargs:
                 if part.mesh.pp.size > 1:
                     is_elsewhere = True
@@ -48,19 +50,15 @@ class ModuleStub(nn.Module):
                     # Ranks hold equal parts of the sequence between the two collectives.
                     tokens = F.pad(tokens, (0, -length % part.mesh.tp.size))
                 hidden = part(tokens)
-                full = (
-                    gather_from_axis(hidden, part.mesh.tp, dim=0)
-                    if part.mesh.sequence_parallel
-                    else hidden
-                )
+                if part.mesh.sequence_parallel:
+                    hidden = gather_from_axis(hidden, part.mesh.tp, dim=0)
                 # Some classes scale the vectors inside their embedding.
-                return full[:length].transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
+                return hidden[:length].transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
         if is_elsewhere:
             # All stages raise, because a stage that continued would wait for the others forever.
-            remedy = "Give input_ids to the whole model, or use pp=1"
             self._refuse(
                 "cannot be called with pp above 1",
-                remedy,
+                "Give input_ids to the whole model, or use pp=1",
                 "Only the first stage has the embedding",
             )
         return self._refuse("cannot be called by itself", "Call the whole model")
@@ -68,9 +66,9 @@ class ModuleStub(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Raise an error that names the stage of a parameter that is not on this rank."""
         is_on_stage = name in self._parameters or name in self._modules
-        if name in vars(self).get(_KEYS, ()) and not is_on_stage:
+        if name in self.parameter_keys and not is_on_stage:
             raise AttributeError(
-                f"'{vars(self)[_PATH]}.{name}' is on another pipeline stage, and this rank has no "
+                f"'{self.path_in_model}.{name}' is on another pipeline stage, and this rank has no "
                 "such parameter. Use the parameters that named_parameters() lists on each rank, or "
                 "pp=1."
             )
@@ -90,7 +88,7 @@ class ModuleStub(nn.Module):
         # The list of the layers is a counterpart, too, if this stage has one layer; it never runs.
         parts = [
             part
-            for part in vars(self).get(_COUNTERPARTS, ())
+            for part in self.counterparts
             if not isinstance(part, nn.ModuleDict | nn.ModuleList)
         ]
         if parts:
@@ -101,13 +99,13 @@ class ModuleStub(nn.Module):
     @property
     def _is_on_other_stage(self) -> bool:
         """Return whether the class's module has parameters, and all are on other stages."""
-        has_keys = any(vars(part).get(_KEYS) for part in self.modules())
+        has_keys = any(getattr(part, "parameter_keys", ()) for part in self.modules())
         return has_keys and next(self.parameters(), None) is None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training":
             # Set by train and eval, and by code that restores the mode of single modules.
-            for part in vars(self).get(_COUNTERPARTS, ()):
+            for part in self.counterparts:
                 part.training = value
         for kind in ("_parameters", "_modules", "_buffers"):
             held = self.__dict__.get(kind, {})
@@ -136,7 +134,7 @@ class ModuleStub(nn.Module):
         result = super()._apply(fn, recurse)
         # A parameter stays the same object, but a converted copy replaces a buffer, and the layer
         # must get this copy, too.
-        for key, owner in vars(self).get(_BUFFER_OWNERS, {}).items():
+        for key, owner in self.buffer_owners.items():
             owner._buffers[key[1]] = self._buffers[key[0]]
         return result
 
@@ -158,7 +156,7 @@ class ModuleStub(nn.Module):
         )
 
     def _refuse(self, what: str, remedy: str, reason: str = "It would have no effect") -> NoReturn:
-        path = vars(self).get(_PATH) or "the model"
+        path = self.path_in_model or "the model"
         raise UnsupportedError(
             f"a module of a model that is cut over ranks {what}: {path!r} ({type(self).__name__}) "
             "only holds parameters under their names, and layers of this package compute with "
@@ -172,16 +170,13 @@ def convert_to_stub(module: nn.Module, path: str) -> None:
     The parameters and buffers of the module are dropped. The caller must have checked before that
     the module has no hooks.
     """
-    absent = {
-        name: parameter for name, parameter in module._parameters.items() if parameter is None
-    }
-    vars(module)[_KEYS] = tuple(name for name in module._parameters if name not in absent)
-    module._parameters.clear()
     # Absent parameters, such as the bias of a layer without one, must stay readable as None.
-    module._parameters.update(absent)
+    keys = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+    for name in keys:
+        del module._parameters[name]
     module._buffers.clear()
     module._non_persistent_buffers_set.clear()
-    vars(module)[_PATH] = path
+    vars(module).update(parameter_keys=keys, path_in_model=path)
     module.__class__ = stub_class(type(module))
 
 
@@ -202,14 +197,14 @@ def _class_of(bases: tuple[type[Any], ...]) -> type[nn.Module]:
     return type(kind.__name__, bases, {"__module__": __name__, "__doc__": kind.__doc__})
 
 
-def set_counterparts(stub: nn.Module, parts: tuple[nn.Module, ...]) -> None:
+def set_counterparts(stub: ModuleStub, parts: tuple[nn.Module, ...]) -> None:
     """Set the layers that compute in place of a stub, the outermost first."""
-    vars(stub)[_COUNTERPARTS] = parts
+    stub.counterparts = parts
     for part in parts:
         part.training = stub.training
 
 
-def share_buffer(stub: nn.Module, key: str, owner: nn.Module, own_key: str) -> None:
+def share_buffer(stub: ModuleStub, key: str, owner: nn.Module, own_key: str) -> None:
     """Register a layer's buffer in a stub under another name."""
     stub.register_buffer(key, owner._buffers[own_key])
-    vars(stub).setdefault(_BUFFER_OWNERS, {})[key, own_key] = owner
+    stub.buffer_owners = {**stub.buffer_owners, (key, own_key): owner}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, ValuesView
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from inspect import signature
@@ -65,17 +65,10 @@ class _LateOutput(OrderedDict[str, Any]):
         names = list(self)[key]
         return self[names] if isinstance(names, str) else tuple(self[name] for name in names)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return an entry by name, or a default if the entry is None."""
-        return getattr(self, key) if key in self else default
-
-    def values(self) -> Any:
-        """Return a view of the entries that are not None."""
-        return ValuesView(self)
-
-    def items(self) -> Any:
-        """Return a view of the names and entries that are not None."""
-        return ItemsView(self)
+    # Those of OrderedDict would return entries without ``__getitem__``.
+    get = Mapping.get  # type: ignore[assignment]
+    items = Mapping.items  # type: ignore[assignment]
+    values = Mapping.values  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         """Return a text without gathering logits, because a gather takes part on all ranks."""

@@ -60,7 +60,11 @@ def span_of(
     host = host or HostValues()
     positions = None if position_ids is None else position_ids.expand(shape)
     if packed.borders is not None:
-        _check_no_mask(attention_mask)
+        if attention_mask is not None:
+            raise UnsupportedError(
+                "a call takes either attention_mask or cu_seq_lens_q: both were given. Packed rows "
+                "have no padding but the rest of the row. Leave one of them out."
+            )
         lengths = packed.borders.diff().to(torch.int64).expand(shape[0], -1)
         return AttentionSpan(lengths, packed.longest, positions, restarts=False)
     if attention_mask is not None:
@@ -153,14 +157,6 @@ def _padding(
     # of routers, and must not depend on the other rows.
     lengths = torch.stack((before, mask.shape[1] - before), 1)
     return AttentionSpan(lengths=lengths, positions=positions, restarts=False)
-
-
-def _check_no_mask(attention_mask: Tensor | None) -> None:
-    if attention_mask is not None:
-        raise UnsupportedError(
-            "a call takes either attention_mask or cu_seq_lens_q: both were given. Packed rows "
-            "have no padding but the rest of the row. Leave one of them out."
-        )
 
 
 def check_mask(attention_mask: Tensor, shape: torch.Size) -> None:

@@ -59,12 +59,10 @@ def save_folder(
             "and write the adapter, or the merged model, with `lightning-megatron convert`."
         )
     model.body.wait_for_parameters()
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    named = {plain_name(path): tensor for path, tensor in held.items()}
     tensors = {
-        model.family.present_name(n): tensor
-        for n, tensor in named.items()
-        if not is_training_only(n)
+        model.family.present_name(plain_name(path)): tensor
+        for path, tensor in (*model.named_parameters(), *model.named_buffers())
+        if not is_training_only(path)
     }
     limit = _limit(max_shard_size)
 

@@ -53,11 +53,15 @@ def install_layers(
     memory. Parameters of other stages are removed.
     """
     paths = _paths(source, family)
+    class_parameters = {
+        tensor.target: class_parameters_of(tensor, family.packed)
+        for tensor in family.tensors(model.config)
+    }
     trained = {
         path: parameter.requires_grad
         for path, parameter in source.named_parameters(remove_duplicate=False)
     }
-    named = list(_parameters(name, model, family, adapter, paths))
+    named = list(_parameters(name, model, family, adapter, paths, class_parameters))
     own_class = type(source)
     for path, module in list(source.named_modules()):
         convert_to_stub(module, path)
@@ -75,8 +79,7 @@ def install_layers(
             tensor.parameter.requires_grad_(
                 trained.get(tensor.path, trained.get(tensor.path.rpartition(".")[0], True))
             )
-    buffers = list(_buffers(model, family, paths, named))
-    for owner, key, path in buffers:
+    for owner, key, path in _buffers(model, paths, named, class_parameters):
         module, _, name = path.rpartition(".")
         share_buffer(source.get_submodule(module), name, owner, key)
     _pair_modules(source, model, named)
@@ -103,12 +106,10 @@ def _parameters(
     family: Family,
     adapter: Adapter | None,
     paths: Mapping[str, str],
+    class_parameters: Mapping[str, tuple[ClassParameter, ...]],
 ) -> Iterator[_Named]:
     """List this rank's parameters by their names in the tree; joined layers are split."""
-    parameters = {
-        tensor.target: class_parameters_of(tensor, family.packed)
-        for tensor in family.tensors(model.config)
-    }
+    parameters = dict(class_parameters)
     if adapter is not None:
         for factor in adapter.factors(family.tensors(model.config)):
             parameters[factor.target] = (
@@ -176,23 +177,22 @@ def _place(root: nn.Module, path: str, parameter: nn.Parameter) -> None:
 
 
 def _buffers(
-    model: GPT | Encoder, family: Family, paths: Mapping[str, str], named: Sequence[_Named]
+    model: GPT | Encoder,
+    paths: Mapping[str, str],
+    named: Sequence[_Named],
+    class_parameters: Mapping[str, tuple[ClassParameter, ...]],
 ) -> Iterator[tuple[nn.Module, str, str]]:
     """List the layers' buffers: layer, name in the layer, and name in the tree."""
-    parameters = {
-        tensor.target: class_parameters_of(tensor, family.packed)[0]
-        for tensor in family.tensors(model.config)
-    }
     module_paths = {tensor.owner: tensor.path.rpartition(".")[0] for tensor in reversed(named)}
     for name, _ in model.named_buffers():
         owner, _, key = name.rpartition(".")
         if is_training_only(name):
             yield model.get_submodule(owner), key, f"{module_paths[owner]}.{key}"
         else:
-            yield model.get_submodule(owner), key, _path_of(parameters[name].name, paths)
+            yield model.get_submodule(owner), key, _path_of(class_parameters[name][0].name, paths)
 
 
-def _pair_modules(source: nn.Module, model: nn.Module, named: Sequence[_Named]) -> None:
+def _pair_modules(source: Any, model: nn.Module, named: Sequence[_Named]) -> None:
     """Make every layer follow the training mode of the module that has its parameters."""
     paths_below: dict[str, list[list[str]]] = {}
     # A parameter with several names, such as that of a tied head, is paired by its first name.

@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 from lightning_megatron.layers.parameters.init import initialize_
-from lightning_megatron.models.encoder import Encoder
-from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.pretrained.unchanged_models import ModuleDescription
+from lightning_megatron.swap.pretrained.without_weights import build_layers
+from lightning_megatron.swap.tensors.low_rank import plain_name
 from lightning_megatron.swap.tensors.mapping import TensorMap, TensorReader
-from lightning_megatron.swap.tensors.packed import find_packed, pack
+from lightning_megatron.swap.tensors.packed import pack, whole_of
 from lightning_megatron.swap.weights.load import reader_of
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
@@ -54,15 +54,13 @@ class Origin:
 
     Args:
         folder: Folder of the weights; None means random initial values.
-        layers: Function that builds the corresponding model of this package, with all tensors on
-            the meta device.
     """
 
     family: Family
     config: Mapping[str, Any]
     folder: str | None
+    dtype: torch.dtype
     parts: Mapping[str, ModuleDescription] = field(repr=False)
-    layers: Callable[[], GPT | Encoder] = field(repr=False)
 
     def value_of(self, name: str) -> Tensor:
         """Return the initial value of a tensor of the class, from the files or drawn."""
@@ -90,16 +88,12 @@ class Origin:
         """List the names in the files of each tensor of the class, or of its parts."""
         names: dict[str, list[str]] = {}
         for part in () if self.folder is None else self._files.names():
-            names.setdefault(self._class_name(part), []).append(part)
+            names.setdefault(whole_of(part, self.family.packed), []).append(part)
         return names
-
-    def _class_name(self, part: str) -> str:
-        match = find_packed(part, self.family.packed)
-        return part if match is None else match[0]
 
     def _drawn(self, name: str) -> dict[str, Tensor]:
         """Draw a tensor's parts with the initial values of the replaced model."""
-        layers = self.layers()
+        layers = build_layers(self.config, self.family, self.dtype)
         table = [t for t in self.family.tensors(layers.config) if self._has(t, name)]
         if not table:
             raise KeyError(name)
@@ -107,11 +101,15 @@ class Origin:
         parts: dict[str, Tensor] = {}
         for tensor in table:
             parts |= tensor.split(layers.get_parameter(tensor.target).detach()[: tensor.shape[0]])
-        return {part: drawn for part, drawn in parts.items() if self._class_name(part) == name}
+        return {
+            part: drawn
+            for part, drawn in parts.items()
+            if whole_of(part, self.family.packed) == name
+        }
 
     def _has(self, tensor: TensorMap, name: str) -> bool:
         """Return whether a full tensor has a part of the tensor of the class."""
-        return any(self._class_name(source.name) == name for source in tensor.sources)
+        return any(whole_of(source.name, self.family.packed) == name for source in tensor.sources)
 
 
 def defer(model: nn.Module, origin: Origin) -> None:
@@ -141,7 +139,7 @@ def origin_of(model: nn.Module) -> Origin | None:
 def is_part_of_deferred(model: nn.Module) -> bool:
     """Return whether a model is a part of a deferred model, such as its body alone."""
     marks = ((name, getattr(p, _ATTRIBUTE, None)) for name, p in model.named_parameters())
-    return any(mark is not None and mark[1] != name for name, mark in marks)
+    return any(mark is not None and mark[1] != plain_name(name) for name, mark in marks)
 
 
 def read_deferred(model: nn.Module) -> Callable[[], None]:

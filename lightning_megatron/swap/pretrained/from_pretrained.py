@@ -30,10 +30,11 @@ from lightning_megatron.swap.pretrained.deferred import (
     ReadOnFirstUse,
     defer,
     is_part_of_deferred,
+    origin_of,
     read_deferred,
 )
 from lightning_megatron.swap.pretrained.unchanged_models import describe_modules
-from lightning_megatron.swap.pretrained.without_weights import build_layers, without_weights
+from lightning_megatron.swap.pretrained.without_weights import without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
 from lightning_megatron.swap.tensors.mapping import named
 from lightning_megatron.swap.weights.safetensors_folder import QUANTIZATION, SafetensorsFolder
@@ -80,9 +81,6 @@ class _Finder(MetaPathFinder):
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
-
-#: Attribute of a model built on the meta device, with the folder of its weights.
-_FOLDER = "weights_folder"
 
 #: Arguments of ``from_pretrained`` that affect only where a model is found and how it is read.
 _IRRELEVANT = frozenset(
@@ -165,12 +163,6 @@ def _check_adapter(model: Any, folder: Any, name: str, result: Any) -> None:
             )
 
 
-def folder_of(model: nn.Module) -> str | None:
-    """Return the folder of a deferred model's weights; None if there is none."""
-    folder: str | None = getattr(model, _FOLDER, None)
-    return folder
-
-
 def read_missing_values(model: Any) -> Callable[[], None]:
     """Read all weights of a deferred model; do not change the model.
 
@@ -179,12 +171,13 @@ def read_missing_values(model: Any) -> Callable[[], None]:
     """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return lambda: None
-    folder = folder_of(model)
     cls = type(model)
-    if folder is None and is_part_of_deferred(model):
+    if is_part_of_deferred(model):
         # The model was built as a part of a larger one. A new model of its class would read or
         # initialize other tensors.
         return read_deferred(model)
+    origin = origin_of(model)
+    folder = None if origin is None else origin.folder
     if folder is not None and SafetensorsFolder(folder).has_scales:
         raise UnsupportedError(
             "weights in 4 or 8 bits are read for models that are replaced: a "
@@ -195,36 +188,25 @@ def read_missing_values(model: Any) -> Callable[[], None]:
     full = (
         cls._from_config(**settings) if folder is None else cls.from_pretrained(folder, **settings)
     )
-    values = {
-        **dict(full.named_parameters(remove_duplicate=False)),
-        **dict(full.named_buffers(remove_duplicate=False)),
-    }
-    filled: list[tuple[dict[str, Any], str, Tensor]] = []
+    values = full.state_dict(keep_vars=True)
+    filled: dict[str, Tensor] = {}
     shared: dict[int, Tensor] = {}
-    for path, owner in model.named_modules():
-        for tensors in (owner._parameters, owner._buffers):
-            for key, old in tensors.items():
-                if old is None or not old.is_meta:
-                    continue
-                name = plain_name(f"{path}.{key}" if path else key)
-                if name not in values:
-                    raise UnsupportedError(
-                        "a model that is built without its weights must keep the modules that its "
-                        f"class builds: {name!r} was added to a {cls.__name__} and has no values. "
-                        "Build the model outside of configure_model, or leave the model out of the "
-                        "plan, so that the strategy replaces it."
-                    )
-                value = values[name].detach()
-                if isinstance(old, nn.Parameter):
-                    value = nn.Parameter(value, old.requires_grad)
-                # Shared tensors stay shared.
-                filled.append((tensors, key, shared.setdefault(id(old), value)))
-
-    def give() -> None:
-        for tensors, key, value in filled:
-            tensors[key] = value
-
-    return give
+    for name, old in model.state_dict(keep_vars=True).items():
+        if not old.is_meta:
+            continue
+        if plain_name(name) not in values:
+            raise UnsupportedError(
+                "a model that is built without its weights must keep the modules that its class "
+                f"builds: {name!r} was added to a {cls.__name__} and has no values. Build the "
+                "model outside of configure_model, or leave the model out of the plan, so that "
+                "the strategy replaces it."
+            )
+        value = values[plain_name(name)].detach()
+        if isinstance(old, nn.Parameter):
+            value = nn.Parameter(value, old.requires_grad)
+        # Shared tensors stay shared.
+        filled[name] = shared.setdefault(id(old), value)
+    return partial(model.load_state_dict, filled, strict=False, assign=True)
 
 
 def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[str, Any]) -> Any:
@@ -242,19 +224,9 @@ def _is_replaced(cls: Any, config: Any) -> bool:
 def _deferred(model: Any, folder: str | None) -> Any:
     """Mark a model's weights to be read from a folder, or drawn, later."""
     family = find_family(type(model).__name__)
-    config = model.config.to_dict()
-    dtype = model.dtype
     assert family is not None, "models of known families are built without their weights"
-    defer(
-        model,
-        Origin(
-            family,
-            config,
-            folder,
-            describe_modules(model),
-            lambda: build_layers(config, family, dtype),
-        ),
-    )
+    config = model.config.to_dict()
+    defer(model, Origin(family, config, folder, model.dtype, describe_modules(model)))
     return model
 
 
@@ -287,8 +259,10 @@ def _from_pretrained(
     config = _of_numbers(config)
     if is_read_as_numbers(options.get(QUANTIZATION)):
         del options[QUANTIZATION]
-    with _name_configuration(path):
+    try:
         is_replaced = not options and _is_replaced(cls, config)
+    except (CheckpointMismatchError, ParallelPlanError) as error:
+        raise CheckpointMismatchError(f"{Path(path, 'config.json')}: {error}") from error
     if not is_replaced:
         return _name_files(path, lambda: load(cls, *args, **kwargs))
     if dtype in (None, "auto"):
@@ -297,7 +271,6 @@ def _from_pretrained(
         str(path), "config.json must describe a model that transformers builds"
     ):
         model = cls._from_config(config, dtype=dtype)
-    setattr(model, _FOLDER, str(path))
     _deferred(model, str(path))
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
         # Hugging Face also ignores a damaged file.
@@ -314,14 +287,6 @@ def _of_numbers(config: Any) -> Any:
     plain = deepcopy(config)
     delattr(plain, QUANTIZATION)
     return plain
-
-
-@contextmanager
-def _name_configuration(path: str | Path) -> Iterator[None]:
-    try:
-        yield
-    except (CheckpointMismatchError, ParallelPlanError) as error:
-        raise CheckpointMismatchError(f"{Path(path, 'config.json')}: {error}") from error
 
 
 def _name_files(path: str | Path, load: Callable[[], Any]) -> Any:

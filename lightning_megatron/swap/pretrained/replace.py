@@ -24,7 +24,6 @@ from lightning_megatron.swap.hugging_face.peft_layers import (
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.hugging_face.tree import install_layers
 from lightning_megatron.swap.pretrained.deferred import origin_of
-from lightning_megatron.swap.pretrained.from_pretrained import folder_of
 from lightning_megatron.swap.pretrained.unchanged_models import (
     built_settings,
     check_settings,
@@ -87,7 +86,8 @@ def build_swapped_model(
     check_tie(name, source, is_tied=model.config.tie_embeddings)
     if any(getattr(part, "gradient_checkpointing", False) for part in source.modules()):
         model.recompute = "full"
-    load = _loading(model, family, tensors, folder_of(source), shows_progress)
+    folder = None if origin is None else origin.folder
+    load = _loading(model, family, tensors, folder, shows_progress)
     updates = [] if adapter is None else updates_of(name, model, source, family, adapter)
 
     def fill() -> str:

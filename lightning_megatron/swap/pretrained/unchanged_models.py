@@ -21,7 +21,7 @@ from lightning_megatron.swap.tensors.low_rank import plain_name
 _IGNORED_ATTRIBUTES = frozenset(
     """
     training gradient_checkpointing name_or_path num_embeddings out_features vocab_size
-    is_hf_initialized is_gradient_checkpointing weights_folder is_loaded_in_4bit is_loaded_in_8bit
+    is_hf_initialized is_gradient_checkpointing is_loaded_in_4bit is_loaded_in_8bit
     """.split()
 )
 #: Fields of this package's configurations that follow from the shapes of weights.

@@ -208,6 +208,12 @@ def find_packed(name: str, rules: Iterable[Packed]) -> tuple[str, Packed, int, i
     return None
 
 
+def whole_of(name: str, rules: Iterable[Packed]) -> str:
+    """Return the name of the class's tensor that contains a tensor of files."""
+    match = find_packed(name, rules)
+    return name if match is None else match[0]
+
+
 @dataclass(frozen=True)
 class ClassParameter:
     """Parameter of a Hugging Face class that contains rows of a full tensor.

@@ -58,21 +58,18 @@ def _parts_of_files(
         yield from tensor.split(full.detach()).items()
         # Free this tensor before the next one is gathered.
         del full
-    others = {
-        name
-        for name, tensor in known.items()
-        for source in tensor.sources
-        if not family.is_head(source.name)
-    }
-    if known.keys() - others == left.keys():
-        # The model was built without a head, and Hugging Face loads files without one.
-        return
-    if left:
+    heads = {name for name, tensor in known.items() if _is_head(tensor, family)}
+    # A model may be built without a head, and Hugging Face loads files without one.
+    if left and left.keys() != heads:
         raise CheckpointMismatchError(
             f"the tensors must match a {family.architecture} of this configuration: {named(left)} "
             "missing. Hugging Face would initialise them at random. Give the parameters of the "
             "whole model."
         )
+
+
+def _is_head(tensor: TensorMap, family: Family) -> bool:
+    return all(family.is_head(source.name) for source in tensor.sources)
 
 
 def export_folder(
@@ -191,7 +188,7 @@ def export_adapter(
     target.mkdir(parents=True, exist_ok=True)
     parts = {target: tensor.split(by_name[target]) for target, (tensor, _) in class_tensors.items()}
     tensors = {
-        f"{_PEFT_PREFIX}{name}": parts[target][name].to(dtype or parts[target][name].dtype)
+        f"{_PEFT_PREFIX}{name}": parts[target][name].to(dtype).contiguous()
         for target, (_, names) in class_tensors.items()
         for name in names
     }
@@ -202,8 +199,7 @@ def export_adapter(
 def write_adapter(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the tensors of an adapter, which peft reads from a single file."""
     library = import_extra("safetensors.torch", "hf")
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_synced(path, library.save(contiguous, {"format": "pt"}))
+    write_synced(path, library.save(tensors, {"format": "pt"}))
 
 
 def _plain(value: Any) -> str:

@@ -86,7 +86,7 @@ class TensorWriter:
         assert self._file is not None, "a file has been opened"
         self._files[-1][name] = entry
         data = tensor.detach().cpu().reshape(-1).view(torch.uint8)
-        self._file.write(memoryview(data.numpy()))
+        self._file.write(data.numpy().data)
         self._size += size
         self._header_size += entry_size
         if tensor.is_floating_point():
