@@ -25,8 +25,8 @@ from lightning_megatron import CausalLM, GPTConfig, TokenDataModule
 from lightning_megatron.checkpoint import (
     is_sharded_checkpoint,
     load_metadata,
-    save,
     verify_checkpoint,
+    writer,
 )
 from lightning_megatron.checkpoint.save import CollectiveSave
 from lightning_megatron.data.token_file import TokenFileWriter
@@ -182,7 +182,7 @@ def test_last_resumes_from_the_newest_undamaged_checkpoint_of_any_name(tmp_path:
 def test_last_goes_by_the_order_of_saving_and_ignores_clocks_and_broken_links(tmp_path, days):
     with pytest.MonkeyPatch.context() as patch:
         now = time.time
-        patch.setattr(save, "time", SimpleNamespace(time=lambda: now() + days * 86400))
+        patch.setattr(writer, "time", SimpleNamespace(time=lambda: now() + days * 86400))
         fit({}, 4, every_step(tmp_path))
     # This run continues from the second step, so step 3 is saved after step 4.
     fit({}, 3, every_step(tmp_path), resume=tmp_path / "step=2.ckpt")
