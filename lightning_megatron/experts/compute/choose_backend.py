@@ -52,34 +52,18 @@ def choose_backend(
     return choice
 
 
-@dataclass(frozen=True)
-class SwiGLUChoice:
-    """Decision about fusing SwiGLU into the grouped product, with its reason for the log."""
-
-    is_fused: bool
-    reason: str
-
-
 @cache
-def choose_swiglu(
+def reason_against_swiglu(
     device: torch.device, dtype: torch.dtype, num_groups: int, in_features: int, out_features: int
-) -> SwiGLUChoice:
-    """Decide whether SwiGLU is fused into grouped products of one size, and log it once."""
-    product = choose_backend(device, dtype, num_groups, in_features, out_features)
-    if product.backend != "bundled":
-        choice = SwiGLUChoice(False, f"the product is by {product.backend}")
-    else:
+) -> str | None:
+    """Return why SwiGLU is not fused into grouped products of one size, or None; log it once."""
+    backend = choose_backend(device, dtype, num_groups, in_features, out_features).backend
+    reason: str | None = f"the product is by {backend}"
+    if backend == "bundled":
         reason = reason_against_fusion(out_features, in_features)
-        choice = SwiGLUChoice(
-            reason is None,
-            reason or "it saves a pass over the product's result",
-        )
-    _log.info(
-        "SwiGLU of experts %s: %s",
-        "in the product's kernel" if choice.is_fused else "apart",
-        choice.reason,
-    )
-    return choice
+    where = "in the product's kernel" if reason is None else f"apart: {reason}"
+    _log.info("SwiGLU of experts %s", where)
+    return reason
 
 
 @dataclass(frozen=True)
@@ -102,7 +86,7 @@ def choose_layer_backends(
     """Choose the backends of a layer's experts, which may be able to fuse SwiGLU."""
     sizes = [(len(weights), weights[0].shape[1], weights[0].shape[0]) for weights in (first, down)]
     names = [choose_backend(device, dtype, *size).backend for size in sizes]
-    fuses = can_fuse and choose_swiglu(device, dtype, *sizes[0]).is_fused
+    fuses = can_fuse and reason_against_swiglu(device, dtype, *sizes[0]) is None
     return LayerBackends(names[0], names[1], fuses)
 
 
