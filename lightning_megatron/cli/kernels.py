@@ -22,7 +22,7 @@ from lightning_megatron.kernels.cuda import (
     read_sources,
     reason_against_library,
 )
-from lightning_megatron.kernels.cuda.load import load_library, reason_not_runnable
+from lightning_megatron.kernels.cuda.library import load_library, reason_not_runnable
 from lightning_megatron.kernels.cuda.sources import NEVER_RUN
 from lightning_megatron.plan.grouped_gemm import (
     VARIANTS,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_megatron.kernels.cuda import library
-from lightning_megatron.kernels.cuda.load import reason_not_runnable
+from lightning_megatron.kernels.cuda.library import reason_not_runnable
 from tests.kernels.cuda.fake import FakeKit
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels.cuda import default_cache, find_library, read_sources
-from lightning_megatron.kernels.cuda.load import load_library, reason_not_runnable
+from lightning_megatron.kernels.cuda.library import load_library, reason_not_runnable
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of
 from tests.gpu.grouped import (
     LAUNCHES,

@@ -19,7 +19,7 @@ from lightning_megatron.kernels.cuda import (
     read_sources,
     reason_against_library,
 )
-from lightning_megatron.kernels.cuda.load import load_library, reason_not_runnable
+from lightning_megatron.kernels.cuda.library import load_library, reason_not_runnable
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, reason_against_fusion
 from lightning_megatron.shapes import Float
 

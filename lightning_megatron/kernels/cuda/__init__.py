@@ -1,8 +1,7 @@
 """Building, packaging and loading of the bundled CUDA kernels.
 
 The CUDA sources are in ``kernels/csrc`` of the project, which the package includes as
-``kernels/cuda/csrc``. All modules except ``load`` need the
-standard library only.
+``kernels/cuda/csrc``.
 """
 
 from lightning_megatron.kernels.cuda.build import build_library

@@ -79,28 +79,12 @@ def link_command(sources: Sources, toolchain: Toolchain, objects: Path, library:
 
     The CUDA runtime is linked statically, so that any build of torch can load the library.
     """
+    inputs = [str(objects / f"{file.name}.o") for file in sources.translation_units]
+    command = [str(toolchain.nvcc), "-shared", "-cudart", "static", "-o", str(library), *inputs]
     # Only libtorch.so depends on torch's CUDA libraries. The kernels use none of its symbols
     # directly, so linkers would drop it without --no-as-needed.
-    torch = [
-        "-L",
-        str(toolchain.torch / "lib"),
-        "-Xlinker",
-        "--no-as-needed",
-        "-ltorch",
-        "-ltorch_cpu",
-        "-lc10",
-    ]
-    inputs = [str(objects / f"{file.name}.o") for file in sources.translation_units]
-    return [
-        str(toolchain.nvcc),
-        "-shared",
-        "-cudart",
-        "static",
-        "-o",
-        str(library),
-        *inputs,
-        *torch,
-    ]
+    command += ["-L", str(toolchain.torch / "lib"), "-Xlinker", "--no-as-needed"]
+    return [*command, "-ltorch", "-ltorch_cpu", "-lc10"]
 
 
 def _build(

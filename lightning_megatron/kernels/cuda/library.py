@@ -1,4 +1,4 @@
-"""Search for built libraries in the cache and in an installed wheel.
+"""Search for built libraries in the cache and in an installed wheel, and their loading.
 
 A folder of libraries has one subfolder for each state of sources and compilers. Its name is
 ``SOURCES-COMPILERS``, the keys of both. The cache is such a folder, and so is the package that a
@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.kernels.cuda.sources import Sources
 
@@ -22,6 +24,10 @@ LIBRARY = "liblm_kernels.so"
 DESCRIPTION = "build.json"
 #: Name of the package that a wheel of kernels installs, which is a folder of libraries.
 WHEEL_PACKAGE = "lightning_megatron_kernels"
+#: Compute capability of the kernels. Code for sm_90a runs on no other.
+CAPABILITY = (9, 0)
+#: Compute capability of the sm_100a kernels, which have been compiled but never run.
+_UNTESTED_CAPABILITY = (10, 0)
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,40 @@ def describe(path: Path) -> BuiltLibrary:
             f"a built library must have a readable description: {path.parent / DESCRIPTION} is "
             f"damaged ({error}). Delete {path.parent} and build again."
         ) from error
+
+
+def load_library(path: Path) -> None:
+    """Register the operators of a library as ``torch.ops.lm_kernels``.
+
+    Loading a library again has no effect.
+    """
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise UnsupportedError(
+            f"the library must be loadable: {path} is not ({error}). It was built for another "
+            "system or another version of torch. Delete its folder and run: lightning-megatron "
+            "kernels build."
+        ) from error
+
+
+def reason_not_runnable(device: int = 0) -> str | None:
+    """Return the reason why a GPU cannot run the kernels; None if it can."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        never_run = (
+            "; those for 10.0 were compiled but have never been run"
+            if capability == _UNTESTED_CAPABILITY
+            else ""
+        )
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability[0]}.{capability[1]}, and the kernels are compiled for "
+            f"{CAPABILITY[0]}.{CAPABILITY[1]}{never_run}"
+        )
+    return None
 
 
 def _installed_folder() -> Path | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.kernels.cuda.sources import ARCHITECTURE
 
@@ -52,18 +54,8 @@ def find_toolchain(cuda_home: Path | None = None, cutlass: Path | None = None) -
     """
     nvcc = find_nvcc(cuda_home)
     include = find_cutlass(cutlass)
-    torch = find_spec("torch")
-    if torch is None or torch.origin is None:
-        raise MissingExtraError(
-            "torch is not installed. The kernels are compiled with its headers: pip install torch.",
-        )
-    return Toolchain(
-        nvcc,
-        _nvcc_version(nvcc),
-        include,
-        _cutlass_version(include),
-        Path(torch.origin).parent,
-    )
+    torch_folder = Path(torch.__file__).parent
+    return Toolchain(nvcc, _nvcc_version(nvcc), include, _cutlass_version(include), torch_folder)
 
 
 def find_nvcc(cuda_home: Path | None = None) -> Path:
