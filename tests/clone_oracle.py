@@ -174,6 +174,18 @@ def overlaps(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:
     return shared
 
 
+def physical_home(layout: ExpertPlaces, expert: int) -> int:
+    """Return the physical expert that is the home of an expert."""
+    rank, home = divmod(expert, layout.homes)
+    return rank * (layout.homes + layout.places) + home
+
+
+def physical_place(layout: ExpertPlaces, place: int) -> int:
+    """Return the physical expert that is a place."""
+    rank, number = divmod(place, layout.places)
+    return rank * (layout.homes + layout.places) + layout.homes + number
+
+
 def physical_experts(
     selections: Sequence[Sequence[int]], plan: ClonePlan, rank: int
 ) -> tuple[tuple[int, ...], ...]:
@@ -188,12 +200,12 @@ def physical_experts(
     """
     ways: dict[int, list[int]] = {}
     for place, (owner, number) in enumerate(zip(plan.owners, plan.off[rank], strict=True)):
-        ways.setdefault(owner, []).extend([plan.layout.physical_place(place)] * number)
+        ways.setdefault(owner, []).extend([physical_place(plan.layout, place)] * number)
     waiting = {owner: iter(experts) for owner, experts in ways.items()}
 
     def clone_of(expert: int) -> int:
         if expert == NO_EXPERT:
             return NO_EXPERT
-        return next(waiting.get(expert, iter(())), plan.layout.physical_home(expert))
+        return next(waiting.get(expert, iter(())), physical_home(plan.layout, expert))
 
     return tuple(tuple(map(clone_of, token)) for token in selections)

@@ -31,7 +31,7 @@ from lightning_megatron.groups.collectives import gather_from_axis, split_to_axi
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameters.init import Initializer
 from lightning_megatron.layers.recompute import recomputed
-from lightning_megatron.plan.expert_clones import CloneSettings
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.model_shape import Activation
 from lightning_megatron.shapes import Float, Int
@@ -66,7 +66,7 @@ class MixtureOfExperts(nn.Module):
         *,
         activation: Activation = "swiglu",
         transport: Transport = "auto",
-        clones: CloneSettings | None = None,
+        clones: ExpertClones | None = None,
         initializer: Initializer | None = None,
         output_initializer: Initializer | None = None,
     ) -> None:

@@ -1,56 +1,28 @@
 """Planning of parallel training with integers alone: layouts, shards, schedules and memory."""
 
-from lightning_megatron.plan.actions import Action, PipelineUnit
-from lightning_megatron.plan.budget import TrainingShape, estimate_memory
-from lightning_megatron.plan.cuda_graphs import CudaGraphs
-from lightning_megatron.plan.custom_schedule import custom_schedule
-from lightning_megatron.plan.graph_slots import GraphSlots
-from lightning_megatron.plan.layout import ParallelLayout, read_stage_string
-from lightning_megatron.plan.live_microbatches import live_microbatches
-from lightning_megatron.plan.partition import LayerCosts, partition_of
-from lightning_megatron.plan.placement import Placement
-from lightning_megatron.plan.schedule import Schedule, build_schedule
-from lightning_megatron.plan.shards import (
-    ShardRange,
-    attention_ranges,
-    even_range,
-    padded_vocab_size,
-    vocab_range,
-)
-from lightning_megatron.plan.simulate import simulate
-from lightning_megatron.plan.stage_costs import StageCosts
-from lightning_megatron.plan.transfers import (
-    Compute,
-    Program,
-    TransferBatch,
-    plan_transfers,
-)
-
-__all__ = [
-    "Action",
-    "Compute",
-    "TransferBatch",
-    "CudaGraphs",
-    "GraphSlots",
-    "LayerCosts",
-    "ParallelLayout",
-    "PipelineUnit",
-    "Placement",
-    "Program",
-    "Schedule",
-    "ShardRange",
-    "StageCosts",
-    "TrainingShape",
-    "attention_ranges",
-    "build_schedule",
-    "estimate_memory",
-    "even_range",
-    "live_microbatches",
-    "custom_schedule",
-    "padded_vocab_size",
-    "partition_of",
-    "plan_transfers",
-    "read_stage_string",
-    "simulate",
-    "vocab_range",
-]
+from lightning_megatron.plan.actions import Action as Action
+from lightning_megatron.plan.actions import PipelineUnit as PipelineUnit
+from lightning_megatron.plan.budget import TrainingShape as TrainingShape
+from lightning_megatron.plan.budget import estimate_memory as estimate_memory
+from lightning_megatron.plan.cuda_graphs import CudaGraphs as CudaGraphs
+from lightning_megatron.plan.custom_schedule import custom_schedule as custom_schedule
+from lightning_megatron.plan.graph_slots import GraphSlots as GraphSlots
+from lightning_megatron.plan.layout import ParallelLayout as ParallelLayout
+from lightning_megatron.plan.layout import read_stage_string as read_stage_string
+from lightning_megatron.plan.live_microbatches import live_microbatches as live_microbatches
+from lightning_megatron.plan.partition import LayerCosts as LayerCosts
+from lightning_megatron.plan.partition import partition_of as partition_of
+from lightning_megatron.plan.placement import Placement as Placement
+from lightning_megatron.plan.schedule import Schedule as Schedule
+from lightning_megatron.plan.schedule import build_schedule as build_schedule
+from lightning_megatron.plan.shards import ShardRange as ShardRange
+from lightning_megatron.plan.shards import attention_ranges as attention_ranges
+from lightning_megatron.plan.shards import even_range as even_range
+from lightning_megatron.plan.shards import padded_vocab_size as padded_vocab_size
+from lightning_megatron.plan.shards import vocab_range as vocab_range
+from lightning_megatron.plan.simulate import simulate as simulate
+from lightning_megatron.plan.stage_costs import StageCosts as StageCosts
+from lightning_megatron.plan.transfers import Compute as Compute
+from lightning_megatron.plan.transfers import Program as Program
+from lightning_megatron.plan.transfers import TransferBatch as TransferBatch
+from lightning_megatron.plan.transfers import plan_transfers as plan_transfers

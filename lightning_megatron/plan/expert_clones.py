@@ -9,18 +9,27 @@ experts stays the same.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.settings import Count, Index, coerce_fields, require_positive
+from lightning_megatron.plan.settings import Count, Index, coerce_fields
 
 #: Alignment of every stack (bytes): more than tensor maps and the widest accesses need.
 _ALIGNMENT = 128
 #: Owner of a place that has no clone.
 NO_EXPERT = -1
+#: Speed of grouped products in bfloat16, as measured on H200s (FLOP/s).
+PRODUCTS = 650e12
+#: Speed of puts between two GPUs, in one direction, as measured on H200s (bytes/s).
+BANDWIDTH = 350e9
+#: Operations for each row and parameter of an expert, forward and backward.
+OPERATIONS = 6
+#: What a clone sends for each parameter: its weight for either pass, and its gradient (bytes).
+BYTES_OF_PARAMETER = 2 + 2 + 4
+#: Rows from which a clone saves the busiest rank more time than its transfers take.
+MIN_ROWS_ON_GPUS = round(BYTES_OF_PARAMETER * PRODUCTS / (OPERATIONS * BANDWIDTH))
 
 
 @dataclass(frozen=True)
@@ -30,31 +39,11 @@ class ExpertPlaces:
     Expert e is at home on rank ``e // homes``, and place p is on rank ``p // places``. A physical
     expert is the index of a home or a place over all ranks: a rank's homes come first, then its
     places.
-
-    Raises:
-        ParallelPlanError: If the experts do not divide by the ranks, or a rank has more places than
-            other ranks have experts.
     """
 
     num_ranks: int
     num_experts: int
     places: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_ranks", "num_experts", "places"):
-            require_positive(name, getattr(self, name))
-        if self.num_experts % self.num_ranks:
-            raise ParallelPlanError(
-                f"num_experts ({self.num_experts}) must be a multiple of num_ranks "
-                f"({self.num_ranks}), because every rank has the same number of experts. Change "
-                "one of them."
-            )
-        remote = self.num_experts - self.homes
-        if self.places > remote:
-            raise ParallelPlanError(
-                f"places ({self.places}) must be at most {remote}, because other ranks have only "
-                f"{remote} of the {self.num_experts} experts. Use fewer places."
-            )
 
     @property
     def homes(self) -> int:
@@ -65,35 +54,6 @@ class ExpertPlaces:
     def num_places(self) -> int:
         """Return the number of places of all ranks."""
         return self.num_ranks * self.places
-
-    def physical_home(self, expert: int) -> int:
-        """Return the physical expert that is the home of an expert."""
-        rank, home = divmod(expert, self.homes)
-        return rank * (self.homes + self.places) + home
-
-    def physical_place(self, place: int) -> int:
-        """Return the physical expert that is a place."""
-        rank, number = divmod(place, self.places)
-        return rank * (self.homes + self.places) + self.homes + number
-
-
-@dataclass(frozen=True)
-class CloneSettings:
-    """Places for clones of busy experts, and the smallest clone that is worth its transfers.
-
-    Raises:
-        ParallelPlanError: For values out of range.
-    """
-
-    places: int
-    min_rows: int = 0
-
-    def __post_init__(self) -> None:
-        require_positive("places", self.places)
-        if self.min_rows < 0:
-            raise ParallelPlanError(
-                f"min_rows must not be negative: it is {self.min_rows} selections. Use 0 or more."
-            )
 
 
 @dataclass(frozen=True)
@@ -125,74 +85,6 @@ class CloneMemory:
         return (0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
 
 
-# Floating-point operations for each row and parameter, forward and backward.
-_OPERATIONS = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class CloneCost:
-    """Speed of products and of links, and the bytes that a clone moves over the links.
-
-    Rows that move to a clone save the busiest rank ``6 * rows * parameters / products`` seconds,
-    and the clone's transfers take ``num_bytes * parameters / bandwidth`` seconds of the links. The
-    number of parameters of an expert cancels.
-
-    Args:
-        products: Speed of the experts' products (FLOP/s).
-        bandwidth: Speed of the links between two GPUs, in one direction (bytes/s).
-        weight: Size of a weight that is sent (bytes).
-        gradient: Size of a weight's gradient that is returned (bytes).
-        sends_again: Whether the weights are sent again for the backward pass.
-
-    Raises:
-        ParallelPlanError: For a value that is not positive.
-    """
-
-    products: float
-    bandwidth: float
-    weight: int = 2
-    gradient: int = 4
-    sends_again: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("weight", "gradient"):
-            require_positive(name, getattr(self, name))
-        for name in ("products", "bandwidth"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ParallelPlanError(
-                    f"{name} must be a positive speed: it is {value!r}. Use the measured rate of "
-                    f"{name} per second."
-                )
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that move for each parameter of a clone."""
-        return self.weight * (2 if self.sends_again else 1) + self.gradient
-
-    def seconds_saved(self, rows: float, clones: float, num_parameters: int) -> float:
-        """Return the time that clones save in a microbatch, less that of their transfers (seconds).
-
-        Transfers are counted as if nothing overlapped with them.
-
-        Args:
-            rows: Rows of the busiest rank without clones less those with clones (rows).
-            clones: Clones of the experts of one rank, whose links all their transfers use (clones).
-            num_parameters: Parameters of an expert on its rank (elements).
-        """
-        saved = _OPERATIONS * rows * num_parameters / self.products
-        return saved - clones * self.num_bytes * num_parameters / self.bandwidth
-
-    @property
-    def min_rows(self) -> int:
-        """Return the break-even number of rows of a clone in one microbatch, to the nearest row."""
-        return round(self.num_bytes * self.products / (_OPERATIONS * self.bandwidth))
-
-
-#: Grouped products in bfloat16 and puts between two GPUs, as measured on H200s.
-_GPU_COST = CloneCost(products=650e12, bandwidth=350e9)
-
-
 @dataclass(frozen=True)
 class ExpertClones:
     """Places for clones of busy experts on every rank, and the smallest clone.
@@ -216,11 +108,11 @@ class ExpertClones:
     def __post_init__(self) -> None:
         coerce_fields(self, "experts.clones.")
 
-    def on(self, device_type: str) -> CloneSettings:
-        """Return the settings of layers on a type of devices."""
+    def on(self, device_type: str) -> ExpertClones:
+        """Return the settings of layers on a type of devices, with a number of rows."""
         if self.min_rows is not None:
-            return CloneSettings(self.places, self.min_rows)
-        return CloneSettings(self.places, _GPU_COST.min_rows if device_type == "cuda" else 0)
+            return self
+        return ExpertClones(self.places, MIN_ROWS_ON_GPUS if device_type == "cuda" else 0)
 
     def reason_on(self, device_type: str) -> str:
         """Return which clones are created on a type of devices, and why, for the log."""
@@ -228,11 +120,10 @@ class ExpertClones:
             return f"of at least {self.min_rows:,} rows, as asked for"
         if device_type != "cuda":
             return f"of any number of rows on {device_type}"
-        cost = _GPU_COST
         return (
-            f"of at least {cost.min_rows:,} rows: fewer save less time at "
-            f"{cost.products / 1e12:g} TFLOP/s than {cost.num_bytes} bytes a parameter take at "
-            f"{cost.bandwidth / 1e9:g} GB/s"
+            f"of at least {MIN_ROWS_ON_GPUS:,} rows: fewer save less time at "
+            f"{PRODUCTS / 1e12:g} TFLOP/s than {BYTES_OF_PARAMETER} bytes a parameter take at "
+            f"{BANDWIDTH / 1e9:g} GB/s"
         )
 
     def check(self, num_experts: int, ep: int) -> None:

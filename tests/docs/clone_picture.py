@@ -8,7 +8,13 @@ from functools import cache, partial
 
 from benchmarks.routing import Popularity
 from benchmarks.shapes import SHAPES
-from lightning_megatron.plan.expert_clones import CloneCost
+from lightning_megatron.plan.expert_clones import (
+    BANDWIDTH,
+    BYTES_OF_PARAMETER,
+    MIN_ROWS_ON_GPUS,
+    OPERATIONS,
+    PRODUCTS,
+)
 from tests.clone_oracle import plan_clones
 from tests.docs.blocks import DOCS
 from tests.docs.svg import box, picture_of, text
@@ -16,8 +22,6 @@ from tests.docs.svg import box, picture_of, text
 PAGE = DOCS / "experts.md"
 PICTURE = DOCS / "clones.svg"
 TABLE = re.compile(r"(?<=<!-- planned clones -->\n)(?:\|.*\n)+")
-#: Cost model of clones: speed of grouped products in bfloat16, and bandwidth of puts, on H200s.
-CLONE_COST = CloneCost(products=650e12, bandwidth=350e9)
 #: Number of ranks, tokens per rank, and layers; every layer routes its own tokens.
 RANKS, TOKENS, DRAWS = 4, 4096, 12
 PLACES = (0, 1, 2)
@@ -59,10 +63,11 @@ def planned(name: str, places: int) -> Planned:
         totals = [sum(column) for column in zip(*counts, strict=True)]
         before = [sum(totals[rank * homes : (rank + 1) * homes]) for rank in range(RANKS)]
         mean = sum(before) / RANKS
-        plan = plan_clones(counts, max(places, 1), CLONE_COST.min_rows if places else sum(before))
+        plan = plan_clones(counts, max(places, 1), MIN_ROWS_ON_GPUS if places else sum(before))
         away = max(sum(owner // homes == rank for owner in plan.owners) for rank in range(RANKS))
         parameters = 3 * SHAPE.hidden_size * experts.ffn_hidden_size
-        saved = CLONE_COST.seconds_saved(max(before) - max(plan.rows), away, parameters)
+        saved = OPERATIONS * (max(before) - max(plan.rows)) * parameters / PRODUCTS
+        saved -= away * BYTES_OF_PARAMETER * parameters / BANDWIDTH
         rows = tuple(number / mean for number in plan.rows)
         clones = sum(owner >= 0 for owner in plan.owners)
         plans.append(Planned(rows, max(rows), sum(plan.amounts) / sum(before), clones, saved * 1e3))

@@ -17,7 +17,7 @@ from lightning_megatron.experts.transport.cloning import PlacedClones
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.recompute import recomputed
-from lightning_megatron.plan.expert_clones import CloneSettings, ExpertPlaces
+from lightning_megatron.plan.expert_clones import ExpertClones, ExpertPlaces
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.model_shape import Activation
 
@@ -121,7 +121,7 @@ class ClonedLayer:
                 report = lambda name=name: self.reported.append(name)  # noqa: E731
                 self.slots[name] = GradientSlot(sums[part].view(shape), report, scale=2.0)
                 set_slot(weight, self.slots[name])
-        clones = CloneSettings(case.places) if case.places else None
+        clones = ExpertClones(case.places) if case.places else None
         transport: Any = case.transport
         self.choice = choose_transport(
             NUM_EXPERTS, TOP_K, mesh, transport, clones=clones, matrices=self.experts.matrices

@@ -25,7 +25,7 @@ from lightning_megatron.experts.transport.permute import map_rows, sort_by_exper
 from lightning_megatron.experts.transport.row_limit import LayerRows, RowLimit, RowNeed
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.expert_clones import CloneSettings
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.shards import ShardRange
 from tests.clone_oracle import ClonePlan, physical_experts, plan_clones
 from tests.plan.clone_draws import DrawnSelections, drawn_counts, drawn_selections
@@ -68,7 +68,7 @@ def test_auto_chooses_puts_on_gpus_that_support_them(monkeypatch):
         assert isinstance(choice.dispatcher, OneSidedDispatcher) == (kind == "one_sided")
         assert choice.reason.endswith(reason)
     for top_k, has_shared in ((1, False), (2, True)):
-        mesh, clones = make_gpu_mesh(monkeypatch, None), CloneSettings(1)
+        mesh, clones = make_gpu_mesh(monkeypatch, None), ExpertClones(1)
         choice = choose_transport(4, top_k, mesh, has_shared=has_shared, clones=clones)
         assert choice.transport == "one_sided", "clones need puts"
 
@@ -81,17 +81,15 @@ def test_puts_that_are_asked_for_or_needed_are_refused_with_the_reason_against_t
     assert "'all_gather', 'all_to_all' or 'auto'" in str(raised.value)
     mesh = make_gpu_mesh(monkeypatch, "there is no NVLink")
     with pytest.raises(UnsupportedError, match="each other's memory: there is no NVLink"):
-        choose_transport(4, 2, mesh, clones=CloneSettings(1))
+        choose_transport(4, 2, mesh, clones=ExpertClones(1))
 
 
 def test_illegal_settings_of_clones_are_refused():
-    with pytest.raises(ParallelPlanError, match=r"places \(1\) must be at most 0"):
-        choose_transport(8, 2, ParallelMesh.single(), clones=CloneSettings(1))
-    with pytest.raises(ParallelPlanError, match=r"places \(3\) must be at most 2"):
-        place_clones(torch.zeros(2, 4, dtype=torch.int64), 3)
+    with pytest.raises(ParallelPlanError, match=r"clones \(1\) must be at most 0"):
+        choose_transport(8, 2, ParallelMesh.single(), clones=ExpertClones(1))
     for settings, name in (((0,), "places"), ((1, -1), "min_rows")):
         with pytest.raises(ParallelPlanError, match=f"{name} must"):
-            CloneSettings(*settings)
+            ExpertClones(*settings)
 
 
 def as_plan(clones: PlacedClones) -> ClonePlan:

@@ -31,7 +31,7 @@ from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_run import BackwardPasses
 from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.custom_schedule import custom_schedule
-from lightning_megatron.plan.expert_clones import CloneSettings
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.schedule import Schedule, build_schedule
 from tests.optimizer.runs import Run
@@ -101,7 +101,7 @@ def train(
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             module.transport = case.transport
-            module.clones = CloneSettings(case.places) if case.places else None
+            module.clones = ExpertClones(case.places) if case.places else None
     run = Run(dict(model.named_parameters()), mesh)
     waited = set[Tensor]()
     runner = graph_runner(case, mesh, run, model, waited.update) if graphs else None

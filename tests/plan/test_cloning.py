@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
-from lightning_megatron.plan.expert_clones import CloneCost, ExpertPlaces
+from lightning_megatron.plan.expert_clones import ExpertPlaces
 from tests.clone_oracle import (
     ClonePlan,
     assign_largest_first,
@@ -14,10 +12,10 @@ from tests.clone_oracle import (
     excess_of_rank,
     overlaps,
     physical_experts,
+    physical_place,
     plan_clones,
 )
 from tests.plan.clone_draws import DrawnCounts, drawn_counts, drawn_selections
-from tests.refusals import check_refusals
 from tests.sweeps import all_run
 
 MANY = 1000 if all_run() else 120
@@ -114,30 +112,6 @@ def test_physical_experts_map_back_and_have_the_rows_of_the_plan():
             assert [[plan.logical(expert) for expert in token] for token in tokens] == selections
             physical = [expert for token in tokens for expert in token if expert != -1]
             for place, number in enumerate(plan.off[rank]):
-                assert physical.count(plan.layout.physical_place(place)) == number
+                assert physical.count(physical_place(plan.layout, place)) == number
             rows.update(expert // (plan.layout.homes + plan.layout.places) for expert in physical)
         assert tuple(rows[rank] for rank in range(plan.layout.num_ranks)) == plan.rows
-
-
-def test_invalid_sizes_and_speeds_are_refused():
-    check_refusals(
-        ExpertPlaces,
-        [
-            ((4, 6, 1), "num_experts (6) must be a multiple of num_ranks (4)"),
-            ((4, 8, 7), "places (7) must be at most 6"),
-        ],
-    )
-    for products, bandwidth in ((0.0, 1.0), (1.0, float("inf")), (float("nan"), 1.0)):
-        speeds = {"products": products, "bandwidth": bandwidth}
-        check_refusals(CloneCost, [(speeds, "must be a positive speed")])
-
-
-def test_the_fewest_rows_of_a_clone_follow_from_speeds():
-    for gradient, sends_again, rows in ((2, False, 1200), (4, False, 1800), (4, True, 2400)):
-        options = {"gradient": gradient, "sends_again": sends_again}
-        assert CloneCost(products=450e12, bandwidth=250e9, **options).min_rows == rows
-    cost, size = CloneCost(products=650e12, bandwidth=350e9), 3 * 2048 * 768
-    transfers = 8 * size / 350e9
-    assert cost.seconds_saved(0, 2, size) == pytest.approx(-2 * transfers)
-    assert abs(cost.seconds_saved(cost.min_rows, 1, size)) < 1e-3 * transfers, "break-even"
-    assert cost.seconds_saved(3 * cost.min_rows, 2, size) == pytest.approx(transfers, rel=1e-3)

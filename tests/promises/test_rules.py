@@ -116,7 +116,7 @@ BUDGETS: dict[str, int] = {
     "models": 4580,
     "optimizer": 3110,
     "pipeline": 780,
-    "plan": 5370,
+    "plan": 5290,
     "strategy": 11300,
     "swap": 8460,
     "tasks": 4670,

@@ -19,7 +19,6 @@ from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.experts.transport.rank_rows import StepRows
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.expert_clones import CloneSettings
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.strategy.callbacks import expert_load
 from lightning_megatron.strategy.callbacks.expert_load import (
@@ -183,6 +182,6 @@ def test_expert_clones_accepts_a_number_a_mapping_or_settings():
         assert clones_of(option) == ExpertClones(2, min_rows=7)
     # The speed of a GPU gives the default.
     default, explicit = ExpertClones(1), ExpertClones(3, min_rows=40)
-    assert default.on("cuda") == CloneSettings(1, 2476)
-    assert default.on("cpu") == CloneSettings(1, 0)
-    assert explicit.on("cuda") == explicit.on("cpu") == CloneSettings(3, 40)
+    assert default.on("cuda") == ExpertClones(1, 2476)
+    assert default.on("cpu") == ExpertClones(1, 0)
+    assert explicit.on("cuda") == explicit.on("cpu") == ExpertClones(3, 40)

@@ -17,7 +17,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.optimizer import DistributedOptimizerConfig
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
-from lightning_megatron.plan.expert_clones import CloneSettings
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
@@ -111,7 +111,7 @@ def expert_pairs(size: int) -> dict[str, Pair]:
         for number, layer in model.mixtures().items():
             layer.transport = transport
             layer.row_limit = LayerRows(limit, number, mesh.ep.size)
-            layer.clones = CloneSettings(places) if places else None
+            layer.clones = ExpertClones(places) if places else None
         check_parameters(model, layout)
         estimate = estimated_kept_bytes(
             CONFIG, torch.bfloat16, recompute=recompute, sequence_parallel=shares, tp=layout.tp,

@@ -22,7 +22,7 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.parameters.init import initialize_
-from lightning_megatron.plan.expert_clones import CloneSettings
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import ExpertsConfig, Transport
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.dense import Routed, dense, draw, route
@@ -118,7 +118,7 @@ def check_layer(
     mesh: ParallelMesh, name: str, transport: str, length: int, places: int, what: str
 ) -> None:
     """Compare outputs and gradients with those of one process with the tokens of all data ranks."""
-    options = {"transport": transport, "clones": CloneSettings(places) if places else None}
+    options = {"transport": transport, "clones": ExpertClones(places) if places else None}
     layer, twin = layer_of(mesh, options, **SETTINGS[name]), layer_of(**SETTINGS[name])
     layer.recomputes_experts = places == 1
     # Each data rank has a microbatch of one sequence.
@@ -252,7 +252,7 @@ def check_overlap(mesh: ParallelMesh) -> None:
 ROW_CONFIG = ExpertsConfig(num_experts=8, top_k=3, ffn_hidden_size=8, capacity_factor=1.5)
 
 
-def count_rows(mesh: ParallelMesh, clones: CloneSettings | None) -> RankRows:
+def count_rows(mesh: ParallelMesh, clones: ExpertClones | None) -> RankRows:
     """Train on microbatches, and return the counted rows of a layer."""
     layer = MixtureOfExperts(SIZE, ROW_CONFIG, mesh, transport="all_gather", clones=clones).double()
     weight = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -274,7 +274,7 @@ def check_counted_rows(size: int) -> None:
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes))
         (plain,), (cloned,) = (
             gather_rows({5: count_rows(mesh, clones).sums}, mesh).values()
-            for clones in (None, CloneSettings(2, min_rows=2))
+            for clones in (None, ExpertClones(2, min_rows=2))
         )
         assert plain.before.tolist() == plain.after.tolist() == cloned.before.tolist(), sizes
         # Two of three microbatches train, on every replica.

@@ -32,7 +32,7 @@ from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fused.choose_kernels import reason_against_puts
-from lightning_megatron.plan.expert_clones import CloneSettings, ExpertPlaces
+from lightning_megatron.plan.expert_clones import ExpertClones, ExpertPlaces
 from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
 
@@ -62,7 +62,7 @@ def choose_transport(
     transport: Transport = "auto",
     *,
     has_shared: bool = False,
-    clones: CloneSettings | None = None,
+    clones: ExpertClones | None = None,
     matrices: Matrices | None = None,
     limit: LayerRows | None = None,
 ) -> TransportChoice:
@@ -90,6 +90,7 @@ def choose_transport(
     if clones is None:
         dispatcher, what = _over_ep(local_experts, num_experts, mesh, resolved, limit)
     else:
+        clones.check(num_experts, mesh.ep.size)
         layout = ExpertPlaces(mesh.ep.size, num_experts, clones.places)
         size = layout.homes + layout.places
         physical = ShardRange(mesh.ep.rank * size, (mesh.ep.rank + 1) * size)
@@ -107,7 +108,7 @@ def _with_clones(
     inner: Dispatcher,
     num_experts: int,
     ep: MeshAxis,
-    settings: CloneSettings,
+    settings: ExpertClones,
     matrices: Matrices | None,
 ) -> tuple[Dispatcher, SourcesOfClones]:
     """Return the dispatcher to homes and clones, and the transfers of weights: puts with puts."""

@@ -20,7 +20,7 @@ from lightning_megatron.experts.transport.transit import (
 )
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
-from lightning_megatron.plan.expert_clones import CloneSettings
+from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.shapes import Float, Int
 
 
@@ -37,7 +37,7 @@ class CloningDispatcher(OuterDispatcher):
 
     axis: MeshAxis
     num_experts: int
-    settings: CloneSettings
+    settings: ExpertClones
 
     @override
     def prepare(
@@ -49,7 +49,7 @@ class CloningDispatcher(OuterDispatcher):
         """Plan clones, and replace the selected experts by physical ones."""
         row_map = map_rows(experts, 0, self.num_experts)
         every = all_gather_sequence(row_map.counts.unsqueeze(0), self.axis)
-        clones = place_clones(every, self.settings.places, self.settings.min_rows)
+        clones = place_clones(every, self.settings.places, self.settings.min_rows or 0)
         physical = to_physical(experts, row_map, clones, self.axis.rank)
         return replace(self.inner.prepare(hidden, probabilities, physical), clones=clones)
 
@@ -78,7 +78,7 @@ class PeerCloningDispatcher(OneSidedDispatcher):
     """
 
     peers: PeerClones
-    settings: CloneSettings
+    settings: ExpertClones
 
     @override
     def receive(self, sent: TokensInTransit) -> ExpertInput:
@@ -87,7 +87,7 @@ class PeerCloningDispatcher(OneSidedDispatcher):
         experts = sent.experts.wait()
         row_map = map_rows(experts, 0, peers.num_experts)
         counts = peers.exchange(row_map.ends)
-        clones = place_clones(counts, self.settings.places, self.settings.min_rows)
+        clones = place_clones(counts, self.settings.places, self.settings.min_rows or 0)
         physical = to_physical(experts, row_map, clones, peers.axis.rank)
         moved = PeerRound(peers, clones)
         moved.put_weights(clones.owners)
