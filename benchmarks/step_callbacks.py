@@ -24,7 +24,7 @@ from lightning_megatron.graphs.cuda import private_pools
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.pipeline.action_times import ActionTimes
 from lightning_megatron.plan.live_microbatches import WEIGHT_HALF_SHARE
-from lightning_megatron.plan.stage_costs import StageCosts
+from lightning_megatron.plan.simulate import StageCosts
 
 #: Minimum memory traffic of the optimizer step per element (bytes): read gradient, main parameter
 #: and two moments (4 x 4), write the last three (3 x 4), write the model's parameter in bfloat16

@@ -16,8 +16,7 @@ from lightning_megatron.plan.live_microbatches import (
 )
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.settings import MOST, Count, Positive, Range, coerce_fields, coerced
-from lightning_megatron.plan.simulate import Timeline, simulate
-from lightning_megatron.plan.stage_costs import StageCosts, merge_size
+from lightning_megatron.plan.simulate import StageCosts, Timeline, merged, simulate
 from lightning_megatron.strict_json import read_regular_file
 
 MAX_COSTS_BYTES = 1 << 17
@@ -51,11 +50,8 @@ class PipelineCosts:
         Raises:
             ParallelPlanError: If the virtual stages cannot be merged evenly.
         """
-        size = merge_size(len(self.kept), num_virtual_stages)
-        sums = [sum(self.kept[start : start + size]) for start in range(0, len(self.kept), size)]
-        return PipelineCosts(
-            self.times.merged(num_virtual_stages), tuple(sums), self.weight_half_share
-        )
+        kept = merged(self.kept, num_virtual_stages)
+        return PipelineCosts(self.times.merged(num_virtual_stages), kept, self.weight_half_share)
 
     def kept_by_stage(self, schedule: Schedule) -> tuple[tuple[float, ...], ...]:
         """Return the size of kept activations as ``[stage][chunk]`` of a schedule."""

@@ -17,7 +17,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.placement import Placement
-from lightning_megatron.plan.stage_costs import StageCosts
+from lightning_megatron.plan.simulate import StageCosts
 
 
 class DeviceClock:

@@ -21,7 +21,7 @@ from lightning_megatron.pipeline.step_run import (
 )
 from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
 from lightning_megatron.plan.simulate import ReductionPoint, reduction_points
-from lightning_megatron.plan.transfers import Compute, Program, plan_transfers
+from lightning_megatron.plan.transfers import Instruction, TransferBatch, plan_transfers
 
 #: Function that returns the schedule for a number of microbatches, and a flag that is True if the
 #: run has no backward passes.
@@ -72,7 +72,7 @@ class PipelineExecutor:
         self._group_size = microbatch_group_size
         self._around_passes = around_passes
         self._after_forwards = after_forwards
-        self._programs: dict[tuple[int, bool], tuple[Schedule, Program, Points]] = {}
+        self._programs: dict[tuple[int, bool], tuple[Schedule, Sequence[Instruction], Points]] = {}
         self.plans = StepPlans(self.call)
         self._actions = actions
         # Graphs read the weight of a microbatch at one address.
@@ -141,32 +141,34 @@ class PipelineExecutor:
         self._programs.clear()
 
     def _run_program(self, run: StepRun, observer: BackwardObserver | None) -> None:
-        schedule, program, points = self._program(len(run.microbatches), run.backward is not None)
+        schedule, instructions, points = self._program(
+            len(run.microbatches), run.backward is not None
+        )
         if self._actions is not None:
             self._actions.begin_step(schedule)
         num_actions = 0
-        instructions = program.instructions(self.mesh.pp.rank)
-        computations = [one for one in instructions if isinstance(one, Compute)]
-        last_forward = [one for one in computations if one.action.kind == "F"][-1]
+        last_forward = [one for one in schedule.actions(self.mesh.pp.rank) if one.kind == "F"][-1]
         finish: Callable[[], None] | None = None
         for instruction in instructions:
-            if isinstance(instruction, Compute):
+            if isinstance(instruction, TransferBatch):
+                run.start_transfers(instruction.sends, instruction.receives)
+            else:
                 due = points.get(num_actions, ())
                 if observer is not None and any(point.early for point in due):
-                    run.announce(instruction.action, observer)
-                run.compute(instruction.action)
-                if self._after_forwards is not None and instruction is last_forward:
+                    run.announce(instruction, observer)
+                run.compute(instruction)
+                if self._after_forwards is not None and instruction == last_forward:
                     finish = self._after_forwards()
                 for point in due:
                     if observer is not None:
                         observer.start_reduction(point.chunk)
                 num_actions += 1
-            else:
-                run.start_transfers(instruction.sends, instruction.receives)
         if finish is not None:
             finish()
 
-    def _program(self, num_microbatches: int, backward: bool) -> tuple[Schedule, Program, Points]:
+    def _program(
+        self, num_microbatches: int, backward: bool
+    ) -> tuple[Schedule, Sequence[Instruction], Points]:
         key = (num_microbatches, backward)
         if key not in self._programs:
             schedule = self._build_schedule(num_microbatches, not backward)
@@ -174,7 +176,8 @@ class PipelineExecutor:
             points: dict[int, list[ReductionPoint]] = {}
             for point in reduction_points(schedule)[self.mesh.pp.rank] if backward else ():
                 points.setdefault(point.after_action, []).append(point)
-            self._programs[key] = schedule, plan_transfers(schedule), points
+            instructions = plan_transfers(schedule)[self.mesh.pp.rank]
+            self._programs[key] = schedule, instructions, points
         return self._programs[key]
 
     def _build_schedule(self, num_microbatches: int, forward_only: bool) -> Schedule:

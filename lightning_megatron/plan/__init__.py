@@ -20,9 +20,7 @@ from lightning_megatron.plan.shards import attention_ranges as attention_ranges
 from lightning_megatron.plan.shards import even_range as even_range
 from lightning_megatron.plan.shards import padded_vocab_size as padded_vocab_size
 from lightning_megatron.plan.shards import vocab_range as vocab_range
+from lightning_megatron.plan.simulate import StageCosts as StageCosts
 from lightning_megatron.plan.simulate import simulate as simulate
-from lightning_megatron.plan.stage_costs import StageCosts as StageCosts
-from lightning_megatron.plan.transfers import Compute as Compute
-from lightning_megatron.plan.transfers import Program as Program
 from lightning_megatron.plan.transfers import TransferBatch as TransferBatch
 from lightning_megatron.plan.transfers import plan_transfers as plan_transfers

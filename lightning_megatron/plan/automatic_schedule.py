@@ -10,8 +10,7 @@ from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.live_microbatches import is_within, stage_peaks
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES, Schedule, build_schedule
-from lightning_megatron.plan.simulate import Timeline, simulate
-from lightning_megatron.plan.stage_costs import StageCosts
+from lightning_megatron.plan.simulate import StageCosts, Timeline, simulate
 
 
 @dataclass(frozen=True)

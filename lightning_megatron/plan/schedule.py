@@ -170,32 +170,6 @@ class Schedule:
         require_index("rank", rank, "pp", self.num_stages)
         return self.rows[rank]
 
-    def order(self, rank: int) -> list[int]:
-        """Return the signed chunk of every action: +c for a forward, -c for a backward, c from 1.
-
-        The result equals that of Megatron-Core's ``convert_schedule_table_to_order``.
-        Weight-gradient halves are omitted.
-        """
-        signs = {"F": 1, "B": -1, "I": -1}
-        return [
-            signs[action.kind] * (action.chunk + 1)
-            for action in self.actions(rank)
-            if action.kind in signs
-        ]
-
-    def warmup(self, rank: int) -> int:
-        """Return the number of forwards before the first backward of a stage.
-
-        If forwards and backwards alternate afterwards, Megatron-Core counts one less, because it
-        counts the last of these forwards as part of the first pair.
-        """
-        row = self.actions(rank)
-        return next((n for n, action in enumerate(row) if action.kind in ("B", "I")), len(row))
-
-    def virtual_stage(self, rank: int, chunk: int) -> int:
-        """Return the position of a stage's chunk in the order in which a microbatch passes them."""
-        return self.placement.virtual_stage(rank, chunk)
-
     def is_split(self, rank: int, chunk: int, microbatch: int) -> bool:
         """Return whether a stage runs a backward in two halves."""
         return (chunk, microbatch) in self._split[rank]

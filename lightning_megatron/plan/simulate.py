@@ -1,4 +1,4 @@
-"""Simulation of a pipeline schedule with known durations of actions and transfers, and the points
+"""Simulation of a pipeline schedule with given times of actions and transfers, and the points
 at which stages start to reduce gradients without slowing each other.
 """
 
@@ -7,15 +7,80 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import TypeVar
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.schedule import Schedule
-from lightning_megatron.plan.stage_costs import StageCosts
+from lightning_megatron.plan.settings import Count, Index, coerce_fields
 
-UNIT_COSTS: Mapping[str, int] = MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})
-"""Ticks per action: a backward computes two matrix products for each one of the forward."""
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Times of every virtual stage, in ticks of any length.
+
+    Args:
+        weight_half: Time of the weight half, for each virtual stage. A whole backward takes the sum
+            of both halves.
+        transfer: Time of a transfer between two stages.
+
+    Raises:
+        ParallelPlanError: For times below 1 and lists of different lengths.
+    """
+
+    forward: tuple[Count, ...]
+    input_half: tuple[Count, ...]
+    weight_half: tuple[Count, ...]
+    transfer: Index = 0
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
+        lists = ("forward", "input_half", "weight_half")
+        lengths = {name: len(getattr(self, name)) for name in lists}
+        if len(set(lengths.values())) > 1 or not self.forward:
+            raise ParallelPlanError(
+                "costs must have one time for each virtual stage in every list: the lengths of the "
+                f"lists are {lengths}. Use lists with pp x vpp times each."
+            )
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Return the number of virtual stages that have times."""
+        return len(self.forward)
+
+    def merged(self, num_virtual_stages: int) -> StageCosts:
+        """Return the times of fewer virtual stages, each of which has several consecutive ones.
+
+        Raises:
+            ParallelPlanError: If the virtual stages cannot be merged evenly.
+        """
+        lists = (self.forward, self.input_half, self.weight_half)
+        return StageCosts(*(merged(times, num_virtual_stages) for times in lists), self.transfer)
+
+    def ticks(self, kind: Kind, virtual_stage: int) -> int:
+        """Return the time of an action in a virtual stage."""
+        if kind == "F":
+            return self.forward[virtual_stage]
+        halves = {"I": self.input_half[virtual_stage], "W": self.weight_half[virtual_stage]}
+        return halves[kind] if kind in halves else sum(halves.values())
+
+
+def merged(values: Sequence[T], count: int) -> tuple[T, ...]:
+    """Return the sums of values of consecutive virtual stages, for a smaller number of them.
+
+    Raises:
+        ParallelPlanError: If the virtual stages cannot be merged evenly.
+    """
+    size, rest = divmod(len(values), count)
+    if rest:
+        raise ParallelPlanError(
+            "costs must have one time for each virtual stage, or for equal parts of each: they "
+            f"have {len(values)}, and the schedule has {count} virtual stages. Use {count} times "
+            f"in each list, or a multiple of {count}."
+        )
+    return tuple(sum(values[first : first + size]) for first in range(0, len(values), size))
 
 
 @dataclass(frozen=True)
@@ -78,19 +143,28 @@ def consumer_of(schedule: Schedule, stage: int, action: Action) -> tuple[int, Ac
     return consumer, Action(kind, chunk, action.microbatch)
 
 
-def simulate(schedule: Schedule, costs: Mapping[str, int] | StageCosts = UNIT_COSTS) -> Timeline:
+def simulate(schedule: Schedule, costs: StageCosts | None = None) -> Timeline:
     """Simulate a schedule: a stage runs its actions in order, each once its input is available.
 
     Args:
-        costs: Ticks for each kind of action, at least 1, with transfers that take no time; or the
-            costs of every virtual stage.
+        costs: Times of every virtual stage; None means one tick for a forward and each half of a
+            backward, and none for transfers.
 
     Raises:
         ParallelPlanError: If stages wait for each other in a cycle, or costs are for another number
             of virtual stages.
     """
-    _check_costs(schedule, costs)
-    transfer = costs.transfer if isinstance(costs, StageCosts) else 0
+    placement = schedule.placement
+    if costs is None:
+        ticks = (1,) * placement.num_virtual_stages
+        costs = StageCosts(ticks, ticks, ticks)
+    if costs.num_virtual_stages != placement.num_virtual_stages:
+        raise ParallelPlanError(
+            "costs must have one time for each virtual stage: they have "
+            f"{costs.num_virtual_stages}, schedule {schedule.name!r} has pp x vpp of "
+            f"{schedule.num_stages} x {schedule.num_chunks}. Use {placement.num_virtual_stages} "
+            "times."
+        )
     # Tick at which the input of a stage's action from another virtual stage is available, and the
     # stage that the input comes from.
     ready: dict[tuple[int, Action], int] = {}
@@ -112,12 +186,13 @@ def simulate(schedule: Schedule, costs: Mapping[str, int] | StageCosts = UNIT_CO
                 break
             free = spans[stage][-1].stop if spans[stage] else 0
             start = max(free, ready.get((stage, action), 0))
-            span = Span(stage, action, start, start + _ticks(schedule, costs, stage, action))
+            virtual = placement.virtual_stage(stage, action.chunk)
+            span = Span(stage, action, start, start + costs.ticks(action.kind, virtual))
             spans[stage].append(span)
             target = consumer_of(schedule, stage, action)
             if target is None:
                 continue
-            ready[target] = span.stop + (transfer if target[0] != stage else 0)
+            ready[target] = span.stop + (costs.transfer if target[0] != stage else 0)
             if target[0] != stage:
                 pending.append(target[0])
     heads = {
@@ -150,24 +225,6 @@ def _deadlock(
         f"{text[0].upper()}{text[1:]}. Order the actions so that a stage computes what other "
         "stages wait for before it waits for them."
     )
-
-
-def _ticks(
-    schedule: Schedule, costs: Mapping[str, int] | StageCosts, stage: int, action: Action
-) -> int:
-    if isinstance(costs, StageCosts):
-        return costs.ticks(action.kind, schedule.virtual_stage(stage, action.chunk))
-    return costs[action.kind]
-
-
-def _check_costs(schedule: Schedule, costs: Mapping[str, int] | StageCosts) -> None:
-    needed = schedule.placement.num_virtual_stages
-    if isinstance(costs, StageCosts) and costs.num_virtual_stages != needed:
-        raise ParallelPlanError(
-            "costs must have one time for each virtual stage: they have "
-            f"{costs.num_virtual_stages}, schedule {schedule.name!r} has pp x vpp of "
-            f"{schedule.num_stages} x {schedule.num_chunks}. Use {needed} times."
-        )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from typing import Any
@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from lightning_megatron.plan import (
     Action,
-    Compute,
     Placement,
-    Program,
     Schedule,
     StageCosts,
     TransferBatch,
     build_schedule,
     custom_schedule,
+    plan_transfers,
 )
 from lightning_megatron.plan.schedule import NAMED_SCHEDULES
 from lightning_megatron.plan.simulate import consumer_of
@@ -110,13 +109,27 @@ def drawn_rows(number: int) -> DrawnRows:
     return DrawnRows(placement, microbatches, rows, needs)
 
 
+def order_of(schedule: Schedule, rank: int) -> list[int]:
+    """Return the signed chunk of every action, as Megatron-Core's
+    ``convert_schedule_table_to_order``: +c for a forward, -c for a backward, c from 1.
+    """
+    signs = {"F": 1, "B": -1, "I": -1}
+    actions = (action for action in schedule.actions(rank) if action.kind in signs)
+    return [signs[action.kind] * (action.chunk + 1) for action in actions]
+
+
+def warmup_of(schedule: Schedule, rank: int) -> int:
+    """Return the number of forwards before the first backward of a stage."""
+    row = schedule.actions(rank)
+    return next((n for n, action in enumerate(row) if action.kind in ("B", "I")), len(row))
+
+
 class Rank:
     """Stage that runs its instructions in order; an exchange blocks until its peers reach it."""
 
-    def __init__(self, program: Program, rank: int, singly: bool) -> None:
-        self.schedule, self.rank = program.schedule, rank
-        self.instructions = list(steps_of(program, rank, singly))
-        self.next, self.last_number = 0, -1
+    def __init__(self, schedule: Schedule, rank: int, row: Sequence[Any], singly: bool) -> None:
+        self.schedule, self.rank, self.next = schedule, rank, 0
+        self.instructions = list(steps_of(schedule, rank, row, singly))
         self.made: set[tuple[str, int, int]] = set()
         self.held: set[tuple[str, int, int]] = set()
 
@@ -130,7 +143,7 @@ class Rank:
         """Run all actions up to the next exchange; return whether there were any."""
         start = self.next
         while self.next < len(self.instructions) and self.exchange is None:
-            self.run(self.instructions[self.next].action)
+            self.run(self.instructions[self.next])
             self.next += 1
         return self.next > start
 
@@ -139,7 +152,7 @@ class Rank:
         # An input half takes and makes the gradients that a full backward takes and makes.
         kind = "B" if action.kind == "I" else action.kind
         key = (kind, action.chunk, action.microbatch)
-        virtual = self.schedule.virtual_stage(self.rank, action.chunk)
+        virtual = self.schedule.placement.virtual_stage(self.rank, action.chunk)
         end = 0 if kind == "F" else self.schedule.placement.num_virtual_stages - 1
         if virtual != end and kind != "W":
             assert key in self.held, f"stage {self.rank} runs {key} without its input"
@@ -151,20 +164,18 @@ class Rank:
 
     def complete(self, exchange: TransferBatch) -> None:
         """Send and receive what an exchange has."""
-        assert exchange.number >= self.last_number
-        self.last_number = exchange.number
         assert {(s.kind, s.chunk, s.microbatch) for s in exchange.sends} <= self.made
         self.held |= {(r.kind, r.chunk, r.microbatch) for r in exchange.receives}
         self.next += 1
 
 
-def steps_of(program: Program, rank: int, singly: bool) -> Iterator[Any]:
+def steps_of(schedule: Schedule, rank: int, row: Sequence[Any], singly: bool) -> Iterator[Any]:
     """Yield the instructions of a stage, with transfers that block one by one if they are single.
 
     The transfers of a batch then follow one order on all stages.
     """
-    virtual_stage = program.schedule.virtual_stage
-    for step in program.instructions(rank):
+    virtual_stage = schedule.placement.virtual_stage
+    for step in row:
         if not singly or not isinstance(step, TransferBatch):
             yield step
             continue
@@ -177,7 +188,7 @@ def steps_of(program: Program, rank: int, singly: bool) -> Iterator[Any]:
                 sides = ((transfer,), ()) if sends else ((), (transfer,))
                 singles.append(((transfer.kind, producer, transfer.microbatch), sides))
         for _, sides in sorted(singles, key=lambda single: single[0]):
-            yield TransferBatch(step.number, *sides)
+            yield TransferBatch(*sides)
 
 
 def peers_of(exchange: TransferBatch) -> set[int]:
@@ -187,14 +198,14 @@ def peers_of(exchange: TransferBatch) -> set[int]:
 
 def sent_to(peer: int, rank: Rank) -> list[tuple[str, int, int]]:
     """Return what a stage sends to a peer in its exchange: the kind, who made it, microbatch."""
-    made_by = rank.schedule.virtual_stage
+    made_by = rank.schedule.placement.virtual_stage
     sends = (send for send in rank.exchange.sends if send.peer == peer)
     return [(send.kind, made_by(rank.rank, send.chunk), send.microbatch) for send in sends]
 
 
 def received_from(peer: int, rank: Rank) -> list[tuple[str, int, int]]:
     """Return what a stage receives from a peer in its exchange, in the same form."""
-    used_by, back = rank.schedule.virtual_stage, {"F": 1, "B": -1}
+    used_by, back = rank.schedule.placement.virtual_stage, {"F": 1, "B": -1}
     receives = (one for one in rank.exchange.receives if one.peer == peer)
     return [
         (one.kind, used_by(rank.rank, one.chunk) - back[one.kind], one.microbatch)
@@ -207,18 +218,17 @@ def is_matched(us: Rank, ranks: list[Rank]) -> bool:
     peers = [ranks[peer] for peer in peers_of(us.exchange)]
     return all(
         them.exchange is not None
-        and them.exchange.number == us.exchange.number
         and sent_to(them.rank, us) == received_from(us.rank, them)
         and received_from(them.rank, us) == sent_to(us.rank, them)
         for them in peers
     )
 
 
-def execute(program: Program, singly: bool = False) -> list[Rank]:
+def execute(schedule: Schedule, rows: Sequence[Sequence[Any]], singly: bool = False) -> list[Rank]:
     """Run all stages until they are done or stuck. An exchange completes only when every stage that
     is connected through it has arrived, the strictest reading of a group call.
     """
-    ranks = [Rank(program, rank, singly) for rank in range(program.schedule.num_stages)]
+    ranks = [Rank(schedule, rank, row, singly) for rank, row in enumerate(rows)]
     moved = True
     while moved:
         moved = sum(rank.compute() for rank in ranks) > 0
@@ -236,12 +246,13 @@ def execute(program: Program, singly: bool = False) -> list[Rank]:
     return ranks
 
 
-def check_runs(program: Program) -> None:
-    """Check that a program runs all actions in their order, with exchanges or with transfers that
+def check_runs(schedule: Schedule) -> None:
+    """Check that all actions run in their order, with exchanges or with transfers that
     block one by one.
     """
-    for rank in (*execute(program), *execute(program, singly=True)):
+    rows = plan_transfers(schedule)
+    for rank in (*execute(schedule, rows), *execute(schedule, rows, singly=True)):
         assert rank.next == len(rank.instructions), f"stage {rank.rank} is stuck at {rank.next}"
         assert not rank.held, f"stage {rank.rank} received what it never used"
-        computed = [step.action for step in rank.instructions if isinstance(step, Compute)]
-        assert computed == list(program.schedule.actions(rank.rank))
+        computed = [step for step in rank.instructions if isinstance(step, Action)]
+        assert computed == list(schedule.actions(rank.rank))

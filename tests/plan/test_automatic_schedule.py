@@ -6,10 +6,10 @@ import random
 
 from hypothesis import given
 
-from lightning_megatron.plan import Placement, build_schedule, plan_transfers, simulate
+from lightning_megatron.plan import Placement, build_schedule, simulate
 from lightning_megatron.plan.automatic_schedule import fastest, in_halves, simulate_named
 from lightning_megatron.plan.live_microbatches import WEIGHT_HALF_SHARE, check_peak
-from tests.plan.pipelines import NUMBERS, check_runs, drawn_costs
+from tests.plan.pipelines import NUMBERS, check_runs, drawn_costs, order_of
 
 
 @given(NUMBERS)
@@ -30,7 +30,7 @@ def test_the_fastest_named_schedule_that_fits_is_chosen(number):
     chosen = fastest(candidates)
     schedule = chosen.timeline.schedule.validate()
     check_peak(schedule, limit, placement.by_stage(kept))
-    check_runs(plan_transfers(schedule, costs))
+    check_runs(schedule)
     fitting = [candidate for candidate in candidates if candidate.fits]
     found = [(candidate.timeline.length, candidate.peak) for candidate in fitting]
     assert (chosen.timeline.length, chosen.peak) == min(found)
@@ -54,4 +54,4 @@ def test_split_backwards_keep_the_order_and_are_no_longer_than_full_backwards():
         # An input gradient is sent before the weight half runs, so no stage waits longer.
         assert simulate(halves).length <= simulate(schedule).length
         for rank in range(4):
-            assert halves.order(rank) == schedule.order(rank)
+            assert order_of(halves, rank) == order_of(schedule, rank)

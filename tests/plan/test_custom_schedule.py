@@ -14,7 +14,6 @@ from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan import (
     Action,
     custom_schedule,
-    plan_transfers,
     simulate,
 )
 from lightning_megatron.plan.custom_schedule import CustomOrder
@@ -23,7 +22,6 @@ from tests.plan.pipelines import (
     NUMBERS,
     DrawnRows,
     check_runs,
-    drawn_costs,
     drawn_rows,
 )
 from tests.refusals import check_refusals
@@ -34,8 +32,7 @@ def test_any_order_in_which_actions_follow_the_actions_they_need_runs(number):
     drawn = drawn_rows(number)
     schedule = drawn.schedule()
     assert [list(row) for row in schedule.rows] == drawn.rows
-    for costs in ({"F": 1, "B": 2, "I": 1, "W": 1}, drawn_costs(number, drawn.placement)):
-        check_runs(plan_transfers(schedule, costs))
+    check_runs(schedule)
 
 
 def can_run(drawn: DrawnRows) -> bool:
@@ -58,7 +55,7 @@ def test_a_shuffled_schedule_is_refused_unless_it_can_run(number):
         first, second = draw.randrange(len(row)), draw.randrange(len(row))
         row[first], row[second] = row[second], row[first]
     if can_run(drawn):
-        check_runs(plan_transfers(drawn.schedule()))
+        check_runs(drawn.schedule())
     else:
         with pytest.raises(ParallelPlanError, match=r"happens before its|wait for each other"):
             drawn.schedule()

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan import (
     Action,
-    Compute,
     Placement,
-    Program,
     Schedule,
     StageCosts,
     TransferBatch,
@@ -30,6 +28,8 @@ from tests.plan.pipelines import (
     drawn_costs,
     drawn_schedule,
     execute,
+    order_of,
+    warmup_of,
 )
 from tests.refusals import check_refusals
 
@@ -40,7 +40,7 @@ TIMES = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
 def test_orders_match_worked_examples():
     assert build_schedule("interleaved", 2, 4, 2) == build_schedule("interleaved", 2, 4, 2, 2)
     evaluation = build_schedule("interleaved", 2, 4, 2, forward_only=True)
-    assert evaluation.order(1) == [1, 1, 2, 2, 1, 1, 2, 2]
+    assert order_of(evaluation, 1) == [1, 1, 2, 2, 1, 1, 2, 2]
     rows = build_schedule("zb-h1", 3, 4).rows
     assert [" ".join(f"{a.kind}{a.microbatch + 1}" for a in row) for row in rows] == [
         "F1 F2 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4",
@@ -53,9 +53,7 @@ def test_orders_match_worked_examples():
 def test_every_schedule_is_complete_and_never_deadlocks_at_any_speed(number):
     schedule = drawn_schedule(number).validate()
     costs = drawn_costs(number, schedule.placement)
-    program = plan_transfers(schedule)
-    check_runs(program)
-    check_runs(plan_transfers(schedule, costs))
+    check_runs(schedule)
     rows = simulate(schedule, costs).rows
     spans = {(stage, s.action): s for stage, row in enumerate(rows) for s in row}
     for (stage, action), span in spans.items():
@@ -66,7 +64,8 @@ def test_every_schedule_is_complete_and_never_deadlocks_at_any_speed(number):
     # A microbatch has one transfer for each border between stages, and one back.
     owners = [schedule.placement.owner(v)[0] for v in range(schedule.placement.num_virtual_stages)]
     borders = sum(before != after for before, after in pairwise(owners))
-    steps = [step for row in program.rows for step in row if isinstance(step, TransferBatch)]
+    steps = [step for row in plan_transfers(schedule) for step in row]
+    steps = [step for step in steps if isinstance(step, TransferBatch)]
     directions = 1 if schedule.forward_only else 2
     sent = sum(len(step.sends) for step in steps)
     assert sent == borders * schedule.num_microbatches * directions
@@ -85,16 +84,17 @@ def test_each_chunk_takes_microbatches_in_order_within_its_slots(number):
         live = live_microbatches(schedule, rank)
         assert max(live.slots) <= live.total <= sum(live.slots)
         assert all(due <= slots for due, slots in zip(live.waiting, live.slots, strict=True))
-        order, warmup = schedule.order(rank), schedule.warmup(rank)
+        order, warmup = order_of(schedule, rank), warmup_of(schedule, rank)
         assert all(chunk > 0 for chunk in order[:warmup])
         assert all(chunk < 0 for chunk in order[warmup : warmup + 1])
 
 
 def test_the_executor_stops_at_a_deadlock():
-    program = plan_transfers(build_schedule("1f1b", 2, 2))
-    crossed = [[step for step in row if isinstance(step, TransferBatch)] for row in program.rows]
+    schedule = build_schedule("1f1b", 2, 2)
+    rows = plan_transfers(schedule)
+    crossed = [[step for step in row if isinstance(step, TransferBatch)] for row in rows]
     crossed[1][0], crossed[1][1] = crossed[1][1], crossed[1][0]
-    ranks = execute(Program(program.schedule, tuple(map(tuple, crossed))))
+    ranks = execute(schedule, crossed)
     assert any(rank.next < len(rank.instructions) for rank in ranks)
 
 
@@ -102,18 +102,17 @@ def test_a_result_is_sent_before_the_next_action():
     for schedule in (build_schedule("1f1b", 4, 8), build_schedule("interleaved", 4, 8, 2)):
         for rank in range(4):
             last = None
-            for step in plan_transfers(schedule).instructions(rank):
-                if isinstance(step, Compute):
-                    last = step.action
+            for step in plan_transfers(schedule)[rank]:
+                if isinstance(step, Action):
+                    last = step
                 else:
                     assert all(
                         (s.kind, s.chunk, s.microbatch) == (last.kind, last.chunk, last.microbatch)
                         for s in step.sends
                     )
     halves = (Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0))
-    program = plan_transfers(Schedule("split", 2, 1, 1, (halves, halves)).validate())
-    steps = program.instructions(1)
-    kinds = [step.action.kind if isinstance(step, Compute) else "transfer" for step in steps]
+    steps = plan_transfers(Schedule("split", 2, 1, 1, (halves, halves)).validate())[1]
+    kinds = [step.kind if isinstance(step, Action) else "transfer" for step in steps]
     assert kinds == ["transfer", "F", "I", "transfer", "W"], "W does not delay the gradient"
 
 
@@ -121,9 +120,8 @@ def peaks(schedule: Schedule) -> list[int]:
     return [live_microbatches(schedule, rank).total for rank in range(schedule.num_stages)]
 
 
-def costs_of(times: tuple[int, int, int]) -> dict[str, int]:
-    forward, half, weight = times
-    return {"F": forward, "I": half, "W": weight, "B": half + weight}
+def costs_of(schedule: Schedule, times: tuple[int, int, int]) -> StageCosts:
+    return StageCosts(*((time,) * schedule.placement.num_virtual_stages for time in times))
 
 
 def test_1f1b_gpipe_and_interleaved_keep_the_stated_numbers_of_microbatches():
@@ -140,22 +138,22 @@ def test_zero_bubble_waits_for_the_stated_time_where_weight_halves_are_shortest(
     weight, half, forward = sorted(times)
     forward, half = (half, forward) if swap else (forward, half)
     schedule = build_schedule("zb-h1", stages, 2 * stages - 1 + more)
-    waits = simulate(schedule, costs_of((forward, half, weight))).waits()
+    waits = simulate(schedule, costs_of(schedule, (forward, half, weight))).waits()
     assert max(waits) == (stages - 1) * (forward + half - weight)
     assert peaks(schedule) == [stages] * stages
     warmups = [stages - rank for rank in range(stages)]
-    assert [schedule.warmup(rank) for rank in range(stages)] == warmups
+    assert [warmup_of(schedule, rank) for rank in range(stages)] == warmups
 
 
 @given(st.integers(1, 8), st.integers(0, 30), st.integers(1, 9))
 def test_schedules_in_a_v_have_the_stated_memory_and_bubble(stages, more, time):
     microbatches = 2 * stages + more
     schedule = build_schedule("zb-v", stages, microbatches, 2)
-    timeline = simulate(schedule, costs_of((time,) * 3))
+    timeline = simulate(schedule, costs_of(schedule, (time,) * 3))
     assert timeline.waits() == (0,) * stages, "no bubble at equal times"
     assert timeline.length == (6 * microbatches + stages - 1) * time
     assert peaks(schedule) == [2 * stages] * stages
-    assert schedule.warmup(0) == 2 * stages
+    assert warmup_of(schedule, 0) == 2 * stages
     few = min(more + 1, 2 * stages)
     schedule = build_schedule("zb-v", stages, few, 2)
     assert simulate(schedule).length <= 4 * stages + 1 + 6 * few
@@ -221,8 +219,11 @@ def test_schedules_that_cannot_run_are_refused_with_the_rule_and_a_remedy():
         StageCosts,
         [
             (((1, 1), (1,), (1, 1)), "{'forward': 2, 'input_half': 1, "),
-            (((1, 1), (1, 0), (1, 1)), "each time of input_half must be a whole number"),
-            (((1,), (1,), (1,), -1), "transfer must not be negative: it is -1"),
+            (
+                ((1, 1), (1, 0), (1, 1)),
+                "input_half[1] must be a whole number of at least 1: it is 0",
+            ),
+            (((1,), (1,), (1,), -1), "transfer must be a whole number of at least 0: it is -1"),
         ],
     )
     costs = StageCosts((1, 1), (1, 1), (1, 1))

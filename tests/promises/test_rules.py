@@ -105,7 +105,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 BUDGETS: dict[str, int] = {
     "beside rooms": 410,
     "checkpoint": 2820,
-    "cli": 2340,
+    "cli": 2330,
     "data": 3800,
     "experts": 3520,
     "generation": 960,
@@ -116,7 +116,7 @@ BUDGETS: dict[str, int] = {
     "models": 4580,
     "optimizer": 3110,
     "pipeline": 780,
-    "plan": 5290,
+    "plan": 5210,
     "strategy": 11300,
     "swap": 8460,
     "tasks": 4670,
