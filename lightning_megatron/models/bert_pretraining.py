@@ -15,8 +15,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.encoder import Encoder, EncoderResult
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_rows import EncoderInput
-from lightning_megatron.models.evaluated_set import EvaluatedSet
-from lightning_megatron.models.module_mesh import advance_streams, mesh_of_module
+from lightning_megatron.models.module_mesh import mesh_of_module
 from lightning_megatron.models.token_module import IGNORED, TokenModule
 from lightning_megatron.plan.settings import coerced_arguments
 from lightning_megatron.shapes import Bool, Float, Int, Shaped
@@ -105,25 +104,6 @@ class BERTPretraining(TokenModule):
         result: EncoderResult = self.model(rows, labels, IGNORED)
         return result
 
-    @override
-    def training_step(
-        self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
-    ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
-        advance_streams(self, self.model)
-        num_tokens = (batch["labels"] != IGNORED).sum()
-        means = self._named_means(batch, num_tokens)
-        for name, value in means.items():
-            self.log(
-                f"train_{name}",
-                value.detach(),
-                on_step=True,
-                prog_bar=name == "loss",
-                sync_dist=True,
-                batch_size=len(batch["tokens"]),
-            )
-        loss = means["loss"]
-        return {"loss": loss, "num_tokens": num_tokens} if self.token_weighted else loss
-
     def predict_step(
         self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
     ) -> EncoderResult:
@@ -142,37 +122,20 @@ class BERTPretraining(TokenModule):
         num_tokens: Int[Tensor, ""],
         is_trained: bool,
     ) -> Float[Tensor, ""]:
-        tokens, order = self._means(batch, num_tokens)
-        return tokens if order is None else tokens + order
+        return self._means(batch, num_tokens, is_trained)["loss"]
 
     @override
-    def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
-        num_tokens = (batch["labels"] != IGNORED).sum()
-        # The weight of this batch in the mean over batches and ranks. It is a tensor, because an
-        # int would make the host wait for the device.
-        weight = num_tokens.to(torch.float32)
-        means = self._named_means(batch, num_tokens)
-        EvaluatedSet.of(self, part, index).log(means, weight, "tokens")
-
-    def _named_means(
-        self, batch: Mapping[str, Tensor], num_tokens: Tensor
-    ) -> dict[str, Float[Tensor, ""]]:
-        """Return the loss of a batch and, if it is a sum of two means, both means."""
-        tokens, order = self._means(batch, num_tokens)
-        if order is None:
-            return {"loss": tokens}
-        return {"loss": tokens + order, "lm_loss": tokens, "order_loss": order}
-
     def _means(
-        self, batch: Mapping[str, Tensor], num_tokens: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the means of token losses and of order losses over masked tokens."""
+        self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool
+    ) -> dict[str, Tensor]:
+        """Return the loss and, if it is a sum of two means over masked tokens, both means."""
         labels = batch["labels"]
         result = self._result(batch)
         count = num_tokens.clamp(min=1)
         tokens = result.losses.sum() / count
         if result.order_logits is None:
-            return tokens, None
+            return {"loss": tokens}
         logits = result.order_logits.to(result.losses.dtype)
         losses = F.cross_entropy(logits, batch["order"], ignore_index=IGNORED, reduction="none")
-        return tokens, (losses * (labels != IGNORED).sum(1)).sum() / count
+        order = (losses * (labels != IGNORED).sum(1)).sum() / count
+        return {"loss": tokens + order, "lm_loss": tokens, "order_loss": order}

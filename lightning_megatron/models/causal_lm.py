@@ -15,10 +15,10 @@ from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.module_mesh import advance_streams, mesh_of_module
+from lightning_megatron.models.module_mesh import mesh_of_module
 from lightning_megatron.models.token_module import IGNORED, TokenModule
 from lightning_megatron.plan.settings import Probability, coerced_arguments
-from lightning_megatron.shapes import Float, Int, Shaped
+from lightning_megatron.shapes import Float, Int
 
 
 class CausalLM(TokenModule):
@@ -101,13 +101,6 @@ class CausalLM(TokenModule):
         output = self.model(tokens, labels, label_smoothing, IGNORED, span=span, sums=sums)
         # The loss of appended tokens is 0.
         return output if labels is not None and sums else output[:, :length]
-
-    @override
-    def training_step(
-        self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int
-    ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
-        advance_streams(self, self.model)
-        return super().training_step(batch, batch_idx)
 
     def predict_step(
         self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int

@@ -28,12 +28,11 @@ def mesh_of_module(module: Any) -> ParallelMesh:
     return single_mesh(torch.initial_seed() % 2**63)
 
 
-def advance_streams(module: Any, model: LayeredModule | None) -> None:
+def advance_streams(module: Any, model: LayeredModule) -> None:
     """Advance the random streams of a model to a training batch, unless MegatronStrategy does so.
 
     Dropout masks are those of MegatronStrategy, if its ranks take the samples of a batch in turn.
     """
-    assert model is not None, "configure_model builds the model before its first use"
     if module.device_mesh is None:
         # MegatronStrategy advances the random streams itself.
         model.mesh.random.device = module.device

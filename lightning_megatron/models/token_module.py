@@ -19,7 +19,9 @@ from typing_extensions import override
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.evaluated_set import EvaluatedSet, log_means_of_all_sets
+from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.lr_schedules import WarmupSchedule
+from lightning_megatron.models.module_mesh import advance_streams
 from lightning_megatron.models.scheduler_settings import SchedulerSettings
 from lightning_megatron.plan.settings import (
     Count,
@@ -199,16 +201,20 @@ class TokenModule(LightningModule):
         self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int
     ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
         """Return the mean loss of the batch's tokens and, if ``token_weighted``, their number."""
-        num_tokens = _count(batch)
-        loss = self.mean_loss(batch, num_tokens, is_trained=True)
-        self.log(
-            "train_loss",
-            loss.detach(),
-            on_step=True,
-            prog_bar=True,
-            sync_dist=True,
-            batch_size=len(batch["tokens"]),
-        )
+        if isinstance(self.model, LayeredModule):
+            advance_streams(self, self.model)
+        num_tokens = self._count(batch)
+        means = self._means(batch, num_tokens, is_trained=True)
+        for name, value in means.items():
+            self.log(
+                f"train_{name}",
+                value.detach(),
+                on_step=True,
+                prog_bar=name == "loss",
+                sync_dist=True,
+                batch_size=len(batch["tokens"]),
+            )
+        loss = means["loss"]
         return {"loss": loss, "num_tokens": num_tokens} if self.token_weighted else loss
 
     def validation_step(
@@ -309,16 +315,27 @@ class TokenModule(LightningModule):
         on_gpu = all(parameter.is_cuda for parameter in self.parameters())
         return on_gpu and isinstance(self.device_mesh, ParallelMesh)
 
+    def _count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the number of labels of a batch that are not ignored."""
+        return (batch["labels"] != IGNORED).sum()
+
+    def _means(
+        self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool
+    ) -> dict[str, Tensor]:
+        """Return the means over a batch to log, by name; ``loss`` is the one that is trained."""
+        return {"loss": self.mean_loss(batch, num_tokens, is_trained)}
+
     def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
-        num_tokens = _count(batch)
-        loss = self.mean_loss(batch, num_tokens, is_trained=False)
+        num_tokens = self._count(batch)
+        means = self._means(batch, num_tokens, is_trained=False)
+        loss = means["loss"]
         # The weight of this batch in the mean over batches and ranks. It is a tensor, because an
         # int would make the host wait for the device.
         weight = num_tokens.to(loss.dtype)
         evaluated = EvaluatedSet.of(self, part, index)
-        evaluated.log({"loss": loss}, weight, "tokens")
+        evaluated.log(means, weight, "tokens")
         length = self.bytes_per_token or evaluated.bytes_per_token()
-        if length:
+        if length and "bits_per_byte" in dict(self.weights_of_means):
             evaluated.log(
                 {"bits_per_byte": loss / (math.log(2.0) * length)}, weight, "bytes", length
             )
@@ -331,10 +348,6 @@ class TokenModule(LightningModule):
             return None
         known = total_steps(self.trainer)
         return int(known) if math.isfinite(known) and known > 0 else None
-
-
-def _count(batch: Mapping[str, Tensor]) -> Tensor:
-    return (batch["labels"] != IGNORED).sum()
 
 
 def _vocab_size_of(data: Any) -> int | None:

@@ -23,7 +23,6 @@ from lightning_megatron.building_blocks import (
     Range,
     TaskKind,
     TokenModule,
-    advance_streams,
     coerced_arguments,
     mesh_of_module,
     total_steps,
@@ -163,17 +162,8 @@ class FineTuning(TokenModule):
         return self.losses(self(batch), batch["labels"]).sum() / num_tokens.clamp(min=1)
 
     @override
-    def training_step(
-        self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
-    ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
-        advance_streams(self, self.model)
-        num_rows = labelled(batch)
-        loss = self.mean_loss(batch, num_rows, is_trained=True)
-        self.log(
-            "train_loss", loss.detach(), on_step=True, prog_bar=True, sync_dist=True,
-            batch_size=len(batch["tokens"]),
-        )  # fmt: skip
-        return {"loss": loss, "num_tokens": num_rows} if self.token_weighted else loss
+    def _count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return labelled(batch)
 
     def predict_step(
         self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
