@@ -206,7 +206,7 @@ class GraphRunner(StepCaptures):
         call: Any,
         layers: Mapping[int, LayerInputs],
     ) -> Any:
-        """Run a chunk; see ``ChunkRunner``."""
+        """Run a chunk; see ``LayeredModule.run_chunk``."""
         mode = PassMode(model.training, torch.is_grad_enabled())
         kind = self._kind
         is_last = model.is_last_stage(chunk)

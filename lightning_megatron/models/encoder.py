@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +12,10 @@ from typing_extensions import override
 
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention.choose_core import choose_core
+from lightning_megatron.layers.attention.core import prepared
+from lightning_megatron.layers.attention.span import AttentionSpan
+from lightning_megatron.layers.context_parallel.attend_across import transport_of
 from lightning_megatron.layers.context_parallel.position_wise import foreign_parts
 from lightning_megatron.layers.context_parallel.sequence_order import (
     join_parts,
@@ -20,16 +23,19 @@ from lightning_megatron.layers.context_parallel.sequence_order import (
     own_part,
 )
 from lightning_megatron.layers.linear.regions import dtype_of_products
-from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
 from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.models.config_checks import NORM_POSITIONS, check_length
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_parts import build_block, build_embedding, build_head
-from lightning_megatron.models.encoder_rows import EncoderInput, RowAttention
+from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.gpt_block import context_choice
+from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.layered import LayeredModule, LayerInputs
 from lightning_megatron.models.remote_tensor import RemoteTensor, check_present
 from lightning_megatron.shapes import Float, Int
+
+#: Transport over cp that gives each rank whole rows of some heads.
+_WHOLE = "all_to_all"
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +116,7 @@ class Encoder(LayeredModule):
         self.layers = nn.ModuleDict(
             {str(index): build_block(config, mesh, index) for index in indices}
         )
-        #: Norm of the last layer's output; None if layers end with norms.
-        self.final_norm: LayerNorm | None = None
+        self.final_norm = None
         self.head: nn.Module | None = None
         if self.is_last_stage():
             if NORM_POSITIONS[config.norm_position].has_final_norm:
@@ -154,18 +159,17 @@ class Encoder(LayeredModule):
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
         check_length(given.shape[1], longest, shards, self.mesh.cp.size)
         self._advance_own_streams(given.device)
-        attention = self._row_attention(rows)
-        num_joined = self._num_joined(rows, attention)
+        dtype = self.dtype
+        if rows.vectors is not None:
+            dtype = torch.promote_types(dtype, rows.vectors.dtype)
+        stream_like = given.new_empty(0, dtype=dtype)
+        num_joined = self._num_joined(rows, dtype_of_products(stream_like))
         inputs = rows if num_joined is None else rows.joined(self._positions(rows))
-
         call = EncoderCall(inputs, labels, ignore_index, num_joined)
 
         def run(chunk: int, hidden: Tensor | None) -> Any:
-            chunk_attention = attention
-            if hidden is not None:
-                chunk_attention = replace(attention, dtype=dtype_of_products(hidden))
-            shared = LayerInputs(None, chunk_attention.span(rows))
-            layers = dict.fromkeys(self._layers_of_chunk[chunk], shared)
+            span = self._span(rows, dtype_of_products(stream_like if hidden is None else hidden))
+            layers = dict.fromkeys(self._layers_of_chunk[chunk], LayerInputs(None, span))
             return self.run_chunk(chunk, hidden, call, layers)
 
         result: EncoderResult = self.run_stage(
@@ -174,25 +178,6 @@ class Encoder(LayeredModule):
             lambda: self._placeholders(given.shape[0], given.shape[1], labels is not None),
         )
         return result
-
-    @override
-    def run_layers(
-        self,
-        hidden: Float[Tensor, "seq_local batch hidden"] | None,
-        call: EncoderCall,
-        layers: Mapping[int, LayerInputs],
-        has_head: bool,
-    ) -> Any:
-        """Run the embedding, some layers and the head, which returns an :class:`EncoderResult`."""
-        if hidden is None:
-            hidden = self.embed(call.rows)
-        for index, given in layers.items():
-            hidden = self.layers[str(index)](hidden, given.rotary, given.span)
-        if not has_head:
-            return hidden
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-        return self.result(hidden, call.labels, call.ignore_index, call.num_joined)
 
     def _placeholders(self, num_sequences: int, length: int, has_losses: bool) -> EncoderResult:
         """Return the result with placeholders instead of tensors."""
@@ -264,8 +249,9 @@ class Encoder(LayeredModule):
         columns = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocabulary]
         return join_parts(columns, cp).transpose(0, 1)
 
-    def embed(self, rows: EncoderInput) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the input of the first layer."""
+    @override
+    def embed(self, call: EncoderCall) -> Float[Tensor, "seq_local batch hidden"]:
+        rows = call.rows
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         positions = self._positions(rows)
         types = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
@@ -292,29 +278,45 @@ class Encoder(LayeredModule):
             num_sequences, length
         )
 
-    def _row_attention(self, rows: EncoderInput) -> RowAttention:
-        """Return how the layers attend to rows, which is the same on all stages."""
-        given = rows.tokens_or_vectors
-        dtype = self.dtype
-        if rows.vectors is not None:
-            dtype = torch.promote_types(dtype, rows.vectors.dtype)
-        return RowAttention(
-            self.mesh,
-            self.context,
-            self.config.hidden_size // self.config.num_heads,
-            dropout=self.config.attention_dropout if self.training else 0.0,
-            dtype=dtype_of_products(given.new_empty(0, dtype=dtype)),
-            device=given.device,
-        )
+    def _span(self, rows: EncoderInput, dtype: torch.dtype) -> AttentionSpan | None:
+        """Return the span of layers that compute in a dtype; None without padding."""
+        if rows.lengths is not None and self._reads_lengths(rows, dtype):
+            return AttentionSpan.padded(rows.lengths, rows.tokens_or_vectors.shape[1])
+        mask = rows.not_padding
+        if mask is None:
+            return None
+        span = AttentionSpan(causal=False, mask=mask[:, None, None, :])
+        cp = self.mesh.cp
+        if cp.size > 1 and transport_of(span, self.mesh, self.context) != _WHOLE:
+            # Each rank has parts of rows, and applies the mask to its keys itself.
+            return span
+        return prepared(span, *mask.shape, dtype=dtype, device=rows.tokens_or_vectors.device)
 
-    def _num_joined(self, rows: EncoderInput, attention: RowAttention) -> int | None:
+    def _reads_lengths(self, rows: EncoderInput, dtype: torch.dtype) -> bool:
+        """Return whether a kernel takes the lengths of rows; otherwise it needs a mask of keys."""
+        if rows.lengths is None or (self.mesh.cp.size > 1 and self.context.transport != _WHOLE):
+            # With parts of rows, each rank skips its own padding keys by their mask.
+            return False
+        # The kernel depends on the kind of the span alone.
+        borders = torch.empty(0, dtype=torch.int32)
+        like = AttentionSpan(causal=False, borders=borders, key_borders=borders)
+        choice = choose_core(
+            rows.tokens_or_vectors.device,
+            dtype,
+            like,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            head_dim=self.config.head_size,
+        )
+        return choice.core == "flash"
+
+    def _num_joined(self, rows: EncoderInput, dtype: torch.dtype) -> int | None:
         """Return the number of rows if the layers process them as one row; None if they do not.
 
         Kernels that read lengths take the tokens of one row after the other. With several rows in
         a batch every layer would copy its queries, keys, values and outputs to this order and back.
         """
         is_cut = self.mesh.cp.size > 1 or self.mesh.sequence_parallel
-        if is_cut or not attention.reads_lengths(rows) or self._may_mix_positions:
+        if is_cut or not self._reads_lengths(rows, dtype) or self._may_mix_positions:
             return None
         return rows.tokens_or_vectors.shape[0]
 
@@ -322,6 +324,10 @@ class Encoder(LayeredModule):
     def _may_mix_positions(self) -> bool:
         """Whether modules that are not of this package may mix the positions of a row."""
         return any(True for _ in foreign_parts(self))
+
+    @override
+    def _finish(self, hidden: Tensor, call: EncoderCall) -> EncoderResult:
+        return self.result(hidden, call.labels, call.ignore_index, call.num_joined)
 
     def result(
         self,
@@ -350,13 +356,6 @@ class Encoder(LayeredModule):
             order = of_first_rank(head.order_logits(hidden), cp)
         if labels is None:
             return EncoderResult(logits=logits, order_logits=order)
-        losses = vocab_parallel_cross_entropy(
-            logits,
-            own_part(labels, cp, 1).t(),
-            self.mesh,
-            self.config.vocab_size,
-            ignore_index=ignore_index,
-            overwrite_logits=True,
-        )
-        whole = join_parts(losses, cp).t().contiguous()
-        return EncoderResult(logits=logits, losses=whole, order_logits=order)
+        targets = Targets(labels, 0.0, ignore_index)
+        losses = targets.losses(logits, self.mesh, self.config.vocab_size)
+        return EncoderResult(logits=logits, losses=losses, order_logits=order)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.config_checks import ModelConfig, check_padding, require
 from lightning_megatron.plan.model_shape import COUNTED_LENGTH, EMBEDDING_COST, LossChunk
 from lightning_megatron.plan.partition import LayerCosts
@@ -144,6 +145,24 @@ class EncoderConfig(ModelConfig):
             "scaled_init": True,
         }
         return cls(**(values | changes))
+
+    def of_layers(self) -> GPTConfig:
+        """Return the configuration of a GPT that is not causal and has the same layers."""
+        return GPTConfig(
+            vocab_size=self.vocab_size,
+            max_seq_length=self.max_seq_length,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            ffn_hidden_size=self.ffn_hidden_size,
+            activation=self.activation,
+            norm_eps=self.norm_eps,
+            norm_position=self.norm_position,
+            causal=False,
+            hidden_dropout=self.hidden_dropout,
+            attention_dropout=self.attention_dropout,
+            init_std=self.init_std,
+        )
 
     @property
     @override

@@ -24,7 +24,6 @@ from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.layers.parameters.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.replicated import ReplicatedLinear, TableEmbedding, first_place
 from lightning_megatron.models import gpt_block
-from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderActivation, EncoderConfig
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
@@ -55,23 +54,8 @@ def build_embedding(config: EncoderConfig, mesh: ParallelMesh) -> InputEmbedding
 
 def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> Block:
     """Build this rank's part of a layer of an encoder: a block of a GPT that is not causal."""
-    same = GPTConfig(
-        vocab_size=config.vocab_size,
-        max_seq_length=config.max_seq_length,
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_heads,
-        ffn_hidden_size=config.ffn_hidden_size,
-        activation=config.activation,
-        norm_eps=config.norm_eps,
-        norm_position=config.norm_position,
-        causal=False,
-        hidden_dropout=config.hidden_dropout,
-        attention_dropout=config.attention_dropout,
-        init_std=config.init_std,
-    )
     output = None if config.scaled_init else Initializer.normal(config.init_std)
-    return gpt_block.build_block(same, mesh, index, output)
+    return gpt_block.build_block(config.of_layers(), mesh, index, output)
 
 
 class Pooler(nn.Module):

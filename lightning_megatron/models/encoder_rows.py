@@ -1,4 +1,4 @@
-"""Rows of an encoder: tokens or vectors, their padding, and the attention that skips it."""
+"""Rows of an encoder: tokens or vectors, and their padding."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention.choose_core import choose_core
-from lightning_megatron.layers.attention.core import prepared
-from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.layers.context_parallel.attend_across import transport_of
 from lightning_megatron.models.layered import either_input
-from lightning_megatron.plan.context_transport import ContextChoice
 from lightning_megatron.shapes import Bool, Float, Int
 
 
@@ -88,45 +82,3 @@ class EncoderInput:
             None if tensor is None else tensor.flatten(0, 1)[None] for tensor in given
         )
         return EncoderInput(tokens, vectors, positions=places, token_types=types)
-
-
-@dataclass(frozen=True)
-class RowAttention:
-    """Attention of an encoder to rows with padding, by lengths or by a mask."""
-
-    mesh: ParallelMesh
-    context: ContextChoice
-    head_dim: int
-    dropout: float
-    dtype: torch.dtype
-    device: torch.device
-
-    def reads_lengths(self, rows: EncoderInput) -> bool:
-        """Return whether a kernel takes the lengths of rows; otherwise it needs a mask of keys."""
-        if rows.lengths is None or (self.mesh.cp.size > 1 and self.context.transport != _WHOLE):
-            # With parts of rows, each rank skips its own padding keys by their mask.
-            return False
-        # The kernel depends on the kind of the span alone.
-        borders = torch.empty(0, dtype=torch.int32)
-        like = AttentionSpan(causal=False, borders=borders, key_borders=borders)
-        choice = choose_core(
-            self.device, self.dtype, like, dropout=self.dropout, head_dim=self.head_dim
-        )
-        return choice.core == "flash"
-
-    def span(self, rows: EncoderInput) -> AttentionSpan | None:
-        """Return the attention span of the layers; None without padding."""
-        if rows.lengths is not None and self.reads_lengths(rows):
-            return AttentionSpan.padded(rows.lengths, rows.tokens_or_vectors.shape[1])
-        mask = rows.not_padding
-        if mask is None:
-            return None
-        span = AttentionSpan(causal=False, mask=mask[:, None, None, :])
-        if self.mesh.cp.size > 1 and transport_of(span, self.mesh, self.context) != _WHOLE:
-            # Each rank has parts of rows, and applies the mask to its keys itself.
-            return span
-        return prepared(span, *mask.shape, dtype=self.dtype, device=self.device)
-
-
-#: Transport over cp that gives each rank whole rows of some heads.
-_WHOLE = "all_to_all"

@@ -24,7 +24,6 @@ from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.plan.eight_bits import linear_sizes
 from lightning_megatron.plan.fp8 import FP8, Backend
-from lightning_megatron.plan.model_shape import ModelShape
 
 #: Linear layer that can compute in 8 bits.
 Linear = ColumnParallelLinear | RowParallelLinear
@@ -139,9 +138,11 @@ def check_fp8_config(
     config: ModelConfig, settings: FP8, tp: int, backend: Backend = "native"
 ) -> None:
     """Check the sizes and name patterns of 8-bit layers before the model is built."""
-    shape = _shape_of(config)
-    if shape is None:
+    if isinstance(config, EncoderConfig):
+        config = config.of_layers()
+    if not isinstance(config, GPTConfig):
         return
+    shape = config.memory_shape()
     sizes = [linear_sizes(shape, layer, tp) for layer in range(shape.num_layers)]
     _check_patterns(settings, set().union(*sizes), shape.num_layers)
     for layer, linears in enumerate(sizes):
@@ -149,23 +150,6 @@ def check_fp8_config(
             full_name = f"layers.{layer}.{name}"
             if settings.includes(layer, shape.num_layers, full_name):
                 settings.check_sizes(full_name, out_features, in_features, backend)
-
-
-def _shape_of(config: ModelConfig) -> ModelShape | None:
-    """Return the sizes of a decoder or an encoder; None for another class of configuration."""
-    if isinstance(config, GPTConfig):
-        return config.memory_shape()
-    if not isinstance(config, EncoderConfig):
-        return None
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_heads,
-        head_dim=config.head_size,
-        vocab_size=config.vocab_size,
-    )
 
 
 def _check_patterns(settings: FP8, kinds: AbstractSet[str], num_layers: int) -> None:

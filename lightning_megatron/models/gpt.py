@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,6 @@ from lightning_megatron.models.gpt_block import (
 from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.layer_inputs import (
     GPTCall,
-    LayerInputs,
     continues_cache,
     laid_out,
     layer_inputs,
@@ -83,9 +82,6 @@ class GPT(LayeredModule):
         self.rotary = build_rotary(config, self.mesh)
         #: Transport of attention over cp in all layers.
         self.context = context_choice(config, self.mesh)
-        #: List to which a call appends the input of each layer and the output of the last norm;
-        #: None collects nothing.
-        self.hidden_states: list[Tensor] | None = None
         #: Number of tokens whose logits exist at once for the loss; None stores all logits.
         self.loss_chunk: LossChunk = None
 
@@ -95,7 +91,7 @@ class GPT(LayeredModule):
         drawn = Initializer.normal(config.init_std)
         padding: dict[str, Any] = {"multiple": config.vocab_multiple, "initializer": drawn}
         self.embedding: InputEmbedding | None = None
-        self.final_norm: nn.Module | None = None
+        self.final_norm = None
         self.head: VocabParallelHead | None = None
         if self.is_first_stage():
             word = VocabParallelEmbedding(
@@ -238,27 +234,6 @@ class GPT(LayeredModule):
             lambda: self._placeholder(inputs.shape[:2], labels is not None, sums),
         )
 
-    @override
-    def run_layers(
-        self,
-        hidden: Float[Tensor, "seq_local batch hidden"] | None,
-        call: GPTCall,
-        layers: Mapping[int, LayerInputs],
-        has_head: bool,
-    ) -> Any:
-        """Run the embedding, some layers and the head; see :meth:`LayeredModule.run_layers`."""
-        if hidden is None:
-            hidden = self.embed(call.tokens, call.vectors, call.positions, call.order)
-        for index, given in layers.items():
-            self._collect(hidden)
-            hidden = self.layers[str(index)](hidden, given.rotary, given.span)
-        if not has_head:
-            return hidden
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-        self._collect(hidden)
-        return self.result(hidden, call.targets, call.order, call.place)
-
     def _placeholder(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:
         """Return a placeholder for the losses, their sum or the logits."""
         if has_losses:
@@ -274,21 +249,12 @@ class GPT(LayeredModule):
             dtype = torch.promote_types(dtype, self.embedding.position.weight.dtype)
         return inputs.new_empty(0, dtype=dtype)
 
-    @property
     @override
-    def watches_layers(self) -> bool:
-        """Whether the running call collects the hidden states of its layers."""
-        return self.hidden_states is not None
-
-    def embed(
-        self,
-        tokens: Int[Tensor, "batch seq"] | None,
-        vectors: Float[Tensor, "batch seq hidden"] | None,
-        positions: Int[Tensor, "batch seq"] | None,
-        order: TokenOrder | None,
-    ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the input of the first layer; the arguments are those of :class:`GPTCall`."""
+    def embed(self, call: GPTCall) -> Float[Tensor, "seq_local batch hidden"]:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
+        tokens = call.tokens
+        vectors = call.vectors
+        positions = call.positions
         cp = self.mesh.cp
         if cp.size > 1:
             inputs = tokens if vectors is None else vectors
@@ -297,10 +263,14 @@ class GPT(LayeredModule):
                 index = torch.arange(inputs.shape[1], device=inputs.device)
                 positions = index.expand(inputs.shape[:2])
             tokens, positions, vectors = (
-                None if tensor is None else own_part(tensor, cp, 1, order)
+                None if tensor is None else own_part(tensor, cp, 1, call.order)
                 for tensor in (tokens, positions, vectors)
             )
         return self.embedding(tokens, positions=positions, vectors=vectors)
+
+    @override
+    def _finish(self, hidden: Tensor, call: GPTCall) -> Any:
+        return self.result(hidden, call.targets, call.order, call.place)
 
     def result(
         self,
@@ -347,10 +317,6 @@ class GPT(LayeredModule):
         tp = self.mesh.tp.size
         vocab_rows = padded_vocab_size(config.vocab_size, tp, config.vocab_multiple) // tp
         return tokens_of_chunk(self.loss_chunk, num_tokens, vocab_rows, self.dtype.itemsize)
-
-    def _collect(self, hidden: Tensor) -> None:
-        if self.hidden_states is not None:
-            self.hidden_states.append(hidden)
 
     def logits(
         self, hidden: Float[Tensor, "seq_local batch hidden"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,23 +55,6 @@ def either_input(
     return given
 
 
-class ChunkRunner(Protocol):
-    """Runner of a model's chunks, such as one that replays CUDA graphs."""
-
-    def run(
-        self,
-        model: LayeredModule,
-        chunk: int,
-        hidden: Float[Tensor, "seq_local batch hidden"] | None,
-        call: Any,
-        layers: Mapping[int, LayerInputs],
-    ) -> Any:
-        """Run a chunk. Outputs and gradients equal those of :meth:`LayeredModule.run_layers`.
-
-        ``hidden`` is None on the first virtual stage.
-        """
-
-
 #: Name of the word embedding, which a tied head shares.
 WORD_EMBEDDING = "embedding.word.weight"
 
@@ -91,6 +74,8 @@ class LayeredModule(PipelinedModule):
 
     #: Layers of this rank by their index in the whole model.
     layers: nn.ModuleDict
+    #: Norm of the last layer's output on the last stage; None if layers end with norms.
+    final_norm: nn.Module | None
 
     def __init__(
         self, config: ModelConfig, mesh: ParallelMesh | None = None, seed: int | None = None
@@ -107,8 +92,12 @@ class LayeredModule(PipelinedModule):
         self.delayed_scales: DelayedScales | None = None
         #: 8-bit weights that microbatches share; None unless this package computes in 8 bits.
         self.weight_casts: WeightCasts | None = None
-        #: Runner of the chunks; None runs them directly.
-        self.runner: ChunkRunner | None = None
+        #: Runner of the chunks that replays CUDA graphs; None runs them directly. Its ``run`` takes
+        #: the model and the first four arguments of :meth:`run_chunk`.
+        self.runner: Any = None
+        #: List to which a call appends the input of each layer and the output of the last norm;
+        #: None collects nothing.
+        self.hidden_states: list[Tensor] | None = None
         self._owns_mesh = mesh is None
         self._num_calls = 0
         self._dtype = torch.get_default_dtype()
@@ -200,7 +189,7 @@ class LayeredModule(PipelinedModule):
         ``hidden`` is None on the first virtual stage; the last one returns the result of the model.
         If ``is_varying``, the shapes differ in each call, so that a runner has no use.
         """
-        if self.runner is None or self.watches_layers or is_varying:
+        if self.runner is None or self.hidden_states is not None or is_varying:
             return self.run_layers(hidden, call, layers, self.is_last_stage(chunk))
         return self.runner.run(self, chunk, hidden, call, layers)
 
@@ -212,12 +201,29 @@ class LayeredModule(PipelinedModule):
         has_head: bool,
     ) -> Any:
         """Run the embedding if ``hidden`` is None, some layers, and the head if it follows them."""
+        if hidden is None:
+            hidden = self.embed(call)
+        for index, given in layers.items():
+            self._collect(hidden)
+            hidden = self.layers[str(index)](hidden, given.rotary, given.span)
+        if not has_head:
+            return hidden
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        self._collect(hidden)
+        return self._finish(hidden, call)
+
+    def embed(self, call: Any) -> Float[Tensor, "seq_local batch hidden"]:
+        """Return the input of the first layer."""
         raise NotImplementedError
 
-    @property
-    def watches_layers(self) -> bool:
-        """Whether the running call collects values between its layers."""
-        return False
+    def _finish(self, hidden: Tensor, call: Any) -> Any:
+        """Return the result of the model, given the output of the last norm."""
+        raise NotImplementedError
+
+    def _collect(self, hidden: Tensor) -> None:
+        if self.hidden_states is not None:
+            self.hidden_states.append(hidden)
 
     def boundary(
         self,

@@ -198,7 +198,7 @@ class TokenModule(LightningModule):
             )
 
     def training_step(
-        self, batch: Mapping[str, Int[Tensor, "batch _"]], batch_idx: int
+        self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
     ) -> Float[Tensor, ""] | dict[str, Shaped[Tensor, ""]]:
         """Return the mean loss of the batch's tokens and, if ``token_weighted``, their number."""
         if isinstance(self.model, LayeredModule):

@@ -15,7 +15,7 @@ from lightning_megatron import CudaGraphs, Encoder, EncoderConfig, EncoderInput
 from lightning_megatron.layers.attention.choose_core import choose_core
 from lightning_megatron.layers.attention.core import attend
 from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.models import encoder_rows
+from lightning_megatron.models import encoder
 from tests.fits import Report
 from tests.graphs.jobs import differences, run_graphs
 from tests.models.flash_stand_in import padded_on_the_right
@@ -60,7 +60,7 @@ def without_masks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("rows with lengths need no mask")
 
-    return partial(monkeypatch.setattr, encoder_rows, "prepared", refuse)
+    return partial(monkeypatch.setattr, encoder, "prepared", refuse)
 
 
 @pytest.mark.parametrize("order", ["pre", "post"])

@@ -18,7 +18,7 @@ from lightning_megatron.layers.attention.flash_kernels import (
     FlashChoice,
 )
 from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.models import encoder_rows
+from lightning_megatron.models import encoder
 from tests.layers import flash_packages
 
 
@@ -46,7 +46,7 @@ def without_masks() -> Iterator[list[AttentionSpan | float]]:
         return core_of_part(query, span, keys)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder_rows, "choose_core", choose_flash_without_mask)
+        patch.setattr(encoder, "choose_core", choose_flash_without_mask)
         patch.setattr(attention_core, "choose_core", choose_flash_without_mask)
         patch.setattr(attention_parts, "core_of_part", record_span)
         yield calls

@@ -113,13 +113,13 @@ BUDGETS: dict[str, int] = {
     "groups": 2340,
     "kernels": 4750,
     "layers": 7220,
-    "models": 4580,
+    "models": 4480,
     "optimizer": 3110,
     "pipeline": 780,
     "plan": 5210,
     "strategy": 11300,
     "swap": 8460,
-    "tasks": 4670,
+    "tasks": 4660,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700
