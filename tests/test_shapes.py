@@ -27,7 +27,6 @@ OF_ANY_TENSOR = {
     "models/stage_boundaries.py": "placeholders of any tensor",
     "models/stage.py": "values of any shape that stages send, and functions of the caller",
     "models/cut_blocks.py": "parameters and results of blocks",
-    "models/stored_tensors.py": "tensors that blocks store as attributes",
 }
 # Functions whose tensors may have any shape.
 OF_ANY_PARAMETER = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.cut_blocks import CutBlocks
 from lightning_megatron.models.remote_tensor import RemoteTensor
-from lightning_megatron.models.stored_tensors import StoredTensors
 from lightning_megatron.user_code import line_of_user
 
 #: Code object that runs the function of a reentrant torch.utils.checkpoint.
@@ -24,14 +23,13 @@ _REENTRANT = CheckpointFunction.forward.__code__
 class ModuleProxy:
     """Proxy of a module inside a block, at a path that is empty for the block itself."""
 
-    _stored: StoredTensors
     _blocks: CutBlocks
     _index: int
     _path: str
 
-    def __init__(self, stored: StoredTensors, index: int, path: str = "") -> None:
+    def __init__(self, blocks: CutBlocks, index: int, path: str = "") -> None:
         # __setattr__ sets attributes of the module.
-        vars(self).update(_stored=stored, _blocks=stored.blocks, _index=index, _path=path)
+        vars(self).update(_blocks=blocks, _index=index, _path=path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; one with tensors is refused in a step, because other stages lack them."""
@@ -53,10 +51,12 @@ class ModuleProxy:
         value = getattr(self._module, name)
         path = f"{self._path}.{name}".removeprefix(".")
         if isinstance(value, nn.Module):
-            return ModuleProxy(self._stored, self._index, path)
+            return ModuleProxy(self._blocks, self._index, path)
         if isinstance(value, nn.Parameter):
             return self._blocks.parameter_of(self._index, path, value)
-        return self._stored.read(self._index, path, value) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return self._blocks.stored_tensor(self._index, path, value)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the module, if it is on this stage, and of its copy without values.
@@ -86,10 +86,7 @@ class ModuleProxy:
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over proxies for the items of a list in a block."""
-        return (
-            ModuleProxy(self._stored, self._index, f"{self._path}.{key}".removeprefix("."))
-            for key in self._keys
-        )
+        return (getattr(self, key) for key in self._keys)
 
     def __len__(self) -> int:
         """Return the length of a list in a block."""
@@ -148,20 +145,9 @@ class ModuleProxy:
 class BlockProxy(ModuleProxy):
     """Proxy of a block, which the list of blocks returns to the user's code."""
 
-    _call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-
-    def __init__(
-        self,
-        stored: StoredTensors,
-        index: int,
-        call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
-    ) -> None:
-        super().__init__(stored, index)
-        vars(self)["_call"] = call
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block if it is on this stage; otherwise return placeholders."""
-        return self._call(self._index, args, kwargs)
+        return self._blocks.call(self._index, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block as ``__call__`` does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -28,6 +29,12 @@ def leave_to_other_stage(twin: nn.Module, state: dict[str, Any], prefix: str) ->
     """
     for name in twin.state_dict(prefix=prefix):
         state.pop(name, None)
+
+
+def _attribute(module: nn.Module, path: str) -> Tensor:
+    owner, _, key = path.rpartition(".")
+    tensor: Tensor = getattr(module.get_submodule(owner), key)
+    return tensor
 
 
 class CutBlocks(PipelinedModule):
@@ -111,6 +118,59 @@ class CutBlocks(PipelinedModule):
             return parameter
         name = f"the parameter '{self.name}.{index}.{path}', which is read at {line_of_user()},"
         return RemoteTensor.of(parameter.detach(), self, name)
+
+    def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block if it is on the current virtual stage; otherwise return placeholders."""
+        raise NotImplementedError
+
+    def stored_tensor(self, index: int, path: str, target: Tensor) -> Tensor:
+        """Return a tensor that a block stores, or a placeholder if another stage has the block.
+
+        Args:
+            path: Name of the tensor in the block.
+            target: Tensor of the block, or of its copy on the meta device.
+        """
+        cursor = self.cursor
+        name = f"'{self.name}.{index}.{path}'"
+        if cursor is None:
+            return target
+        owner, _, key = path.rpartition(".")
+        is_buffer = key in self.meta_blocks[index].get_submodule(owner)._buffers
+        if not is_buffer and index >= cursor.next_block:
+            raise UnsupportedError(
+                f"{name} is read before block {index} has run in this call of the model: "
+                f"{line_of_user()}. Only one stage has the value of the previous call. Read it "
+                "after the call of the block, or use pp=1."
+            )
+        value_name = f"{cursor.calls}:{self.name}.{index}.{path}"
+        stage = self.boundaries.stage_of(index)
+        if not cursor.probe and stage == self.virtual_stage:
+            return target
+        if value_name in cursor.known:
+            return cursor.known[value_name]
+        like = torch.empty(target.shape, dtype=target.dtype, device="meta")
+        result = RemoteTensor.of(like, self, name, value_name)
+        self.boundaries.record_origin(cursor, value_name, result, stage, at_start=True)
+        return result
+
+    def register_stored(self, name: str) -> None:
+        """Register a placeholder for a tensor that a block stores and the step will receive.
+
+        The name is that of a value between stages, without the number of the call; values that no
+        block stores are ignored.
+        """
+        prefix = f"{self.name}."
+        if name.startswith(prefix) and ":" not in name:
+            index, _, path = name.removeprefix(prefix).partition(".")
+            self.stored_tensor(int(index), path, _attribute(self.meta_blocks[int(index)], path))
+
+    def keep_stored(self, cursor: StageCursor, index: int) -> None:
+        """Keep the tensors that a block has stored, if later stages will read them."""
+        prefix = f"{cursor.calls}:{self.name}.{index}."
+        for value_name in cursor.plan.extra_names if cursor.plan is not None else ():
+            if value_name.startswith(prefix):
+                value = _attribute(self.block(index), value_name.removeprefix(prefix))
+                cursor.known[value_name] = value
 
     def infer_outputs(
         self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

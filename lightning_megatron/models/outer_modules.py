@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.cut_blocks import CutBlocks, leave_to_other_stage
-from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.models.remote_tensor import RemoteTensor, with_values
 from lightning_megatron.models.stage_boundaries import called_twice
 from lightning_megatron.user_code import line_of_user
 
@@ -31,6 +31,9 @@ class RemoteModule(nn.Module):
             it is this module.
     """
 
+    source: nn.Module
+    _cut_blocks: CutBlocks
+
     def __new__(cls, name: str = "", source: nn.Module | None = None, *_: Any) -> RemoteModule:
         """Return a proxy that can be iterated if and only if the module can."""
         is_list = cls is RemoteModule and hasattr(type(source), "__iter__")
@@ -43,25 +46,25 @@ class RemoteModule(nn.Module):
         self.name = name
         self.is_before = is_before
         self.end = end or name
-        # A tuple keeps nn.Module from registering them as children.
-        self._source_and_blocks: tuple[nn.Module, CutBlocks] = (source, blocks)
+        # Set in this way, they are no children of this module.
+        vars(self).update(source=source, _cut_blocks=blocks)
         self._is_copy = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteModule:
         """Return a proxy of a copy, such as that of an ``AveragedModel``."""
-        source, blocks = self._source_and_blocks
-        copy = RemoteModule(self.name, deepcopy(source, memo), blocks, self.is_before, self.end)
+        source = deepcopy(self.source, memo)
+        copy = RemoteModule(self.name, source, self._cut_blocks, self.is_before, self.end)
         copy._is_copy = True
         return copy
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RemoteModule:
-        convert_meta(self._source_and_blocks[0], fn)
+        convert_meta(self.source, fn)
         return self
 
     @override
     def train(self, mode: bool = True) -> RemoteModule:
-        self._source_and_blocks[0].train(mode)
+        self.source.train(mode)
         super().train(mode)
         return self
 
@@ -75,20 +78,21 @@ class RemoteModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_source_and_blocks" not in self.__dict__:
+            if "source" not in vars(self):
                 raise
-        source, blocks = self._source_and_blocks
-        if name == "update_parameters" and isinstance(source, AveragedModel):
+        if name == "update_parameters" and isinstance(self.source, AveragedModel):
             return _average_nothing
-        value = getattr(source, name)
-        if isinstance(value, nn.Module):
-            return RemoteModule(f"{self.name}.{name}", value, blocks, self.is_before, self.end)
-        if isinstance(value, Tensor):
-            return self._tensor(f"{self.name}.{name}", value, blocks)
-        return value
+        return self._proxy(f"{self.name}.{name}", getattr(self.source, name))
 
-    def _tensor(self, name: str, like: Tensor, blocks: CutBlocks) -> Tensor:
+    def _proxy(self, name: str, value: Any) -> Any:
+        """Return a proxy for a module, a placeholder for a tensor, and other values unchanged."""
+        if isinstance(value, nn.Module):
+            return RemoteModule(name, value, self._cut_blocks, self.is_before, self.end)
+        return self._tensor(name, value) if isinstance(value, Tensor) else value
+
+    def _tensor(self, name: str, like: Tensor) -> Tensor:
         """Return a parameter or buffer if its values have arrived; otherwise a placeholder."""
+        blocks = self._cut_blocks
         value_name = f"parameter:{name}"
         cursor = blocks.cursor
         if cursor is not None and value_name in cursor.known:
@@ -99,28 +103,21 @@ class RemoteModule(nn.Module):
             blocks.boundaries.record_origin(cursor, value_name, result, stage, at_start=True)
         return result
 
-    @property
-    def source(self) -> nn.Module:
-        """Return the copy of the module on the meta device."""
-        return self._source_and_blocks[0]
-
     def register_arrival(self, name: str) -> None:
         """Register a placeholder for a tensor of this module that the step will receive.
 
         Other tensors, by their names in the whole model, are ignored.
         """
-        source, blocks = self._source_and_blocks
-        prefix, _, key = name.rpartition(".")
-        if f"{prefix}.".startswith(f"{self.name}."):
-            inner = prefix.removeprefix(self.name).removeprefix(".")
-            self._tensor(name, getattr(source.get_submodule(inner), key), blocks)
+        like = _tensor_of(self.source, self.name, name)
+        if like is not None:
+            self._tensor(name, like)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return placeholders with the shapes of the module's results.
 
         Calls between the blocks are refused, and those on the wrong side of them.
         """
-        source, blocks = self._source_and_blocks
+        blocks = self._cut_blocks
         cursor = blocks.current()
         if self._is_copy:
             _refuse_copy(self.name)
@@ -135,7 +132,7 @@ class RemoteModule(nn.Module):
                 if cursor.next_block and self.is_before:
                     raise self._wrong_side_error(blocks, "after") from None
                 raise error from None
-        spec = blocks.infer_outputs(self.name, source, args, kwargs)
+        spec = blocks.infer_outputs(self.name, self.source, args, kwargs)
         return blocks.placeholders(
             spec, cursor.use_of(self.name), f"the result of {self.name!r}", stage
         )
@@ -172,11 +169,11 @@ class RemoteModuleList(RemoteModule):
 
     def __len__(self) -> int:
         """Return the length of the list."""
-        return len(self._source_and_blocks[0])  # type: ignore[arg-type]
+        return len(self.source)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over proxies for the items of a list, or over the keys of a dictionary."""
-        source = self._source_and_blocks[0]
+        source = self.source
         if isinstance(source, (nn.ModuleDict, nn.ParameterDict)):
             yield from source
         else:
@@ -196,15 +193,11 @@ class RemoteModuleList(RemoteModule):
 
     def __getitem__(self, key: Any) -> Any:
         """Return a proxy for an item, or a list of proxies for a slice."""
-        source, blocks = self._source_and_blocks
         if isinstance(key, slice):
             return list(self)[key]
         if isinstance(key, int) and key < 0:
             key += len(self)
-        value = source[key]  # type: ignore[index]
-        if isinstance(value, Tensor):
-            return self._tensor(f"{self.name}.{key}", value, blocks)
-        return RemoteModule(f"{self.name}.{key}", value, blocks, self.is_before, self.end)
+        return self._proxy(f"{self.name}.{key}", self.source[key])  # type: ignore[index]
 
 
 class LocalModule:
@@ -241,22 +234,14 @@ class LocalModule:
 
     def tensor(self, name: str) -> Tensor | None:
         """Return a tensor by its name in the whole model; None if it is not here, or is sharded."""
-        prefix, _, key = name.rpartition(".")
-        if not f"{prefix}.".startswith(f"{self._remote.name}."):
-            return None
-        inner = prefix.removeprefix(self._remote.name).removeprefix(".")
-        tensor: Any = getattr(self._module.get_submodule(inner), key)
-        whole: Any = getattr(self._remote.source.get_submodule(inner), key)
-        return tensor if tensor.shape == whole.shape else None
+        tensor = _tensor_of(self._module, self._remote.name, name)
+        whole = _tensor_of(self._remote.source, self._remote.name, name)
+        return tensor if tensor is not None and tensor.shape == whole.shape else None
 
     def _resolve(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if module is not self._module and self._blocks.cursor is not None:
             _refuse_copy(self._remote.name)
-        why = f"{self._remote.name!r} reads it"
-        resolved: tuple[Any, Any] = pytree.tree_map(
-            lambda leaf: leaf.resolve(why) if isinstance(leaf, RemoteTensor) else leaf,
-            (args, kwargs),
-        )
+        resolved: tuple[Any, Any] = with_values((args, kwargs), f"{self._remote.name!r} reads it")
         return resolved
 
     def _keep(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -278,6 +263,15 @@ def _refuse_copy(name: str) -> NoReturn:
     )
 
 
+def _tensor_of(module: nn.Module, module_name: str, name: str) -> Any:
+    """Return a tensor of a module by its name in the whole model; None if it is of another one."""
+    prefix, _, key = name.rpartition(".")
+    if not f"{prefix}.".startswith(f"{module_name}."):
+        return None
+    inner = prefix.removeprefix(module_name).removeprefix(".")
+    return getattr(module.get_submodule(inner), key)
+
+
 class FirstStageParameter:
     """Parameter of a module that contains the blocks. Only the first stage has it."""
 
@@ -288,13 +282,11 @@ class FirstStageParameter:
         self._key = key
         self._blocks = blocks
         self._is_local = is_local
-        self.value_name = f"parameter:{name}"
+        self._name = name
         self.stage = 0
         self._order: list[tuple[str, nn.Parameter | None]] = []
         parameter: Any = owner._parameters[key]
         self._form = torch.empty_like(parameter.detach(), device="meta")
-        self._name = f"the parameter {name!r}"
-        self.absent = RemoteTensor.of(self._form, blocks, self._name, self.value_name)
         if not is_local:
             self.hide()
             owner.register_load_state_dict_pre_hook(self._leave_to_first_stage)
@@ -305,11 +297,9 @@ class FirstStageParameter:
         if self._key not in owner._parameters:
             state.pop(f"{prefix}{self._key}", None)
 
-    @property
-    def value(self) -> Tensor:
-        """Return the parameter."""
-        parameter: Tensor = getattr(self._owner, self._key)
-        return parameter
+    def tensor(self, name: str) -> Tensor | None:
+        """Return the parameter if it has a name in the whole model; otherwise None."""
+        return getattr(self._owner, self._key) if name == self._name else None
 
     def convert_meta(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a conversion of the model's dtype to the placeholder."""
@@ -323,8 +313,13 @@ class FirstStageParameter:
         if self._is_local:
             self._order = list(self._owner._parameters.items())
         self._owner._parameters.pop(self._key, None)
-        self.absent = RemoteTensor.of(self._form, self._blocks, self._name, self.value_name)
-        self._owner.__dict__[self._key] = self.absent
+        value_name = f"parameter:{self._name}"
+        title = f"the parameter {self._name!r}"
+        absent = RemoteTensor.of(self._form, self._blocks, title, value_name)
+        self._owner.__dict__[self._key] = absent
+        cursor = self._blocks.cursor
+        if cursor is not None:
+            self._blocks.boundaries.record_origin(cursor, value_name, absent, 0)
 
     def show(self) -> None:
         """Restore the parameter in its module."""

@@ -128,12 +128,7 @@ class RemoteTensor(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        values = [leaf.resolved() if isinstance(leaf, RemoteTensor) else leaf for leaf in leaves]
-        absent = [
-            leaf
-            for leaf, value in zip(leaves, values, strict=True)
-            if value is None and leaf is not None
-        ]
+        values, absent = values_of(leaves)
         if not absent:
             args, kwargs = pytree.tree_unflatten(values, structure)
             return func(*args, **kwargs)
@@ -171,13 +166,6 @@ class RemoteTensor(Tensor):
             spec = self.owner.shape_inference.of_call(func, args, kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             self._refuse(f"{name} needs its values")
-        if not any(isinstance(leaf, Tensor) for leaf in spec.leaves):
-            # A result without tensors depends only on shapes. Printed text must not look like the
-            # text of a tensor with values.
-            if name in ("__repr__", "__str__"):
-                return f"a tensor of another pipeline stage ({self.title})"
-            if name == "__format__":
-                self._refuse("it is printed")
         deferred = DeferredCall(func, args, kwargs, spec.is_random)
         return fill_outputs(
             spec,
@@ -236,13 +224,8 @@ class DeferredCall:
         """
         if self._result is None:
             leaves, structure = pytree.tree_flatten((self.args, dict(self.kwargs)))
-            values = [
-                leaf.resolved() if isinstance(leaf, RemoteTensor) else leaf for leaf in leaves
-            ]
-            if any(
-                value is None and leaf is not None
-                for value, leaf in zip(values, leaves, strict=True)
-            ):
+            values, absent = values_of(leaves)
+            if absent:
                 return None
             if self.is_random:
                 refuse(remote, f"it depends on random numbers ({_name_of(self.function)})")
@@ -261,15 +244,21 @@ def fill_outputs(spec: OutputSpec, absent: Callable[[Tensor, int], Any]) -> Any:
     return pytree.tree_unflatten(leaves, spec.structure)
 
 
-def with_values(result: Any) -> Any:
-    """Return the result of a step with values, which must have arrived, instead of placeholders."""
-    if not any(isinstance(leaf, RemoteTensor) for leaf in pytree.tree_leaves(result)):
-        return result
-    return pytree.tree_map(_value, result)
+def values_of(leaves: Sequence[Any]) -> tuple[list[Any], list[RemoteTensor]]:
+    """Return leaves with values for placeholders, and the placeholders that have no values yet."""
+    values = [leaf.resolved() if isinstance(leaf, RemoteTensor) else leaf for leaf in leaves]
+    pairs = zip(leaves, values, strict=True)
+    return values, [leaf for leaf, value in pairs if value is None and leaf is not None]
 
 
-def _value(leaf: Any) -> Any:
-    return leaf.resolve("the step returns it") if isinstance(leaf, RemoteTensor) else leaf
+def with_values(nest: Any, why: str) -> Any:
+    """Return a nest with values, which must have arrived, instead of placeholders.
+
+    ``why`` says in errors why the values are needed.
+    """
+    if not any(isinstance(leaf, RemoteTensor) for leaf in pytree.tree_leaves(nest)):
+        return nest
+    return pytree.tree_map_only(RemoteTensor, lambda leaf: leaf.resolve(why), nest)
 
 
 def check_present(*tensors: Tensor | None) -> None:

@@ -27,10 +27,9 @@ from lightning_megatron.models.outer_modules import (
     RemoteModule,
     convert_meta,
 )
-from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.models.remote_tensor import RemoteTensor, values_of, with_values
 from lightning_megatron.models.shape_inference import flatten
 from lightning_megatron.models.stage import StageCursor, StageDone
-from lightning_megatron.models.stored_tensors import StoredTensors
 from lightning_megatron.plan.partition import LayerPartition
 
 
@@ -59,14 +58,13 @@ class StagedBlocks(CutBlocks):
         self.is_sequential = isinstance(source, nn.Sequential)
         # A tuple keeps nn.Module from registering them as children.
         self.ends = tuple(ends)
-        self.local_modules: list[LocalModule] = []
+        #: Modules outside of the list on this stage, and parameters of modules that contain it.
+        self.outer_parts: list[LocalModule | FirstStageParameter] = []
         self.remote_modules: list[RemoteModule] = []
-        self.first_stage_parameters: list[FirstStageParameter] = []
-        self.stored_tensors = StoredTensors(self)
 
     def __iter__(self) -> Iterator[BlockProxy]:
         """Iterate over proxies of the blocks of all stages."""
-        return (BlockProxy(self.stored_tensors, index, self.call) for index in range(len(self)))
+        return (BlockProxy(self, index) for index in range(len(self)))
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return a proxy of a block, or a list of proxies."""
@@ -95,11 +93,7 @@ class StagedBlocks(CutBlocks):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StagedBlocks:
         for block in self.meta_blocks.values():
             convert_meta(block, fn)
-        outer: list[LocalModule | FirstStageParameter] = [
-            *self.local_modules,
-            *self.first_stage_parameters,
-        ]
-        for part in outer:
+        for part in self.outer_parts:
             part.convert_meta(fn)
         self.shape_inference.clear()
         super()._apply(fn, recurse)
@@ -150,7 +144,7 @@ class StagedBlocks(CutBlocks):
                 if starts
                 else leaves
             )
-            leaves = self._values(index, leaves)
+            leaves = with_values(leaves, f"block {index} of {self.name!r} reads it")
             for number in self.shape_inference.written.get(index, ()) if starts else ():
                 # A received tensor is a leaf of the graph, which the block must not write in place.
                 leaves[number] = leaves[number].clone()
@@ -169,7 +163,7 @@ class StagedBlocks(CutBlocks):
                     leaf.writer = f"'{self.name}.{index}'"
         else:
             result = self._run(index, args, kwargs)
-            self.stored_tensors.keep(cursor, index)
+            self.keep_stored(cursor, index)
         cursor.may_stop = index == len(self) - 1
         self.boundaries.keep_values(cursor, f"{name}:out", flatten(result)[0])
         if cursor.may_stop and cursor.is_last_call and self.boundaries.is_last_empty:
@@ -196,14 +190,8 @@ class StagedBlocks(CutBlocks):
     def _run_again(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Recompute a block in a backward pass, because the user's code has checkpointed it."""
         given_leaves, structure = flatten((args, kwargs))
-        leaves = [
-            leaf.resolved() if isinstance(leaf, RemoteTensor) else leaf for leaf in given_leaves
-        ]
-        is_known = all(
-            (value is None) == (leaf is None)
-            for value, leaf in zip(leaves, given_leaves, strict=True)
-        )
-        if str(index) not in self._modules or not is_known:
+        leaves, absent = values_of(given_leaves)
+        if str(index) not in self._modules or absent:
             raise UnsupportedError(
                 "a function under torch.utils.checkpoint must call only blocks of one pipeline "
                 f"stage: block {index} of {self.name!r} is recomputed on the stage of blocks "
@@ -222,7 +210,7 @@ class StagedBlocks(CutBlocks):
             for module in self.remote_modules if kind == "parameter" else ():
                 module.register_arrival(name)
             if kind != "parameter":
-                self.stored_tensors.register_arrival(name)
+                self.register_stored(name)
 
     def _count(self, cursor: StageCursor, index: int) -> None:
         if index == 0 and cursor.next_block in (0, len(self)):
@@ -236,10 +224,6 @@ class StagedBlocks(CutBlocks):
             )
         cursor.next_block += 1
 
-    def _values(self, index: int, leaves: Sequence[Any]) -> list[Any]:
-        why = f"block {index} of {self.name!r} reads it"
-        return [leaf.resolve(why) if isinstance(leaf, RemoteTensor) else leaf for leaf in leaves]
-
     def _send_inputs(
         self, cursor: StageCursor, index: int, leaves: Sequence[Any], stage: int
     ) -> None:
@@ -247,8 +231,7 @@ class StagedBlocks(CutBlocks):
         assert plan is not None, "only a probe has no plan"
         why = f"block {index} of {self.name!r} reads it on the next stage"
         for number in plan.inputs[cursor.calls, stage]:
-            leaf = leaves[number]
-            value = leaf.resolve(why) if isinstance(leaf, RemoteTensor) else leaf
+            value = with_values(leaves[number], why)
             if not isinstance(value, Tensor):
                 raise UnsupportedError(
                     f"with pp above 1 the blocks of {self.name!r} must take the same number of "
@@ -263,15 +246,9 @@ class StagedBlocks(CutBlocks):
             raise StageDone
 
     def _value_to_send(self, cursor: StageCursor, value_name: str) -> Tensor:
-        for parameter in self.first_stage_parameters:
-            if value_name == parameter.value_name and self.virtual_stage == 0:
-                return parameter.value
-        name = value_name.removeprefix("parameter:")
-        for value in (
-            local.tensor(name)
-            for local in self.local_modules
-            if name != value_name and local.stage == self.virtual_stage
-        ):
+        kind, _, name = value_name.partition(":")
+        for part in self.outer_parts if kind == "parameter" else ():
+            value = part.tensor(name) if part.stage == self.virtual_stage else None
             if value is not None:
                 return value
         if value_name not in cursor.known:
@@ -293,15 +270,11 @@ class StagedBlocks(CutBlocks):
     @contextmanager
     def without_other_stages(self) -> Iterator[None]:
         cursor = self.current()
-        outer: list[LocalModule | FirstStageParameter] = [
-            *self.local_modules,
-            *self.first_stage_parameters,
+        replaced = [
+            part for part in self.outer_parts if cursor.probe or part.stage != self.virtual_stage
         ]
-        replaced = [part for part in outer if cursor.probe or part.stage != self.virtual_stage]
         for part in replaced:
             part.hide()
-        for parameter in self.first_stage_parameters:
-            self.boundaries.record_origin(cursor, parameter.value_name, parameter.absent, 0)
         try:
             yield
         finally:

@@ -245,7 +245,7 @@ class PipelineExecutor:
             # random numbers there.
             with self.mesh.random.fork_default(), self.model.without_other_stages():
                 result = step_fn(microbatch.data)
-                return result if cursor.probe else with_values(result), True
+                return result if cursor.probe else with_values(result, "the step returns it"), True
         except StageDone:
             return None, False
         finally:

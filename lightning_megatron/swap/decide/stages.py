@@ -122,11 +122,11 @@ class Stages:
             site = end.site
             staged.remote_modules.append(remote)
             if self._holds(end):
-                staged.local_modules.append(LocalModule(site.parent, site.key, remote, staged))
+                staged.outer_parts.append(LocalModule(site.parent, site.key, remote, staged))
             else:
                 site.module.to("meta")
                 setattr(site.parent, site.key, remote)
-        staged.first_stage_parameters += [
+        staged.outer_parts += [
             FirstStageParameter(*owner, staged, self.mesh.pp.is_first)
             for owner in self.outer_owners
         ]
