@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from typing_extensions import override
 
+from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.models.config_checks import (
     NORM_POSITIONS,
     ModelConfig,
-    check_heads,
-    check_latent_attention,
-    check_norms,
     check_padding,
-    check_positions,
-    check_rotary,
-    check_rotary_layers,
-    check_windows,
     require,
 )
 from lightning_megatron.plan.experts import ExpertsConfig
@@ -40,6 +35,22 @@ from lightning_megatron.plan.settings import (
     Probability,
     coerce_fields,
 )
+from lightning_megatron.plan.shards import attention_ranges
+
+#: Fields that belong to a kind of position encoding, with what they describe and their defaults.
+_POSITION_FIELDS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "rotary": (
+        "rotary angles",
+        {
+            "rotary_dim": None,
+            "rotary_scaling": None,
+            "rotary_layers": None,
+            "window_rotary_base": None,
+            "rotary_interleaved": False,
+        },
+    ),
+    "alibi": ("slopes", {"alibi_bias_max": 8.0, "alibi_skips_padding": False}),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +184,11 @@ class GPTConfig(ModelConfig):
     def __post_init__(self) -> None:
         coerce_fields(self)
         check_padding(self.padding_id, self.vocab_size)
-        if self.latent_attention is None:
-            check_heads(self.hidden_size, self.num_heads, self.kv_heads, self.head_dim)
-        else:
-            check_latent_attention(self.latent_attention, vars(self))
+        self._check_heads()
         self._check_positions()
-        check_windows(self.window_layers, self.sliding_window, self.num_layers)
+        self._check_layers()
         self._check_experts()
-        check_norms(self.norm, self.norm_offset, self.norm_position, self.parallel_residual)
+        self._check_norms()
 
     @classmethod
     def gpt2(cls, **sizes: Any) -> GPTConfig:
@@ -347,14 +355,91 @@ class GPTConfig(ModelConfig):
     def _rotates_halves_of_heads(self) -> bool:
         return self.rotary_size == self.head_size and not self.rotary_interleaved
 
+    def _check_heads(self) -> None:
+        """Raise if the numbers or sizes of heads contradict each other or other fields."""
+        latent = self.latent_attention
+        if latent is None:
+            if self.head_dim is None and self.hidden_size % self.num_heads:
+                raise ParallelPlanError(
+                    f"hidden_size ({self.hidden_size}) must be a multiple of num_heads "
+                    f"({self.num_heads}), because each head takes an equal part. Use a "
+                    f"hidden_size of {-(-self.hidden_size // self.num_heads) * self.num_heads}, "
+                    "or give head_dim."
+                )
+            attention_ranges(self.num_heads, self.kv_heads, self.head_size, 1, 0)
+            return
+        heads = self.num_heads
+        separate = "every head has separate keys and values"
+        rules: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
+            ("position", ("rotary",), "be rotary", "a part of each head has rotary positions"),
+            (
+                "head_dim",
+                (None, latent.head_dim),
+                "be None",
+                "latent_attention has the sizes of heads",
+            ),
+            (
+                "rotary_dim",
+                (None, latent.rotary_dim),
+                "be None",
+                "latent_attention has a rotary_dim",
+            ),
+            ("num_kv_heads", (None, heads), f"be None or num_heads ({heads})", separate),
+            ("qk_norm", (False,), "be False", "norms apply to latent vectors instead of heads"),
+        )
+        for name, legal, rule, why in rules:
+            value = getattr(self, name)
+            require(value in legal, name, value, f"{rule} with latent_attention", why)
+
     def _check_positions(self) -> None:
-        check_positions(self.position, vars(self))
-        if self.position == "rotary":
-            size = self.rotary_size if self.latent_attention else self.head_size
-            check_rotary(size, self.rotary_dim, self.rotary_scaling)
-            check_rotary_layers(
-                self.rotary_layers, self.window_rotary_base, self.sliding_window, self.num_layers
+        """Raise if fields of another kind of position are set, or heads cannot be rotated."""
+        for kind, (what, defaults) in _POSITION_FIELDS.items():
+            for name, default in defaults.items() if kind != self.position else ():
+                value = getattr(self, name)
+                why = f"position ({self.position}) has no {what}"
+                require(value == default, name, value, f"be {default}", why)
+        if self.position != "rotary":
+            return
+        head_size = self.rotary_size if self.latent_attention else self.head_size
+        if self.rotary_dim is None and head_size % 2:
+            raise ParallelPlanError(
+                f"head_dim ({head_size}) must be even, because rotary positions rotate pairs of "
+                f"elements. Use {head_size + 1} or learned positions."
             )
+        size = self.rotary_dim or head_size
+        is_legal = size % 2 == 0 and 2 <= size <= head_size
+        rule = f"be even and at most head_dim ({head_size})"
+        why = "rotary positions rotate pairs of a head's elements"
+        require(is_legal, "rotary_dim", size, rule, why)
+        scaling = self.rotary_scaling
+        if scaling is not None and scaling.kind == "longrope":
+            num_factors = len(scaling.short_factors)
+            what = "the number of rotary_scaling's factors"
+            why = f"each pair of rotary_dim ({size}) elements has a factor"
+            require(num_factors == size // 2, what, num_factors, f"be {size // 2}", why)
+
+    def _check_layers(self) -> None:
+        """Raise if settings of some layers do not match the layers."""
+        for name in ("rotary_layers", "window_layers"):
+            flags = getattr(self, name)
+            count = self.num_layers if flags is None else len(flags)
+            why = f"each of num_layers ({self.num_layers}) needs a flag"
+            what = f"the number of {name}"
+            require(count == self.num_layers, what, count, "be num_layers", why)
+        for name in ("window_rotary_base", "window_layers"):
+            value = getattr(self, name)
+            is_legal = value is None or self.sliding_window is not None
+            rule = "be None without sliding_window"
+            require(is_legal, name, value, rule, "no layer has a window")
+
+    def _check_norms(self) -> None:
+        """Raise if the norms contradict each other or the residual sums."""
+        is_legal = not self.norm_offset or self.norm == "rmsnorm"
+        why = f"norm ({self.norm}) adds no offset to its weight"
+        require(is_legal, "norm_offset", self.norm_offset, "be 0", why)
+        is_legal = not self.parallel_residual or self.norm_position == "pre"
+        why = "parallel_residual adds both branches in one sum"
+        require(is_legal, "norm_position", self.norm_position, "be pre", why)
 
     def _check_experts(self) -> None:
         if self.experts is None:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.context import check_context_length, context_multiple
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.model_shape import LossChunk
 from lightning_megatron.plan.partition import LayerCosts, LayerPartition, partition_of
-from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.shards import attention_ranges, even_range
-
-#: Fields that belong to a kind of position encoding, with their defaults.
-_ROTARY_FIELDS: Mapping[str, object] = {
-    "rotary_dim": None,
-    "rotary_scaling": None,
-    "rotary_layers": None,
-    "window_rotary_base": None,
-    "rotary_interleaved": False,
-}
-_ALIBI_FIELDS: Mapping[str, object] = {"alibi_bias_max": 8.0, "alibi_skips_padding": False}
 
 
 @dataclass(frozen=True)
@@ -70,18 +58,27 @@ class ModelConfig:
         @property
         def num_heads(self) -> int: ...
         @property
-        def kv_heads(self) -> int: ...
-        @property
-        def head_size(self) -> int: ...
-        @property
         def ffn_size(self) -> int: ...
         @property
         def max_seq_length(self) -> int: ...
         @property
         def attention_dropout(self) -> float: ...
-        @property
-        def experts(self) -> ExpertsConfig | None: ...
         def _costs(self, loss_chunk: LossChunk, tp: int) -> LayerCosts: ...
+
+    @property
+    def experts(self) -> ExpertsConfig | None:
+        """Return the mixture of experts of all or some layers; None without experts."""
+        return None
+
+    @property
+    def kv_heads(self) -> int:
+        """Return the number of key/value heads."""
+        return self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Return the size of a query or key head (elements)."""
+        return self.hidden_size // self.num_heads
 
     def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
         """Return the number of layers of each virtual stage, given by the layout or else by cost.
@@ -161,110 +158,6 @@ def check_padding(padding_id: int | None, vocab_size: int) -> None:
     is_legal = padding_id is None or 0 <= padding_id < vocab_size
     rule = f"be in [0, {vocab_size}) or None"
     require(is_legal, "padding_id", padding_id, rule, "it is a token of the vocabulary")
-
-
-def check_heads(hidden_size: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
-    """Raise if the numbers of heads do not divide the hidden size or each other."""
-    if head_dim is None and hidden_size % num_heads:
-        raise ParallelPlanError(
-            f"hidden_size ({hidden_size}) must be a multiple of num_heads ({num_heads}), because "
-            "each head takes an equal part. Use a hidden_size of "
-            f"{-(-hidden_size // num_heads) * num_heads}, or give head_dim."
-        )
-    attention_ranges(num_heads, kv_heads, head_dim or hidden_size // num_heads, 1, 0)
-
-
-def check_latent_attention(latent: LatentAttentionConfig, fields: Mapping[str, object]) -> None:
-    """Raise if other fields of the configuration contradict the sizes of latent attention."""
-    heads = fields["num_heads"]
-    rules: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
-        ("position", ("rotary",), "be rotary", "a part of each head has rotary positions"),
-        ("head_dim", (None, latent.head_dim), "be None", "latent_attention has the sizes of heads"),
-        ("rotary_dim", (None, latent.rotary_dim), "be None", "latent_attention has a rotary_dim"),
-        (
-            "num_kv_heads",
-            (None, heads),
-            f"be None or num_heads ({heads})",
-            "every head has separate keys and values",
-        ),
-        ("qk_norm", (False,), "be False", "norms apply to latent vectors instead of heads"),
-    )
-    for name, legal, rule, why in rules:
-        require(fields[name] in legal, name, fields[name], f"{rule} with latent_attention", why)
-
-
-def check_positions(position: str, fields: Mapping[str, object]) -> None:
-    """Raise if fields of another kind of position encoding are set."""
-    kinds: dict[str, tuple[str, Mapping[str, object]]] = {
-        "rotary": ("rotary angles", _ROTARY_FIELDS),
-        "alibi": ("slopes", _ALIBI_FIELDS),
-    }
-    for kind, (what, defaults) in kinds.items():
-        for name, default in defaults.items() if kind != position else ():
-            why = f"position ({position}) has no {what}"
-            require(fields[name] == default, name, fields[name], f"be {default}", why)
-
-
-def check_norms(norm: str, norm_offset: float, norm_position: str, parallel_residual: bool) -> None:
-    """Raise if the norms contradict each other or the residual sums."""
-    is_legal = not norm_offset or norm == "rmsnorm"
-    why = f"norm ({norm}) adds no offset to its weight"
-    require(is_legal, "norm_offset", norm_offset, "be 0", why)
-    is_legal = not parallel_residual or norm_position == "pre"
-    why = "parallel_residual adds both branches in one sum"
-    require(is_legal, "norm_position", norm_position, "be pre", why)
-
-
-def check_rotary(head_size: int, rotary_dim: int | None, scaling: RotaryScaling | None) -> None:
-    """Raise if the elements of a head cannot be rotated in pairs."""
-    if rotary_dim is None and head_size % 2:
-        raise ParallelPlanError(
-            f"head_dim ({head_size}) must be even, because rotary positions rotate pairs of "
-            f"elements. Use {head_size + 1} or learned positions."
-        )
-    size = rotary_dim or head_size
-    is_legal = size % 2 == 0 and 2 <= size <= head_size
-    rule = f"be even and at most head_dim ({head_size})"
-    why = "rotary positions rotate pairs of a head's elements"
-    require(is_legal, "rotary_dim", size, rule, why)
-    if scaling is not None and scaling.kind == "longrope":
-        num_factors = len(scaling.short_factors)
-        what = "the number of rotary_scaling's factors"
-        why = f"each pair of rotary_dim ({size}) elements has a factor"
-        require(num_factors == size // 2, what, num_factors, f"be {size // 2}", why)
-
-
-def check_rotary_layers(
-    rotary_layers: Sequence[bool] | None,
-    window_base: float | None,
-    sliding_window: int | None,
-    num_layers: int,
-) -> None:
-    """Raise if settings of rotary positions for some layers do not match the layers."""
-    if rotary_layers is not None:
-        num_flags = len(rotary_layers)
-        why = f"each of num_layers ({num_layers}) needs a flag"
-        require(
-            num_flags == num_layers, "the number of rotary_layers", num_flags, "be num_layers", why
-        )
-    if window_base is not None:
-        rule = "be None without sliding_window"
-        has_window = sliding_window is not None
-        require(has_window, "window_rotary_base", window_base, rule, "no layer has a window")
-
-
-def check_windows(
-    window_layers: Sequence[bool] | None, sliding_window: int | None, num_layers: int
-) -> None:
-    """Raise if the settings of sliding windows for some layers do not match the layers."""
-    if window_layers is None:
-        return
-    num_flags = len(window_layers)
-    why = f"each of num_layers ({num_layers}) needs a flag"
-    require(num_flags == num_layers, "the number of window_layers", num_flags, "be num_layers", why)
-    has_window = sliding_window is not None
-    rule = "be None without sliding_window"
-    require(has_window, "window_layers", window_layers, rule, "no layer has a window")
 
 
 def require(holds: bool, name: str, value: object, rule: str, why: str) -> None:

@@ -165,12 +165,6 @@ class EncoderConfig(ModelConfig):
         )
 
     @property
-    @override
-    def experts(self) -> None:
-        """Return ``None``: no layer has a mixture of experts."""
-        return None
-
-    @property
     def tie_embeddings(self) -> bool:
         """Return whether the output head shares the token embedding's weight."""
         return self.head in ("masked_lm", "pretraining")
@@ -185,18 +179,6 @@ class EncoderConfig(ModelConfig):
     def max_seq_length(self) -> int:
         """Return the length of the longest sequence (tokens)."""
         return self.num_positions - self.first_position
-
-    @property
-    @override
-    def kv_heads(self) -> int:
-        """Return the number of key/value heads."""
-        return self.num_heads
-
-    @property
-    @override
-    def head_size(self) -> int:
-        """Return the size of an attention head (elements)."""
-        return self.hidden_size // self.num_heads
 
     @property
     @override

@@ -113,7 +113,7 @@ BUDGETS: dict[str, int] = {
     "groups": 2340,
     "kernels": 4750,
     "layers": 7220,
-    "models": 4480,
+    "models": 4390,
     "optimizer": 3110,
     "pipeline": 780,
     "plan": 5210,
