@@ -4,7 +4,7 @@ from lightning_megatron.checkpoint.pretrained_encoder import PretrainedEncoder a
 from lightning_megatron.checkpoint.pretrained_encoder import TaskKind as TaskKind
 from lightning_megatron.data.blended_samples import BlendedSamples as BlendedSamples
 from lightning_megatron.data.blended_samples import blend_parts as blend_parts
-from lightning_megatron.data.corpora import SetPaths as SetPaths
+from lightning_megatron.data.corpus_datamodule import CorpusDataModule as CorpusDataModule
 from lightning_megatron.data.documents import RawChunk as RawChunk
 from lightning_megatron.data.documents import find_inputs as find_inputs
 from lightning_megatron.data.documents import is_json_lines as is_json_lines
@@ -24,12 +24,13 @@ from lightning_megatron.data.packing import PackedIndex as PackedIndex
 from lightning_megatron.data.packing import index_packed as index_packed
 from lightning_megatron.data.packing import pack_once as pack_once
 from lightning_megatron.data.row_datamodule import RowDataModule as RowDataModule
-from lightning_megatron.data.row_datamodule import row_arguments as row_arguments
+from lightning_megatron.data.row_datamodule import log_row_counts as log_row_counts
 from lightning_megatron.data.row_files import REMEDY as REMEDY
 from lightning_megatron.data.row_files import FileRow as FileRow
 from lightning_megatron.data.row_tokens import EncodedText as EncodedText
 from lightning_megatron.data.row_tokens import RowTokens as RowTokens
 from lightning_megatron.data.sampler import TokenBatchSampler as TokenBatchSampler
+from lightning_megatron.data.samples import Corpora as Corpora
 from lightning_megatron.data.samples import Samples as Samples
 from lightning_megatron.data.samples import check_token_ids as check_token_ids
 from lightning_megatron.data.streamed_samples import StreamedSamples as StreamedSamples

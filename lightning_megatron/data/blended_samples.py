@@ -16,8 +16,13 @@ from lightning_megatron.data.megatron_order import (
     normalize,
     sizes_as_megatron,
 )
-from lightning_megatron.data.samples import ONE_PASS_ORDERS, GPTSamples, SampleOptions, Samples
-from lightning_megatron.data.token_file import TokenFile
+from lightning_megatron.data.samples import (
+    ONE_PASS_ORDERS,
+    Corpora,
+    GPTSamples,
+    SampleOptions,
+    Samples,
+)
 from lightning_megatron.data.windows import num_windows
 from lightning_megatron.errors import UnsupportedError
 
@@ -67,7 +72,7 @@ class BlendedSamples:
 
 
 def blend_samples(
-    corpora: Sequence[tuple[TokenFile, range | None]],
+    corpora: Corpora,
     weights: Sequence[float] | None,
     options: SampleOptions,
     num_samples: int | None = None,
@@ -159,7 +164,7 @@ def _check_weights(weights: Sequence[float] | None, count: int) -> None:
 
 
 def _blend_as_megatron(
-    corpora: Sequence[tuple[TokenFile, range | None]],
+    corpora: Corpora,
     weights: Sequence[float] | None,
     options: SampleOptions,
     num_samples: int | None,
@@ -208,9 +213,7 @@ def _blend_as_megatron(
     return BlendedSamples(parts, choices, f"megatron {mixture}")
 
 
-def _one_pass(
-    corpora: Sequence[tuple[TokenFile, range | None]], options: SampleOptions
-) -> list[int]:
+def _one_pass(corpora: Corpora, options: SampleOptions) -> list[int]:
     """Return the number of windows of one pass over each corpus."""
     counts = []
     for corpus, documents in corpora:

@@ -20,48 +20,32 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 SetPaths = str | list[str] | dict[str, str | list[str]] | None
 
 
-def named_sets(part: str, paths: SetPaths) -> dict[str, list[str]]:
-    """Return the paths of each named set of a part; an empty mapping without named sets.
+def files_of_sets(parts: Mapping[str, SetPaths]) -> dict[str, list[str]]:
+    """Return the paths of each part that has paths, or of each of its named sets (``val/news``).
 
     Args:
-        part: Name of the part in errors, ``val`` or ``test``.
-        paths: Paths of one set, or paths of several sets by name; None means no set.
+        parts: Paths of a part, or of its sets by name; None means no data.
 
     Raises:
         UnsupportedError: If a mapping has no set, or a set has no name or no path.
     """
-    if not isinstance(paths, Mapping):
-        return {}
-    sets = {
-        name: [value] if isinstance(value, str) else list(value) for name, value in paths.items()
-    }
-    if not sets or not all(name and paths for name, paths in sets.items()):
-        raise UnsupportedError(
-            f"{part} must give each set a name and at least one path: it is {paths!r}. Write "
-            f"{part}={{'news': 'my_news', 'code': ['my_c', 'my_python']}}, or one path without a "
-            "name."
-        )
-    return sets
+    files: dict[str, list[str]] = {}
+    for part, paths in parts.items():
+        if isinstance(paths, Mapping):
+            if not paths or not all(name and listed for name, listed in paths.items()):
+                raise UnsupportedError(
+                    f"{part} must give each set a name and at least one path: it is {paths!r}. "
+                    f"Write {part}={{'news': 'my_news', 'code': ['my_c', 'my_python']}}, or one "
+                    "path without a name."
+                )
+            files |= {f"{part}/{name}": _listed(listed) for name, listed in paths.items()}
+        elif paths:
+            files[part] = _listed(paths)
+    return files
 
 
-def all_paths(paths: SetPaths) -> list[str]:
-    """Return the paths of all sets of a part, in order.
-
-    Args:
-        paths: Paths of one set, or paths of several sets by name; None means no set.
-    """
-    sets = paths.values() if isinstance(paths, Mapping) else [paths or []]
-    return [path for paths in sets for path in ([paths] if isinstance(paths, str) else paths)]
-
-
-def list_prefixes(corpora: str | list[str] | dict[str, float] | None) -> list[str]:
-    """Return the prefixes of token files as a list.
-
-    Args:
-        corpora: A prefix, a list of prefixes, or a mapping of prefixes to weights; None means no
-            files.
-    """
-    return [corpora] if isinstance(corpora, str) else list(corpora or ())
+def _listed(paths: str | list[str]) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(paths)
 
 
 def check_sources(train: object, val: object, test: object, split: object, corpus: object) -> None:

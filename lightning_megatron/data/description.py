@@ -66,6 +66,11 @@ class CorpusDescription:
     idx_sha256: _Sha256 | None = dataclasses.field(default=None, compare=False)
     fields_crc32: _Crc32 | None = dataclasses.field(default=None, compare=False)
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Fingerprint of the tokenizer, under the name that it has in a tokenizer."""
+        return self.tokenizer_fingerprint
+
     def checksum_of_fields(self) -> str:
         """Return the CRC-32 of all fields except ``fields_crc32``."""
         content = json.dumps(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from lightning_megatron.data.corpora import SetPaths, all_paths, named_sets
-from lightning_megatron.data.encoded_rows import EncodedRows, RowEncoder
+from lightning_megatron.data.corpora import SetPaths, files_of_sets
+from lightning_megatron.data.encoded_rows import RowEncoder
 from lightning_megatron.data.loader import SampleBatches, StreamLoader, TokenLoader
-from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts, row_arguments
+from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts
 from lightning_megatron.data.row_files import find_row_files, sizes_of
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
@@ -23,6 +22,7 @@ from lightning_megatron.data.streaming import (
     check_no_sample_number,
     check_stream_trainer,
 )
+from lightning_megatron.plan.settings import coerced_arguments
 
 
 class FileDataModule(RowDataModule):
@@ -32,10 +32,17 @@ class FileDataModule(RowDataModule):
     encoded before training or read as a stream during training, and batches of them.
 
     Args:
-        parts: Files, folders or globs of ``train``, ``val`` and ``test``; None for a part without
-            data. ``val`` and ``test`` may map names to the files of several sets.
-        settings: Checked arguments of the data module: ``streaming``, those of ``RowDataModule``,
-            and ``cache_dir`` if there is one.
+        train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, folders written
+            by ``save_to_disk`` of datasets, or globs.
+        val: Files of the validation set; None disables validation. A mapping of names to files
+            defines several validation sets, each with a loader.
+        test: Files of the test set; a mapping defines several sets, as for ``val``.
+        streaming: Settings to read and encode the training files during training, for files that
+            are too large to encode before; None encodes them before training. Validation and test
+            files are always encoded before. In a Trainer without ``max_steps``, an epoch is a pass
+            over the files, whose number of batches is unknown. The ``num_workers`` processes encode
+            rows instead of prefetching batches.
+        options: Arguments of ``RowDataModule``.
 
     Raises:
         UnsupportedError: If files are missing, or settings conflict.
@@ -45,41 +52,36 @@ class FileDataModule(RowDataModule):
     plural: ClassVar[str]
     example: ClassVar[str]
 
-    def __init__(self, parts: Mapping[str, SetPaths], settings: Mapping[str, Any]) -> None:
-        super().__init__(**row_arguments(settings))
-        sets = {part: named_sets(part, parts[part]) for part in ("val", "test")}
-        self.set_names = {part: tuple(named) for part, named in sets.items()}
-        #: Files of each part with data, or of each named set of a part (key "val/news").
-        self.files = {
-            f"{part}/{name}" if name else part: find_row_files(paths, self.plural, self.example)
-            for part, part_paths in parts.items()
-            for name, paths in (sets.get(part) or {"": all_paths(part_paths)}).items()
-            if paths
+    def __init__(
+        self,
+        train: str | list[str],
+        val: SetPaths = None,
+        test: SetPaths = None,
+        streaming: Streaming | None = None,
+        **options: Any,
+    ) -> None:
+        given = coerced_arguments(FileDataModule.__init__, locals())
+        super().__init__(**options)
+        parts = {"train": given["train"], "val": given["val"], "test": given["test"]}
+        self.files: dict[str, tuple[Path, ...]] = {
+            name: find_row_files(paths, self.plural, self.example)
+            for name, paths in files_of_sets(parts).items()
         }
-        self.cache_dir = Path(
-            settings.get("cache_dir") or self.files["train"][0].parent / "index_cache"
-        )
         #: Settings of the stream of training rows; None encodes them before training.
-        self.streaming: Streaming | None = settings["streaming"]
+        self.streaming: Streaming | None = given["streaming"]
         if self.streaming is not None:
-            check_no_sample_number(settings.get("train_samples"))
-        self._encoded: dict[str, EncodedRows] = {}
+            check_no_sample_number(self.train_samples)
 
     @property
     @abstractmethod
     def encoder(self) -> RowEncoder:
         """Encoder of the rows of files."""
 
+    @override
     def setup(self, stage: str | None = None) -> None:
-        """Encode the rows of a stage, so that invalid rows raise errors before the first step."""
-        self.restart()
         if stage in ("fit", None) and self.streaming is not None:
             check_stream_trainer(self.trainer)
-        parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
-        for part in parts.get(stage or "", ("train", "val", "test")):
-            for set_name in self.sets_of(part):
-                if not self.is_streamed(set_name):
-                    self.read(set_name)
+        super().setup(stage)
 
     def is_streamed(self, part: str) -> bool:
         """Return whether a part is read as a stream instead of being encoded before its use.
@@ -88,26 +90,6 @@ class FileDataModule(RowDataModule):
             part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
         """
         return part == "train" and self.streaming is not None
-
-    def read(self, part: str) -> None:
-        """Read and encode a part that is not read as a stream.
-
-        Args:
-            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
-        """
-        self.encoded(part)
-
-    def encoded(self, part: str) -> EncodedRows:
-        """Return the encoded rows of a part; the first call logs how many were cut and left out.
-
-        Args:
-            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
-        """
-        if part not in self._encoded:
-            rows = EncodedRows(self.files[part], self.encoder, self.cache_dir)
-            log_row_counts(rows.summary(), rows.num_cut + rows.num_left_out > 0)
-            self._encoded[part] = rows
-        return self._encoded[part]
 
     def stream_options(self, num_samples: int | None, is_packed: bool) -> dict[str, Any]:
         """Return arguments of ``StreamedSamples`` for the training rows in the order of training.
@@ -138,10 +120,6 @@ class FileDataModule(RowDataModule):
         # The contents are unknown until the stream has been read, so sizes identify the files.
         return {"files": [sizes_of(path) for path in self.files["train"]], **self.encoder.key}
 
-    @override
-    @abstractmethod
-    def training_samples(self, num_samples: int | None) -> Samples: ...
-
     @abstractmethod
     def batches_of(self, samples: Samples) -> SampleBatches:
         """Return the batches of samples."""
@@ -150,38 +128,3 @@ class FileDataModule(RowDataModule):
     def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
         kind = StreamLoader if isinstance(samples, StreamedSamples) else TokenLoader
         return kind(self.batches_of(samples), sampler, self.num_workers, self.pin_memory)
-
-    @abstractmethod
-    def evaluation_samples(self, part: str) -> Samples:
-        """Return the samples of a part, in an order that is the same in every run.
-
-        Args:
-            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
-        """
-
-    def val_dataloader(self) -> TokenLoader | list:
-        """Build a loader that yields every validation row once, or a list of one for each set."""
-        return self._evaluation("val")
-
-    def test_dataloader(self) -> TokenLoader | list:
-        """Build a loader that yields every test row once, or a list of one for each set."""
-        return self._evaluation("test")
-
-    def sets_of(self, part: str) -> list[str]:
-        """Return the named sets of a part, such as ``val/news``, or the part if it has no names.
-
-        Args:
-            part: ``train``, ``val`` or ``test``; without files there are no sets.
-        """
-        return [
-            set_name
-            for set_name in self.files
-            if set_name == part or set_name.startswith(f"{part}/")
-        ]
-
-    def _evaluation(self, part: str) -> TokenLoader | list:
-        loaders = [
-            self.evaluation_loader(self.evaluation_samples(set_name))
-            for set_name in self.sets_of(part)
-        ]
-        return loaders if self.set_names[part] or not loaders else loaders[0]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -18,6 +16,16 @@ from lightning_megatron.data.sampler import TokenBatchSampler, check_position, i
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.streamed_samples import SectionStart, StreamedSamples
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
+from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
+
+Part = Literal["train", "val", "test"]
+PARTS: tuple[Part, ...] = ("train", "val", "test")
+#: Parts of the data that a stage of the Trainer reads; other stages read all of them.
+_PARTS_OF_STAGES: dict[str | None, tuple[Part, ...]] = {
+    "fit": ("train", "val"),
+    "validate": ("val",),
+    "test": ("test",),
+}
 
 
 def position_after(loader: TokenLoader, progress: Any, num_steps: int) -> dict[str, Any]:
@@ -102,48 +110,54 @@ class RowDataModule(LightningDataModule):
         seq_length: Tokens of a row.
         batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
         global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
-            ``batch_size``.
+            ``batch_size``. The batch of a rank is an equal share of them, which ``microbatch_size``
+            of the strategy divides into microbatches. Losses do not depend on the number of ranks,
+            so a run that loses hosts continues with the same losses on the remaining ones.
+        ramp_up: Growth of ``global_batch_size`` at the start of training: ``start`` is the first
+            size, ``increment`` is the number of samples that each growth adds, and ``samples`` is
+            the number of samples after which the size is full.
         num_workers: Worker processes per rank that prefetch batches.
         seed: Seed of the order of training samples.
-        ramp_up: Growth of ``global_batch_size`` at the start; None means no growth.
         train_samples: Training samples per epoch over all ranks; None uses the default above.
-        balance_attention: Whether to balance the attention work of the rows of each global batch.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
     Raises:
+        ParallelPlanError: If a value has a wrong type or is out of range.
         UnsupportedError: If both ``batch_size`` and ``global_batch_size`` are given.
     """
 
     #: Names of the settings that determine the order of samples, for a warning.
     order_settings = "seq_length or seed"
-
-    #: Names of the named sets of each part, in the order of their loaders.
-    set_names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    #: Files of each part with data, or of each named set of a part (such as "val/news").
+    files: Mapping[str, Sequence[Any]]
+    #: Whether to balance the attention work of the rows of each global batch.
+    balance_attention = False
 
     def __init__(
         self,
-        seq_length: int,
-        batch_size: int | None,
-        global_batch_size: int | None,
-        num_workers: int,
-        seed: int,
+        seq_length: Count = 1024,
+        batch_size: Count | None = None,
+        global_batch_size: Count | None = None,
         ramp_up: RampUp | None = None,
-        train_samples: int | None = None,
-        balance_attention: bool = False,
+        num_workers: Index = 0,
+        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
+        train_samples: Elements | None = None,
         pin_memory: bool | None = None,
     ) -> None:
+        given = coerced_arguments(RowDataModule.__init__, locals())
         super().__init__()
-        self.seq_length = seq_length
+        self.seq_length: int = given["seq_length"]
         #: Samples per data-parallel rank and batch; None with a global batch size.
-        self.batch_size = batch_size
+        self.batch_size: int | None = given["batch_size"]
         #: Samples of each step over all ranks; None with ``batch_size``.
-        self.global_batch = GlobalBatch.of(global_batch_size, ramp_up, batch_size)
+        self.global_batch = GlobalBatch.of(
+            given["global_batch_size"], given["ramp_up"], self.batch_size
+        )
         if self.batch_size is None and self.global_batch is None:
             self.batch_size = 1
-        self.num_workers = num_workers
-        self.seed = seed
-        self.train_samples = train_samples
-        self.balance_attention = balance_attention
+        self.num_workers: int = given["num_workers"]
+        self.seed: int = given["seed"]
+        self.train_samples: int | None = given["train_samples"]
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._restored: dict[str, Any] = {}
         self._train_loader: TokenLoader | None = None
@@ -164,6 +178,65 @@ class RowDataModule(LightningDataModule):
         Args:
             sampler: Order of the samples on this rank.
         """
+
+    @abstractmethod
+    def evaluation_samples(self, set_name: str) -> Samples | None:
+        """Return the samples of a set, in an order that is the same in every run; None without any.
+
+        Args:
+            set_name: ``val`` or ``test``, or a named set such as ``val/news``.
+        """
+
+    @abstractmethod
+    def read(self, set_name: str) -> None:
+        """Read the files of a set, and raise an error if one is damaged.
+
+        Args:
+            set_name: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
+        """
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the files of a stage, so that errors occur before the first step."""
+        self._train_loader = None
+        for part in _PARTS_OF_STAGES.get(stage, PARTS):
+            for set_name in self.sets_of(part):
+                self.read(set_name)
+
+    def sets_of(self, part: str) -> list[str]:
+        """Return the named sets of a part, such as ``val/news``, or the part if it has no names.
+
+        Args:
+            part: ``train``, ``val`` or ``test``; without files there are no sets.
+        """
+        return [name for name in self.files if name == part or name.startswith(f"{part}/")]
+
+    @property
+    def set_names(self) -> dict[str, tuple[str, ...]]:
+        """Names of the named sets of each part, in the order of their loaders."""
+        names: dict[str, tuple[str, ...]] = {"val": (), "test": ()}
+        for set_name in self.files:
+            part, _, name = set_name.partition("/")
+            if name:
+                names[part] += (name,)
+        return names
+
+    def val_dataloader(self) -> TokenLoader | list:
+        """Build a loader that yields every validation row once, or a list of one for each set."""
+        return self.evaluation_loaders("val")
+
+    def test_dataloader(self) -> TokenLoader | list:
+        """Build a loader that yields every test row once, or a list of one for each set."""
+        return self.evaluation_loaders("test")
+
+    def evaluation_loaders(self, part: str) -> TokenLoader | list:
+        """Return a loader that yields every row of a part once, or a list of one for each set.
+
+        Args:
+            part: ``val`` or ``test``.
+        """
+        samples = map(self.evaluation_samples, self.sets_of(part))
+        loaders = [self.evaluation_loader(found) for found in samples if found is not None]
+        return loaders if part not in self.files or not loaders else loaders[0]
 
     def training_sampler(self, samples: Samples, **options: Any) -> TokenBatchSampler:
         """Return the order of training samples on this rank.
@@ -248,10 +321,6 @@ class RowDataModule(LightningDataModule):
             len(samples), self._rows_of_rank(dp_size), dp_rank, dp_size, drop_last=False
         )
         return self.loader_of(samples, sampler)
-
-    def restart(self) -> None:
-        """Discard the loader of an earlier stage."""
-        self._train_loader = None
 
     def data_parallel(self) -> tuple[int, int]:
         """Return the data-parallel rank of this process, and the data-parallel size."""
@@ -357,16 +426,6 @@ class RowDataModule(LightningDataModule):
     def _shuffle_seed(self) -> int | None:
         # `overfit_batches` trains on the same batches in every epoch.
         return None if getattr(self.trainer, "overfit_batches", 0) else self.seed
-
-
-def row_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments of a data module that ``RowDataModule`` has, too.
-
-    Args:
-        arguments: Checked arguments of the data module by name.
-    """
-    names = inspect.signature(RowDataModule.__init__).parameters
-    return {name: arguments[name] for name in names if name in arguments}
 
 
 def log_row_counts(line: str, is_warning: bool) -> None:

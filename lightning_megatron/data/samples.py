@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, Protocol, get_args
@@ -21,6 +22,8 @@ from lightning_megatron.data.windows import (
 )
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
+#: Token files, each with the range of documents to use (None for all).
+Corpora = Sequence[tuple[TokenFile, range | None]]
 Order = Literal["passes", "megatron", "spread", "sequential"]
 #: Orders that use every token of one pass once.
 ONE_PASS_ORDERS = ("spread", "sequential")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import override
@@ -29,8 +29,7 @@ from lightning_megatron.data.streaming import StreamCounts, Streaming
 from lightning_megatron.data.text_rows import StreamedTexts, TextRows
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.plan.global_batch import RampUp
-from lightning_megatron.plan.settings import Count, Index, Range, coerced_arguments
+from lightning_megatron.plan.settings import coerced_arguments
 
 #: Smallest number of tokens of a document in which one token can be predicted (tokens).
 _MIN_TOKENS = 2
@@ -131,23 +130,15 @@ class TextDataModule(FileDataModule):
         train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, folders written
             by ``save_to_disk`` of datasets, or globs.
         tokenizer: Name or path of the tokenizer, as for ``lightning-megatron preprocess``.
-        val: Files of the validation set, which are encoded before training; None disables
-            validation.
-        test: Files of the test set, which are encoded before the test.
         json_key: Key of the text in JSON lines, or its column.
         append_eod: Whether to append the end-of-document token to each document.
-        seq_length: Number of tokens that a row predicts.
-        batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
-            ``batch_size``.
-        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
-        num_workers: Worker processes per rank that encode documents.
-        seed: Seed of the order of training samples.
         balance_attention: Whether to balance the attention work of rows over data ranks, as in
             ``TokenDataModule``.
         streaming: Settings of the stream, where ``max_conversations`` counts documents; None uses
             the defaults.
-        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
+        options: Arguments of ``FileDataModule``: ``val``, ``test``, and those of ``RowDataModule``:
+            ``seq_length``, ``batch_size``, ``global_batch_size``, ``ramp_up``, ``num_workers``,
+            ``seed``, ``pin_memory``.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
@@ -166,28 +157,20 @@ class TextDataModule(FileDataModule):
         self,
         train: str | list[str],
         tokenizer: str,
-        val: str | list[str] | None = None,
-        test: str | list[str] | None = None,
+        *,
         json_key: str = "text",
         append_eod: bool = True,
-        seq_length: Count = 1024,
-        batch_size: Count | None = None,
-        global_batch_size: Count | None = None,
-        ramp_up: RampUp | None = None,
-        num_workers: Index = 0,
-        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
         balance_attention: bool = False,
         streaming: Streaming | None = None,
-        pin_memory: bool | None = None,
+        **options: Any,
     ) -> None:
         given = coerced_arguments(TextDataModule.__init__, locals())
         streaming = given["streaming"] or Streaming()
-        super().__init__(
-            {"train": train, "val": val, "test": test}, given | {"streaming": streaming}
-        )
+        super().__init__(train, streaming=streaming, **options)
+        self.balance_attention = balance_attention
         self._max_pieces = streaming.max_pieces(self.seq_length)
-        options = EncodingOptions(given["tokenizer"], given["json_key"], append_eod)
-        self._encoder = TextEncoder(options, self.seq_length)
+        encoding = EncodingOptions(given["tokenizer"], given["json_key"], append_eod)
+        self._encoder = TextEncoder(encoding, self.seq_length)
         self._evaluated: dict[str, TextSamples] = {}
 
     @property
@@ -211,8 +194,9 @@ class TextDataModule(FileDataModule):
         return self.tokenizer.eod
 
     @override
-    def read(self, part: str) -> None:
-        self.evaluation_samples(part)
+    def read(self, set_name: str) -> None:
+        if not self.is_streamed(set_name):
+            self.evaluation_samples(set_name)
 
     @property
     @override
@@ -228,10 +212,12 @@ class TextDataModule(FileDataModule):
         return StreamedTexts(is_packed=True, max_pieces=self._max_pieces, **options)
 
     @override
-    def evaluation_samples(self, part: str) -> TextSamples:
-        if part not in self._evaluated:
-            self._evaluated[part] = TextSamples(self.files[part], self._encoder, self.seq_length)
-        return self._evaluated[part]
+    def evaluation_samples(self, set_name: str) -> TextSamples:
+        if set_name not in self._evaluated:
+            self._evaluated[set_name] = TextSamples(
+                self.files[set_name], self._encoder, self.seq_length
+            )
+        return self._evaluated[set_name]
 
     @override
     def batches_of(self, samples: Samples) -> WindowBatches:

@@ -154,7 +154,7 @@ def test_validation_has_every_sample_once_with_the_same_masks(tmp_path, corpus, 
 def test_a_split_is_disjoint_and_a_blend_has_its_shares(tmp_path, corpus, vocabulary):
     data = module_of(corpus, vocabulary, split="6,2,2")
     data.setup()
-    ranges = [data._corpora(part)[0][1] for part in ("train", "val", "test")]
+    ranges = [data.corpora(part)[0][1] for part in ("train", "val", "test")]
     num_documents = len(TokenFile(corpus).document_starts) - 1
     assert [n for documents in ranges for n in documents] == list(range(num_documents))
     bounds = np.unique(TokenFile(corpus).document_index)

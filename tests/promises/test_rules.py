@@ -106,7 +106,7 @@ BUDGETS: dict[str, int] = {
     "beside rooms": 410,
     "checkpoint": 2820,
     "cli": 2330,
-    "data": 3800,
+    "data": 3730,
     "experts": 3520,
     "generation": 960,
     "graphs": 2540,
@@ -119,7 +119,7 @@ BUDGETS: dict[str, int] = {
     "plan": 5210,
     "strategy": 11300,
     "swap": 8460,
-    "tasks": 4660,
+    "tasks": 4590,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700

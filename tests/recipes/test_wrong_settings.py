@@ -80,7 +80,7 @@ def test_modules_hold_the_converted_values_of_arguments():
     assert (module.learning_rate, module.config) == (1.0, GPTConfig(**SIZES))
     assert module.betas == module.hparams["betas"] == (0.5, 0.6)
     data: Any = TokenDataModule(train={Path("a") / "b": 2}, seq_length=8)  # type: ignore[dict-item]
-    assert (data.prefixes["train"], data.weights) == (["a/b"], [2.0])
+    assert (data.files["train"], data.weights) == (["a/b"], [2.0])
 
 
 SCHEDULE = {

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Literal, cast
+from typing import Any, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_megatron import RampUp, TokenDataModule
 from lightning_megatron.building_blocks import (
+    Corpora,
+    CorpusDataModule,
     Count,
-    Elements,
-    Index,
     NotNegative,
     Probability,
-    Range,
     Samples,
     TokenBatchSampler,
-    TokenFile,
     coerced_arguments,
 )
 from lightning_megatron.tasks.bert.masking import NGramMasking, WordPieces
@@ -34,7 +30,7 @@ from lightning_megatron.tasks.bert.pair_samples import (
 )
 
 
-class BERTDataModule(TokenDataModule):
+class BERTDataModule(CorpusDataModule):
     """Batches of masked pairs of segments, for pre-training a BERT with ``BERTPretraining``.
 
     Each sentence is a sequence of the token files (``preprocess --split-sentences``). A sample
@@ -49,14 +45,6 @@ class BERTDataModule(TokenDataModule):
         "lengths": (B,), "order": (B,)}, as ``BERTPretraining`` describes it.
 
     Args:
-        train: Prefix of a token file (path without .bin), a list of them, or prefixes with weights.
-        val: Prefixes of the validation corpora; None disables validation. A mapping of names to
-            prefixes makes a set of each, which ``BERTPretraining`` logs under its name.
-        test: Prefixes of the test corpora, or of named sets of them.
-        split: Weights such as "980,15,5" to divide the documents of ``train`` into train, val and
-            test.
-        corpus: Name of a bundled corpus. "speeches" is the State of the Union corpus: speeches
-            before 2000 are the training part, later ones are both the validation and test part.
         tokenizer: WordPiece tokenizer: "bert" (bert-base-uncased), "speeches-wordpiece", or a path.
         seq_length: Tokens of a row, including [CLS], [SEP] and padding.
         order_prediction: Whether a row has two segments, whose order the model predicts; otherwise
@@ -67,18 +55,10 @@ class BERTDataModule(TokenDataModule):
         max_ngram: Largest number of neighbouring words that are masked together. The probability of
             n words is proportional to 1/n (words).
         whole_words: Whether all pieces of a word are masked together.
-        batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
-            ``batch_size``.
-        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
-        num_workers: Worker processes per rank that prefetch batches.
-        seed: Seed of the order of training samples, their segments and their masks.
-        train_samples: Training samples per epoch over all ranks; None means ``max_steps`` batches
-            if the Trainer stops by steps alone, and one pass otherwise.
-        data_dir: Directory to which the bundled ``corpus`` is written.
-        cache_dir: Directory of the index cache; None uses ``index_cache`` next to the first corpus.
-        checksums: Whether to compare each token file with the checksum written by ``preprocess``.
-        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
+        options: Arguments of ``CorpusDataModule``: ``train``, ``val``, ``test``, ``split``,
+            ``corpus``, ``data_dir``, ``cache_dir``, ``checksums``, and those of ``RowDataModule``:
+            ``batch_size``, ``global_batch_size``, ``ramp_up``, ``num_workers``, ``seed``,
+            ``train_samples``, ``pin_memory``.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
@@ -92,13 +72,12 @@ class BERTDataModule(TokenDataModule):
         "corpus, split, weights, tokenizer, seq_length, order_prediction, short_probability or seed"
     )
 
+    by_sentence = True
+
     def __init__(
         self,
         train: str | list[str] | dict[str, NotNegative] | None = None,
-        val: str | list[str] | dict[str, str | list[str]] | None = None,
-        test: str | list[str] | dict[str, str | list[str]] | None = None,
-        split: str | None = None,
-        corpus: Literal["speeches"] | None = None,
+        *,
         tokenizer: str = "bert",
         seq_length: Count = 512,
         order_prediction: bool = True,
@@ -106,38 +85,10 @@ class BERTDataModule(TokenDataModule):
         mask_probability: Probability = 0.15,
         max_ngram: Count = 3,
         whole_words: bool = True,
-        batch_size: Count | None = None,
-        global_batch_size: Count | None = None,
-        ramp_up: RampUp | None = None,
-        num_workers: Index = 0,
-        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
-        train_samples: Elements | None = None,
-        data_dir: str = "data",
-        cache_dir: str | None = None,
-        pin_memory: bool | None = None,
-        checksums: bool = True,
+        **options: Any,
     ) -> None:
         given = coerced_arguments(BERTDataModule.__init__, locals())
-        super().__init__(
-            train,
-            val,
-            test,
-            split,
-            corpus,
-            given["tokenizer"],
-            given["seq_length"],
-            batch_size,
-            global_batch_size,
-            ramp_up,
-            num_workers,
-            seed,
-            train_samples=train_samples,
-            data_dir=data_dir,
-            cache_dir=cache_dir,
-            pin_memory=pin_memory,
-            checksums=checksums,
-        )
-        self._parts.by_sentence = True
+        super().__init__(train, tokenizer=tokenizer, seq_length=seq_length, **options)
         self.num_segments = 2 if order_prediction else 1
         self.short_probability: float = given["short_probability"]
         self.masking = NGramMasking(
@@ -159,14 +110,14 @@ class BERTDataModule(TokenDataModule):
     @override
     def training_samples(self, num_samples: int | None) -> Samples:
         samples = blend_pairs(
-            self._corpora("train"), self.weights, self._pair_options(self.seed), num_samples
+            self.corpora("train"), self.weights, self._pair_options(self.seed), num_samples
         )
         for line in _summaries(samples):
             rank_zero_info(line)
         return samples
 
     @override
-    def evaluation_samples(self, corpora: Sequence[tuple[TokenFile, range | None]]) -> Samples:
+    def samples_once(self, corpora: Corpora) -> Samples:
         # A constant seed: `limit_val_batches` then compares runs on the same text.
         return blend_pairs(corpora, None, self._pair_options(0))
 
@@ -183,7 +134,7 @@ class BERTDataModule(TokenDataModule):
         options = PairOptions(
             self.seq_length, self.num_segments, self.short_probability, vocab_size=self.vocab_size
         )
-        return replace(options, seed=seed, cache_dir=str(self._parts.cache_folder))
+        return replace(options, seed=seed, cache_dir=str(self.cache_folder))
 
 
 def _summaries(samples: PairSamples | BlendedPairs) -> list[str]:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
     BlendedSamples,
+    Corpora,
     Samples,
     TokenFile,
     blend_parts,
@@ -189,7 +190,7 @@ class BlendedPairs(BlendedSamples):
 
 
 def blend_pairs(
-    corpora: Sequence[tuple[TokenFile, range | None]],
+    corpora: Corpora,
     weights: Sequence[float] | None,
     options: PairOptions,
     num_samples: int | None = None,

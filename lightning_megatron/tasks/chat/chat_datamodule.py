@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from lightning_megatron import RampUp, Streaming
 from lightning_megatron.building_blocks import (
     IGNORED,
-    Count,
-    Elements,
     EncodedRows,
-    Index,
-    Range,
     Samples,
     StreamedTexts,
     TextRows,
@@ -122,34 +117,14 @@ class ChatDataModule(ConversationDataModule):
         train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, folders written
             by ``save_to_disk`` of datasets, or globs.
         tokenizer: Local folder of a Hugging Face tokenizer.
-        val: Files of the validation set; None disables validation. A mapping of names to files
-            defines several validation sets, each with a loader.
-        test: Files of the test set; a mapping defines several sets, as for ``val``.
-        chat_template: Jinja file whose template replaces that of the tokenizer.
-        seq_length: Number of tokens that a row predicts. A conversation has at most one token more.
-        too_long: Treatment of longer conversations: "cut" keeps their beginning, "leave_out" drops
-            them, and "refuse" raises an error. A conversation that keeps no token of an answer is
-            dropped. The log at the start of a run reports how many were cut and dropped.
         packing: Whether a row has several whole conversations, packed by best fit, whose tokens do
             not attend to each other; otherwise a row has one conversation and padding.
-        batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
-            ``batch_size``.
-        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
-        num_workers: Worker processes per rank that prefetch batches.
-        seed: Seed of the order of training samples.
-        train_samples: Training samples per epoch over all ranks; None means ``max_steps`` batches
-            if the Trainer stops by steps alone, and one pass otherwise.
         balance_attention: Whether to balance the attention work of packed rows over data ranks, as
             in ``TokenDataModule``.
-        streaming: Settings to read and encode the training files during training, for files that
-            are too large to encode before; None encodes them before training. Validation and test
-            files are always encoded before. In a Trainer without ``max_steps``, an epoch is a pass
-            over the files, whose number of batches is unknown. The ``num_workers`` processes encode
-            conversations instead of prefetching batches.
-        cache_dir: Folder of the encoded conversations; None uses ``index_cache`` next to the first
-            file.
-        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
+        options: Arguments of ``ConversationDataModule``: ``chat_template``, ``too_long``,
+            ``cache_dir``, those of ``FileDataModule``: ``val``, ``test``, ``streaming``, and those
+            of ``RowDataModule``: ``seq_length``, ``batch_size``, ``global_batch_size``,
+            ``ramp_up``, ``num_workers``, ``seed``, ``train_samples``, ``pin_memory``.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
@@ -166,25 +141,14 @@ class ChatDataModule(ConversationDataModule):
         self,
         train: str | list[str],
         tokenizer: str,
-        val: str | list[str] | dict[str, str | list[str]] | None = None,
-        test: str | list[str] | dict[str, str | list[str]] | None = None,
-        chat_template: str | None = None,
-        seq_length: Count = 1024,
-        too_long: Literal["cut", "leave_out", "refuse"] = "cut",
+        *,
         packing: bool = True,
-        batch_size: Count | None = None,
-        global_batch_size: Count | None = None,
-        ramp_up: RampUp | None = None,
-        num_workers: Index = 0,
-        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
-        train_samples: Elements | None = None,
         balance_attention: bool = False,
-        streaming: Streaming | None = None,
-        cache_dir: str | None = None,
-        pin_memory: bool | None = None,
+        **options: Any,
     ) -> None:
-        given = coerced_arguments(ChatDataModule.__init__, locals())
-        super().__init__({"train": train, "val": val, "test": test}, given)
+        coerced_arguments(ChatDataModule.__init__, locals())
+        super().__init__(train, tokenizer, **options)
+        self.balance_attention = balance_attention
         if balance_attention and not packing:
             raise UnsupportedError(
                 "balance_attention cannot be used with packing=False, because all rows then have "
@@ -202,9 +166,9 @@ class ChatDataModule(ConversationDataModule):
         return StreamedTexts(is_packed=self._is_packed, max_pieces=max_pieces, **options)
 
     @override
-    def evaluation_samples(self, part: str) -> ChatSamples:
+    def evaluation_samples(self, set_name: str) -> ChatSamples:
         # With a fixed seed, `limit_val_batches` selects the same text in every run.
-        return self._samples(part, 0, None)
+        return self._samples(set_name, 0, None)
 
     @override
     def batches_of(self, samples: Samples) -> ChatBatches:
@@ -214,5 +178,6 @@ class ChatDataModule(ConversationDataModule):
     def _is_packed(self) -> bool:
         return self.documents == "whole"
 
-    def _samples(self, part: str, seed: int, num_samples: int | None) -> ChatSamples:
-        return ChatSamples(self.encoded(part), self.seq_length, seed, self._is_packed, num_samples)
+    def _samples(self, set_name: str, seed: int, num_samples: int | None) -> ChatSamples:
+        rows = self.encoded(set_name)
+        return ChatSamples(rows, self.seq_length, seed, self._is_packed, num_samples)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
+    EncodedRows,
     EncodedText,
     FileDataModule,
     FileRow,
     RowEncoder,
-    SetPaths,
     StreamCounts,
+    coerced_arguments,
+    log_row_counts,
 )
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.tasks.chat.chat_template import ChatTokenizer
@@ -115,8 +117,15 @@ class ConversationDataModule(FileDataModule):
     """Batches of the rows of files, encoded with the chat template of a tokenizer.
 
     Args:
-        settings: Checked arguments of the data module: ``tokenizer``, ``chat_template``,
-            ``too_long``, and those of ``FileDataModule``.
+        train: Files of rows; see ``FileDataModule``.
+        tokenizer: Local folder of a Hugging Face tokenizer.
+        chat_template: Jinja file whose template replaces that of the tokenizer.
+        too_long: Treatment of rows with a longer conversation than ``seq_length`` + 1 tokens: "cut"
+            keeps its beginning, "leave_out" drops the row, and "refuse" raises an error. A row that
+            keeps no token of an answer is dropped. The log at the start of a run reports how many
+            were cut and dropped.
+        cache_dir: Folder of the encoded rows; None uses ``index_cache`` next to the first file.
+        options: Arguments of ``FileDataModule``.
     """
 
     plural = "conversations"
@@ -124,11 +133,40 @@ class ConversationDataModule(FileDataModule):
     #: Class that encodes the rows.
     encoder_class: type[ConversationEncoder] = ConversationEncoder
 
-    def __init__(self, parts: Mapping[str, SetPaths], settings: Mapping[str, Any]) -> None:
-        super().__init__(parts, settings)
-        self.tokenizer_folder: str = settings["tokenizer"]
-        self.chat_template: str | None = settings["chat_template"]
-        self.too_long: TooLong = settings["too_long"]
+    def __init__(
+        self,
+        train: str | list[str],
+        tokenizer: str,
+        *,
+        chat_template: str | None = None,
+        too_long: TooLong = "cut",
+        cache_dir: str | None = None,
+        **options: Any,
+    ) -> None:
+        given = coerced_arguments(ConversationDataModule.__init__, locals())
+        super().__init__(train, **options)
+        self.tokenizer_folder: str = given["tokenizer"]
+        self.chat_template: str | None = given["chat_template"]
+        self.too_long: TooLong = given["too_long"]
+        self.cache_dir = Path(given["cache_dir"] or self.files["train"][0].parent / "index_cache")
+        self._encoded: dict[str, EncodedRows] = {}
+
+    @override
+    def read(self, set_name: str) -> None:
+        if not self.is_streamed(set_name):
+            self.encoded(set_name)
+
+    def encoded(self, set_name: str) -> EncodedRows:
+        """Return the encoded rows of a set; the first call logs how many were cut and left out.
+
+        Args:
+            set_name: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
+        """
+        if set_name not in self._encoded:
+            rows = EncodedRows(self.files[set_name], self.encoder, self.cache_dir)
+            log_row_counts(rows.summary(), rows.num_cut + rows.num_left_out > 0)
+            self._encoded[set_name] = rows
+        return self._encoded[set_name]
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:

@@ -7,18 +7,14 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_megatron import RampUp
 from lightning_megatron.building_blocks import (
     Count,
-    Elements,
-    Index,
-    Range,
     RowDataModule,
     Samples,
     TokenBatchSampler,
@@ -26,15 +22,11 @@ from lightning_megatron.building_blocks import (
     cache_key,
     coerced_arguments,
     load_or_build,
-    row_arguments,
 )
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.tasks.finetuning.rows import ARRAYS, TaskBatches, TaskRows, TaskSamples
 from lightning_megatron.tasks.finetuning.scores import TaskScores
 from lightning_megatron.tasks.finetuning.tokens import PairTokenizer
-
-#: Seed of the order of training samples.
-Seed = Annotated[int, Range(minimum=0, maximum=2**32 - 1)]
 
 
 class TaskDataModule(RowDataModule):
@@ -43,17 +35,13 @@ class TaskDataModule(RowDataModule):
     Args:
         tokenizer: Local folder of the tokenizer of a BERT or RoBERTa.
         seq_length: Length of a sequence with its special tokens; shorter ones are padded (tokens).
-        batch_size: Rows per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Rows of each optimizer step over all data-parallel ranks, in place of
-            ``batch_size``.
-        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
-        train_samples: Training rows per epoch over all ranks; None means ``max_steps`` batches if
-            only ``max_steps`` limits the Trainer, and one pass over the rows otherwise.
         cache_dir: Folder that caches the encoded rows; None keeps them in memory.
-        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
+        options: Arguments of ``RowDataModule``: ``batch_size``, ``global_batch_size``, ``ramp_up``,
+            ``num_workers``, ``seed``, ``train_samples``, ``pin_memory``.
     """
 
     order_settings = "files, tokenizer, seq_length or seed"
+    files: dict[str, list[Path]]
     #: Number of classes of the task, or of outputs of its head.
     num_labels: int
     #: Number of sequences per row.
@@ -63,28 +51,14 @@ class TaskDataModule(RowDataModule):
         self,
         tokenizer: str,
         seq_length: Count = 128,
-        batch_size: Count | None = None,
-        global_batch_size: Count | None = None,
-        ramp_up: RampUp | None = None,
-        num_workers: Index = 0,
-        seed: Seed = 1234,
-        train_samples: Elements | None = None,
         cache_dir: str | None = None,
-        pin_memory: bool | None = None,
+        **options: Any,
     ) -> None:
         arguments = coerced_arguments(TaskDataModule.__init__, locals())
-        super().__init__(**row_arguments(arguments))
+        super().__init__(arguments["seq_length"], **options)
         self.tokenizer_folder: str = arguments["tokenizer"]
         self.cache_dir: str | None = arguments["cache_dir"]
         self._encoded: dict[str, TaskRows] = {}
-
-    @abstractmethod
-    def files(self, part: str) -> list[Path]:
-        """Return the files of a part of the data; empty if the part has none.
-
-        Args:
-            part: ``train``, ``val`` or ``test``.
-        """
 
     @abstractmethod
     def settings(self) -> dict[str, object]:
@@ -116,13 +90,9 @@ class TaskDataModule(RowDataModule):
         """Largest token id of the tokenizer plus 1."""
         return self.tokenizer.vocab_size
 
-    def setup(self, stage: str | None = None) -> None:
-        """Encode the rows of a stage, so that damaged files raise before the first step."""
-        self.restart()
-        parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
-        for part in parts.get(stage or "", ("train", "val", "test")):
-            if self.files(part):
-                self.encoded(part)
+    @override
+    def read(self, set_name: str) -> None:
+        self.encoded(set_name)
 
     def encoded(self, part: str) -> TaskRows:
         """Return the encoded rows of a part; log the numbers of omitted rows and truncated texts.
@@ -132,7 +102,7 @@ class TaskDataModule(RowDataModule):
         """
         if part in self._encoded:
             return self._encoded[part]
-        paths = self.files(part)
+        paths = self.files[part]
         fields = {
             "files": [_sha256(path) for path in paths],
             "tokenizer": self.tokenizer.fingerprint,
@@ -173,7 +143,7 @@ class TaskDataModule(RowDataModule):
         Args:
             part: ``val`` or ``test``.
         """
-        return self.new_scores(part) if self.files(part) else None
+        return self.new_scores(part) if part in self.files else None
 
     @override
     def training_samples(self, num_samples: int | None) -> TaskSamples:
@@ -184,22 +154,13 @@ class TaskDataModule(RowDataModule):
         batches: Any = TaskBatches(cast(TaskSamples, samples), self.tokenizer.padding)
         return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
 
-    def val_dataloader(self) -> TokenLoader | list:
-        """Build the loader that yields every validation row once."""
-        return self._evaluation("val")
-
-    def test_dataloader(self) -> TokenLoader | list:
-        """Build the loader that yields every test row once."""
-        return self._evaluation("test")
+    @override
+    def evaluation_samples(self, set_name: str) -> TaskSamples:
+        return TaskSamples(self.encoded(set_name), self.seq_length)
 
     def predict_dataloader(self) -> TokenLoader | list:
         """Build the loader that yields every test row once."""
-        return self._evaluation("test")
-
-    def _evaluation(self, part: str) -> TokenLoader | list:
-        if not self.files(part):
-            return []
-        return self.evaluation_loader(TaskSamples(self.encoded(part), self.seq_length))
+        return self.evaluation_loaders("test")
 
 
 def present(what: str, paths: Iterable[Path]) -> None:

@@ -174,16 +174,13 @@ class GlueDataModule(TaskDataModule):
         columns = GLUE_TASKS[self.task]
         self.num_labels = len(columns.labels)
         root = Path(arguments["folder"])
-        self._files = {
+        self.files = {
             "train": [root / columns.train],
             "val": [root / name for name in columns.validation.values()],
-            "test": list(map(Path, arguments["test"] or ())),
         }
-        present("files of the task " + self.task, (p for f in self._files.values() for p in f))
-
-    @override
-    def files(self, part: str) -> list[Path]:
-        return self._files[part]
+        if arguments["test"]:
+            self.files["test"] = list(map(Path, arguments["test"]))
+        present("files of the task " + self.task, (p for f in self.files.values() for p in f))
 
     @override
     def settings(self) -> dict[str, object]:
@@ -213,7 +210,7 @@ class GlueDataModule(TaskDataModule):
         names = (
             list(GLUE_TASKS[self.task].validation)
             if part == "val"
-            else [path.stem for path in self.files(part)]
+            else [path.stem for path in self.files[part]]
         )
         return ClassScores(
             torch.from_numpy(rows.labels.copy()),
@@ -224,4 +221,4 @@ class GlueDataModule(TaskDataModule):
 
     def _read(self, part: str) -> Sequence[GlueExamples]:
         task = GLUE_TASKS[self.task]
-        return [read_glue(path, task, self.malformed) for path in self.files(part)]
+        return [read_glue(path, task, self.malformed) for path in self.files[part]]

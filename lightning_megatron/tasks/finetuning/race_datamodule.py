@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -138,24 +137,18 @@ class RaceDataModule(TaskDataModule):
     ) -> None:
         arguments = coerced_arguments(RaceDataModule.__init__, locals())
         super().__init__(arguments["tokenizer"], **options)
-        self.folder = Path(arguments["folder"])
+        root = Path(arguments["folder"])
+        self.files = {}
+        for part, name in _FOLDERS.items():
+            paths = race_files(root / name / group for group in GROUPS)
+            if paths:
+                self.files[part] = paths
         self.question_length: int = arguments["question_length"]
-        if not self.files("train") and not self.files("val") and not self.files("test"):
+        if not self.files:
             raise UnsupportedError(
                 f"the folder of RACE must have files such as train/middle/1.txt: {folder!r} has "
                 "none. Nothing is downloaded. Copy the data set there, or name its folder."
             )
-
-    @cached_property
-    def _paths(self) -> dict[str, list[Path]]:
-        paths = {}
-        for part, name in _FOLDERS.items():
-            paths[part] = race_files(self.folder / name / group for group in GROUPS)
-        return paths
-
-    @override
-    def files(self, part: str) -> list[Path]:
-        return self._paths[part]
 
     @override
     def settings(self) -> dict[str, object]:
@@ -165,7 +158,7 @@ class RaceDataModule(TaskDataModule):
     def encode(self, part: str) -> dict[str, npt.NDArray]:
         questions: list[RaceQuestion] = [
             question
-            for path in self.files(part)
+            for path in self.files[part]
             for question in read_race(path, GROUPS.index(path.parent.name))
         ]
         texts, num_short = self.tokenizer.short(

@@ -79,18 +79,15 @@ class SquadDataModule(TaskDataModule):
         # Pairs have at least three special tokens; the tokenizer is not read yet.
         self._check_room(num_special=3)
         root = Path(arguments["folder"])
-        self._files = {
+        self.files = {
             "train": [root / f"train-v{self.version}.json"],
             "val": [root / f"dev-v{self.version}.json"],
-            "test": [Path(arguments["test"])] if arguments["test"] else [],
         }
-        present("files of SQuAD", (path for paths in self._files.values() for path in paths))
+        if arguments["test"]:
+            self.files["test"] = [Path(arguments["test"])]
+        present("files of SQuAD", (path for paths in self.files.values() for path in paths))
         self._places: dict[str, WindowPlaces] = {}
         self._questions: dict[str, list[SquadQuestion]] = {}
-
-    @override
-    def files(self, part: str) -> list[Path]:
-        return self._files[part]
 
     @override
     def settings(self) -> dict[str, object]:
@@ -126,7 +123,7 @@ class SquadDataModule(TaskDataModule):
         """
         if part not in self._questions:
             questions = [
-                question for path in self.files(part) for question in read_squad(path, self.version)
+                question for path in self.files[part] for question in read_squad(path, self.version)
             ]
             if part == "train":
                 return questions  # Only evaluation needs the texts later.

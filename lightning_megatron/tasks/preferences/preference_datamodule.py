@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from lightning_megatron import RampUp, Streaming
 from lightning_megatron.building_blocks import (
     REMEDY,
     Count,
-    Elements,
     EncodedText,
     FileRow,
-    Index,
-    Range,
     RowTokens,
     Samples,
     StreamedSamples,
@@ -187,31 +183,15 @@ class PreferenceDataModule(ConversationDataModule):
     Args:
         train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, or globs.
         tokenizer: Local folder of a Hugging Face tokenizer.
-        val: Files of the validation set; None disables validation. A mapping of names to files
-            makes a set of each, which ``DPO`` evaluates and logs under its name.
-        test: Files of the test set, or of named sets of them.
-        chat_template: Jinja file whose template replaces that of the tokenizer.
-        seq_length: Number of tokens that a conversation predicts. It has at most one token more.
-        too_long: Treatment of pairs with a longer conversation: "cut" keeps its beginning,
-            "leave_out" drops the pair, and "refuse" raises an error. A pair is dropped, too, if one
-            of its answers keeps no token or both conversations become equal. The log at the start
-            of a run reports how many were cut and dropped.
         length_multiple: The length of a batch is that of its longest conversation, rounded up to a
             multiple of this number. With None it is always ``seq_length``, which CUDA graphs and
             experts on several ranks need (tokens).
-        batch_size: Pairs per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Pairs of each optimizer step over all data-parallel ranks; replaces
-            ``batch_size``.
-        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
-        num_workers: Worker processes per rank that prefetch batches.
-        seed: Seed of the order of training pairs.
-        train_samples: Training pairs per epoch over all ranks; None means ``max_steps`` batches if
-            the Trainer stops by steps alone, and one pass otherwise.
-        streaming: Settings to read and encode the training files during training, as in
-            ``ChatDataModule``; ``max_conversations`` must be left out. ``DPO`` first reads all
-            files once, for the reference model.
-        cache_dir: Folder of the encoded pairs; None uses ``index_cache`` next to the first file.
-        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
+        options: Arguments of ``ConversationDataModule``: ``chat_template``, ``too_long``,
+            ``cache_dir``, those of ``FileDataModule``: ``val``, ``test``, ``streaming`` (without
+            ``max_conversations``; ``DPO`` first reads all files once, for the reference model), and
+            those of ``RowDataModule``: ``seq_length`` (tokens that a conversation predicts),
+            ``batch_size``, ``global_batch_size``, ``ramp_up``, ``num_workers``, ``seed``,
+            ``train_samples``, ``pin_memory``.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
@@ -228,24 +208,12 @@ class PreferenceDataModule(ConversationDataModule):
         self,
         train: str | list[str],
         tokenizer: str,
-        val: str | list[str] | dict[str, str | list[str]] | None = None,
-        test: str | list[str] | dict[str, str | list[str]] | None = None,
-        chat_template: str | None = None,
-        seq_length: Count = 1024,
-        too_long: Literal["cut", "leave_out", "refuse"] = "cut",
+        *,
         length_multiple: Count | None = 64,
-        batch_size: Count | None = None,
-        global_batch_size: Count | None = None,
-        ramp_up: RampUp | None = None,
-        num_workers: Index = 0,
-        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
-        train_samples: Elements | None = None,
-        streaming: Streaming | None = None,
-        cache_dir: str | None = None,
-        pin_memory: bool | None = None,
+        **options: Any,
     ) -> None:
         given = coerced_arguments(PreferenceDataModule.__init__, locals())
-        super().__init__({"train": train, "val": val, "test": test}, given)
+        super().__init__(train, tokenizer, **options)
         self.length_multiple: int | None = given["length_multiple"]
         if self.streaming is not None and self.streaming.max_conversations is not None:
             raise UnsupportedError(
@@ -260,9 +228,9 @@ class PreferenceDataModule(ConversationDataModule):
         return StreamedPairs(**self.stream_options(num_samples, is_packed=False))
 
     @override
-    def evaluation_samples(self, part: str) -> PairSamples:
+    def evaluation_samples(self, set_name: str) -> PairSamples:
         # With a fixed seed, `limit_val_batches` selects the same pairs in every run.
-        return PairSamples(self.encoded(part), 0)
+        return PairSamples(self.encoded(set_name), 0)
 
     @override
     def batches_of(self, samples: Samples) -> PairBatches:
