@@ -33,7 +33,7 @@ from lightning_megatron import GPT, GPTConfig, MegatronStrategy
 from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 from lightning_megatron.optimizer.clip import grad_norm
 from lightning_megatron.optimizer.main_parameters import original_name
-from tests.oracles import assert_equal
+from tests.oracles import assert_equal, copy_to_full
 from tests.tape import TapeBackend
 from tests.world import run_world
 
@@ -392,7 +392,7 @@ def joined(reports: Sequence[Report]) -> dict[str, Tensor]:
             name = original_name(copy, spec.tied_to, names) if spec.tied_to else copy
             assert name is not None, f"no rank holds the original of {copy}"
             own = torch.full(spec.full_shape, torch.nan, dtype=piece.dtype)
-            spec.copy_to_full(piece, own, counted_only=False)
+            copy_to_full(spec, piece, own, counted_only=False)
             known = full.setdefault(name, own)
             both = ~(known.isnan() | own.isnan())
             assert torch.equal(known[both], own[both]), f"copies of {name} differ"

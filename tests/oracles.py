@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
+from lightning_megatron.groups.shard_spec import Placement, ShardSpec, copy_from_full, shard_spec_of
+
+
+def copy_to_full(
+    placement: Placement, local: Tensor, full: Tensor, *, counted_only: bool = False
+) -> None:
+    """Copy a rank's pieces into the full tensor; with ``counted_only`` only those of copy 0."""
+    with torch.no_grad():
+        for box, view in placement.local_views(local):
+            if not (box.copy and counted_only):
+                ends = zip(box.offsets, box.sizes, strict=True)
+                full[tuple(slice(start, start + size) for start, size in ends)].copy_(view)
 
 
 @contextmanager
@@ -39,7 +50,7 @@ def gather_full(
             otherwise copy 0 counts.
     """
     full = local.new_zeros(spec.full_shape)
-    spec.copy_to_full(local.detach(), full, counted_only=not sum_copies)
+    copy_to_full(spec, local.detach(), full, counted_only=not sum_copies)
     return all_reduce_(full, mesh.tp)
 
 
@@ -63,7 +74,7 @@ def gather_all(
     # One all-reduce for all tensors: on few cores, waking up every rank is the main cost.
     fulls = {name: local.new_zeros(spec.full_shape) for name, (local, spec) in placed.items()}
     for name, (local, spec) in placed.items():
-        spec.copy_to_full(local, fulls[name], counted_only=not (sum_copies and spec.partial))
+        copy_to_full(spec, local, fulls[name], counted_only=not (sum_copies and spec.partial))
     flat = all_reduce_(torch.cat([full.flatten() for full in fulls.values()]), mesh.tp)
     parts = flat.split([full.numel() for full in fulls.values()])
     return {
@@ -78,7 +89,7 @@ def load_full_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.zero_()
-            shard_spec_of(parameter).copy_from_full(parameter, weights[name].detach())
+            copy_from_full(shard_spec_of(parameter), parameter, weights[name].detach())
 
 
 def sequence_part(full: Tensor, mesh: ParallelMesh) -> Tensor:

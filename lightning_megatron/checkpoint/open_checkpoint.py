@@ -28,7 +28,7 @@ from lightning_megatron.checkpoint.tensor_index import (
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import Placement, replicated_spec
+from lightning_megatron.groups.shard_spec import Placement, copy_from_full, replicated_spec
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class FullTensors:
         """Load local tensors."""
         for target in targets:
             full = self._full[target.source]
-            target.placement.copy_from_full(target.tensor.detach(), full)
+            copy_from_full(target.placement, target.tensor.detach(), full)
 
 
 #: Tensors to load: the path or URL of a checkpoint, an opened checkpoint, or full tensors.

@@ -21,7 +21,7 @@ from lightning_megatron.graphs.passes import BackwardPass, ForwardPass, PartReco
 from lightning_megatron.graphs.slot_memory import SlotMemory
 from lightning_megatron.graphs.values import FlatValues, flatten
 from lightning_megatron.groups.generators import StreamPosition
-from lightning_megatron.groups.p2p import PendingTransfers
+from lightning_megatron.groups.pending import Pending
 from lightning_megatron.plan.actions import PipelineUnit
 
 
@@ -308,7 +308,7 @@ class Slot:
         self._tools = tools
         self.memory = SlotMemory(tools.backend, is_shared)
         self._sets: dict[tuple[ChunkKey, bool], dict[int, Recording]] = {}
-        self._transfers: list[PendingTransfers] = []
+        self._transfers: list[Pending] = []
 
     def occupy(self, unit: PipelineUnit) -> None:
         """Let a microbatch occupy the slot, before its forward pass."""
@@ -317,7 +317,7 @@ class Slot:
         self._transfers.clear()
         self.memory.enter(unit)
 
-    def keep(self, transfers: PendingTransfers) -> None:
+    def keep(self, transfers: Pending) -> None:
         """Wait for transfers from the slot's memory before the slot is occupied again."""
         self._transfers.append(transfers)
 

@@ -26,7 +26,7 @@ from lightning_megatron.graphs.report import (
     runs_of,
 )
 from lightning_megatron.graphs.values import flatten
-from lightning_megatron.groups.p2p import PendingTransfers
+from lightning_megatron.groups.pending import Pending
 from lightning_megatron.models.layered import LayeredModule, LayerInputs
 from lightning_megatron.optimizer.reduction import GradientReducer
 from lightning_megatron.plan.actions import Action, PipelineUnit
@@ -176,7 +176,7 @@ class GraphRunner(StepCaptures):
             for slot in self._slots_of(action.unit):
                 slot.memory.leave(action.unit)
 
-    def record_sends(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
+    def record_sends(self, unit: PipelineUnit, transfers: Pending) -> None:
         """Wait for transfers before the slot of a unit is used again; see ``ActionObserver``."""
         if self._plan is not None and self._has_backward:
             # A shared slot returns copies of its results.

@@ -32,10 +32,8 @@ def all_gather_matmul(
 
     Communication: an all-gather.
     """
-    if _is_overlapped(x, matrix, axis):
-        assert axis.group is not None, "an axis of one rank is not pipelined"
-        axis.note("all_gather_matmul")
-        name = axis.group.group_name
+    if matrix.dtype == x.dtype and overlaps_products(x, x.dtype, axis):
+        name = _noted_group("all_gather_matmul", axis)
         full, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
             x.contiguous(), [matrix], 0, name, return_A=keep
         )
@@ -50,18 +48,16 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, axis: MeshAxis) -> Tensor:
     Shapes: x ``(axis.size * N, ..., K)``; matrix ``(K, M)``; result ``(N, ..., M)``.
     Communication: a reduce-scatter.
     """
-    if _is_overlapped(x, matrix, axis):
-        assert axis.group is not None, "an axis of one rank is not pipelined"
-        axis.note("matmul_reduce_scatter")
-        name = axis.group.group_name
+    if matrix.dtype == x.dtype and overlaps_products(x, x.dtype, axis):
+        name = _noted_group("matmul_reduce_scatter", axis)
         return torch.ops.symm_mem.fused_matmul_reduce_scatter(
             x.contiguous(), matrix, "sum", 0, name
         )
     return reduce_scatter_sequence(x @ matrix, axis)
 
 
-def overlaps_scaled_products(x: Tensor, dtype: torch.dtype, axis: MeshAxis) -> bool:
-    """Return whether products of 8 bits overlap with a collective; ``x`` is their left factor."""
+def overlaps_products(x: Tensor, dtype: torch.dtype, axis: MeshAxis) -> bool:
+    """Return whether products of a type overlap with a collective; ``x`` is their left factor."""
     return axis.overlaps_matmul and axis.size > 1 and x.is_cuda and dtype in HALF_TYPES
 
 
@@ -85,16 +81,15 @@ def all_gather_scaled_matmul(
     Args:
         matrix: Right factor in 8 bits, the transpose of a contiguous matrix.
         scales: Scale of the left factor, which is the same on all ranks, and of the right one.
-        axis: Axis of the ranks, for which :func:`overlaps_scaled_products` holds.
+        axis: Axis of the ranks, for which :func:`overlaps_products` holds.
         fast: Whether the chip may sum up with fewer bits.
 
     Communication: an all-gather of 8 bits.
     """
-    assert axis.group is not None, "an axis of one rank is not pipelined"
-    axis.note("all_gather_scaled_matmul")
+    name = _noted_group("all_gather_scaled_matmul", axis)
     left, right = scales
     full, (product,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
-        x, [matrix], left, [right], 0, axis.group.group_name, [None], [None], [dtype], [fast]
+        x, [matrix], left, [right], 0, name, [None], [None], [dtype], [fast]
     )
     return full, product
 
@@ -116,14 +111,12 @@ def scaled_matmul_reduce_scatter(
 
     Args:
         matrix: Right factor, the transpose of a contiguous matrix.
-        axis: Axis of the ranks, for which :func:`overlaps_scaled_products` holds.
+        axis: Axis of the ranks, for which :func:`overlaps_products` holds.
         fast: Whether the chip may sum up with fewer bits.
 
     Communication: a reduce-scatter.
     """
-    assert axis.group is not None, "an axis of one rank is not pipelined"
-    axis.note("scaled_matmul_reduce_scatter")
-    name = axis.group.group_name
+    name = _noted_group("scaled_matmul_reduce_scatter", axis)
     shape = [x.shape[0], matrix.shape[1]]
     return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
         x, matrix, *scales, "sum", 0, 0, name, shape, out_dtype=dtype, use_fast_accum=fast
@@ -146,11 +139,8 @@ def release_workspace(axis: MeshAxis) -> None:
         symmetric_memory._group_name_to_workspace_tensor.pop(axis.group.group_name, None)
 
 
-def _is_overlapped(x: Tensor, matrix: Tensor, axis: MeshAxis) -> bool:
-    return (
-        axis.overlaps_matmul
-        and axis.size > 1
-        and x.is_cuda
-        and x.dtype in HALF_TYPES
-        and matrix.dtype == x.dtype
-    )
+def _noted_group(kind: str, axis: MeshAxis) -> str:
+    """Record in the journal that a product starts, and return the name of its group."""
+    assert axis.group is not None, "an axis of one rank is not pipelined"
+    axis.note(kind)
+    return str(axis.group.group_name)

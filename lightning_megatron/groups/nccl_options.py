@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ import yaml
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.plan.settings import Count, Index, Range, coerced, shown
-from lightning_megatron.strict_json import read_first_bytes
+from lightning_megatron.strict_json import read_regular_file
 
 #: Axes with a process group.
 GROUP_NAMES = (
@@ -72,30 +72,17 @@ def read_nccl_options(options: Mapping[str, Any] | str | None) -> dict[str, dict
         ParallelPlanError: For a file that cannot be read, and for an unknown axis, setting or
             value.
     """
-    settings: dict[str, dict[str, Any]] = {}
-    names: dict[str, str] = {}
-    if options is None:
-        options = {}
-    elif isinstance(options, str):
+    if isinstance(options, str):
         options = _read(options)
-    for name, values in options.items():
-        axis = _axis(name)
-        if axis in settings:
-            raise ParallelPlanError(
-                f"job.nccl must name every axis once: {name!r} and {names[axis]!r} are the "
-                "same axis. Combine the settings of both."
-            )
-        settings[axis] = _settings(name, values)
-        names[axis] = name
-    check_installed(settings)
+    options = {} if options is None else options
+    by_axis = _named("job.nccl", options, _MEGATRON_NAMES, GROUP_NAMES)
+    settings = {
+        axis: _settings(f"job.nccl[{axis!r}]", of_axis) for axis, of_axis in by_axis.items()
+    }
+    # The installed NCCL must support the settings, if torch has NCCL.
+    for of_axis in settings.values() if hasattr(dist, "ProcessGroupNCCL") else ():
+        torch_options(of_axis)
     return settings
-
-
-def check_installed(options: NcclOptions) -> None:
-    """Check that the installed NCCL supports the settings; do nothing if torch has no NCCL."""
-    if hasattr(dist, "ProcessGroupNCCL"):
-        for values in options.values():
-            torch_options(values)
 
 
 def torch_options(settings: Mapping[str, Any]) -> Any:
@@ -119,56 +106,52 @@ def torch_options(settings: Mapping[str, Any]) -> Any:
     return result
 
 
-def _axis(name: Any) -> str:
-    axis = _MEGATRON_NAMES.get(name, name) if isinstance(name, str) else name
-    if axis not in GROUP_NAMES:
-        raise ParallelPlanError(
-            f"job.nccl must be given for axes with a group: {shown(name)} is not such an axis. "
-            f"Use {', '.join(GROUP_NAMES)}."
-        )
-    return str(axis)
+def _named(
+    place: str, values: Any, aliases: Mapping[str, str], known: Collection[str]
+) -> dict[str, Any]:
+    """Return values by this package's names, each of which may occur once."""
+    named: dict[str, Any] = {}
+    for given, value in coerced(place, values, dict[Any, Any]).items():
+        name = aliases.get(given, given)
+        if name not in known:
+            raise ParallelPlanError(
+                f"{place} must have only names that exist: {shown(given)} is not one of them. Use "
+                f"{', '.join(known)}."
+            )
+        if name in named:
+            raise ParallelPlanError(
+                f"{place} must name {name} once: {given} is another name of it."
+            )
+        named[name] = value
+    return named
 
 
-def _settings(axis: str, values: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for name, value in coerced(f"job.nccl[{axis!r}]", values, dict[str, Any]).items():
-        setting = _MEGATRON_SETTINGS.get(name, name)
-        if setting not in _SETTINGS:
-            raise ParallelPlanError(
-                f"job.nccl must be settings of NCCL: {shown(name)} of {axis!r} is not. Use "
-                f"{', '.join(_SETTINGS)}."
-            )
-        if setting in settings:
-            raise ParallelPlanError(
-                f"job.nccl[{axis!r}] must give {setting} once: {name} is the same setting."
-            )
-        settings[setting] = coerced(f"job.nccl[{axis!r}].{name}", value, _SETTINGS[setting])
+def _settings(place: str, values: Any) -> dict[str, Any]:
+    settings = {
+        name: coerced(f"{place}.{name}", value, _SETTINGS[name])
+        for name, value in _named(place, values, _MEGATRON_SETTINGS, _SETTINGS).items()
+    }
     if settings.get("min_ctas", 0) > settings.get("max_ctas", settings.get("min_ctas", 0)):
         raise ParallelPlanError(
-            f"min_ctas ({settings['min_ctas']}) of job.nccl[{axis!r}] must be at most max_ctas "
+            f"min_ctas ({settings['min_ctas']}) of {place} must be at most max_ctas "
             f"({settings['max_ctas']})."
         )
     return settings
 
 
-def _read(path: str) -> Mapping[Any, Any]:
+def _read(path: str) -> Any:
     try:
-        content = read_first_bytes(Path(path), _MAX_FILE_BYTES + 1)
-        if len(content) > _MAX_FILE_BYTES:
-            raise ParallelPlanError(
-                f"job.nccl must be a file of at most {_MAX_FILE_BYTES:,} bytes: {path!r} has more."
-            )
-        _check_keys(yaml.compose(content, yaml.SafeLoader), path)
+        content = read_regular_file(Path(path), "Use a smaller file.", _MAX_FILE_BYTES)
+        root = yaml.compose(content, yaml.SafeLoader)
         document = yaml.safe_load(content)
-    except ParallelPlanError:
-        raise
     except (CorruptDataError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise ParallelPlanError(
             "job.nccl must be a mapping, or the path of a YAML file that holds one: "
             f"{shown(path)} cannot be read ({str(error)[:300]})."
         ) from error
+    _check_keys(root, path)
     # YAML returns None for an empty file and for one with only comments.
-    return coerced(f"the content of {path!r}", {} if document is None else document, dict[Any, Any])
+    return {} if document is None else document
 
 
 def _check_keys(node: yaml.Node | None, path: str) -> None:

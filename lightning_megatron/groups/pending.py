@@ -1,4 +1,4 @@
-"""Asynchronous collectives, without autograd.
+"""Asynchronous collectives and transfers between pairs of ranks, without autograd.
 
 On an axis of one rank, they are complete when they return.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from lightning_megatron.groups.collectives import (
     all_gather_into,
     reduce_scatter_into,
 )
+from lightning_megatron.groups.journal import NEIGHBOURS
 
 
 class Pending:
@@ -53,6 +55,18 @@ class Pending:
         if on_result is not None:
             on_result()
         self._keep = ()
+
+    def is_done(self) -> bool:
+        """Return whether the result is known to be available, without waiting.
+
+        The result is False inside a capture of a CUDA graph, where a query would end the capture.
+        """
+        if self._work is None:
+            return True
+        is_on_gpu = any(tensor.is_cuda for tensor in self._keep)
+        if is_on_gpu and torch.cuda.is_current_stream_capturing():
+            return False
+        return self._work.is_completed()
 
 
 def start_all_gather(out: Tensor, x: Tensor, axis: MeshAxis) -> Pending:
@@ -123,6 +137,48 @@ def start_all_to_all(
         out,
     )
     return Pending(work, keep=(out, x), on_wait=on_wait)
+
+
+def start_transfers(
+    sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: MeshAxis
+) -> Pending:
+    """Start sends and receives as one batch of contiguous tensors with positions on the axis.
+
+    Both ranks of a pair must list their transfers in the same order, because they are matched by
+    order.
+
+    Communication: one batched send/receive over the axis's group.
+    """
+    if not sends and not receives:
+        return Pending()
+    peers = tuple(axis.ranks[peer] for _, peer in (*sends, *receives))
+    call = axis.journal.note("exchange", axis.name + NEIGHBOURS, peers)
+    operations = [
+        dist.P2POp(dist.isend, tensor, axis.ranks[peer], group=axis.group) for tensor, peer in sends
+    ]
+    operations += [
+        dist.P2POp(dist.irecv, buffer, axis.ranks[peer], group=axis.group)
+        for buffer, peer in receives
+    ]
+    work = axis.launcher.start(
+        lambda: _Batch(dist.batch_isend_irecv(operations)), *(buffer for buffer, _ in receives)
+    )
+    tensors = tuple(operation.tensor for operation in operations)
+    return Pending(work, keep=tensors, on_wait=lambda: axis.journal.record_wait(call))
+
+
+class _Batch:
+    """Handles of transfers that start together, as one handle."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 def _note(kind: str, axis: MeshAxis) -> Callable[[], None]:

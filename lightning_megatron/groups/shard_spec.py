@@ -9,8 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
-from lightning_megatron.plan.shards import ShardRange
+from lightning_megatron.plan.shards import FlatBox, ShardRange, flat_range_boxes
 
 _ATTRIBUTE = "shard_spec"
 
@@ -117,26 +116,8 @@ class ShardSpec:
         shape = list(self.full_shape)
         shape[self.dim] = self.local_extent if local_size is None else local_size
         local = full.new_zeros(shape)
-        self.copy_from_full(local, full)
+        copy_from_full(self, local, full)
         return local
-
-    def copy_from_full(self, local: Tensor, full: Tensor) -> None:
-        """Copy this rank's pieces of ``full`` into ``local``; padding rows remain unchanged."""
-        with torch.no_grad():
-            for box, view in self.local_views(local):
-                view.copy_(self._part_of(full, box))
-
-    def copy_to_full(self, local: Tensor, full: Tensor, *, counted_only: bool = False) -> None:
-        """Copy this rank's pieces into ``full``; with ``counted_only`` only those of copy 0."""
-        with torch.no_grad():
-            for box, view in self.local_views(local):
-                if not (box.copy and counted_only):
-                    self._part_of(full, box).copy_(view)
-
-    def _part_of(self, full: Tensor, box: Box) -> Tensor:
-        if not self.full_shape:
-            return full
-        return full.narrow(self.dim, box.offsets[self.dim], box.sizes[self.dim])
 
 
 @dataclass(frozen=True)
@@ -152,26 +133,6 @@ class FlatSlice:
     local_shape: tuple[int, ...]
     start: int
     stop: int
-
-    def __post_init__(self) -> None:
-        full = self.spec.full_shape
-        dim = self.spec.dim
-        fits = len(self.local_shape) == len(full) and all(
-            size >= self.spec.local_extent if d == dim else size == full[d]
-            for d, size in enumerate(self.local_shape)
-        )
-        if not fits:
-            raise ValueError(
-                f"a local tensor must have at least {self.spec.local_extent} rows (those of its "
-                f"spec) along dimension {dim}, and the sizes of the full shape {full} along the "
-                f"other dimensions: its shape is {self.local_shape}."
-            )
-        size = prod(self.local_shape)
-        if not 0 <= self.start <= self.stop <= size:
-            raise ValueError(
-                f"a flat slice must lie in its tensor of {size} elements: [{self.start}, "
-                f"{self.stop}). Use 0 <= start <= stop <= {size}."
-            )
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -207,10 +168,6 @@ class FlatSlice:
 
         Shapes: flat (stop - start), contiguous; a view has the sizes of its box.
         """
-        if tuple(flat.shape) != (self.size,):
-            raise ValueError(
-                f"a flat slice must be one dimension of {self.size} elements: {tuple(flat.shape)}."
-            )
         views = []
         for box, outer, first in self._pieces():
             rows = flat.narrow(0, outer.start - self.start, outer.stop - outer.start).view(
@@ -220,19 +177,6 @@ class FlatSlice:
                 rows = rows.narrow(self.spec.dim, first, box.sizes[self.spec.dim])
             views.append((box, rows))
         return views
-
-    def copy_from_full(self, flat: Tensor, full: Tensor) -> None:
-        """Copy this range's pieces of ``full`` into ``flat``; padding remains unchanged."""
-        with torch.no_grad():
-            for box, view in self.local_views(flat):
-                view.copy_(_region(full, box))
-
-    def copy_to_full(self, flat: Tensor, full: Tensor, *, counted_only: bool = False) -> None:
-        """Copy this range's pieces into ``full``; with ``counted_only`` only those of copy 0."""
-        with torch.no_grad():
-            for box, view in self.local_views(flat):
-                if not (box.copy and counted_only):
-                    _region(full, box).copy_(view)
 
     def _pieces(self) -> list[tuple[Box, FlatBox, int]]:
         # Tuples of a box of the full tensor, the box of the local tensor that contains it, and its
@@ -272,6 +216,16 @@ def replicated_spec(tensor: Tensor, copy: int = 0, *, partial: bool = False) -> 
     return ShardSpec(shape, (ShardRange(0, shape[0] if shape else 1, copy),), partial=partial)
 
 
+def copy_from_full(placement: Placement, local: Tensor, full: Tensor) -> None:
+    """Copy the pieces of ``full`` that belong to ``local``; its padding remains unchanged."""
+    with torch.no_grad():
+        for box, view in placement.local_views(local):
+            part = full
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                part = part.narrow(dim, offset, size)
+            view.copy_(part)
+
+
 def set_shard_spec(parameter: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
     """Attach ``spec`` to a parameter and return the parameter."""
     setattr(parameter, _ATTRIBUTE, spec)
@@ -289,12 +243,6 @@ def shard_spec_of(parameter: Tensor, tp_rank: int = 0) -> ShardSpec:
 
 def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
-
-
-def _region(full: Tensor, box: Box) -> Tensor:
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        full = full.narrow(dim, offset, size)
-    return full
 
 
 def num_elements(module: nn.Module) -> int:

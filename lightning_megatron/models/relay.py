@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_megatron.groups.p2p import start_transfers
+from lightning_megatron.groups.pending import start_transfers
 from lightning_megatron.models.stage import PipelinedModule, StageCursor, StageDone
 
 T = TypeVar("T")

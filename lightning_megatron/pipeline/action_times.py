@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.p2p import start_transfers
+from lightning_megatron.groups.pending import start_transfers
 from lightning_megatron.plan.actions import Action, Kind
 from lightning_megatron.plan.placement import Placement
 from lightning_megatron.plan.simulate import StageCosts

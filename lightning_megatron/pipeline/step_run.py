@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
+from lightning_megatron.groups.pending import Pending, start_transfers
 from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.models.stage import StageCursor
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
@@ -135,7 +135,7 @@ class ActionObserver(Protocol):
     def during(self, action: Action) -> AbstractContextManager[None]:
         """Return the context manager in which an action runs."""
 
-    def record_sends(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
+    def record_sends(self, unit: PipelineUnit, transfers: Pending) -> None:
         """Record transfers that read an output or an input gradient of a unit.
 
         The memory of these tensors must not be reused before the transfers complete.
@@ -217,9 +217,9 @@ class StepRun:
         #: Gradients of the sent outputs before the backward pass, of the inputs after it.
         self._gradients: dict[ChunkMicrobatch, list[Tensor]] = {}
         #: Transfers that fill received tensors, by the kind of the tensors.
-        self._arrivals: dict[tuple[str, ChunkMicrobatch], PendingTransfers] = {}
+        self._arrivals: dict[tuple[str, ChunkMicrobatch], Pending] = {}
         self._boundaries: dict[Any, list[TensorSpec]] = {}
-        self._pending: list[PendingTransfers] = []
+        self._pending: list[Pending] = []
         passes = self.backward or BackwardPasses()
         self._times = passes.times
         self._weights = MicrobatchWeights(passes.loss_weight, self.mesh.device, self.fixed_weight)

@@ -1,8 +1,10 @@
-"""Row ranges of a full tensor that tensor-parallel ranks own."""
+"""Row ranges of a full tensor that tensor-parallel ranks own, and boxes that cover a flat range."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.settings import (
@@ -164,3 +166,56 @@ def _check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
             f"num_kv_heads ({num_kv_heads}) must be a multiple or a divisor of tp ({tp}), because "
             f"each rank holds the same number of whole key/value heads. Use tp of {join_or(legal)}."
         )
+
+
+@dataclass(frozen=True)
+class FlatBox:
+    """Box of a tensor whose elements are contiguous in the flattened tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Return the index after the last element in the flattened tensor."""
+        return self.start + prod(self.sizes)
+
+
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int, base: int = 0) -> list[FlatBox]:
+    """Split the range [start, stop) of a flattened tensor into the fewest boxes that cover it.
+
+    A range consists of the end of a row, whole rows and the start of a row. The same holds within
+    each row, so that there are at most 2 x dimensions - 1 boxes.
+
+    Args:
+        shape: Shape of the tensor, row-major; () for a scalar.
+        start: First element of the range.
+        stop: Index after its last element; equal to ``start`` for an empty range.
+        base: Index of the tensor's first element in a flattened tensor that contains it.
+
+    Returns:
+        The boxes in flat order; an empty list for an empty range.
+    """
+    if start == stop:
+        return []
+    if not shape:
+        return [FlatBox((), (), base)]
+    row = prod(shape[1:])
+    # Whole rows are those from `first` up to, but not including, `last`.
+    first = -(-start // row)
+    last = stop // row
+    if first > last:  # the range lies inside one row
+        return _within(shape, last, start - last * row, stop - last * row, base)
+    boxes = []
+    if start < first * row:
+        boxes = _within(shape, first - 1, start - (first - 1) * row, row, base)
+    if first < last:
+        offsets = (first, *(0 for _ in shape[1:]))
+        boxes.append(FlatBox(offsets, (last - first, *shape[1:]), base + first * row))
+    return boxes + _within(shape, last, 0, stop - last * row, base)
+
+
+def _within(shape: Sequence[int], index: int, start: int, stop: int, base: int) -> list[FlatBox]:
+    inner = flat_range_boxes(shape[1:], start, stop, base + index * prod(shape[1:]))
+    return [FlatBox((index, *box.offsets), (1, *box.sizes), box.start) for box in inner]

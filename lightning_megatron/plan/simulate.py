@@ -56,8 +56,12 @@ class StageCosts:
         Raises:
             ParallelPlanError: If the virtual stages cannot be merged evenly.
         """
-        lists = (self.forward, self.input_half, self.weight_half)
-        return StageCosts(*(merged(times, num_virtual_stages) for times in lists), self.transfer)
+        return StageCosts(
+            merged(self.forward, num_virtual_stages),
+            merged(self.input_half, num_virtual_stages),
+            merged(self.weight_half, num_virtual_stages),
+            self.transfer,
+        )
 
     def ticks(self, kind: Kind, virtual_stage: int) -> int:
         """Return the time of an action in a virtual stage."""

@@ -17,8 +17,9 @@ from lightning_megatron.checkpoint.entries import boxes_to_write
 from lightning_megatron.checkpoint.save import CollectiveSave, RankSnapshot
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec
+from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, copy_from_full
 from lightning_megatron.plan.shards import ShardRange
+from tests.oracles import copy_to_full
 
 MESH = ParallelMesh.single()
 PADDING = -7.0
@@ -68,7 +69,7 @@ def test_a_tensor_saved_in_one_cut_loads_into_any_other_cut(drawn):
     for number, (shape, saved_cut, _) in enumerate(drawn):
         fulls[str(number)] = full = torch.randn(shape)
         for placement, local in saved_cut:
-            placement.copy_from_full(local, full)
+            copy_from_full(placement, local, full)
             # One process writes the pieces of several ranks.
             pieces += boxes_to_write({str(number): Entry(local, placement, True)}, MESH)
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +83,7 @@ def test_a_tensor_saved_in_one_cut_loads_into_any_other_cut(drawn):
                 target = {str(number): Entry(local, placement)}
                 load_tensors(f"{folder}/c", target, MESH, strict=False)
                 restored = torch.full(shape, PADDING)
-                placement.copy_to_full(local, restored)
+                copy_to_full(placement, local, restored)
                 for box in placement.boxes():
                     sides = zip(box.offsets, box.sizes, strict=True)
                     region = tuple(slice(start, start + size) for start, size in sides)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_reduce_, barrier, broadcast_
-from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.pending import (
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
     start_reduce_scatter,
+    start_transfers,
 )
 from tests.gpu.staged_collectives import StagedCollectives
 from tests.world import run_world

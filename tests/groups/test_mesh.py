@@ -20,8 +20,8 @@ from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.groups.journal import Call, Journal
 from lightning_megatron.groups.mesh import GROUP_NAMES, ParallelMesh
-from lightning_megatron.groups.p2p import start_transfers
 from lightning_megatron.groups.peer_memory import PeerMemory
+from lightning_megatron.groups.pending import start_transfers
 from lightning_megatron.plan.experts import TokenBuffer
 from tests.worlds.test_collectives import PAIRS
 

@@ -92,5 +92,5 @@ def cut_operators() -> Iterator[Counter[str]]:
             patch.setattr(torch.ops.symm_mem, name, counting(name))
         patch.setattr(torch, "_scaled_mm", multiply)
         overlaps = lambda x, dtype, axis: axis.overlaps_matmul  # noqa: E731
-        patch.setattr(fp8_products, "overlaps_scaled_products", overlaps)
+        patch.setattr(fp8_products, "overlaps_products", overlaps)
         yield counts

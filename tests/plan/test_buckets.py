@@ -9,7 +9,6 @@ from math import lcm, prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
 from lightning_megatron.plan.buckets import (
     BufferPlan,
     FlatParameter,
@@ -17,6 +16,7 @@ from lightning_megatron.plan.buckets import (
     plan_by_elements,
     plan_by_parameters,
 )
+from lightning_megatron.plan.shards import FlatBox, flat_range_boxes
 from tests.refusals import check_refusals
 
 PARTS = st.integers(1, 9)
@@ -167,9 +167,3 @@ def test_boxes_cover_a_range_in_flat_order_and_none_could_be_merged(shape, data)
         ours, theirs = (zip(box.offsets, box.sizes, strict=True) for box in (left, right))
         differ = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
         assert len(differ) > 1 or sum(differ[0][0]) != differ[0][1][0], "the two could be merged"
-
-
-def test_ranges_outside_of_a_tensor_are_refused():
-    phrase = "which has 6 elements. Use 0 <= start <= stop <= 6"
-    ranges = ((-1, 2), (3, 2), (0, 7))
-    check_refusals(flat_range_boxes, [(((3, 2), *borders), phrase) for borders in ranges])

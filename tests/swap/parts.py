@@ -24,7 +24,7 @@ from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.tensors.packed import class_parameters_of
 from lightning_megatron.swap.weights.load import reader_of
-from tests.oracles import assert_equal, float32_as_float64, gather_all
+from tests.oracles import assert_equal, copy_to_full, float32_as_float64, gather_all
 from tests.swap.families import EXPERTS, WITH_SLOPES, V
 
 B, S = 3, 10
@@ -89,7 +89,7 @@ def full_tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         spec = shard_spec_of(parameter)
         tensors[name] = parameter.new_empty(spec.full_shape)
-        spec.copy_to_full(parameter.detach(), tensors[name])
+        copy_to_full(spec, parameter.detach(), tensors[name])
     return tensors
 
 

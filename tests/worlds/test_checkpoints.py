@@ -42,6 +42,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import (
     FlatSlice,
     ShardSpec,
+    copy_from_full,
     replicated_spec,
 )
 from lightning_megatron.optimizer import DistributedOptimizerConfig
@@ -201,7 +202,7 @@ def sliced(mesh: ParallelMesh, value: float) -> dict[str, Entry]:
     size, part = local[0] * local[1], mesh.data.rank
     start, stop = size * part // mesh.data.size, size * (part + 1) // mesh.data.size
     flat, values = FlatSlice(spec, local, start, stop), torch.empty(stop - start)
-    flat.copy_from_full(values, full_tensor(value))
+    copy_from_full(flat, values, full_tensor(value))
     shared = torch.full((30_000,), value)
     copies = Entry(shared, replicated_spec(shared, mesh.tp.rank))
     return {"sliced": Entry(values, flat, True), "shared": copies}

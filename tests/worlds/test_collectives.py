@@ -30,8 +30,7 @@ from lightning_megatron.groups.collectives import (
 from lightning_megatron.groups.fingerprint import package_hash
 from lightning_megatron.groups.journal import Call, RecordedCall
 from lightning_megatron.groups.mesh import GROUP_NAMES, ParallelMesh
-from lightning_megatron.groups.p2p import start_transfers
-from lightning_megatron.groups.pending import start_all_gather, start_all_reduce
+from lightning_megatron.groups.pending import start_all_gather, start_all_reduce, start_transfers
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.process import ranks
 from tests.world import run_world

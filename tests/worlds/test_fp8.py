@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_megatron import FP8, CudaGraphs, GPTConfig, MegatronStrategy
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.shard_spec import copy_from_full
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.scaling import FORMAT
 from lightning_megatron.models.layered import layered_modules
@@ -34,6 +35,7 @@ from tests.fits import (
     run_job,
     run_jobs,
 )
+from tests.oracles import copy_to_full
 from tests.world import run_world
 
 _SIZES = {"vocab_size": 300, "max_seq_length": 16, "num_layers": 4, "num_heads": 4}
@@ -88,7 +90,7 @@ class CheckBytes(pl.Callback):
             for name, stored_part in zip(names, stored.parts, strict=True):
                 expected = torch.zeros(stored_part.shape, device=stored_part.device)
                 values, scale = self.cast(full_values[name], parts)
-                main.spec(name).copy_from_full(expected, values.float())
+                copy_from_full(main.spec(name), expected, values.float())
                 assert torch.equal(stored_part.view(FORMAT).float(), expected), name
                 torch.testing.assert_close(stored.scale, scale, rtol=self.rounding, atol=0.0)
                 self.num_checked += 1
@@ -131,7 +133,7 @@ def full_main_parameters(main: MainParameters) -> dict[str, Tensor]:
         full = torch.zeros(spec.full_shape, dtype=main.main(name).dtype, device=mesh.device)
         if name in main.slices:
             piece = main.slices[name]
-            piece.placement.copy_to_full(piece.main.detach(), full, counted_only=True)
+            copy_to_full(piece.placement, piece.main.detach(), full, counted_only=True)
         tensors[name] = all_reduce_(all_reduce_(full, mesh.data), mesh.tp)
     return tensors
 

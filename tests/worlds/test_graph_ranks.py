@@ -14,8 +14,7 @@ from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.journal import DeviceCounter, DeviceProgress
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.p2p import start_transfers
-from lightning_megatron.groups.pending import start_all_reduce
+from lightning_megatron.groups.pending import start_all_reduce, start_transfers
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.process.rank_status import RankStatus, hang_report

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
-from lightning_megatron.groups.p2p import PendingTransfers, start_transfers
+from lightning_megatron.groups.pending import Pending, start_transfers
 from lightning_megatron.layers.attention.parts import backward_part, forward_part
 from lightning_megatron.layers.attention.span import (
     AttentionSpan,
@@ -178,7 +178,7 @@ class _Ring(torch.autograd.Function):
         dtype = torch.promote_types(query.dtype, torch.float32)
         of_query = query.new_zeros(query.shape, dtype=dtype)
         arriving: Tensor | None = None
-        pending = PendingTransfers()
+        pending = Pending()
         for source, keys, values in _blocks_of_ranks(key_value, ctx.axis):
             of_key_value = key_value.new_zeros(key_value.shape, dtype=dtype)
             for block in ctx.blocks[source]:
@@ -236,7 +236,7 @@ def _blocks_of_ranks(key_value: Tensor, axis: MeshAxis) -> Iterator[tuple[int, T
     """Yield every rank's keys and values, this rank's first, while the next ones are received."""
     for step in range(axis.size):
         arriving = key_value
-        pending = PendingTransfers()
+        pending = Pending()
         if step + 1 < axis.size:
             arriving, pending = _pass_on(key_value, axis)
         yield (axis.rank - step) % axis.size, key_value[0], key_value[1]
@@ -244,10 +244,10 @@ def _blocks_of_ranks(key_value: Tensor, axis: MeshAxis) -> Iterator[tuple[int, T
         key_value = arriving
 
 
-def _pass_on(tensor: Tensor, axis: MeshAxis) -> tuple[Tensor, PendingTransfers]:
+def _pass_on(tensor: Tensor, axis: MeshAxis) -> tuple[Tensor, Pending]:
     """Start to send a tensor to the next rank, and to receive one from the previous rank."""
     if axis.size == 1:
-        return tensor, PendingTransfers()
+        return tensor, Pending()
     sent = tensor.contiguous()
     arriving = torch.empty_like(sent)
     following = (axis.rank + 1) % axis.size

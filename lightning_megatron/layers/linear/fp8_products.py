@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.groups.collective_matmul import (
     all_gather_scaled_matmul,
-    overlaps_scaled_products,
+    overlaps_products,
     scaled_matmul_reduce_scatter,
 )
 from lightning_megatron.groups.collectives import (
@@ -332,7 +332,7 @@ def gathered_product(
     Communication: an all-gather of 8-bit values over tp, which overlaps with the product if the
         tensor axis is configured for it.
     """
-    if emulate or not overlaps_scaled_products(local.values, dtype, mesh.tp):
+    if emulate or not overlaps_products(local.values, dtype, mesh.tp):
         full = gathered(local, mesh)
         return full, product(full, right, dtype, emulate=emulate, fast=fast)
     scales = local.scale, right.scale
@@ -357,7 +357,7 @@ def scattered_product(
         configured for it and both factors have one scale.
     """
     is_single = left.scale.numel() == right.scale.numel() == 1
-    if emulate or not is_single or not overlaps_scaled_products(left.values, dtype, mesh.tp):
+    if emulate or not is_single or not overlaps_products(left.values, dtype, mesh.tp):
         part = product(left, right, dtype, emulate=emulate, fast=fast)
         return reduce_scatter_sequence(part, mesh.tp)
     scales = left.scale, right.scale

@@ -13,7 +13,12 @@ import torch
 from torch import nn
 
 from lightning_megatron.groups.random import derive_seed
-from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, shard_spec_of
+from lightning_megatron.groups.shard_spec import (
+    ShardSpec,
+    copy_from_full,
+    set_shard_spec,
+    shard_spec_of,
+)
 from lightning_megatron.plan.shards import ShardRange
 
 _ATTRIBUTE = "initializer"
@@ -147,7 +152,7 @@ def _fill_(parameter: nn.Parameter, name: str, seed: int) -> None:
             derive_seed(seed, spec.tied_to or name),
         )
         full = torch.empty(spec.full_shape, dtype=torch.float32, device=parameter.device)
-        spec.copy_from_full(parameter, full.normal_(0.0, initializer.std, generator=generator))
+        copy_from_full(spec, parameter, full.normal_(0.0, initializer.std, generator=generator))
         return
     for _, view in spec.local_views(parameter):
         view.fill_(initializer.value)

@@ -21,7 +21,7 @@ from lightning_megatron.errors import (
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh, ranks_on_cpu
-from lightning_megatron.groups.p2p import start_transfers
+from lightning_megatron.groups.pending import start_transfers
 from lightning_megatron.groups.shard_spec import Box, shard_spec_of
 from lightning_megatron.layers.parameters.eight_bit_parameter import EightBitWeight
 from lightning_megatron.models.stage import PipelinedModule, computed_by
