@@ -77,12 +77,16 @@ class BeamSearch:
         most = self._settings.beams * self._vocab_size
         return min(most, self._settings.beams * max(2, 1 + len(self._settings.stop_tokens)))
 
-    def candidates(self, logits: Float[Tensor, "rows vocab"]) -> Candidates:
+    def candidates(self, logits: Float[Tensor, "rows vocab"] | None) -> Candidates:
         """Return the most probable continuations of the beams.
 
         Args:
-            logits: Next-token logits of each beam, one prompt after the other.
+            logits: Next-token logits of each beam, one prompt after the other; without them the
+                values of the candidates are not set.
         """
+        if logits is None:
+            empty = self._scores.new_empty(len(self._scores), self.num_candidates)
+            return Candidates(empty, torch.empty_like(empty, dtype=torch.long))
         log_probs = logits.float().log_softmax(-1).view(*self._scores.shape, -1)
         sums = (log_probs + self._scores[:, :, None]).flatten(1)
         return Candidates(*sums.topk(self.num_candidates))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.generation.beam_search import BeamSearch
+from lightning_megatron.generation.beam_search import BeamSearch, Candidates
 from lightning_megatron.generation.prompts import check_prompts
 from lightning_megatron.generation.sampling import GenerationSettings, Sampler
 from lightning_megatron.generation.session import GenerationSession
@@ -139,7 +139,8 @@ def _chosen_tokens(session: GenerationSession, sampler: Sampler) -> Iterator[lis
     for _ in range(session.max_new_tokens):
         with torch.no_grad():
             logits = session.logits(tokens)
-            tokens = session.broadcast_tokens(None if logits is None else sampler(logits))
+            chosen = session.with_fillers(None if logits is None else sampler(logits))
+            tokens = session.from_last_stage(chosen)
         if read is not None:
             yield read()
             read = None
@@ -192,9 +193,8 @@ def _search_beams(
                 # Replicas that share experts with this one are still searching.
                 tokens = session.with_fillers(None)
             else:
-                computed = None if logits is None else search.candidates(logits)
-                candidates = session.broadcast_candidates(computed, search.num_candidates, beams)
-                chosen, parents = search.advance(candidates)
+                candidates = map(session.from_last_stage, search.candidates(logits))
+                chosen, parents = search.advance(Candidates(*candidates))
                 session.reorder(parents)
                 tokens = session.with_fillers(chosen)
         if session.is_over(search.is_over):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.generation.beam_search import Candidates
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.sampling import GenerationSettings
 from lightning_megatron.generation.token_pass import (
@@ -22,7 +21,7 @@ from lightning_megatron.layers.attention.key_value_cache import KeyValueCache
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.relay import run_stage_by_stage
-from lightning_megatron.shapes import Int
+from lightning_megatron.shapes import Int, Shaped
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +33,12 @@ class GenerationSession:
         self, gpt: GPT, prompts: Sequence[Sequence[int]], settings: GenerationSettings
     ) -> None:
         self._gpt = gpt
-        self._check_layout()
+        if gpt.cursor is not None:
+            raise UnsupportedError(
+                f"generated_tokens cannot run inside a step with pp ({gpt.mesh.pp.size}) above 1, "
+                "because the stages are busy with other microbatches. Call generate there, or call "
+                "it between steps, such as in on_validation_epoch_end, or use pp=1."
+            )
         sizes = torch.tensor([len(prompts), max(map(len, prompts)), settings.max_new_tokens])
         self._shares_experts = gpt.has_shared_experts
         if self._shares_experts:
@@ -46,10 +50,11 @@ class GenerationSession:
         self.max_new_tokens: int = max_new_tokens
         #: Number of prompts of this rank.
         self.num_prompts = len(prompts)
-        self._device = gpt.mesh.device
+        #: Device of the model.
+        self.device = gpt.mesh.device
         self._rows = PromptRows.of(
             prompts,
-            self._device,
+            self.device,
             num_rows=num_rows,
             length=length,
             multiple=length_multiple(gpt.mesh),
@@ -66,11 +71,6 @@ class GenerationSession:
     def is_captured(self) -> bool:
         """Return whether later passes replay a CUDA graph."""
         return self._pass is not None and self._pass.is_captured
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the model."""
-        return self._device
 
     def logits(self, tokens: Int[Tensor, " batch"] | None) -> Tensor | None:
         """Return the next-token logits of the prompts of this rank.
@@ -90,16 +90,13 @@ class GenerationSession:
             computed = self._computed_logits(tokens)
         return None if computed is None else computed[: self.num_prompts]
 
-    def broadcast_tokens(self, tokens: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
-        """Return the next token of each row, filler rows included, on all stages.
-
-        Args:
-            tokens: Next tokens of the prompts of this rank on the last stage; None on others.
+    def from_last_stage(self, tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+        """Return a tensor of the last stage, which has the same shape on all stages.
 
         Communication: a broadcast from the last stage over pp.
         """
         mesh = self._gpt.mesh
-        return broadcast_(self.with_fillers(tokens), mesh.pp, mesh.layout.loss_stage)
+        return broadcast_(tensor.contiguous(), mesh.pp, mesh.layout.loss_stage)
 
     def with_fillers(self, tokens: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
         """Return a token for each row, where those of filler rows are 0.
@@ -111,33 +108,10 @@ class GenerationSession:
             return tokens
         # Filler rows come after the prompts of this rank. Nothing is sampled for them, so samples
         # depend on the prompts of this rank only.
-        filled = torch.zeros(self._num_rows, dtype=torch.long, device=self._device)
+        filled = torch.zeros(self._num_rows, dtype=torch.long, device=self.device)
         if tokens is not None:
             filled[: self.num_prompts] = tokens
         return filled
-
-    def broadcast_candidates(
-        self, candidates: Candidates | None, num_candidates: int, beams: int
-    ) -> Candidates:
-        """Return the candidates of a beam search on all stages.
-
-        Args:
-            candidates: Candidates on the last stage; None on others.
-
-        Communication: two broadcasts from the last stage over pp.
-        """
-        mesh = self._gpt.mesh
-        if candidates is None:
-            shape = self.num_prompts // beams, num_candidates
-            candidates = Candidates(
-                torch.empty(shape, device=self._device),
-                torch.empty(shape, dtype=torch.long, device=self._device),
-            )
-        received = (
-            broadcast_(tensor.contiguous(), mesh.pp, mesh.layout.loss_stage)
-            for tensor in candidates
-        )
-        return Candidates(*received)
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
         """Copy tokens, cached keys and cached values between the rows of this rank."""
@@ -186,15 +160,6 @@ class GenerationSession:
             _log.info("passes over single tokens are not captured as a CUDA graph: %s", reason)
             return None
         return TokenPass(self._gpt, self._cache, self._rows.padding, num_rows)
-
-    def _check_layout(self) -> None:
-        mesh = self._gpt.mesh
-        if self._gpt.cursor is not None:
-            raise UnsupportedError(
-                f"generated_tokens cannot run inside a step with pp ({mesh.pp.size}) above 1, "
-                "because the stages are busy with other microbatches. Call generate there, or call "
-                "it between steps, such as in on_validation_epoch_end, or use pp=1."
-            )
 
 
 def _longest_short_row(gpt: GPT) -> int | None:

@@ -126,9 +126,15 @@ class HuggingFaceCausalLM(TokenModule):
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Return the logits."""
-        assert self.model is not None, "configure_model builds the model before its first use"
-        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        logits: Tensor = self._output({"tokens": tokens}).logits
         return logits
+
+    def _output(self, batch: Mapping[str, Tensor], **arguments: Any) -> Any:
+        """Return the output of the model for a batch and further arguments."""
+        assert self.model is not None, "configure_model builds the model before its first use"
+        return self.model(
+            input_ids=batch["tokens"], use_cache=False, **arguments, **self._positions(batch)
+        )
 
     def _positions(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return positions that restart in each document, as an argument of the model."""
@@ -141,8 +147,8 @@ class HuggingFaceCausalLM(TokenModule):
             positions = positions_in_documents(batch["lengths"], tokens.shape[1])
         else:
             return {}
-        assert self.model is not None, "configure_model builds the model before its first use"
-        kind = type(bare_model(self.model))
+        model: Any = self.model
+        kind = type(bare_model(model))
         source = sys.modules[kind.__module__]
         is_plain = not isinstance(self.device_mesh, ParallelMesh)
         if is_plain and not hasattr(source, "create_causal_mask"):
@@ -157,10 +163,7 @@ class HuggingFaceCausalLM(TokenModule):
         self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
     ) -> Float[Tensor, "batch seq vocab"]:
         """Return the logits of a batch."""
-        assert self.model is not None, "configure_model builds the model before its first use"
-        logits: Tensor = self.model(
-            input_ids=batch["tokens"], use_cache=False, **self._positions(batch)
-        ).logits
+        logits: Tensor = self._output(batch).logits
         return logits
 
     @override
@@ -170,17 +173,12 @@ class HuggingFaceCausalLM(TokenModule):
         num_tokens: Int[Tensor, ""],
         is_trained: bool,
     ) -> Float[Tensor, ""]:
-        assert self.model is not None, "configure_model builds the model before its first use"
         labels = batch["labels"]
         # `labels` makes Hugging Face models return a loss. `shift_labels` prevents a shift of the
         # labels, which are already shifted by one token.
-        loss: Tensor = self.model(
-            input_ids=batch["tokens"],
-            labels=labels,
-            shift_labels=labels,
-            num_items_in_batch=num_tokens.clamp(min=1),
-            use_cache=False,
-            **self._positions(batch),
+        count = num_tokens.clamp(min=1)
+        loss: Tensor = self._output(
+            batch, labels=labels, shift_labels=labels, num_items_in_batch=count
         ).loss
         return loss
 

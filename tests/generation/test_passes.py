@@ -162,7 +162,10 @@ class CountingSession:
         self.events.append(f"pass {sum('pass' in event for event in self.events) + 1}")
         return torch.zeros(1) if tokens is None else tokens
 
-    def broadcast_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+    def with_fillers(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+    def from_last_stage(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens
 
 

@@ -251,7 +251,9 @@ def world_of_two(rank: int, size: int, folder: str) -> dict[str, list[float]]:
             run_job(job_of(make, folder, size, enable_checkpointing=saves), size)
     # Without a callback that saves, groups are compared when a checkpoint is made.
     job = replace(job_of(partial(Layered, "by parameter"), folder, size), save=f"{folder}/not.ckpt")
-    with pytest.raises(CheckpointMismatchError, match="the same parameter groups and hyperparameters"):
+    with pytest.raises(
+        CheckpointMismatchError, match="the same parameter groups and hyperparameters"
+    ):
         run_job(job, size)
     return {name: losses_of(name, folder, size) for name in CASES}
 
