@@ -83,7 +83,7 @@ def set_routing(model: GPT, name: str, num_tokens: int, rank: int) -> None:
     popularity = popularity_of(name)
     if name == "natural":
         return
-    for number, layer in model.mixtures().items():
+    for number, layer in model.mixtures.items():
         sizes = num_tokens, layer.config.top_k, layer.config.num_experts
         device = layer.mesh.device
         if popularity is None:

@@ -66,7 +66,7 @@ def chunk_parts(model: LayeredModule, chunk: int, scopes: Collection[str]) -> li
     eager = [place.name for place in places if place.reason is not None]
 
     # The embedding and the head are with layers that keep more.
-    pieces: list[int | str] = list(model.layers_of_chunk(chunk))
+    pieces: list[int | str] = list(model.layers_of_chunk[chunk])
     if model.is_first_stage(chunk):
         pieces.insert(0, "embedding")
     if model.is_last_stage(chunk):

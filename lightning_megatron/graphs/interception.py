@@ -97,7 +97,7 @@ def interceptions_of(
     embedding: Any = getattr(model, "embedding", None)
     if model.is_first_stage(chunk):
         found.append(_call_of(embedding, "embedding", _reason(embedding, "embedding", chosen)))
-    for index in model.layers_of_chunk(chunk):
+    for index in model.layers_of_chunk[chunk]:
         found += _of_layer(model.layers[str(index)], f"layers.{index}", chosen)
     if model.is_last_stage(chunk):
         norm: Any = getattr(model, "final_norm", None)

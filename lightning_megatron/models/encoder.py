@@ -112,7 +112,7 @@ class Encoder(LayeredModule):
         config = self.config
         mesh = self.mesh
         self.embedding = build_embedding(config, mesh) if self.is_first_stage() else None
-        indices = [index for layers in self._layers_of_chunk for index in layers]
+        indices = [index for layers in self.layers_of_chunk for index in layers]
         self.layers = nn.ModuleDict(
             {str(index): build_block(config, mesh, index) for index in indices}
         )
@@ -169,7 +169,7 @@ class Encoder(LayeredModule):
 
         def run(chunk: int, hidden: Tensor | None) -> Any:
             span = self._span(rows, dtype_of_products(stream_like if hidden is None else hidden))
-            layers = dict.fromkeys(self._layers_of_chunk[chunk], LayerInputs(None, span))
+            layers = dict.fromkeys(self.layers_of_chunk[chunk], LayerInputs(None, span))
             return self.run_chunk(chunk, hidden, call, layers)
 
         result: EncoderResult = self.run_stage(
@@ -181,29 +181,31 @@ class Encoder(LayeredModule):
 
     def _placeholders(self, num_sequences: int, length: int, has_losses: bool) -> EncoderResult:
         """Return the result with placeholders instead of tensors."""
-        size = self.config.hidden_size
-        wide = torch.promote_types(self.dtype, torch.float32)
-        shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
+        config = self.config
+        dtype = self.dtype
         part = length // self.mesh.cp.size
-        hidden = self.absent((part // shards, num_sequences, size), self.dtype, "the hidden states")
-        if self.config.head in ("classifier", "span"):
-            is_span = self.config.head == "span"
-            shape = (num_sequences, *((length, 2) if is_span else (self.config.num_labels,)))
-            return EncoderResult(hidden, logits=self.absent(shape, self.dtype, "the logits"))
-        if self.config.head == "pooler":
+        if config.tie_embeddings:
+            wide = torch.promote_types(dtype, torch.float32)
+            logits = self.absent((part, num_sequences, config.vocab_size), dtype, "the logits")
+            losses = self.absent((num_sequences, length), wide, "the losses")
+            order = None
+            if config.head == "pretraining":
+                order = self.absent((num_sequences, 2), dtype, "the logits of the order")
             return EncoderResult(
-                hidden, pooled=self.absent((num_sequences, size), self.dtype, "the pooled output")
+                logits=logits, losses=losses if has_losses else None, order_logits=order
             )
-        if self.config.head == "none":
-            return EncoderResult(hidden)
-        logits = self.absent(
-            (part, num_sequences, self.config.vocab_size), self.dtype, "the logits"
+        shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
+        shape = part // shards, num_sequences, config.hidden_size
+        shapes = {"classifier": (config.num_labels,), "span": (length, 2)}
+        logits = None
+        if config.head in shapes:
+            logits = self.absent((num_sequences, *shapes[config.head]), dtype, "the logits")
+        pooled = self.absent((num_sequences, config.hidden_size), dtype, "the pooled output")
+        return EncoderResult(
+            self.absent(shape, dtype, "the hidden states"),
+            pooled if config.head == "pooler" else None,
+            logits,
         )
-        losses = self.absent((num_sequences, length), wide, "the losses") if has_losses else None
-        order = None
-        if self.config.head == "pretraining":
-            order = self.absent((num_sequences, 2), self.dtype, "the logits of the order")
-        return EncoderResult(logits=logits, losses=losses, order_logits=order)
 
     def gather_hidden(
         self, hidden: Float[Tensor, "seq_local batch hidden"]

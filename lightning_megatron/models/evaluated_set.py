@@ -62,17 +62,16 @@ class EvaluatedSet:
             unit_per_token: Mean number of units per token or pair.
         """
         options: dict[str, Any] = {"sync_dist": True, "batch_size": count}
-        if self.name is None:
-            for mean, value in means.items():
-                shown = mean == "loss"
-                self.module.log(f"{self.part}_{mean}", value.detach(), prog_bar=shown, **options)
-            return
-        options["add_dataloader_idx"] = False
+        suffix = "" if self.name is None else f"/{self.name}"
+        if self.name is not None:
+            options["add_dataloader_idx"] = False
+            total = count * unit_per_token
+            key = f"{self.part}_{unit}{suffix}"
+            self.module.log(key, total, reduce_fx="sum", logger=False, **options)
         for mean, value in means.items():
-            self.module.log(f"{self.part}_{mean}/{self.name}", value.detach(), **options)
-        total = count * unit_per_token
-        key = f"{self.part}_{unit}/{self.name}"
-        self.module.log(key, total, reduce_fx="sum", logger=False, **options)
+            shown = mean == "loss" and self.name is None
+            name = f"{self.part}_{mean}{suffix}"
+            self.module.log(name, value.detach(), prog_bar=shown, **options)
 
 
 def log_means_of_all_sets(module: Any, part: str, means: Iterable[tuple[str, str]]) -> None:

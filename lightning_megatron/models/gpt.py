@@ -111,7 +111,7 @@ class GPT(LayeredModule):
                 scales_vectors=config.scales_vectors,
                 norm=build_norm(config, mesh) if config.embedding_norm else None,
             )
-        indices = [index for layers in self._layers_of_chunk for index in layers]
+        indices = [index for layers in self.layers_of_chunk for index in layers]
         self.layers = nn.ModuleDict(
             {str(index): build_block(config, mesh, index) for index in indices}
         )
@@ -218,7 +218,7 @@ class GPT(LayeredModule):
             like = self._stream_like(inputs, embeddings) if hidden is None else hidden
             layers = layer_inputs(
                 self.config,
-                self._layers_of_chunk[chunk],
+                self.layers_of_chunk[chunk],
                 self.rotary,
                 self.mesh,
                 like,

@@ -104,10 +104,16 @@ class LayeredModule(PipelinedModule):
         #: Number of layers of each virtual stage.
         self.partition = config.partition(self.mesh.layout, self.mesh.loss_chunk)
         stages = self.partition.by_stage(self.mesh.layout.placement)
-        self._layers_of_chunk = stages[self.mesh.pp.rank]
+        #: Indices of the layers of each chunk of this rank in the whole model.
+        self.layers_of_chunk = stages[self.mesh.pp.rank]
         with torch.device("meta"):
             self._build()
-        self._mixtures = self._find_mixtures()
+        #: This rank's mixture-of-experts layers, by their index in the whole model.
+        self.mixtures = {
+            int(name.partition(".")[0]): module
+            for name, module in self.layers.named_modules()
+            if isinstance(module, MixtureOfExperts)
+        }
         self.recompute = "none"
         if not torch.empty(0).is_meta:
             initialize_(self, self.mesh.device, seed)
@@ -125,7 +131,7 @@ class LayeredModule(PipelinedModule):
         settings = Recomputation.of(value)
         chosen: dict[int, Parts] = {}
         firsts = set[int]()
-        for layers in self._layers_of_chunk:
+        for layers in self.layers_of_chunk:
             parts = [settings.parts_of(place, len(layers)) for place in range(len(layers))]
             of_chunk = dict(zip(layers, parts, strict=True))
             firsts.update([index for index in layers if of_chunk[index]][:1])
@@ -134,21 +140,6 @@ class LayeredModule(PipelinedModule):
         for index, recomputed in chosen.items():
             recompute_parts(self.layers[str(index)], recomputed, offload if recomputed else None)
         self._recompute = settings
-
-    def layers_of_chunk(self, chunk: int) -> tuple[int, ...]:
-        """Return the indices of a chunk's layers in the whole model."""
-        return tuple(self._layers_of_chunk[chunk])
-
-    def mixtures(self) -> dict[int, MixtureOfExperts]:
-        """Return this rank's mixture-of-experts layers, by their index in the whole model."""
-        return dict(self._mixtures)
-
-    def _find_mixtures(self) -> dict[int, MixtureOfExperts]:
-        mixtures = {}
-        for name, module in self.named_modules():
-            if isinstance(module, MixtureOfExperts):
-                mixtures[int(name.removeprefix("layers.").partition(".")[0])] = module
-        return mixtures
 
     @cached_property
     def has_shared_experts(self) -> bool:
@@ -167,8 +158,7 @@ class LayeredModule(PipelinedModule):
     def _check_tokens(self, num_tokens: int) -> None:
         """Raise if token counts differ between ranks that gather tokens from each other."""
         is_needed = any(
-            layer.transport_choice.dispatcher.needs_equal_counts
-            for layer in self._mixtures.values()
+            layer.transport_choice.dispatcher.needs_equal_counts for layer in self.mixtures.values()
         )
         if is_needed and self.has_shared_experts and self.compares_counts:
             check_equal_counts(num_tokens, self.mesh)
@@ -267,7 +257,7 @@ class LayeredModule(PipelinedModule):
         if kind == "layers":
             index = int(rest.partition(".")[0])
             return next(
-                chunk for chunk, layers in enumerate(self._layers_of_chunk) if index in layers
+                chunk for chunk, layers in enumerate(self.layers_of_chunk) if index in layers
             )
         # If chunks lie in a V, the first stage has the embedding and the head, and the tied head
         # reads the embedding's weight.

@@ -163,7 +163,7 @@ class RemoteTensor(Tensor):
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
-            spec = self.owner.shape_inference.of_call(func, args, kwargs)
+            spec = self.owner.shape_inference.of_call(func, func, args, kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             self._refuse(f"{name} needs its values")
         deferred = DeferredCall(func, args, kwargs, spec.is_random)

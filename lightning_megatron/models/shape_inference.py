@@ -64,14 +64,6 @@ class ShapeInference:
         """Clear the cache, because modules have changed."""
         self._cache.clear()
 
-    def of_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> OutputSpec:
-        """Return the specification of the outputs of a function.
-
-        Raises:
-            RuntimeError: If a shape depends on values, or the function fails.
-        """
-        return self._of(function, function, args, kwargs)
-
     def of_module(
         self, module: nn.Module, device: torch.device, args: Any, kwargs: Any
     ) -> OutputSpec:
@@ -92,7 +84,7 @@ class ShapeInference:
             }
             return functional_call(module, empty, args, kwargs)
 
-        spec = self._of((id(module), module.training), call, args, kwargs)
+        spec = self.of_call((id(module), module.training), call, args, kwargs)
         if any(
             isinstance(value, FakeTensor)
             for part in module.modules()
@@ -102,7 +94,14 @@ class ShapeInference:
             self._cache.clear()
         return spec
 
-    def _of(self, name: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> OutputSpec:
+    def of_call(
+        self, name: Any, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> OutputSpec:
+        """Return the specification of the outputs of a function, which ``name`` stands for.
+
+        Raises:
+            RuntimeError: If a shape depends on values, or the function fails.
+        """
         leaves, structure = flatten((args, kwargs))
         parts = [_key_of(leaf) for leaf in leaves]
         key = None if any(part is None for part in parts) else (name, structure, tuple(parts))

@@ -245,16 +245,9 @@ class TokenModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW and its schedulers, which advance with each optimizer step."""
-        decayed = [
-            parameter
-            for parameter in self.parameters()
-            if parameter.requires_grad and parameter.dim() > 1
-        ]
-        undecayed = [
-            parameter
-            for parameter in self.parameters()
-            if parameter.requires_grad and parameter.dim() <= 1
-        ]
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        decayed = [parameter for parameter in trained if parameter.dim() > 1]
+        undecayed = [parameter for parameter in trained if parameter.dim() <= 1]
         # Both groups exist on every rank, even if they are empty, so that the optimizer checkpoints
         # of all ranks match.
         groups = [

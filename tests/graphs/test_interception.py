@@ -183,7 +183,7 @@ def test_a_chunk_is_divided_where_recomputed_layers_begin_and_end(monkeypatch):
         ((), False, True, False),
     ]
     # The last stage of a pipeline may have the head alone, and a stage in the middle no layer.
-    monkeypatch.setattr(model, "_layers_of_chunk", [()])
+    monkeypatch.setattr(model, "layers_of_chunk", [()])
     monkeypatch.setattr(model, "is_first_stage", lambda chunk=0: False)
     assert parts() == [((), False, True, False)]
     monkeypatch.setattr(model, "is_last_stage", lambda chunk=0: False)

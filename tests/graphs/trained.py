@@ -107,7 +107,7 @@ def train(
     runner = graph_runner(case, mesh, run, model, waited.update) if graphs else None
     schedule: Any = case.schedule
     executor = PipelineExecutor(mesh, model, schedule, actions=runner)
-    mixtures = list(model.mixtures().values())
+    mixtures = list(model.mixtures.values())
     losses: list[Tensor] = []
     evaluated: list[Tensor] = []
     for step, number in enumerate(case.microbatches):

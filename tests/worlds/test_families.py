@@ -193,7 +193,7 @@ def compare(case: str, mesh: ParallelMesh, job: Job) -> None:
     with float32_as_float64() if case in EXPERTS else nullcontext():
         twin = exact_twin(case, **changes)
     model = swapped(exact_twin(case, **changes), mesh)
-    for layer in model.gpt.mixtures().values():
+    for layer in model.gpt.mixtures.values():
         layer.transport = job.experts
     for kind in KINDS:
         roll = mesh.dp.rank

@@ -108,7 +108,7 @@ def expert_pairs(size: int) -> dict[str, Pair]:
         mesh = ParallelMesh.create(layout, sequence_parallel=shares)
         limit = RowLimit(rows or 1.0, mesh)
         model = build_model(CONFIG, mesh=mesh, recompute=recompute)
-        for number, layer in model.mixtures().items():
+        for number, layer in model.mixtures.items():
             layer.transport = transport
             layer.row_limit = LayerRows(limit, number, mesh.ep.size)
             layer.clones = ExpertClones(places) if places else None

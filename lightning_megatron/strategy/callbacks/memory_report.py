@@ -83,7 +83,7 @@ def kept_activations_of(model: GPT) -> KeptActivations:
 
 def _makes_expert_gradients(model: GPT) -> bool:
     """Return whether the gradients of all experts exist at once before their accumulation."""
-    for layer in model.mixtures().values():
+    for layer in model.mixtures.values():
         first, *rest = layer.experts.weights("down")
         kind = choose_backend(
             first.device, first.dtype, 1 + len(rest), first.shape[1], first.shape[0]

@@ -55,7 +55,7 @@ class LayerStates:
         self._layers: dict[int, MixtureOfExperts] = {}
         first = 0
         for model in models:
-            self._layers.update({first + index: layer for index, layer in model.mixtures().items()})
+            self._layers.update({first + index: layer for index, layer in model.mixtures.items()})
             first += model.config.num_layers
         #: Weight that is shared by all layers with router losses, the same on all stages; None if
         #: no model has router losses.

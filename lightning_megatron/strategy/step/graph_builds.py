@@ -97,7 +97,7 @@ def _segments(
     """
     has_transport = settings.captures("experts") and any(
         layer.transport_choice.transport not in ("none", "all_to_all")
-        for layer in model.mixtures().values()
+        for layer in model.mixtures.values()
     )
     tools = CaptureTools(
         backend,
