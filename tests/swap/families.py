@@ -73,6 +73,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4ForCausalLM", {**_LLAMA, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": False}),
     "ernie4_5": ("Ernie4_5ForCausalLM", {**_LLAMA, "head_dim": 8, "use_bias": True}),
     "helium": ("HeliumForCausalLM", {**_LLAMA, "num_key_value_heads": 1, "head_dim": 4, "attention_bias": True}),
+    "exaone4": ("Exaone4ForCausalLM", {
+        **_LLAMA, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "sliding_window_pattern": 2,
+    }),
     "smollm3": ("SmolLM3ForCausalLM", {
         **_LLAMA, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 4,
     }),

@@ -71,6 +71,8 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"final_logit_softcapping": 1.5, "layer_types": ["full_attention"] * 3}),
     ("glm4", {"attention_bias": True, "rope_parameters": {"partial_rotary_factor": 1.0}}),
     ("olmo3", {"attention_bias": True, "sliding_window": 64}),
+    ("exaone4", {"sliding_window": 64}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "head_dim": 4}),
     ("smollm3", {"use_sliding_window": False, "no_rope_layers": [0, 0, 1]}),
     ("starcoder2", {"hidden_act": "relu", "head_dim": 6, "tie_word_embeddings": False}),
     ("bloom", {"n_head": 6, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),

@@ -156,7 +156,7 @@ JOBS: dict[int, tuple[Job, ...]] = {
             ("llama with one key head", "gpt_neox", "roberta classes", "bert masked"), ("llama",), True,
             checks=(check_states, check_dropout),
         ),
-        Job({"pp": 2}, ("gpt2", "gemma3", "mpt"), checks=(check_other_stages,)),
+        Job({"pp": 2}, ("gpt2", "gemma3", "mpt", "exaone4"), checks=(check_other_stages,)),
         Job({"cp": 2}, ("bloom",), context="ring"),
         Job({"cp": 2}, ("mpt",), context="all_gather"),
         Job({"cp": 2}, ("bloom", "roberta masked"), context="all_to_all", checks=(check_dropout,)),

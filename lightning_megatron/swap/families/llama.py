@@ -122,6 +122,7 @@ COMMON = (
     ACTIVATION,
     *HEAD_DIM,
 )
+LLAMA_FIELDS = (*COMMON, *rotary_fields(), ATTENTION_BIAS, MLP_BIAS)
 
 
 def like_llama(
@@ -153,10 +154,7 @@ LLAMA = like_llama(
     "llama",
     "LlamaForCausalLM",
     (
-        *COMMON,
-        *rotary_fields(),
-        ATTENTION_BIAS,
-        MLP_BIAS,
+        *LLAMA_FIELDS,
         only(
             "rope_interleaved",
             "rotary positions pair the two halves of a head, not neighbouring elements",

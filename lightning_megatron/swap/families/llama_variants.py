@@ -1,6 +1,6 @@
 """Families like Llama: Granite has factors of embeddings, scores, residual additions and logits;
 ERNIE 4.5, Helium, GLM and GLM-4 rotate neighbouring elements; some layers of SmolLM3 rotate
-nothing; StarCoder2 has LayerNorm and biases; OLMo 2 and 3 have norms of all heads of queries and
+nothing; StarCoder2 has LayerNorm and biases; OLMo 2 and 3 and EXAONE 4 have norms of queries and
 keys, and norms after each part of a block.
 """
 
@@ -16,6 +16,7 @@ from lightning_megatron.swap.families.llama import (
     ATTENTION_DROPOUT,
     COMMON,
     HEAD_DIM,
+    LLAMA_FIELDS,
     LLAMA_NAMES,
     LONG_WINDOWS,
     MLP_BIAS,
@@ -37,10 +38,13 @@ _OLMO_NAMES = replace(
     attention_output_norm="model.layers.{}.post_attention_layernorm",
     mlp_output_norm="model.layers.{}.post_feedforward_layernorm",
 )
+_OLMO: dict[str, Any] = {"qk_norm": True, "qk_norm_over": "layer", "norm_position": "output"}
 
 
-def _ernie_biases(values: Values) -> Mapping[str, Any]:
-    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bool(values["use_bias"]))
+def _rotary_windows(values: Values) -> Mapping[str, Any]:
+    # Unless all layers attend to everything, those without a window rotate nothing.
+    rotating = tuple(kind == "sliding_attention" for kind in values["layer_types"])
+    return {"rotary_layers": None if values["sliding_window"] is None else rotating}
 
 
 def _rotary_layers(values: Values) -> Mapping[str, Any]:
@@ -53,10 +57,7 @@ GRANITE = like_llama(
     "granite",
     "GraniteForCausalLM",
     (
-        *COMMON,
-        *rotary_fields(),
-        ATTENTION_BIAS,
-        MLP_BIAS,
+        *LLAMA_FIELDS,
         Field("embedding_multiplier", "embedding_scale"),
         Field("attention_multiplier", "attention_scale"),
         Field("residual_multiplier", "residual_scale"),
@@ -71,7 +72,7 @@ ERNIE45 = like_llama(
     (
         *(field for field in COMMON if field != ATTENTION_DROPOUT),
         *rotary_fields(),
-        Field("use_bias", _ernie_biases),
+        Field("use_bias", "bias"),
     ),
     rotary_interleaved=True,
 )
@@ -102,10 +103,7 @@ SMOLLM3 = like_llama(
     "smollm3",
     "SmolLM3ForCausalLM",
     (
-        *COMMON,
-        *rotary_fields(),
-        ATTENTION_BIAS,
-        MLP_BIAS,
+        *LLAMA_FIELDS,
         Field("no_rope_layers", _rotary_layers),
         *WINDOWS,
     ),
@@ -138,13 +136,7 @@ STARCODER2 = like_llama(
 )
 
 OLMO2 = like_llama(
-    "olmo2",
-    "Olmo2ForCausalLM",
-    (*COMMON, *rotary_fields(), ATTENTION_BIAS),
-    _OLMO_NAMES,
-    qk_norm=True,
-    qk_norm_over="layer",
-    norm_position="output",
+    "olmo2", "Olmo2ForCausalLM", (*COMMON, *rotary_fields(), ATTENTION_BIAS), _OLMO_NAMES, **_OLMO
 )
 
 OLMO3 = like_llama(
@@ -152,9 +144,18 @@ OLMO3 = like_llama(
     "Olmo3ForCausalLM",
     (*COMMON, *rotary_fields(typed=True), ATTENTION_BIAS, *LONG_WINDOWS),
     _OLMO_NAMES,
+    **_OLMO,
+)
+
+EXAONE4 = like_llama(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    (*COMMON, *rotary_fields(), *WINDOWS, Field("sliding_window", _rotary_windows)),
+    _OLMO_NAMES,
+    # transformers derives the types of layers from it.
+    skipped="sliding_window_pattern",
     qk_norm=True,
-    qk_norm_over="layer",
     norm_position="output",
 )
 
-FAMILIES = (OLMO2, OLMO3, GRANITE, GLM, GLM4, SMOLLM3, STARCODER2, ERNIE45, HELIUM)
+FAMILIES = (OLMO2, OLMO3, GRANITE, GLM, GLM4, SMOLLM3, STARCODER2, ERNIE45, HELIUM, EXAONE4)
