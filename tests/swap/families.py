@@ -43,6 +43,9 @@ _GEMMA = {**_LLAMA, "head_dim": 8, "pad_token_id": 0}
 #: Decoders. Name of a case: class of the model, and the settings that differ from its defaults.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": V, "n_positions": 64, "n_embd": 48, "n_layer": LAYERS, "n_head": HEADS}),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", {
+        "vocab_size": V, "n_positions": 64, "n_embd": 48, "n_layer": LAYERS, "n_head": HEADS, "n_inner": 72,
+    }),
     "llama": ("LlamaForCausalLM", _LLAMA),
     "llama tied with biases": ("LlamaForCausalLM", {
         **_LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 6, "rope_parameters": _LLAMA3,

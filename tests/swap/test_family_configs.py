@@ -45,6 +45,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn .*True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention .*True"),
     ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop must equal resid_pdrop: they are 0.2 and 0.1"),
+    ("gpt_bigcode", {"multi_query": False}, "multi_query of the .* False"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention .*True"),
     ("gemma3", {"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention .* must be of rope_type default"),
     ("gemma3", {"attn_logit_softcapping": 1.5}, "attn_logit_softcapping .*1.5"),

@@ -62,6 +62,7 @@ CHANGED: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}),
     ("gpt2", {"activation_function": "gelu", "scale_attn_weights": False, "n_inner": 31}),
     ("gpt2", {"activation_function": "relu", "tie_word_embeddings": False}),
+    ("gpt_bigcode", {"scale_attn_weights": False, "tie_word_embeddings": False}),
     ("gemma", {"attention_bias": True, "hidden_act": "gelu", "tie_word_embeddings": False}),
     ("gpt_neox", {"hidden_act": "relu", "tie_word_embeddings": True, "layer_norm_eps": 1e-3}),
     ("mistral", {"sliding_window": None, "head_dim": 6, "rms_norm_eps": 1e-3}),

@@ -1,19 +1,14 @@
-"""Decoders with LayerNorm: GPT-2, GPT-NeoX, and BLOOM and MPT with ALiBi instead of positions."""
+"""Decoders with LayerNorm: GPT-2, GPT-BigCode, GPT-NeoX, and BLOOM and MPT with ALiBi."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.swap.families.family import DecoderNames, Family
-from lightning_megatron.swap.families.fields import (
-    UNGATED,
-    ConfigTable,
-    Field,
-    Values,
-    only,
-)
+from lightning_megatron.swap.families.fields import UNGATED, ConfigTable, Field, Values, only
 from lightning_megatron.swap.families.llama import ATTENTION_BIAS, SIZES
 from lightning_megatron.swap.families.rotary import rotary_fields
 
@@ -29,56 +24,71 @@ def _dropout(values: Values) -> Mapping[str, Any]:
     return {"hidden_dropout": residual}
 
 
+#: Rules of GPT-2 that GPT-BigCode shares.
+_FIELDS = (
+    Field("vocab_size", "vocab_size"),
+    Field("n_positions", "max_seq_length"),
+    Field("n_embd", "hidden_size"),
+    Field("n_layer", "num_layers"),
+    Field("n_head", "num_heads"),
+    Field("n_inner", "ffn_hidden_size"),
+    Field("activation_function", "activation", UNGATED),
+    Field("layer_norm_epsilon", "norm_eps"),
+    Field("initializer_range", "init_std"),
+    Field("embd_pdrop"),
+    Field("resid_pdrop", _dropout),
+    Field("attn_pdrop", "attention_dropout"),
+    Field("tie_word_embeddings", "tie_embeddings"),
+    Field(
+        "scale_attn_weights",
+        lambda v: {} if v["scale_attn_weights"] else {"attention_scale": 1.0},
+    ),
+)
+_SETTINGS = {"norm": "layernorm", "position": "learned", "bias": True}
+_NAMES = DecoderNames(
+    embedding="transformer.wte",
+    position="transformer.wpe",
+    final_norm="transformer.ln_f",
+    attention_norm="transformer.h.{}.ln_1",
+    mlp_norm="transformer.h.{}.ln_2",
+    qkv=("transformer.h.{}.attn.c_attn",),
+    output="transformer.h.{}.attn.c_proj",
+    up=("transformer.h.{}.mlp.c_fc",),
+    down="transformer.h.{}.mlp.c_proj",
+)
+
 GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     ConfigTable(
         (
-            Field("vocab_size", "vocab_size"),
-            Field("n_positions", "max_seq_length"),
-            Field("n_embd", "hidden_size"),
-            Field("n_layer", "num_layers"),
-            Field("n_head", "num_heads"),
-            Field("n_inner", "ffn_hidden_size"),
-            Field("activation_function", "activation", UNGATED),
-            Field("layer_norm_epsilon", "norm_eps"),
-            Field("initializer_range", "init_std"),
-            Field("embd_pdrop"),
-            Field("resid_pdrop", _dropout),
-            Field("attn_pdrop", "attention_dropout"),
-            Field("tie_word_embeddings", "tie_embeddings"),
-            Field(
-                "scale_attn_weights",
-                lambda v: {} if v["scale_attn_weights"] else {"attention_scale": 1.0},
-            ),
-            only(
-                "scale_attn_by_inverse_layer_idx",
-                "all layers scale their attention scores alike",
-                False,
-            ),
-            only(
-                "reorder_and_upcast_attn",
-                "the attention kernel chooses the precision of the scores",
-                False,
-            ),
+            *_FIELDS,
+            only("scale_attn_by_inverse_layer_idx", "all layers scale scores alike", False),
+            only("reorder_and_upcast_attn", "the kernel chooses the precision of scores", False),
         ),
-        {"norm": "layernorm", "position": "learned", "bias": True},
+        _SETTINGS,
     ),
-    DecoderNames(
-        embedding="transformer.wte",
-        position="transformer.wpe",
-        final_norm="transformer.ln_f",
-        attention_norm="transformer.h.{}.ln_1",
-        mlp_norm="transformer.h.{}.ln_2",
-        qkv=("transformer.h.{}.attn.c_attn",),
-        output="transformer.h.{}.attn.c_proj",
-        up=("transformer.h.{}.mlp.c_fc",),
-        down="transformer.h.{}.mlp.c_proj",
-        is_transposed=True,
-    ),
+    replace(_NAMES, is_transposed=True),
     base="transformer.",
     ignored=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
     embedding="transformer.wte.weight",
+)
+
+GPT_BIGCODE = replace(
+    GPT2,
+    model_type="gpt_bigcode",
+    architecture="GPTBigCodeForCausalLM",
+    config=ConfigTable(
+        (
+            *_FIELDS,
+            Field("num_key_value_heads", "num_kv_heads"),
+            only("multi_query", "all query heads share one key head", True),
+        ),
+        _SETTINGS,
+        # The class does not read them.
+        "attention_softmax_in_fp32 scale_attention_softmax_in_fp32",
+    ),
+    tensors=_NAMES,
 )
 
 GPT_NEOX = Family(
@@ -233,4 +243,4 @@ MPT = Family(
     embedding="transformer.wte.weight",
 )
 
-FAMILIES = (GPT2, GPT_NEOX, BLOOM, MPT)
+FAMILIES = (GPT2, GPT_BIGCODE, GPT_NEOX, BLOOM, MPT)
