@@ -376,7 +376,7 @@ def test_pickles_are_refused_without_running_code(write, tmp_path):
         with pytest.raises(OUR_ERRORS, match="model"):
             SafetensorsFolder(folder)
         with pytest.raises(OUR_ERRORS):
-            cli_convert.main([str(folder), str(tmp_path / "out")])
+            cli_convert.convert(str(folder), str(tmp_path / "out"))
         (folder / name).unlink()
     assert not trap.exists()
     if write is torch.save:
@@ -392,7 +392,7 @@ def test_code_that_a_configuration_names_does_not_run(tmp_path):
     for file in ("trap.py", "__init__.py", "sitecustomize.py"):
         (folder / file).write_text(f"import os\nos.mkdir({str(trap)!r})\nclass Trap: pass\n")
     import_model(folder, tmp_path / "out")
-    cli_convert.main([str(tmp_path / "out"), str(tmp_path / "again"), "--verify"])
+    cli_convert.convert(str(tmp_path / "out"), str(tmp_path / "again"), verify=True)
     assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text())
     save_llama(folder, **code, trust_remote_code=True)
     with pytest.raises(UnsupportedError, match="trust_remote_code of the configuration must"):
