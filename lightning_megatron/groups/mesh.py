@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.agent_store import default_store
 from lightning_megatron.groups.axis import CollectiveLauncher, MeshAxis
 from lightning_megatron.groups.collective_matmul import release_workspace
@@ -19,7 +18,7 @@ from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.mesh_groups import GroupBuilder, Rendezvous, groups_of_part
-from lightning_megatron.groups.nccl_options import GROUP_NAMES, NcclOptions
+from lightning_megatron.groups.nccl_options import NcclOptions
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
@@ -165,23 +164,6 @@ class ParallelMesh:
     def replica_axis(self, is_expert: bool) -> MeshAxis:
         """Return the axis of a parameter's replicas: ``edp`` for experts, else ``data``."""
         return self.edp if is_expert else self.data
-
-    def on_cpu(self, name: str) -> MeshAxis:
-        """Return the gloo twin of an axis: the same ranks, for Python objects and CPU tensors.
-
-        Args:
-            name: Name of the axis, such as ``tp``.
-
-        Raises:
-            ParallelPlanError: For a name that is not an axis with a group.
-        """
-        if name not in GROUP_NAMES:
-            raise ParallelPlanError(
-                f"name must be an axis of the mesh with a group: {name!r} is not. Use "
-                f"{', '.join(GROUP_NAMES)}."
-            )
-        twin: MeshAxis = getattr(self, f"{name}_cpu")
-        return twin
 
     @property
     def full_model_cpu(self) -> MeshAxis:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
-
-from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.settings import require_index, require_positive
 
 BUCKET_SIZE = 40_000_000
 """Elements at which a bucket closes: enough for full bandwidth, few enough for an early start."""
@@ -66,19 +63,7 @@ class Bucket:
         return self.stop - self.start
 
     def part(self, index: int, num_parts: int) -> tuple[int, int]:
-        """Return [start, stop) in the buffer of one of ``num_parts`` equal parts.
-
-        Raises:
-            ParallelPlanError: If the index is out of range, or the size is not a multiple of
-                ``num_parts``.
-        """
-        require_index("part", index, "num_parts", num_parts)
-        if self.size % num_parts:
-            raise ParallelPlanError(
-                f"a bucket must be cut into equal parts: its size is {self.size}, num_parts is "
-                f"{num_parts}. The buffer was planned for another number of parts. Plan the buffer "
-                f"again with num_parts of {num_parts}."
-            )
+        """Return [start, stop) in the buffer of one of ``num_parts`` equal parts."""
         extent = self.size // num_parts
         return self.start + index * extent, self.start + (index + 1) * extent
 
@@ -135,12 +120,7 @@ class BufferPlan:
         return self.buckets[bucket].start // self.num_parts
 
     def slices(self, part: int) -> tuple[Slice, ...]:
-        """List the ranges of parameters that one part owns, in buffer order, without empty ranges.
-
-        Raises:
-            ParallelPlanError: If the index is out of range.
-        """
-        require_index("part", part, "num_parts", self.num_parts)
+        """List the ranges of parameters that one part owns, in buffer order, without empty ones."""
         slices: list[Slice] = []
         for index, bucket in enumerate(self.buckets):
             low, high = bucket.part(part, self.num_parts)
@@ -183,7 +163,7 @@ class BufferPlan:
 
 
 def plan_by_elements(
-    pieces: Iterable[FlatParameter],
+    pieces: Sequence[FlatParameter],
     num_parts: int,
     bucket_size: int = BUCKET_SIZE,
     alignment: int = ALIGNMENT,
@@ -202,12 +182,8 @@ def plan_by_elements(
         bucket_size: Size at which a bucket closes (elements).
         alignment: Every parameter starts at a multiple of this number (elements).
 
-    Raises:
-        ParallelPlanError: For sizes below 1, negative pieces and duplicate names.
-
     Source: Megatron-Core's ``core/optimizer/param_layout.py``.
     """
-    pieces = _checked(pieces, num_parts, bucket_size=bucket_size, alignment=alignment)
     multiple = lcm(num_parts, _BUCKET_MULTIPLE, alignment)
     buckets: list[Bucket] = []
     pending: list[FlatParameter] = []
@@ -238,18 +214,14 @@ def plan_by_elements(
     return BufferPlan(num_parts, tuple(buckets))
 
 
-def plan_by_parameters(pieces: Iterable[FlatParameter], num_parts: int) -> BufferPlan:
+def plan_by_parameters(pieces: Sequence[FlatParameter], num_parts: int) -> BufferPlan:
     """Assign whole parameters to the parts, for optimizers that need whole parameters.
 
     There is one bucket for each group. The parameters are assigned in order of decreasing size,
     each to the part with the fewest elements, so that the parts differ by at most the largest
     parameter. All parts are padded to the size of the largest part. Within a part, parameters are
     in reverse order of use.
-
-    Raises:
-        ParallelPlanError: For sizes below 1, negative pieces and duplicate names.
     """
-    pieces = _checked(pieces, num_parts)
     groups = dict.fromkeys(piece.group for piece in reversed(pieces))
     buckets: list[Bucket] = []
     for group in groups:
@@ -299,22 +271,3 @@ def _bucket(pieces: Sequence[FlatParameter], start: int, alignment: int, multipl
 
 def _align(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _checked(pieces: Iterable[FlatParameter], num_parts: int, **sizes: int) -> list[FlatParameter]:
-    for name, size in {"num_parts": num_parts, **sizes}.items():
-        require_positive(name, size)
-    checked: dict[str, FlatParameter] = {}
-    for piece in pieces:
-        if piece.name in checked:
-            raise ParallelPlanError(
-                f"a buffer must hold each parameter once: {piece.name!r} is listed twice. List a "
-                "shared parameter once."
-            )
-        if piece.size < 0:
-            raise ParallelPlanError(
-                f"a parameter must have 0 elements or more: {piece.name!r} has {piece.size}. Use "
-                "its number of elements."
-            )
-        checked[piece.name] = piece
-    return list(checked.values())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.settings import join_or, require_index, require_positive
+from lightning_megatron.plan.settings import join_or
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,6 @@ class AttentionBlock:
     is_causal: bool = False
     offset: int = 0
     window: int | None = None
-
-    @property
-    def is_aligned(self) -> bool:
-        """Return whether the mask is only causal, and the last query attends to the last key."""
-        at_end = self.offset == len(self.keys) - len(self.queries)
-        return self.is_causal and self.window is None and at_end
 
     @property
     def num_pairs(self) -> int:
@@ -67,8 +61,6 @@ class ContextCut:
     seq_length: int
 
     def __post_init__(self) -> None:
-        require_positive("cp", self.size)
-        require_positive("seq_length", self.seq_length)
         check_context_length(self.seq_length, self.size)
 
     @property
@@ -83,7 +75,6 @@ class ContextCut:
 
     def pieces(self, rank: int) -> tuple[int, int]:
         """Return the indices of a rank's two pieces."""
-        require_index("rank", rank, "cp", self.size)
         return rank, 2 * self.size - 1 - rank
 
     def ranges(self, rank: int) -> tuple[range, range]:
@@ -221,7 +212,6 @@ def check_context_length(seq_length: int, cp: int, sequence_shards: int = 1) -> 
 
 def split_heads_over(heads: int, ranks: int) -> list[range]:
     """Return the heads of each rank: neighbouring heads, whose numbers differ by at most one."""
-    require_positive("cp", ranks)
     stops = [-(-heads * (rank + 1) // ranks) for rank in range(ranks)]
     return [range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
 

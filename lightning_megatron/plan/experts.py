@@ -127,21 +127,14 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         coerce_fields(self, "experts.")
         rule = f"be at most num_experts ({self.num_experts})"
-        self._require(
-            self.top_k <= self.num_experts, "top_k", rule, "a token goes to each expert once"
-        )
-        if not isinstance(self.layers, int):
-            self._require(
-                any(self.layers), "layers", "have a true value", "no layer would have experts"
-            )
+        self._require(self.top_k <= self.num_experts, "top_k", rule)
+        holds = isinstance(self.layers, int) or any(self.layers)
+        self._require(holds, "layers", "have a true value, or no layer has experts")
+        holds = self.expert_bias or not self.expert_bias_rate
+        self._require(holds, "expert_bias_rate", "be 0 without expert_bias")
+        holds = self.shared_ffn_hidden_size is not None or not self.shared_gate
+        self._require(holds, "shared_gate", "be False without shared_ffn_hidden_size")
         self._check_groups()
-        needs_bias = "no expert has a bias (expert_bias is False)"
-        self._require(
-            self.expert_bias or not self.expert_bias_rate, "expert_bias_rate", "be 0", needs_bias
-        )
-        needs_shared = "the model has no shared expert (shared_ffn_hidden_size is None)"
-        is_gate_used = self.shared_ffn_hidden_size is not None or not self.shared_gate
-        self._require(is_gate_used, "shared_gate", "be False", needs_shared)
 
     @property
     def has_losses(self) -> bool:
@@ -176,7 +169,7 @@ class ExpertsConfig:
         """
         if isinstance(self.layers, int):
             rule = f"be at most num_layers ({num_layers})"
-            self._require(self.layers <= num_layers, "layers", rule, "no layer would have experts")
+            self._require(self.layers <= num_layers, "layers", rule)
             return
         if len(self.layers) != num_layers:
             raise ParallelPlanError(
@@ -191,33 +184,18 @@ class ExpertsConfig:
             for n in divisors(self.num_experts)
             if n == 1 or self.num_experts // n >= self.best_of_group
         ]
-        holds = self.num_groups in legal
-        self._require(
-            holds,
-            "num_groups",
-            f"be {join_or(legal)}",
-            f"num_experts ({self.num_experts}) are cut into equal groups",
-        )
+        rule = f"be {join_or(legal)}, to cut num_experts ({self.num_experts}) into equal groups"
+        self._require(self.num_groups in legal, "num_groups", rule)
         rule = f"be at most num_groups ({self.num_groups})"
-        self._require(
-            self.top_k_groups <= self.num_groups,
-            "top_k_groups",
-            rule,
-            "the best groups are selected",
-        )
+        self._require(self.top_k_groups <= self.num_groups, "top_k_groups", rule)
         eligible = self.num_experts // self.num_groups * self.top_k_groups
-        rule = f"be at most {eligible}"
-        why = (
-            f"top_k_groups ({self.top_k_groups}) of num_groups ({self.num_groups}) have {eligible} "
-            "experts"
-        )
-        self._require(self.top_k <= eligible, "top_k", rule, why)
+        rule = f"be at most {eligible}, the experts of top_k_groups ({self.top_k_groups})"
+        self._require(self.top_k <= eligible, "top_k", rule)
 
-    def _require(self, holds: bool, name: str, rule: str, why: str) -> None:
+    def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
-            value = getattr(self, name)
             raise ParallelPlanError(
-                f"{name} ({value}) of experts must {rule}, because {why}. Change {name}."
+                f"{name} ({getattr(self, name)}) of experts must {rule}. Change {name}."
             )
 
 

@@ -54,15 +54,10 @@ class GlobalBatch:
             return
         growth = self.size - ramp.start
         if growth <= 0 or growth % ramp.increment:
-            legal = [start for start in _neighbours(self.size, ramp) if start > 0]
             raise ParallelPlanError(
                 "ramp_up must grow from start to global_batch_size in whole increments: start is "
-                f"{ramp.start}, increment {ramp.increment}, global_batch_size {self.size}. "
-                + (
-                    f"With this increment start may be {', '.join(map(str, legal))}."
-                    if legal
-                    else f"Use an increment below {self.size}."
-                )
+                f"{ramp.start}, increment {ramp.increment}, global_batch_size {self.size}. Use a "
+                "start that is smaller by a multiple of the increment, or another increment."
             )
 
     @classmethod
@@ -113,14 +108,10 @@ class GlobalBatch:
             what = "global_batch_size" if size == self.size else "each size of ramp_up"
             below = size // unit * unit
             legal = [str(n) for n in (below, below + unit) if n]
-            ranks = [n for n in range(1, size + 1) if size % (n * microbatch_size) == 0]
-            ways = f"Use {' or '.join(legal)}"
-            if ranks:
-                ways += f", or a number of data ranks of {', '.join(map(str, ranks))}"
             raise ParallelPlanError(
                 f"{what} must be a multiple of data ranks x microbatch_size: {size} is not one of "
                 f"{dp} x {microbatch_size} = {unit}, and every data rank computes the same number "
-                f"of microbatches. {ways}."
+                f"of microbatches. Use {' or '.join(legal)}."
             )
 
     def check_accumulation(self, accumulates: bool) -> None:
@@ -171,9 +162,3 @@ class GlobalBatch:
             # The first whole position at which `number` shares of the samples are consumed.
             yield size, -(-ramp.samples * number // (len(sizes) - 1))
         yield sizes[-1], None
-
-
-def _neighbours(size: int, ramp: RampUp) -> list[int]:
-    """Return the starts next to that of a ramp-up from which its increments reach the size."""
-    first = size - max((size - ramp.start) // ramp.increment, 0) * ramp.increment
-    return sorted({min(start, size - ramp.increment) for start in (first - ramp.increment, first)})

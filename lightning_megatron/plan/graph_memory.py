@@ -97,7 +97,7 @@ def _segment_memory(schedule: Schedule, stage: int, parts: Sequence[_ChunkGraphs
     is_halved = any(action.kind == "W" for action in schedule.actions(stage))
     pools = inputs = shared = 0
     for number, part in enumerate(parts):
-        peak = slots.peak(number)
+        peak = slots.peaks[number]
         # The first backward pass of a step has separate graphs in its slot.
         num_sets = peak + (schedule.num_microbatches > peak)
         if slots.can_share and part.keeps_only_inputs:

@@ -6,11 +6,10 @@ from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_megatron.errors import ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.actions import PipelineUnit
 from lightning_megatron.plan.live_microbatches import LIVE_CHANGE, live_microbatches
 from lightning_megatron.plan.schedule import NAMED_SCHEDULES, Schedule
-from lightning_megatron.plan.settings import require_index
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class GraphSlots:
     nothing is kept, and every unit runs in slot 0.
 
     Raises:
-        ParallelPlanError: If the rank is not a stage of the schedule.
         UnsupportedError: As for :func:`check_graph_slots`.
     """
 
@@ -34,7 +32,6 @@ class GraphSlots:
     rank: int
 
     def __post_init__(self) -> None:
-        require_index("rank", self.rank, "pp", self.schedule.num_stages)
         check_graph_slots(self.schedule)
 
     @property
@@ -42,29 +39,9 @@ class GraphSlots:
         """Return the number of slots of every chunk."""
         return _peaks(self.schedule, self.rank)
 
-    def peak(self, chunk: int) -> int:
-        """Return the number of slots of a chunk.
-
-        Raises:
-            ParallelPlanError: If the stage has no such chunk.
-        """
-        require_index("chunk", chunk, "vpp", self.schedule.num_chunks)
-        return self.peaks[chunk]
-
     def slot_of(self, unit: PipelineUnit) -> int:
-        """Return the index of the slot that a unit occupies.
-
-        Raises:
-            ParallelPlanError: If the step has no such unit.
-        """
-        slot = self._slot_of_unit.get(unit)
-        if slot is None:
-            raise ParallelPlanError(
-                f"a slot must belong to a unit of the step: {unit} does not exist. Use chunks of 0 "
-                f"to {self.schedule.num_chunks - 1} and microbatches of 0 to "
-                f"{self.schedule.num_microbatches - 1}."
-            )
-        return slot
+        """Return the index of the slot that a unit occupies."""
+        return self._slot_of_unit[unit]
 
     @property
     def can_share(self) -> bool:

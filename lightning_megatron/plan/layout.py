@@ -17,7 +17,6 @@ from lightning_megatron.plan.settings import (
     coerce_fields,
     divisors,
     join_or,
-    require_index,
     shown,
 )
 
@@ -72,9 +71,12 @@ class Grid:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of a global rank on every axis."""
         rest = rank - self.rank_offset
-        require_index(
-            "rank - rank_offset", rest, "world_size", prod(size for _, size in self.sizes)
-        )
+        num_ranks = prod(size for _, size in self.sizes)
+        if not 0 <= rest < num_ranks:
+            raise ParallelPlanError(
+                f"rank must be a rank of the layout: it is {rank}. Use {self.rank_offset} to "
+                f"{self.rank_offset + num_ranks - 1}."
+            )
         position = {}
         for axis, size in self.sizes:
             rest, position[axis] = divmod(rest, size)
@@ -334,18 +336,11 @@ class ParallelLayout:
 
     def _check_order(self) -> None:
         named = self.order.split("-")
-        for axis in named:
-            if axis not in _ORDER_AXES:
-                raise ParallelPlanError(
-                    f"order must name parallel axes joined by dashes: {shown(self.order)} names "
-                    f"{shown(axis)}. Use each of {join_or(_ORDER_AXES)} at most once."
-                )
-            if named.count(axis) > 1:
-                raise ParallelPlanError(
-                    f"order must name every axis at most once: {shown(self.order)} names {axis} "
-                    f"{named.count(axis)} times, so its place is ambiguous. Use for example "
-                    f"{'-'.join(dict.fromkeys(named))!r}."
-                )
+        if not set(named) <= set(_ORDER_AXES) or len(set(named)) < len(named):
+            raise ParallelPlanError(
+                "order must name parallel axes joined by dashes, each at most once: it is "
+                f"{shown(self.order)}. Use each of {join_or(_ORDER_AXES)} at most once."
+            )
         sizes = {
             "tp": max(self.tp, self.etp),
             "cp": self.cp,
@@ -367,21 +362,11 @@ class ParallelLayout:
 
 def _axes_of(name: str, legal: tuple[str, ...], aliases: Mapping[str, str]) -> list[str]:
     axes = [aliases.get(axis, axis) for axis in name.split("-")]
-    for axis in axes:
-        if axis not in legal:
-            grid = "expert" if "ep" in legal else "dense"
-            other_grid = "dense" if "ep" in legal else "expert"
-            known = axis in (*DENSE_AXES, *EXPERT_AXES)
-            why = f"it is an axis of the {other_grid} grid" if known else "there is no such axis"
-            raise ParallelPlanError(
-                f"a group of the {grid} grid must be named by its axes: {name!r} has {axis!r}, but "
-                f"{why}. Use {join_or(legal)}, joined by dashes."
-            )
-        if axes.count(axis) > 1:
-            raise ParallelPlanError(
-                f"a group's name must have each axis at most once: {name!r} has {axis} "
-                f"{axes.count(axis)} times. Use {'-'.join(dict.fromkeys(axes))!r}."
-            )
+    if not set(axes) <= set(legal) or len(set(axes)) < len(axes):
+        raise ParallelPlanError(
+            f"a group must be named by axes of its grid, each once: {name!r} is no such name. Use "
+            f"{join_or(legal)}, joined by dashes."
+        )
     return axes
 
 
@@ -453,15 +438,10 @@ def _refusal(text: str, sign: str, position: int) -> ParallelPlanError | Unsuppo
             f"stage_layers cannot have layers of multi-token prediction: {where}. No model of this "
             "version has such layers. Leave 'm' out."
         )
-    if sign == ")":
+    if sign in ")*":
         return ParallelPlanError(
-            f"stage_layers must open every bracket that it closes: {where}. Brackets enclose "
-            "repeated parts. Add '(' before it, or leave it out."
-        )
-    if sign == "*":
-        return ParallelPlanError(
-            f"stage_layers must have '*' between a repeated part and a number: {where}. Use 't', "
-            "'|' or ')' before it, and a number of at most six digits after it."
+            f"stage_layers must have '(' before ')', and '*' only between a repeated part and a "
+            f"number of at most six digits: {where}. Add what is missing, or leave it out."
         )
     return ParallelPlanError(
         f"stage_layers must consist of known symbols: {where}. Use 'E' (embedding), 't' "

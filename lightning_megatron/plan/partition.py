@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise, permutations
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.placement import Placement
-from lightning_megatron.plan.settings import join_or, require_positive
+from lightning_megatron.plan.settings import require_positive
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,13 @@ def lightest_partition(costs: LayerCosts, placement: Placement) -> LayerPartitio
     Raises:
         ParallelPlanError: If there are fewer layers than virtual stages.
     """
-    _check_enough_layers(len(costs.layers), placement.num_stages, placement.num_chunks)
+    if placement.num_virtual_stages > len(costs.layers):
+        raise ParallelPlanError(
+            f"num_layers ({len(costs.layers)}) must be at least pp x vpp ({placement.num_stages} x "
+            f"{placement.num_chunks} = {placement.num_virtual_stages}), because every virtual "
+            "stage holds at least one layer. Use pp x vpp of at most "
+            f"{len(costs.layers)}."
+        )
     least = [1] * placement.num_virtual_stages
     if costs.head:
         least[-1] = 0
@@ -249,28 +255,3 @@ def _sorted_costs(
     stages = [round(cost, 9) for cost in costs.of_stages(counts, placement)]
     virtual_stages = [round(cost, 9) for cost in costs.of_virtual_stages(counts)]
     return [sorted(stages, reverse=True), sorted(virtual_stages, reverse=True)]
-
-
-def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
-    if num_stages * num_chunks <= num_layers:
-        return
-    legal = []
-    if num_layers >= num_chunks:
-        legal.append(
-            f"pp of {join_or(_legal_up_to(num_layers // num_chunks))} with vpp {num_chunks}"
-        )
-    if num_chunks > 1 and num_layers >= num_stages:
-        legal.append(
-            f"vpp of {join_or(_legal_up_to(num_layers // num_stages))} with pp {num_stages}"
-        )
-    if not legal:
-        legal = [f"pp of {join_or(_legal_up_to(num_layers))} with vpp 1"]
-    raise ParallelPlanError(
-        f"num_layers ({num_layers}) must be at least pp x vpp ({num_stages} x {num_chunks} = "
-        f"{num_stages * num_chunks}), because every virtual stage holds at least one layer. Use "
-        f"{', or '.join(legal)}."
-    )
-
-
-def _legal_up_to(largest: int) -> list[object]:
-    return list(range(1, largest + 1)) if largest <= 4 else [f"1 to {largest}"]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.settings import require_index, require_positive
+from lightning_megatron.plan.settings import Count, coerce_fields
 
 T = TypeVar("T")
 
@@ -32,17 +31,11 @@ class Placement:
     """
 
     shape: PlacementShape
-    num_stages: int
-    num_chunks: int
+    num_stages: Count
+    num_chunks: Count
 
     def __post_init__(self) -> None:
-        require_positive("pp", self.num_stages)
-        require_positive("vpp", self.num_chunks)
-        if self.shape not in ("loop", "v"):
-            raise ParallelPlanError(
-                f"shape of a placement must be 'loop' or 'v': it is {self.shape!r}. Use one of the "
-                "two."
-            )
+        coerce_fields(self)
 
     @property
     def num_virtual_stages(self) -> int:
@@ -55,12 +48,7 @@ class Placement:
         return chunk * self.num_stages + step
 
     def owner(self, virtual_stage: int) -> tuple[int, int]:
-        """Return the stage and the chunk of a virtual stage.
-
-        Raises:
-            ParallelPlanError: For a virtual stage that does not exist.
-        """
-        require_index("virtual stage", virtual_stage, "pp x vpp", self.num_virtual_stages)
+        """Return the stage and the chunk of a virtual stage."""
         chunk, step = divmod(virtual_stage, self.num_stages)
         rank = self.num_stages - 1 - step if self._is_reversed(chunk) else step
         return rank, chunk

@@ -57,47 +57,25 @@ class RotaryScaling:
 
     def __post_init__(self) -> None:
         coerce_fields(self, "rotary_scaling.")
-        length = self.original_length
-        needs = f"the {self.kind} kind depends on the sequence length of the first training"
-        _require(
-            self.kind == "linear" or length is not None,
-            "original_length",
-            length,
-            "be given",
-            needs,
-        )
+        if self.kind != "linear":
+            rule = "be given, because this kind depends on the length of the first training"
+            self._require(self.original_length is not None, "original_length", rule)
         if self.kind == "llama3":
             rule = f"exceed low_frequency_factor ({self.low_frequency_factor})"
-            holds = 0.0 < self.low_frequency_factor < self.high_frequency_factor
-            _require(
-                holds,
-                "high_frequency_factor",
-                self.high_frequency_factor,
-                rule,
-                "the angles between the two are interpolated",
-            )
+            holds = self.low_frequency_factor < self.high_frequency_factor
+            self._require(holds, "high_frequency_factor", rule)
         if self.kind == "longrope":
-            holds = length is not None and length > 1
-            _require(
-                holds, "original_length", length, "be at least 2", "its logarithm is divided by"
-            )
-            for name in ("short_factors", "long_factors"):
-                values = getattr(self, name)
-                _require(
-                    bool(values),
-                    name,
-                    values,
-                    "be numbers above 0",
-                    "each angle is divided by its own factor",
-                )
-            numbers = f"{len(self.short_factors)} and {len(self.long_factors)}"
-            same = len(self.short_factors) == len(self.long_factors)
-            _require(
-                same,
-                "short_factors and long_factors",
-                numbers,
-                "be equally many",
-                "both divide the same angles",
+            holds = self.original_length != 1
+            self._require(holds, "original_length", "be at least 2: its logarithm is divided by")
+            self._require(bool(self.short_factors), "short_factors", "have a number for each angle")
+            holds = len(self.short_factors) == len(self.long_factors)
+            self._require(holds, "long_factors", "be as many as short_factors")
+
+    def _require(self, holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise ParallelPlanError(
+                f"rotary_scaling ({self.kind}): {name} ({getattr(self, name)}) must {rule}. Change "
+                f"{name}."
             )
 
     @property
@@ -113,10 +91,3 @@ class RotaryScaling:
             assert self.original_length is not None, "longrope has been refused without it"
             return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
         return 1.0
-
-
-def _require(holds: bool, name: str, value: object, rule: str, why: str) -> None:
-    if not holds:
-        raise ParallelPlanError(
-            f"rotary_scaling: {name} ({value}) must {rule}, because {why}. Change {name}."
-        )

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.actions import Action, Kind, RowBuilder
 from lightning_megatron.plan.placement import Placement, PlacementShape
-from lightning_megatron.plan.settings import join_or, require_index, require_positive
+from lightning_megatron.plan.settings import join_or, require_positive
 from lightning_megatron.plan.zero_bubble import (
     dual_pipe_v_row,
     zero_bubble_row,
@@ -167,7 +167,6 @@ class Schedule:
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a stage in order."""
-        require_index("rank", rank, "pp", self.num_stages)
         return self.rows[rank]
 
     def is_split(self, rank: int, chunk: int, microbatch: int) -> bool:
@@ -407,22 +406,12 @@ def _check_group(num_stages: int, num_microbatches: int, group: int) -> None:
     legal = [size for size in sizes if not 0 < num_microbatches % size < num_stages]
     if group in legal:
         return
-    remainder = num_microbatches % group
-    values = (
-        f"microbatch_group_size is {group}, pp is {num_stages}, num_microbatches is "
-        f"{num_microbatches}"
-    )
     if len(legal) > 6:
         legal = [*legal[:5], legal[-1]]
-    if num_stages <= group <= num_microbatches:
-        why = (
-            f"the last group would hold {remainder}, fewer than the stages, and every stage would "
-            "wait for it"
-        )
-    else:
-        why = "a smaller group would wait for its own output, and a larger one would never fill"
     multiple = -(-num_microbatches // num_stages) * num_stages
     raise ParallelPlanError(
-        f"microbatch groups must have at least pp microbatches and at most all: {values}; {why}. "
-        f"Use microbatch_group_size of {join_or(legal)}, or {multiple} microbatches."
+        f"microbatch groups must have at least pp ({num_stages}) microbatches, also the last one, "
+        f"and at most all ({num_microbatches}): microbatch_group_size is {group}; stages of a "
+        "smaller group would wait for its own output. Use microbatch_group_size of "
+        f"{join_or(legal)}, or {multiple} microbatches."
     )

@@ -54,15 +54,6 @@ def require_positive(name: str, value: int) -> None:
         )
 
 
-def require_index(name: str, index: int, size_name: str, size: int) -> None:
-    """Check that 0 <= index < size."""
-    if not 0 <= index < size:
-        raise ParallelPlanError(
-            f"{name} must be a position on its axis: it is {index}, {size_name} is {size}. Use "
-            f"{name} of 0 to {size - 1}."
-        )
-
-
 @dataclass(frozen=True)
 class Range:
     """Range of a number, or of a duration in seconds."""
@@ -82,11 +73,13 @@ class Range:
         )
 
     def __str__(self) -> str:
+        # The limit of an integer type is no rule that users need to know.
+        is_plain = self.maximum is not None and self.maximum >= MOST
         bounds = (
             ("of at least", self.minimum),
             ("above", self.above),
             ("below", self.below),
-            ("at most", self.maximum),
+            ("at most", None if is_plain else self.maximum),
         )
         return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
 
@@ -167,26 +160,16 @@ def coerced(name: str, value: Any, kind: Any) -> Any:
             measured = converted.total_seconds()
         if bounds is None or bounds.holds(measured):
             return converted
-        raise ParallelPlanError(
-            f"{name} must be {describe(kind, converted)}: it is {shown(value)}."
-        )
-    note = ""
-    if value is not None and not _has_type_of(value, kind):
-        note = f", of type {type(value).__name__}"
-    raise ParallelPlanError(f"{name} must be {describe(kind)}: it is {shown(value)}{note}.")
+        most = bounds.maximum if isinstance(bounds, Range) else None
+        is_beyond = most is not None and most >= MOST and measured > most
+        rule = f"at most {most}" if is_beyond else describe(kind)
+        raise ParallelPlanError(f"{name} must be {rule}: it is {shown(value)}.")
+    raise ParallelPlanError(f"{name} must be {describe(kind)}: it is {shown(value)}.")
 
 
-def describe(kind: Any, value: Any = None) -> str:
-    """Describe the legal values in words, such as "a whole number of at least 1 or None".
-
-    Args:
-        kind: Annotation.
-        value: Number that is refused. A very large upper bound is mentioned only if this number
-            exceeds it.
-    """
-    return join_or(
-        [word for bare, bounds in _alternatives(kind) for word in _words(bare, bounds, value)]
-    )
+def describe(kind: Any) -> str:
+    """Describe the legal values of an annotation, as "a whole number of at least 1 or None"."""
+    return join_or([word for bare, bounds in _alternatives(kind) for word in _words(bare, bounds)])
 
 
 def shown(value: object) -> str:
@@ -250,18 +233,6 @@ def _is_finite(value: Real) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
-
-
-def _has_type_of(value: Any, kind: Any) -> bool:
-    """Return whether a refused value has a legal type, so that the error need not name the type."""
-    bare = [legal_type for legal_type, _ in _alternatives(kind)]
-    types_of_literals = {
-        type(legal)
-        for legal_type in bare
-        if get_origin(legal_type) is Literal
-        for legal in get_args(legal_type)
-    }
-    return type(value) in types_of_literals or (float in bare and isinstance(value, float))
 
 
 def _literal(value: Any, kind: Any) -> Any:
@@ -358,7 +329,7 @@ def _check_has(name: str, value: Mapping[Any, Any], required: Sequence[str]) -> 
         raise ParallelPlanError(f"{name} must have {', '.join(missing)}: it has {present[:200]}.")
 
 
-def _words(kind: Any, bounds: Range | Pattern | None, value: Any) -> tuple[str, ...]:
+def _words(kind: Any, bounds: Range | Pattern | None) -> tuple[str, ...]:
     """Return descriptions of the legal values of one type."""
     origin = get_origin(kind)
     args = get_args(kind)
@@ -386,19 +357,8 @@ def _words(kind: Any, bounds: Range | Pattern | None, value: Any) -> tuple[str, 
         Any: "anything",
     }
     if kind in names:
-        return (names[kind] if bounds is None else f"{names[kind]} {_shown_bounds(bounds, value)}",)
+        return (names[kind] if bounds is None else f"{names[kind]} {bounds}",)
     return ("None" if kind in (None, type(None)) else _type_name(kind),)
-
-
-def _shown_bounds(bounds: Range | Pattern, value: Any) -> str:
-    """Return a range in words, without the limit of an integer type unless the value exceeds it."""
-    if isinstance(bounds, Pattern):
-        return str(bounds)
-    breaks = (
-        bounds.maximum is not None and isinstance(value, int | float) and value > bounds.maximum
-    )
-    is_plain = bounds.maximum is None or bounds.maximum < MOST or breaks
-    return str(bounds if is_plain else Range(bounds.minimum, bounds.above, bounds.below))
 
 
 def _type_name(kind: Any) -> str:

@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.settings import (
-    divisors,
-    join_or,
-    require_index,
-    require_positive,
-)
+from lightning_megatron.plan.settings import divisors, join_or
 
 
 @dataclass(frozen=True)
@@ -43,13 +38,7 @@ def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 128) -> int:
     Args:
         multiple: The number of rows per rank is a multiple of this (128 keeps matrix products
             aligned).
-
-    Raises:
-        ParallelPlanError: For a number below 1.
     """
-    require_positive("vocab_size", vocab_size)
-    require_positive("tp", tp)
-    require_positive("multiple", multiple)
     step = multiple * tp
     return -(-vocab_size // step) * step
 
@@ -62,9 +51,6 @@ def even_range(
     Raises:
         ParallelPlanError: If the size is not a multiple of the number of parts.
     """
-    require_positive(what, size)
-    require_positive(axis, parts)
-    require_index("index", index, axis, parts)
     if size % parts:
         raise ParallelPlanError(
             f"{what} ({size}) must be a multiple of {axis} ({parts}), because each rank holds an "
@@ -100,14 +86,6 @@ def attention_ranges(
     Raises:
         ParallelPlanError: If the heads cannot be divided among the ranks.
     """
-    for name, size in {
-        "num_attention_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-    }.items():
-        require_positive(name, size)
-    require_positive("tp", tp)
-    require_index("index", index, "tp", tp)
     _check_heads(num_heads, num_kv_heads, tp)
     query = num_heads // tp * head_dim
     sharers = max(1, tp // num_kv_heads)
@@ -139,11 +117,7 @@ def vocab_range(vocab_size: int, tp: int, index: int, multiple: int = 128) -> Sh
 
     The rank's remaining rows, up to padded_vocab_size / tp, are padding. The range is empty on a
     rank that has only padding.
-
-    Raises:
-        ParallelPlanError: For a number below 1 or an index out of range.
     """
-    require_index("index", index, "tp", tp)
     part = padded_vocab_size(vocab_size, tp, multiple) // tp
     return ShardRange(min(index * part, vocab_size), min((index + 1) * part, vocab_size))
 

@@ -49,8 +49,8 @@ def _read_back(rank: int, size: int, path: str) -> None:
             if "high_priority" in expected:
                 assert actual.is_high_priority_stream == expected.pop("high_priority")
             assert {key: getattr(actual.config, key) for key in expected} == expected
-            assert all_gather_objects(rank, mesh.on_cpu(name)) == list(range(size))
-            assert dist.get_backend(mesh.on_cpu(name).group) == "gloo"
+            assert all_gather_objects(rank, getattr(mesh, f"{name}_cpu")) == list(range(size))
+            assert dist.get_backend(getattr(mesh, f"{name}_cpu").group) == "gloo"
         plain = _options_of(mesh.world)
         assert plain.config.max_ctas != 6
         assert not plain.is_high_priority_stream

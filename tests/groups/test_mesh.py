@@ -19,7 +19,8 @@ from lightning_megatron.groups.collectives import all_reduce_, broadcast_object
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.groups.journal import Call, Journal
-from lightning_megatron.groups.mesh import GROUP_NAMES, ParallelMesh
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.nccl_options import GROUP_NAMES
 from lightning_megatron.groups.peer_memory import PeerMemory
 from lightning_megatron.groups.pending import start_transfers
 from lightning_megatron.plan.experts import TokenBuffer
@@ -34,7 +35,7 @@ def test_a_single_mesh_needs_no_process_group_and_its_collectives_return_their_i
     assert copy.deepcopy(mesh) is mesh, "a copied module must stay in its groups"
     assert copy.deepcopy(mesh.tp) is mesh.tp
     assert not torch.distributed.is_initialized()
-    assert all(mesh.on_cpu(name).size == 1 for name in GROUP_NAMES)
+    assert all(getattr(mesh, f"{name}_cpu").size == 1 for name in GROUP_NAMES)
     assert mesh.random.seed == 3
     x = torch.randn(4, 8, 4)
     for pair in PAIRS.values():

@@ -17,7 +17,6 @@ from lightning_megatron.plan.buckets import (
     plan_by_parameters,
 )
 from lightning_megatron.plan.shards import FlatBox, flat_range_boxes
-from tests.refusals import check_refusals
 
 PARTS = st.integers(1, 9)
 SIZES = st.tuples(st.integers(0, 700), st.integers(0, 2), st.sampled_from([False] * 4 + [True]))
@@ -126,21 +125,6 @@ def test_the_layout_matches_megatron_core():
     small = [FlatParameter(name, size) for name, size in (("a", 64), ("b", 65), ("c", 10))]
     plan = plan_by_elements([FlatParameter("tied", 1000, own_bucket=True), *small], 8)
     assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 256), (256, 1280)]
-
-
-def test_invalid_buffer_plans_are_refused():
-    one = [FlatParameter("a", 1)]
-    check_refusals(
-        plan_by_elements,
-        [
-            (([*one, FlatParameter("a", 2)], 2), "'a' is listed twice"),
-            (([], 0), "num_parts must be a whole number of at least 1"),
-            (([], 1, 0), "bucket_size must be"),
-        ],
-    )
-    check_refusals(plan_by_parameters, [(([FlatParameter("a", -1)], 2), "'a' has -1")])
-    plan = plan_by_elements(one, 4)
-    check_refusals(plan.buckets[0].part, [((0, 3), "Plan the buffer again with num_parts of 3")])
 
 
 def flat_elements(shape: tuple[int, ...], box: FlatBox) -> list[int]:

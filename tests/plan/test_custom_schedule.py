@@ -87,7 +87,7 @@ def test_illegal_rows_are_refused_with_the_reason():
             ((repeat(F0),), "F of microbatch 0 in chunk 0 happens twice."),
         ],
     )
-    sizes = [((0, 2), "pp must be"), ((2, 0), "num_microbatches must be")]
+    sizes = [((0, 2), "num_stages must be"), ((2, 0), "num_microbatches must be")]
     check_refusals(lambda *given: custom_schedule(last_first, *given), sizes)
     forwards = custom_schedule(lambda *_: [F1, F0], 2, 2, forward_only=True)
     assert simulate(forwards).length == 3

@@ -47,7 +47,6 @@ def check_bookings(schedule: Schedule) -> None:
                     del taken[slot]
         assert not taken
         assert tuple(reached) == slots.peaks
-        assert tuple(map(slots.peak, range(schedule.num_chunks))) == slots.peaks
 
 
 @given(NUMBERS)
@@ -93,24 +92,18 @@ def test_a_custom_schedule_books_the_slot_that_is_free_longest():
     check_bookings(slots.schedule)
 
 
-def test_schedules_that_keep_all_microbatches_and_unknown_units_are_refused():
+def test_schedules_that_keep_all_microbatches_are_refused():
     def all_forwards(rank: int, stages: int, number: int, chunks: int) -> list[Action]:
         return [Action(kind, 0, n) for kind in ("F", "B") for n in range(number)]
 
-    plain = build_schedule("1f1b", 2, 3)
     check_refusals(
         GraphSlots,
         [
             ((build_schedule("gpipe", 2, 8), 1), "keeps all 8 of the step at once on stage 0"),
             ((custom_schedule(all_forwards, 2, 5), 0), "keeps all 5 of"),
-            ((plain, 2), "rank must be a position on its axis: it is 2"),
         ],
     )
     assert GraphSlots(custom_schedule(all_forwards, 2, 4), 1).peaks == (4,)
-    slots = GraphSlots(plain, 0)
-    check_refusals(slots.peak, [((1,), "chunk must be a position on its axis: it is 1")])
-    unit = (PipelineUnit(0, 3),)
-    check_refusals(slots.slot_of, [(unit, "microbatch 3 in chunk 0 does not exist. Use")])
 
 
 @given(NUMBERS)

@@ -61,16 +61,16 @@ def test_invalid_layouts_are_refused_with_the_rule_and_valid_sizes():
             ({"world_size": 16, "tp": 4, "pp": 8}, "Use tp of 1 or 2, or pp of 1, 2 or 4, or a"),
             ({"world_size": 16, "tp": 3, "pp": 5}, "Use sizes whose product is 1, 2, 4, 8 or 16"),
             ({"world_size": 8, "tp": 2, "ep": 8}, "Use etp of 1, or ep of 1, 2 or 4, or a"),
-            ({"world_size": 16, "order": "tp-tp-dp"}, "names tp 2 times, so its place is ambig"),
-            ({"world_size": 16, "order": "tp-dq"}, "'tp-dq' names 'dq'"),
+            ({"world_size": 16, "order": "tp-tp-dp"}, "each at most once: it is 'tp-tp-dp'"),
+            ({"world_size": 16, "order": "tp-dq"}, "it is 'tp-dq'. Use each of tp, cp"),
             ({"world_size": 16, "tp": 2, "order": "tp"}, "leaves out dp (8)"),
             ({"world_size": 16, **expert_first}, "Put pp last in the order"),
             ({"world_size": 4, "vpp": 2}, "vpp (2) needs pp above 1"),
         ],
     )
     layout = ParallelLayout(8, tp=2, ep=2)
-    check_refusals(layout.groups, [(("ep",), "an axis of the expert grid. Use tp, cp, dp or pp")])
-    check_refusals(layout.expert_groups, [(("tp-etp",), "has etp 2 times")])
+    check_refusals(layout.groups, [(("ep",), "'ep' is no such name. Use tp, cp, dp or pp")])
+    check_refusals(layout.expert_groups, [(("tp-etp",), "each once: 'tp-etp' is")])
 
 
 def test_padded_vocabulary_equals_megatron_core():

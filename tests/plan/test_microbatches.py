@@ -87,8 +87,8 @@ def test_global_batches_that_do_not_divide_or_contradict_are_refused():
     check_refusals(
         GlobalBatch,
         [
-            ((10, RampUp(3, 4, 10)), "start may be 2, 6"),
-            ((10, RampUp(1, 20, 10)), "Use an increment below 10"),
+            ((10, RampUp(3, 4, 10)), "start is 3, increment 4, global_batch_size 10"),
+            ((10, RampUp(1, 20, 10)), "or another increment"),
         ],
     )
     check_refusals(

@@ -205,14 +205,14 @@ def test_numpy_numbers_and_integers_become_python_numbers():
 
 def test_errors_name_the_setting_the_legal_values_and_the_value():
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("strategy", {"tp": "2"}, "tp must be a whole number of at least 1: it is '2', of type"),
+        ("strategy", {"tp": "2"}, "tp must be a whole number of at least 1: it is '2'."),
         (
             "strategy",
             {"job": {"timeout": math.nan}},
             "at most 1000000000, timedelta or None: it is nan.",
         ),
         ("OptimizerOptions", {"bucket_size": 10**5000}, "it is a whole number of 5001 digits."),
-        ("strategy", {"pipeline_plan": {"layers": 3}}, "['layers'] must be text: it is 3, of type"),
+        ("strategy", {"pipeline_plan": {"layers": 3}}, "['layers'] must be text: it is 3."),
         ("gpt", {"hidden_dropout": 1}, "a finite number of at least 0 and below 1: it is 1."),
         ("gpt", {"experts": {"num_expert": 4}}, "experts has no setting 'num_expert'. Its"),
         ("gpt", {"experts": {"num_experts": 4}}, "experts must have top_k, ffn_hidden_size: it"),
@@ -243,11 +243,11 @@ def test_arguments_of_a_function_are_checked_by_its_annotations():
 def test_invalid_or_contradictory_settings_of_experts_are_refused():
     cases: list[tuple[dict[str, Any], str]] = [
         ({"top_k": 13}, "top_k (13) of experts must be at most num_experts (12)"),
-        ({"shared_gate": True}, "shared_ffn_hidden_size is None"),
-        ({"expert_bias_rate": 0.001}, "no expert has a bias"),
+        ({"shared_gate": True}, "be False without shared_ffn_hidden_size"),
+        ({"expert_bias_rate": 0.001}, "be 0 without expert_bias"),
         ({"num_groups": 5}, "num_groups (5) of experts must be 1, 2, 3, 4 or 6"),
         ({"num_groups": 3, "top_k_groups": 4}, "at most num_groups (3)"),
-        ({"num_groups": 6, "top_k": 3}, "at most 2, because top_k_groups (1) of num_groups (6)"),
+        ({"num_groups": 6, "top_k": 3}, "at most 2, the experts of top_k_groups (1)"),
         ({"layers": (False, False)}, "have a true value"),
     ]
     check_refusals(ExpertsConfig, [({**EXPERTS, **given}, phrase) for given, phrase in cases])

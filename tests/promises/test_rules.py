@@ -116,7 +116,7 @@ BUDGETS: dict[str, int] = {
     "models": 4370,
     "optimizer": 3110,
     "pipeline": 780,
-    "plan": 5190,
+    "plan": 4980,
     "strategy": 11300,
     "swap": 8460,
     "tasks": 4590,

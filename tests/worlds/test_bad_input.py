@@ -93,7 +93,7 @@ REFUSED: list[tuple[dict[str, Any], Any, int, dict[str, Any], str]] = [
     ({"num_heads": 9}, None, 4, {"tp": 2}, NINE_HEADS),
     ({}, None, 4, {"pp": 4}, "num_layers (2) must be at least pp x vpp (4 x 1 = 4)"),
     ({}, None, 4, {"tp": 3}, "world_size (4) must be a multiple of tp x cp x pp"),
-    ({"num_layers": 3}, None, 2, {"pp": 2, "vpp": 2}, "Use pp of 1 with vpp 2, or vpp of 1 with pp 2."),
+    ({"num_layers": 3}, None, 2, {"pp": 2, "vpp": 2}, "Use pp x vpp of at most 3."),
     (
         {"num_layers": 4}, None, 2, {"pp": 2, "vpp": 2, "pipeline.microbatch_group_size": 5},
         "microbatch groups must have at least pp microbatches and at most all",
@@ -142,9 +142,9 @@ def test_a_hugging_face_folder_that_does_not_fit_is_refused_before_any_process(t
 def test_invalid_arguments_of_the_strategy_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"context.transport": "ring"}, "Use cp of 2 or more, or leave context.transport out."),
-        ({"job.order": "tp-cp-xp-dp-pp"}, "'tp-cp-xp-dp-pp' names 'xp'"),
-        ({"job.order": "tp-cp-tp-dp-pp"}, "names tp 2 times, so its place is ambiguous"),
-        ({"job.nccl": {"pipeline": {"max_ctas": 4}}}, "'pipeline' is not such an axis"),
+        ({"job.order": "tp-cp-xp-dp-pp"}, "it is 'tp-cp-xp-dp-pp'. Use each of tp"),
+        ({"job.order": "tp-cp-tp-dp-pp"}, "each at most once: it is 'tp-cp-tp-dp-pp'"),
+        ({"job.nccl": {"pipeline": {"max_ctas": 4}}}, "'pipeline' is not one of them"),
         ({"tp": 2, "job.order": "cp-dp-pp"}, "'cp-dp-pp' leaves out tp (2)"),
         ({"schedule": "zb-h3"}, "a function or None: it is 'zb-h3'"),
     ]

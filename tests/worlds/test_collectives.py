@@ -29,7 +29,8 @@ from lightning_megatron.groups.collectives import (
 )
 from lightning_megatron.groups.fingerprint import package_hash
 from lightning_megatron.groups.journal import Call, RecordedCall
-from lightning_megatron.groups.mesh import GROUP_NAMES, ParallelMesh
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.nccl_options import GROUP_NAMES
 from lightning_megatron.groups.pending import start_all_gather, start_all_reduce, start_transfers
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.process import ranks
@@ -146,7 +147,7 @@ def check_journal(mesh: ParallelMesh) -> None:
 
 def check_cpu_axes(mesh: ParallelMesh) -> None:
     for name in GROUP_NAMES:
-        axis, cpu_axis = getattr(mesh, name), mesh.on_cpu(name)
+        axis, cpu_axis = getattr(mesh, name), getattr(mesh, f"{name}_cpu")
         assert cpu_axis.name == f"{name}_cpu"
         assert (cpu_axis.ranks, cpu_axis.rank) == (axis.ranks, axis.rank)
         assert all_gather_objects(mesh.rank, cpu_axis) == list(axis.ranks)
