@@ -15,24 +15,18 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from benchmarks.measure import heading, option_parser
 from benchmarks.recipe_runs import (
-    Layout,
     add_run_arguments,
     check_same,
     figures_of,
-    layout_of,
     options_of_layout,
     options_to_measure,
     run_recipe,
 )
 
-TABLE = [
-    "| layout | ms a step | ms in a row | tokens/s/GPU in a row | GiB a GPU | losses |",
-    "|---|---|---|---|---|---|",
-]
 
-
-def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+def train(args: argparse.Namespace, layout: str) -> dict[str, Any]:
     """Run the recipe under a layout and return the measurements of its steps."""
     options = {
         **options_of_layout(args, layout),
@@ -65,20 +59,24 @@ def row(name: str, figures: dict[str, Any]) -> str:
 
 def main() -> None:
     """Train under each layout, print the table and compare the losses."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     add = parser.add_argument
-    add("--layouts", nargs="+", type=layout_of, required=True)
     add("--row-steps", type=int, default=8, help="later steps in a row")
     add("--microbatch", type=int, default=16, help="pairs of a microbatch")
-    add_run_arguments(parser, steps=16, batch=256, tolerance=0.02, timeout=300.0, out="runs/bert")
-    args = parser.parse_args()
-    figures_by_layout = {layout.name: train(args, layout) for layout in args.layouts}
-    print(
-        "\n".join([*TABLE, *(row(name, figures) for name, figures in figures_by_layout.items())]),
-        flush=True,
+    add_run_arguments(
+        parser,
+        layouts=["dp4", "tp2_pp2"],
+        steps=16,
+        batch=256,
+        tolerance=0.02,
+        timeout=300.0,
+        out="runs/bert",
     )
+    args = parser.parse_args()
+    figures_by_layout = {name: train(args, name) for name in args.layouts}
+    titles = ("layout", "ms a step", "ms in a row", "tokens/s/GPU in a row", "GiB a GPU", "losses")
+    rows = [row(name, figures) for name, figures in figures_by_layout.items()]
+    print("\n".join([*heading(*titles), *rows]), flush=True)
     check_same(figures_by_layout, args.tolerance)
 
 

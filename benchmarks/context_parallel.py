@@ -17,18 +17,18 @@ count fewer FLOPs than whole rows; compare their tokens per second.
 from __future__ import annotations
 
 import argparse
-import json
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from benchmarks.launch import ROW_RULE, add_peer, cells, heading
+from benchmarks.launch import add_peer, cells, print_table
 from benchmarks.launch import run_ours as run_training
 from benchmarks.launch import run_peer as run_other
-from benchmarks.measure import FLOP_RULE, flops_per_token, merged
+from benchmarks.measure import flops_per_token, option_parser
 from benchmarks.shapes import LAYOUTS, ROWS, SHAPES, changed, document_lengths, seen_length
+from benchmarks.train_shapes import add_training, training_line
 from lightning_megatron.plan.context_transport import ContextTransport
 
 
@@ -62,20 +62,22 @@ def case_of(text: str) -> ContextCase:
 def run_ours(args: argparse.Namespace, case: ContextCase, length: int, rows: str) -> str:
     """Train a case and return a row of the table; ``length`` is that of a row (tokens)."""
     out = Path(args.out) / f"{args.model}_{case.cp}_{case.transport}_{length}_{rows}.json"
-    defaults = {"context": {"transport": case.transport}, "microbatch_size": 1}
-    options = merged(defaults, json.loads(args.options))
-    line = ["--model", args.model, "--layout", f"cp{case.cp}", "--length", str(length)]
-    line += ["--rows", rows, "--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
-    line += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--batch", "1"]
-    line += ["--row-steps", str(args.row_steps), "--accelerator", args.accelerator]
-    line += ["--options", json.dumps(options)]
+    profile: dict[str, Any] = {}
     if case.cp > 1 and not args.no_profile:
-        line += ["--profile", str(out.with_suffix(".trace.json.gz")), "--device-only"]
-        line += ["--profile-steps", str(args.profile_steps)]
+        profile = {"profile": out.with_suffix(".trace.json.gz"), "device_only": True}
+    line = training_line(
+        args,
+        {"context": {"transport": case.transport}, "microbatch_size": 1},
+        layout=f"cp{case.cp}",
+        length=length,
+        rows=rows,
+        batch=1,
+        **profile,
+    )
     figures = run_training(line, out, case.cp, args.timeout)
-    profile = figures.get("Profile") or {}
+    profiled = figures.get("Profile") or {}
     # A trace without kernels contains no communication.
-    exposed = f"{profile['exposed_ms']:.1f}" if profile.get("kernels") else ""
+    exposed = f"{profiled['exposed_ms']:.1f}" if profiled.get("kernels") else ""
     return f"| ours | {case} | {length} | {rows} | {exposed} | {cells(figures)} |"
 
 
@@ -104,41 +106,27 @@ def flop_rule(args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser of the options."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = result.add_argument
-    add("--model", default="llama8b_half", choices=list(SHAPES))
+def main() -> None:
+    """Run all cases, first those of the peer, and print the table."""
+    command_line = option_parser(__doc__)
+    add = command_line.add_argument
+    add_training(command_line)
     add("--cases", nargs="+", type=case_of, default=[ContextCase(1)])
     add("--lengths", nargs="+", type=int, default=[4096])
     add("--rows", nargs="+", choices=ROWS, default=["whole", "packed"])
-    add("--layers", type=int, default=0, help="number of layers (0: as in the shape)")
-    add("--vocabulary", type=int, default=0, help="size of the vocabulary (0: as in the shape)")
-    add("--steps", type=int, default=6, help="measured steps")
-    add("--warmup", type=int, default=3, help="steps before the measured steps")
-    add("--row-steps", type=int, default=0, help="later steps in a row")
-    add("--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)")
     add("--no-profile", action="store_true", help="do not profile steps")
-    add_peer(result)
+    add_peer(command_line)
     add("--peer-options", default="", help="further arguments of the peer")
-    add("--options", default="{}", help="further arguments of the strategy, as JSON")
-    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
     add("--out", default="runs/context_parallel", help="folder of the measurements")
-    return result
-
-
-def main() -> None:
-    """Run all cases, first those of the peer, and print the table."""
-    args = parser().parse_args()
+    command_line.set_defaults(steps=6, warmup=3)
+    args = command_line.parse_args()
     rows = []
     if args.peer:
         sizes = {case.cp: case for case in args.cases}
         rows += [run_peer(args, *pair) for pair in product(sizes.values(), args.lengths)]
     rows += [run_ours(args, *case) for case in product(args.cases, args.lengths, args.rows)]
-    titles = ("program", "cp", "length", "rows", "exposed communication, ms")
-    print("\n".join([*heading(*titles), *rows, "", ROW_RULE, FLOP_RULE, *flop_rule(args)]))
+    print_table(("program", "cp", "length", "rows", "exposed communication, ms"), rows)
+    print("\n".join(flop_rule(args)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Profile of a mixture-of-experts layer on one GPU: time by kernel, and host time.
 
-    python -m benchmarks.expert_layer --out expert_layer.md
+    python -m benchmarks.expert_layer
     python -m benchmarks.expert_layer --inputs kept again
 
 The benchmark runs one layer in bfloat16, forward and backward. The inputs of experts are kept for
@@ -12,20 +12,18 @@ host time is the time to queue the passes.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.device_time import device_time
+from benchmarks.measure import device_time, heading, option_parser
 from benchmarks.step_profile import Kernel
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -142,7 +140,7 @@ def measure(num_experts: int, num_tokens: int, rounds: int, inputs: str) -> list
         f"device {statistics.median(device_forward):.0f} us forward, "
         f"{statistics.median(device_backward):.0f} backward; host {host[0]:.0f} and {host[1]:.0f}; "
         f"{launches:.0f} launches, {total:.0f} us in kernels\n",
-        "| us | launches | kernels |\n| --- | --- | --- |",
+        *heading("us", "launches", "kernels"),
     ]
     kinds: dict[str, tuple[float, float]] = {}
     for name, count, microseconds in kernels:
@@ -164,9 +162,7 @@ def measure(num_experts: int, num_tokens: int, rounds: int, inputs: str) -> list
 
 def main() -> None:
     """Measure all sizes and print the report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     add = parser.add_argument
     add("--experts", type=int, nargs="+", default=[128, 32], help="number of experts of the layer")
     add("--tokens", type=int, default=4096, help="number of tokens of the layer")
@@ -178,17 +174,12 @@ def main() -> None:
         help="inputs of experts: kept, or sorted again by the backward pass",
     )
     add("--rounds", type=int, default=9, help="timed passes")
-    add("--out", type=Path, help="also write the report to this file")
     options = parser.parse_args()
-    lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}"]
-    print(lines[0], flush=True)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}", flush=True)
     for num_experts, inputs in product(options.experts, options.inputs):
         report = measure(num_experts, options.tokens, options.rounds, inputs)
         print("\n".join(report), flush=True)
-        lines += report
         torch.cuda.empty_cache()
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

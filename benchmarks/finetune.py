@@ -1,7 +1,7 @@
 """Fine-tuning of a local Hugging Face folder under several layouts: equal losses, and speed.
 
     python -m benchmarks.finetune --create FOLDER --tokenizer tokenizer.json
-    python -m benchmarks.finetune --folder FOLDER --layouts tp4 tp2_pp2 dp4 --table runs/finetune.md
+    python -m benchmarks.finetune --folder FOLDER --layouts tp4 tp2_pp2 dp4
     python -m benchmarks.finetune --folder FOLDER --layouts tp2_pp2 --export trained --steps 4
     python -m benchmarks.finetune --folder FOLDER --layouts dp4 --chat conversations.jsonl
 
@@ -24,17 +24,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import FLOP_RULE
+from benchmarks.measure import FLOP_RULE, heading, option_parser
 from benchmarks.recipe_runs import (
-    Layout,
     add_run_arguments,
     check_same,
     figures_of,
-    layout_of,
     options_of_layout,
     options_to_measure,
     run_recipe,
 )
+from benchmarks.shapes import LAYOUTS
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3_8b": {
@@ -60,13 +59,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 128,
     },
 }
-TABLE = [
-    (
-        "| layout | ms a step | fastest | tokens/s/GPU | TFLOP/s/GPU | GiB a GPU | start to first "
-        "step, s | losses |"
-    ),
-    "|---|---|---|---|---|---|---|---|",
-]
+TITLES = (
+    "layout",
+    "ms a step",
+    "fastest",
+    "tokens/s/GPU",
+    "TFLOP/s/GPU",
+    "GiB a GPU",
+    "start to first step, s",
+    "losses",
+)
 
 
 def create(folder: Path, shape: str, tokenizer: str) -> None:
@@ -90,16 +92,16 @@ def create(folder: Path, shape: str, tokenizer: str) -> None:
     )
 
 
-def options_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+def options_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Return the options of the recipe for a layout."""
     options = {
-        **options_of_layout(args, layout),
+        **options_of_layout(args, name),
         "model.path": args.folder,
         "model.dtype": "auto",
         "model.warmup_steps": 2,
         "trainer.max_steps": args.steps,
         "trainer.log_every_n_steps": 1,
-        "trainer.default_root_dir": f"{args.out}/{layout.name}",
+        "trainer.default_root_dir": f"{args.out}/{name}",
         "data.seq_length": args.seq_length,
         "data.tokenizer": args.folder,
     }
@@ -107,22 +109,25 @@ def options_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
         options |= {"data.train": args.chat, "data.val": args.chat}
         options |= {"data.global_batch_size": args.batch}
     else:
-        options |= {"data.batch_size": args.batch // layout.dp, "data.data_dir": f"{args.out}/data"}
+        options |= {
+            "data.batch_size": args.batch // LAYOUTS[name].data_ranks,
+            "data.data_dir": f"{args.out}/data",
+        }
     if args.export:
         return options | {"trainer.val_check_interval": args.steps, "trainer.limit_val_batches": 1}
-    return options | options_to_measure(args, layout, seq_length=args.seq_length)
+    return options | options_to_measure(args, name, seq_length=args.seq_length)
 
 
-def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+def train(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Run the recipe under a layout and return the measurements of its steps."""
     recipe = "sft_hf" if args.chat else "finetune_hf"
     start = time.perf_counter()
-    run_recipe(args, args.recipe or f"recipe:{recipe}", options_of(args, layout))
+    run_recipe(args, f"recipe:{recipe}", options_of(args, name))
     seconds = time.perf_counter() - start
     if args.export:
-        print(f"{layout.name}: trained and saved in {seconds:.0f} s", flush=True)
+        print(f"{name}: trained and saved in {seconds:.0f} s", flush=True)
         return {}
-    return figures_of(args, layout)
+    return figures_of(args, name)
 
 
 def export(args: argparse.Namespace, name: str) -> None:
@@ -152,38 +157,34 @@ def row(name: str, figures: dict[str, Any]) -> str:
 
 def main() -> None:
     """Create the folder, or train from it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     add = parser.add_argument
     add("--create", metavar="FOLDER", help="write a folder of random weights")
     add("--shape", default="llama3_8b", choices=list(SHAPES), help="shape of the random weights")
     add("--tokenizer", help="tokenizer.json, or its folder, to copy into the created folder")
     add("--folder", help="Hugging Face folder to fine-tune")
-    add(
-        "--layouts",
-        nargs="+",
-        type=layout_of,
-        default=list(map(layout_of, ("tp4", "tp2_pp2", "dp4"))),
-    )
     add("--chat", metavar="FILE", help="conversations (.jsonl) that sft_hf packs into samples")
-    add("--recipe", help="file of a recipe to run instead of finetune_hf or sft_hf")
     add("--seq-length", type=int, default=4096, help="tokens of a sample")
     add("--export", metavar="FOLDER", help="save a checkpoint, and export it to this folder")
-    add("--table", help="append the rows to this file")
-    add_run_arguments(parser, steps=12, batch=4, tolerance=0.05, timeout=500.0, out="runs/finetune")
+    add_run_arguments(
+        parser,
+        layouts=["tp4", "tp2_pp2", "dp4"],
+        steps=12,
+        batch=4,
+        tolerance=0.05,
+        timeout=500.0,
+        out="runs/finetune",
+    )
     args = parser.parse_args()
     if args.create:
         create(Path(args.create), args.shape, args.tokenizer)
         return
-    figures_by_layout = {layout.name: train(args, layout) for layout in args.layouts}
+    figures_by_layout = {name: train(args, name) for name in args.layouts}
     if args.export:
-        export(args, args.layouts[-1].name)
+        export(args, args.layouts[-1])
         return
-    lines = [*TABLE, *(row(name, figures) for name, figures in figures_by_layout.items())]
-    print("\n".join([*lines, "", FLOP_RULE]), flush=True)
-    if args.table:
-        Path(args.table).write_text("\n".join(lines) + "\n")
+    rows = [row(name, figures) for name, figures in figures_by_layout.items()]
+    print("\n".join([*heading(*TITLES), *rows, "", FLOP_RULE]), flush=True)
     check_same(figures_by_layout, args.tolerance)
 
 

@@ -12,7 +12,6 @@ of the held-out losses.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
+from benchmarks.measure import QUIET, heading, option_parser
 from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy, TokenDataModule
 
 PLAIN = "bf16"
@@ -114,10 +114,7 @@ def train(
         limit_val_batches=24,
         gradient_clip_val=1.0,
         callbacks=[recorder],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         **options,
     )
     model = CausalLM(config, learning_rate=6e-4, warmup_steps=100, max_steps=steps)
@@ -127,8 +124,9 @@ def train(
 
 def table(results: Sequence[Losses]) -> list[str]:
     """Return a table of held-out and mean training losses, compared with the first recipe."""
-    lines = ["| recipe | steps | held-out loss | of the first | training loss | of the first |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = heading(
+        "recipe", "steps", "held-out loss", "of the first", "training loss", "of the first"
+    )
     first = _parts(results[0])
     for losses in results:
         for (steps, held_out, loss), (_, first_held_out, first_loss) in zip(
@@ -168,7 +166,7 @@ def draw(results: Sequence[Losses], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train with each recipe, and print and draw the losses."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = option_parser(__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of the results")
     add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))

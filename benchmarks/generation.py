@@ -1,6 +1,6 @@
 """Speed of text generation with and without CUDA graphs, and on one GPU with transformers.
 
-    python -m benchmarks.generation --shape llama3_8b --batch 1 8 32 --table runs/generation.md
+    python -m benchmarks.generation --shape llama3_8b --batch 1 8 32
     torchrun --nproc-per-node 4 -m benchmarks.generation --batch 1 8 32
 
 The model has random bfloat16 weights with a shape of benchmarks/finetune.py. After prompts of
@@ -17,24 +17,21 @@ import argparse
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.finetune import SHAPES
+from benchmarks.measure import heading, option_parser
 from lightning_megatron import GPT, GenerationSettings
 from lightning_megatron.generation.decoding import generated_tokens, gpt_of
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
 
-HEAD = (
-    "| batch | passes | prompt, ms | ms a token | tokens/s | bound, ms | of the bound |",
-    "|---|---|---|---|---|---|---|",
-)
+TITLES = ("batch", "passes", "prompt, ms", "ms a token", "tokens/s", "bound, ms", "of the bound")
 
 
 def copy_speed() -> float:
@@ -78,11 +75,6 @@ def timed(tokens: Iterator[list[int | None]]) -> tuple[float, float]:
     return first - start, (end - later_start) / num_later
 
 
-def ours(model: Any, prompts: list[list[int]], num_new: int, cuda_graph: bool) -> Callable[[], Any]:
-    settings = GenerationSettings(num_new, cuda_graph=cuda_graph)
-    return lambda: timed(generated_tokens(model, prompts, settings))
-
-
 class Clock:
     """Streamer for transformers' ``generate`` that records the time of each token."""
 
@@ -96,32 +88,28 @@ class Clock:
         pass
 
 
-def theirs(
-    model: Any, prompts: list[list[int]], num_new: int, options: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Return the output of transformers' ``generate``, and its times as :func:`timed` (seconds)."""
+def theirs(model: Any, prompts: list[list[int]], num_new: int) -> tuple[float, float]:
+    """Return the times of transformers' ``generate``, as :func:`timed` does (seconds)."""
     rows = torch.tensor(prompts, device="cuda")
-    arguments = {
-        "max_new_tokens": num_new,
-        "min_new_tokens": num_new,
-        "do_sample": False,
-        **options,
-    }
     clock = Clock()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    output = model.generate(
-        rows, attention_mask=torch.ones_like(rows), streamer=clock if len(rows) == 1 else None,
-        **arguments,
-    )  # fmt: skip
+    model.generate(
+        rows,
+        attention_mask=torch.ones_like(rows),
+        streamer=clock if len(rows) == 1 else None,
+        max_new_tokens=num_new,
+        min_new_tokens=num_new,
+        do_sample=False,
+    )
     torch.cuda.synchronize()
     end = time.perf_counter()
     if len(rows) > 1:
         # A streamer supports one row only. The time per token then includes the prompt.
-        return output, 0.0, (end - start) / num_new
+        return 0.0, (end - start) / num_new
     # The first call of the streamer passes the prompt.
     times = clock.times[1:]
-    return output, times[0] - start, (times[-1] - times[2]) / (len(times) - 3)
+    return times[0] - start, (times[-1] - times[2]) / (len(times) - 3)
 
 
 def mesh_of(world: int) -> ParallelMesh:
@@ -152,15 +140,11 @@ def main() -> None:
     model.generation_config.pad_token_id = 0
     results: dict[tuple[int, str], tuple[float, float]] = {}
     prompts = {batch: torch.randint(1, 1000, (batch, args.prompt)).tolist() for batch in args.batch}
-    kinds: dict[str, dict[str, Any]] = {"transformers": {}} if world == 1 else {}
-    if args.compiled:
-        kinds["transformers, static cache, compiled"] = {"cache_implementation": "static"}
     with torch.no_grad():
-        for batch in args.batch:
-            for name, options in kinds.items():
-                for _ in range(args.rounds):
-                    _, prompt_time, token_time = theirs(model, prompts[batch], args.new, options)
-                    keep(results, (batch, name), prompt_time, token_time)
+        for batch in args.batch if world == 1 else ():
+            for _ in range(args.rounds):
+                prompt_time, token_time = theirs(model, prompts[batch], args.new)
+                keep(results, (batch, "transformers"), prompt_time, token_time)
     root = torch.nn.ModuleDict({"model": model})
     mesh = mesh_of(world)
     parallelize(root, mesh)
@@ -172,9 +156,11 @@ def main() -> None:
     for batch in args.batch:
         for name, cuda_graph in (("captured", True), ("not captured", False)):
             for _ in range(args.rounds):
-                prompt_time, token_time = ours(root, prompts[batch], args.new, cuda_graph)()
+                settings = GenerationSettings(args.new, cuda_graph=cuda_graph)
+                tokens = generated_tokens(root, prompts[batch], settings)
+                prompt_time, token_time = timed(tokens)
                 keep(results, (batch, name), prompt_time, token_time)
-    lines = [*HEAD]
+    lines = heading(*TITLES)
     for batch in args.batch:
         bound = bytes_of_token(gpt, batch, args.prompt + args.new / 2) / speed
         lines += rows_of(results, batch, bound)
@@ -184,22 +170,17 @@ def main() -> None:
     if mesh.world.rank > 0:
         return
     print("\n".join(lines))
-    if args.table is not None:
-        args.table.parent.mkdir(parents=True, exist_ok=True)
-        args.table.write_text("\n".join(lines) + "\n")
 
 
 def read_options() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     add = parser.add_argument
     add("--shape", default="llama3_8b", choices=sorted(SHAPES))
     add("--batch", type=int, nargs="+", default=[1, 8, 32])
     add("--prompt", type=int, default=512)
     add("--new", type=int, default=256)
     add("--rounds", type=int, default=2)
-    add("--compiled", action="store_true", help="also measure transformers' compiled passes")
-    add("--table", type=Path)
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """Benchmark of the bundled grouped GEMM against torch, a loop of products and Transformer Engine.
 
     lightning-megatron kernels build
-    python -m benchmarks.grouped_gemm --out grouped_gemm.md
+    python -m benchmarks.grouped_gemm --rounds 10
 
 A time is the median of single calls, each after an idle period of the GPU. The variants alternate,
 so that all run at the same temperature. TFLOP/s count 2 x rows x n x k for each product, without
@@ -13,21 +13,19 @@ Transformer Engine is timed if it is installed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from statistics import geometric_mean
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.device_time import burst
+from benchmarks.measure import burst, heading, option_parser
 from lightning_megatron.experts.compute.backends import BACKENDS
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot
@@ -288,9 +286,8 @@ def table(rows: Sequence[Row]) -> list[str]:
     columns = [name for name in (OURS, TORCH, LOOP, ENGINE) if name in measured]
     titles = ["shape (groups, k, n, rows)", "groups", "pass", *columns, "ours / grouped_mm"]
     titles += ["variant", "error ours, grouped_mm"]
-    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
-    lines += [row.line(columns) for row in rows]
-    lines += ["", "| ours / grouped_mm, geometric mean | equal | skewed |", "|---|---|---|"]
+    lines = [*heading(*titles), *(row.line(columns) for row in rows), ""]
+    lines += heading("ours / grouped_mm, geometric mean", "equal", "skewed")
     for which, name in PASSES.items():
         ratios: dict[bool, list[float]] = {False: [], True: []}
         for row in rows:
@@ -303,11 +300,8 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def main() -> None:
     """Measure all shapes and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     add = parser.add_argument
-    add("--out", type=Path, help="also write the table to this file")
     add("--rounds", type=int, default=10, help="calls of each variant")
     add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     options = parser.parse_args()
@@ -323,10 +317,7 @@ def main() -> None:
             print(f"measured {shape}, {'skewed' if skewed else 'equal'} groups", flush=True)
             torch.cuda.empty_cache()
     head = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, TFLOP/s (2 rows n k)"
-    text = "\n".join([head, "", *table(rows)])
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    print("\n".join([head, "", *table(rows)]))
 
 
 if __name__ == "__main__":

@@ -16,15 +16,15 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.launch import ROW_RULE, add_peer, cells, heading, run_ours, run_peer
-from benchmarks.measure import FLOP_RULE, merged
+from benchmarks.launch import add_peer, cells, print_table, run_ours, run_peer
+from benchmarks.measure import merged, option_parser
 from benchmarks.shapes import LAYOUTS, changed
+from benchmarks.train_shapes import add_training, training_line
 from lightning_megatron.plan.budget import GIB, StageMemory, TrainingShape, estimate_memory
 from lightning_megatron.plan.kept_activations import fused_activations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Recompute
 
-SHAPE = "qwen3_48"
 #: Sequences per GPU and step.
 BATCH = 8
 #: Goals without recomputation: maximum GiB per GPU, and minimum tokens per second and GPU.
@@ -44,7 +44,7 @@ def strategy_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def estimate(args: argparse.Namespace) -> StageMemory:
     """Estimate the memory of a GPU."""
-    config = changed(SHAPE, layers=args.layers)
+    config = changed(args.model, layers=args.layers, vocabulary=args.vocabulary)
     shape = config.memory_shape()
     options = strategy_options(args)
     training = TrainingShape(
@@ -73,11 +73,15 @@ def estimate_line(memory: StageMemory) -> str:
 def case(routing: str, args: argparse.Namespace) -> list[str]:
     """Run a routing with the peer and with this package, and return the rows of the table."""
     layout = LAYOUTS[f"ep{args.devices}"]
-    line = ["--model", SHAPE, "--layout", f"ep{args.devices}", "--batch", str(BATCH)]
-    line += ["--steps", str(args.steps), "--in-a-row", "--accelerator", args.accelerator]
-    line += ["--layers", str(args.layers)] if args.layers else []
-    line += ["--forced-balance"] if routing == "balanced" else ["--routing", routing]
-    line += ["--options", json.dumps(strategy_options(args))]
+    line = training_line(
+        args,
+        strategy_options(args),
+        layout=f"ep{args.devices}",
+        batch=BATCH,
+        in_a_row=True,
+        routing=routing,
+        forced_balance=False,
+    )
     rows = []
     if args.peer and routing == "balanced":
         figures = run_peer(args, layout, ["--mbs", str(BATCH)])
@@ -89,9 +93,8 @@ def case(routing: str, args: argparse.Namespace) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Estimate, run all routings and print the table."""
-    command_line = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    command_line = option_parser(__doc__)
+    add_training(command_line)
     devices = [layout.devices for layout in LAYOUTS.values() if layout.ep == layout.devices > 1]
     add = command_line.add_argument
     add("--devices", type=int, default=4, choices=devices)
@@ -106,16 +109,10 @@ def main(arguments: list[str] | None = None) -> None:
         default=135.0,
         help="run nothing if the estimate is above this number of GiB per GPU",
     )
-    add(
-        "--layers", type=int, default=0, help="train only this number of layers, to try the program"
-    )
-    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
     add("--estimate-only", action="store_true", help="train nothing")
-    add("--steps", type=int, default=8, help="measured steps")
-    add("--options", default="{}", help="further arguments of the strategy, as JSON")
     add_peer(command_line)
     add("--out", default="runs/headline", help="folder of the figures")
-    command_line.set_defaults(timeout=500.0, model=SHAPE, warmup=4, forced_balance=True)
+    command_line.set_defaults(timeout=500.0, model="qwen3_48", forced_balance=True)
     args = command_line.parse_args(arguments)
     memory = estimate(args)
     print(estimate_line(memory), flush=True)
@@ -123,13 +120,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if memory.peak > args.most * GIB:
         raise SystemExit(f"The estimate exceeds --most ({args.most:g} GiB): nothing was run.")
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    rows = [row for routing in args.routing for row in case(routing, args)]
-    goal = f"goal: {LEAST_TOKENS:,} tokens/s/GPU within {MOST_GIB:.0f} GiB"
-    lines = [*heading("program", "routing"), *rows, "", ROW_RULE, FLOP_RULE]
-    text = "\n".join([*lines, estimate_line(memory), goal])
-    print(text, flush=True)
-    (Path(args.out) / "table.md").write_text(text + "\n")
+    print_table(("program", "routing"), [row for name in args.routing for row in case(name, args)])
+    print(estimate_line(memory))
+    print(f"goal: {LEAST_TOKENS:,} tokens/s/GPU within {MOST_GIB:.0f} GiB")
 
 
 if __name__ == "__main__":

@@ -17,27 +17,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import FLOP_RULE, heading
 from benchmarks.shapes import Layout
 
 #: Titles of the cells that :func:`cells` returns.
-COLUMNS = "ms a step | fastest | ms in a row | tokens/s/GPU | TFLOP/s/GPU | GiB a GPU | loss"
+COLUMNS = (
+    "ms a step",
+    "fastest",
+    "ms in a row",
+    "tokens/s/GPU",
+    "TFLOP/s/GPU",
+    "GiB a GPU",
+    "loss",
+)
 #: What the programs print below their tables.
-ROW_RULE = (
+RULES = (
     "The host waits for the device after each step (ms a step: median); it does not in the steps "
-    "in a row (mean). Tokens/s and TFLOP/s are those of steps in a row where these are measured."
+    "in a row (mean). Tokens/s and TFLOP/s are those of steps in a row where these are measured. "
+    f"TFLOP/s: {FLOP_RULE}."
 )
 
 
-def heading(*titles: str) -> list[str]:
-    """Return the first two lines of a table: the titles, then those of :func:`cells`."""
-    line = f"| {' | '.join(titles)} | {COLUMNS} |"
-    return [line, "|---" * (line.count("|") - 1) + "|"]
+def print_table(titles: Sequence[str], rows: Sequence[str]) -> None:
+    """Print the table of all runs; ``titles`` precede those of :func:`cells`."""
+    print("\n".join([*heading(*titles, *COLUMNS), *rows, "", RULES]), flush=True)
 
 
 def cells(figures: dict[str, Any]) -> str:
     """Return the cells of a run; ``figures`` are empty if it failed."""
     if not figures:
-        return "failed" + " | " * COLUMNS.count("|")
+        return "failed" + " | " * (len(COLUMNS) - 1)
     row_ms = figures.get("row_mean_ms")
     scale = figures["step_ms"] / row_ms if row_ms else 1.0
     flops = figures.get("model_tflops_per_rank", 0.0) * scale

@@ -13,20 +13,19 @@ imported; the latter drops small gradients by default, and its variant ``exact``
 
 from __future__ import annotations
 
-import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.measure import heading, option_parser
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.embedding import vocab_logits
 from lightning_megatron.layers.loss.chunked_loss import (
@@ -40,14 +39,6 @@ IGNORED = -100
 #: Function of hidden states (tokens, features), a head (vocabulary, features), labels and label
 #: smoothing that returns the mean loss.
 MeanLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Figures of a variant."""
-
-    seconds: float
-    peak: int | None
 
 
 def torch_operators(hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
@@ -177,8 +168,10 @@ def operands(tokens: int, features: int, vocabulary: int, device: str) -> tuple[
     return hidden.requires_grad_(), head.requires_grad_(), labels
 
 
-def measure(loss: MeanLoss, inputs: tuple[Tensor, ...], smoothing: float, rounds: int) -> Measured:
-    """Time a loss and its gradients."""
+def measure(
+    loss: MeanLoss, inputs: tuple[Tensor, ...], smoothing: float, rounds: int
+) -> tuple[float, float]:
+    """Return time (s) and peak memory (bytes, NaN on CPUs) of a loss and its gradients."""
     hidden, head, labels = inputs
     on_gpu = hidden.is_cuda
 
@@ -199,27 +192,16 @@ def measure(loss: MeanLoss, inputs: tuple[Tensor, ...], smoothing: float, rounds
         if on_gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    peak = None
+    peak = math.nan
     if on_gpu:
         gradients = (hidden.numel() + head.numel()) * hidden.element_size()
         peak = torch.cuda.max_memory_allocated() - before - gradients
-    return Measured(statistics.median(seconds), peak)
-
-
-def row(tokens: int, name: str, flops: float, figures: Measured | None) -> str:
-    """Return a row of the table."""
-    if figures is None:
-        return f"| {tokens} | {name} | out of memory | | |"
-    peak = "n/a" if figures.peak is None else f"{figures.peak / 2**30:.2f}"
-    speed = flops / figures.seconds / 1e12
-    return f"| {tokens} | {name} | {figures.seconds * 1e3:.1f} | {speed:.0f} | {peak} |"
+    return statistics.median(seconds), peak
 
 
 def main() -> None:
     """Measure all variants and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
     add("--features", type=int, default=4096)
@@ -228,32 +210,27 @@ def main() -> None:
     add("--smoothing", type=float, default=0.0)
     add("--rounds", type=int, default=5, help="timed calls of each variant")
     add("--device", default="cuda", choices=["cuda", "cpu"])
-    add("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     losses, omitted = variants(options.chunk, options.smoothing)
     device = torch.cuda.get_device_name(0) if options.device == "cuda" else "CPU"
-    lines = [
-        f"{device}, torch {torch.__version__}",
-        *(f"left out: {reason}" for reason in omitted),
-        "",
-    ]
-    lines += ["| tokens | variant | ms | TFLOP/s | peak GiB |", "|---|---|---|---|---|"]
-    print("\n".join(lines), flush=True)
+    print(f"{device}, torch {torch.__version__}")
+    for reason in omitted:
+        print(f"left out: {reason}")
+    print("\n".join(["", *heading("tokens", "variant", "ms", "TFLOP/s", "peak GiB")]), flush=True)
     for tokens in options.tokens:
         flops = 6.0 * tokens * options.features * options.vocabulary
         inputs = operands(tokens, options.features, options.vocabulary, options.device)
         for name, loss in losses.items():
-            figures: Measured | None = None
             try:
-                figures = measure(loss, inputs, options.smoothing, options.rounds)
+                seconds, peak = measure(loss, inputs, options.smoothing, options.rounds)
+                speed = flops / seconds / 1e12
+                cells = f"{seconds * 1e3:.1f} | {speed:.0f} | {peak / 2**30:.2f}"
             except torch.OutOfMemoryError:
                 inputs[0].grad = inputs[1].grad = None
-            lines.append(row(tokens, name, flops, figures))
-            print(lines[-1], flush=True)
+                cells = "out of memory | |"
+            print(f"| {tokens} | {name} | {cells} |", flush=True)
             if options.device == "cuda":
                 torch.cuda.empty_cache()
-    if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Callback that measures every training step and writes the results of rank 0 to a file."""
+"""Measurements of training steps and of single calls on a GPU."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,32 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.model_flops import FLOP_RULE as FLOP_RULE
 from lightning_megatron.models.model_flops import flops_per_token as flops_per_token
 from lightning_megatron.strategy.callbacks.progress import count_replicas, count_tokens
 
-#: What the programs print next to TFLOP/s.
-FLOP_RULE = (
-    "TFLOP/s/GPU by the causal-half rule: per token 3 x (layers x (projections + attention + MLP "
-    "or selected experts + router) + logits). A matrix product counts 2 x its elements, attention "
-    "half of the sequence; embeddings, norms and recomputation count nothing."
-)
+#: Settings of trainers that only measure.
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "default_root_dir": tempfile.gettempdir(),
+}
+#: Cycles of the GPU in a millisecond.
+CYCLES = 1_900_000
+
+
+def option_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of options that shows a program's description as it is written."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def heading(*titles: str) -> list[str]:
+    """Return the first two lines of a table."""
+    return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
 
 
 def strategy_of(trainer: Trainer) -> MegatronStrategy:
@@ -230,3 +249,54 @@ class Measure(Callback):
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def device_time(call: Callable[[], Any], head_start: int = 4_000_000) -> float:
+    """Return the device time of one call with a cold cache (µs).
+
+    Args:
+        call: Function to time.
+        head_start: Time for the host to queue the call before the device starts (cycles).
+    """
+    torch.empty(2**28, dtype=torch.int8, device="cuda").zero_()
+    torch.cuda.synchronize()
+    # The host queues the whole call while the device sleeps, so that launches are not measured.
+    torch.cuda._sleep(head_start)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(end)
+
+
+def burst(
+    variants: Mapping[str, Callable[[], Any]], guess: float, rounds: int
+) -> dict[str, list[float]]:
+    """Return the times of single calls of alternating variants (ms).
+
+    Args:
+        variants: Functions to time.
+        guess: Approximate time of a call (ms); the GPU idles longer than this before each call.
+        rounds: Calls of each variant.
+    """
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
+        name: [] for name in variants
+    }
+    gap = int(CYCLES * min(8.0, max(0.8, 1.6 * guess)))
+    for call in variants.values():
+        call()
+    torch.cuda._sleep(60 * CYCLES)
+    for number in range(rounds):
+        for name in variants if number % 2 else reversed(list(variants)):
+            torch.cuda._sleep(gap)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            variants[name]()
+            stop.record()
+            pairs[name].append((start, stop))
+    torch.cuda.synchronize()
+    times = {}
+    for name, events in pairs.items():
+        times[name] = [start.elapsed_time(stop) for start, stop in events]
+    return times

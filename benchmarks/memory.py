@@ -14,7 +14,6 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
+from benchmarks.measure import QUIET, heading, option_parser
 from benchmarks.shapes import Tokens, Trained, changed
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.strategy.callbacks.memory_report import MemoryReport, StageReport
@@ -100,11 +100,7 @@ def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
         max_steps=steps,
         gradient_clip_val=1.0,
         callbacks=[report],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tempfile.gettempdir(),
+        **QUIET,
     )
     data = Tokens(config, steps * case.batch * case.devices)
     trainer.fit(Trained(config), DataLoader(data, batch_size=case.batch, drop_last=True))
@@ -137,13 +133,16 @@ def run_case(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Format the peaks as a Markdown table."""
-    lines = [
-        (
-            "| case | stage | static GiB | held GiB | bytes a parameter | peak, estimate | peak, "
-            "measured | ratio |"
-        ),
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = heading(
+        "case",
+        "stage",
+        "static GiB",
+        "held GiB",
+        "bytes a parameter",
+        "peak, estimate",
+        "peak, measured",
+        "ratio",
+    )
     for name, stages in results.items():
         if not stages:
             lines.append(f"| {name} | failed | | | | | | |")
@@ -164,9 +163,7 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 def main() -> int:
     """Train, print the table and return the number of wrong estimates and failed cases."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     add = parser.add_argument
     add("--devices", type=int, default=1, help="run only cases with at most this number of ranks")
     add("--cases", nargs="*", choices=list(CASES), help="run only these cases")
@@ -189,9 +186,7 @@ def main() -> int:
         if case.devices <= args.devices and not name.startswith("tiny")
     ]
     results = {name: run_case(name, args) for name in names}
-    text = table(results)
-    (out / "table.md").write_text(text + "\n")
-    print(text, flush=True)
+    print(table(results), flush=True)
     ratios = [
         stage["ratio"]
         for stages in results.values()

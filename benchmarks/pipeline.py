@@ -17,12 +17,13 @@ from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.launch import ROW_RULE, add_peer, cells, heading
+from benchmarks.launch import add_peer, cells, print_table
 from benchmarks.launch import run_ours as run_training
 from benchmarks.launch import run_peer as run_other
-from benchmarks.measure import FLOP_RULE
-from benchmarks.shapes import LAYOUTS, SHAPES
+from benchmarks.measure import option_parser
+from benchmarks.shapes import LAYOUTS
 from benchmarks.step_callbacks import measured_costs
+from benchmarks.train_shapes import add_training, training_line
 from lightning_megatron.plan.schedule import build_schedule
 from lightning_megatron.plan.simulate import simulate
 
@@ -55,13 +56,13 @@ def schedule_of(text: str) -> ScheduleCase:
 def run_ours(args: argparse.Namespace, case: ScheduleCase) -> str:
     """Train with one schedule and return a row of the table."""
     out = Path(args.out) / f"{args.model}_{args.layout}_{case.name}_{case.chunks}.json"
-    options = {"schedule": case.name, "vpp": case.chunks, **json.loads(args.options)}
-    line = ["--model", args.model, "--layout", args.layout, "--batch", str(args.microbatches)]
-    line += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-    line += ["--row-steps", str(args.row_steps), "--layers", str(args.layers)]
-    line += ["--accelerator", args.accelerator, "--options", json.dumps(options)]
-    line += ["--time-actions", "--time-optimizer"]
-    line += ["--forced-balance"] if args.forced_balance else []
+    line = training_line(
+        args,
+        {"schedule": case.name, "vpp": case.chunks},
+        batch=args.microbatches,
+        time_actions=True,
+        time_optimizer=True,
+    )
     figures = run_training(line, out, LAYOUTS[args.layout].devices, args.timeout)
     return f"| ours | {case} | {simulated(args, case)} | {cells(figures)} |"
 
@@ -92,39 +93,24 @@ def run_peer(args: argparse.Namespace, chunks: int) -> str:
     return f"| peer | {name} | | | {cells(run_other(args, layout, line))} |"
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser of the options."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    """Run all cases, the peer's first, and print the table."""
+    command_line = option_parser(__doc__)
     layouts = [name for name, layout in LAYOUTS.items() if layout.pp > 1]
-    add = result.add_argument
-    add("--model", default="llama8b_half", choices=list(SHAPES))
+    add = command_line.add_argument
+    add_training(command_line)
     add("--layout", default="pp2", choices=layouts)
     add("--schedules", nargs="*", type=schedule_of, default=[ScheduleCase("1f1b")])
     add("--microbatches", type=int, default=8, help="microbatches of a step")
-    add("--layers", type=int, default=0, help="number of layers (0: of the shape)")
-    add("--steps", type=int, default=8, help="measured steps")
-    add("--warmup", type=int, default=4, help="steps before the measured steps")
-    add_peer(result)
+    add_peer(command_line)
     add("--peer-chunks", nargs="*", type=int, default=[1], help="chunks per stage of the peer")
-    add("--row-steps", type=int, default=0, help="later steps in a row")
-    add("--forced-balance", action="store_true", help="route tokens in turn")
-    add("--options", default="{}", help="more arguments of the strategy, as JSON")
-    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
     add("--out", default="runs/pipeline", help="folder of the measurements")
-    return result
-
-
-def main() -> None:
-    """Run all cases, the peer's first, and print the table."""
-    args = parser().parse_args()
+    args = command_line.parse_args()
     rows = [run_peer(args, chunks) for chunks in args.peer_chunks] if args.peer else []
     cases = sorted(args.schedules, key=lambda case: case.name != "auto")
     rows += [run_ours(args, case) for case in cases]
-    lines = [f"{args.model}, {args.layout}, {args.microbatches} microbatches a step", ""]
-    lines += [*heading("program", "schedule", "simulated ms", "bubble"), *rows]
-    print("\n".join([*lines, "", ROW_RULE, FLOP_RULE]))
+    print(f"{args.model}, {args.layout}, {args.microbatches} microbatches a step\n")
+    print_table(("program", "schedule", "simulated ms", "bubble"), rows)
 
 
 if __name__ == "__main__":

@@ -4,49 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
-from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of a layout."""
-
-    name: str
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Number of ranks."""
-        return self.tp * self.pp * self.dp
-
-
-def layout_of(name: str) -> Layout:
-    """Return the layout with the name ``name``.
-
-    Raises:
-        ArgumentTypeError: If the name has another form.
-    """
-    parts: Sequence[str] = () if name == "single" else name.split("_")
-    sizes = {part[:2]: int(part[2:]) for part in parts if re.fullmatch(r"(tp|pp|dp)[1-9]\d*", part)}
-    if len(sizes) < len(parts):
-        raise ArgumentTypeError(
-            f"a layout must be single, or tp, pp and dp with sizes: {name!r} is not. Use tp2_pp2."
-        )
-    return Layout(name, **sizes)
+from benchmarks.shapes import LAYOUTS
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add the options that all benchmarks of recipes share."""
     add = parser.add_argument
+    add("--layouts", nargs="+", choices=list(LAYOUTS))
     add("--steps", type=int, help="steps that the host waits for")
     add("--warmup", type=int, default=4, help="steps left out of the median")
     add("--batch", type=int, help="samples of a step, of all ranks")
@@ -59,8 +29,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.set_defaults(**defaults)
 
 
-def options_of_layout(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+def options_of_layout(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Return the options of a recipe that a layout and the precision determine."""
+    layout = LAYOUTS[name]
     return {
         "trainer.accelerator": args.accelerator,
         "trainer.devices": layout.devices,
@@ -70,10 +41,10 @@ def options_of_layout(args: argparse.Namespace, layout: Layout) -> dict[str, Any
     }
 
 
-def options_to_measure(args: argparse.Namespace, layout: Layout, **more: Any) -> dict[str, Any]:
+def options_to_measure(args: argparse.Namespace, name: str, **more: Any) -> dict[str, Any]:
     """Return the options that make a recipe measure its steps, without logs or checkpoints."""
-    path = f"{args.out}/{layout.name}.json"
-    init = {"path": path, "label": layout.name, "warmup": args.warmup, **more}
+    path = f"{args.out}/{name}.json"
+    init = {"path": path, "label": name, "warmup": args.warmup, **more}
     measure = {"class_path": "benchmarks.measure.Measure", "init_args": init}
     return {
         # No callback reads parameters, so gathering them can overlap with the next step.
@@ -94,9 +65,9 @@ def run_recipe(args: argparse.Namespace, recipe: str, options: Mapping[str, Any]
     subprocess.run(line + args.options, check=True, timeout=args.timeout)
 
 
-def figures_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+def figures_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Return the measurements of a run with :func:`options_to_measure`."""
-    figures: dict[str, Any] = json.loads(Path(args.out, f"{layout.name}.json").read_text())
+    figures: dict[str, Any] = json.loads(Path(args.out, f"{name}.json").read_text())
     return figures
 
 

@@ -23,13 +23,9 @@ from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import ROW_RULE, add_peer, cells, heading, run_ours, run_peer
-from benchmarks.measure import FLOP_RULE, merged
+from benchmarks.launch import add_peer, cells, print_table, run_ours, run_peer
 from benchmarks.shapes import LAYOUTS
-from benchmarks.train_shapes import parser
-
-#: Options that only this program has.
-_OWN = ("peer", "peer_path", "peer_runs", "timeout", "cases", "connections", "out", "options")
+from benchmarks.train_shapes import parser, training_line
 
 
 def case_of(text: str) -> tuple[str, dict[str, Any]]:
@@ -53,17 +49,6 @@ def case_of(text: str) -> tuple[str, dict[str, Any]]:
             f"a case must be eager, segments, full or a JSON object, not {text!r}."
         )
     return text, options
-
-
-def our_line(args: argparse.Namespace, options: dict[str, Any]) -> list[str]:
-    """Return the arguments of one training."""
-    line: list[str] = []
-    for name, value in vars(args).items():
-        if name in _OWN or value in ("", False, None):
-            continue
-        flag = "--" + name.replace("_", "-")
-        line += [flag] if value is True else [flag, str(value)]
-    return [*line, "--options", json.dumps(merged(json.loads(args.options), options))]
 
 
 def peer_line(args: argparse.Namespace, more: str) -> list[str]:
@@ -100,18 +85,17 @@ def main() -> None:
     option_parser.set_defaults(out="runs/step")
     args = option_parser.parse_args()
     layout = LAYOUTS[args.layout]
-    lines = [f"{args.model}, {args.layout}, {layout.devices} GPUs", ""]
-    lines += heading("program", "options", "graphs, capture", "exposed communication, ms")
-    for more in args.peer_runs if args.peer else ():
-        lines.append(row_of("peer", more, run_peer(args, layout, peer_line(args, more))))
+    rows = [
+        row_of("peer", more, run_peer(args, layout, peer_line(args, more)))
+        for more in (args.peer_runs if args.peer else ())
+    ]
     for number, (name, options) in enumerate(args.cases):
         out = Path(args.out) / f"{args.model}_{args.layout}_{number}.json"
-        line = our_line(args, options)
+        line = training_line(args, options)
         figures = run_ours(line, out, layout.devices, args.timeout, args.connections)
-        lines.append(row_of("ours", name, figures))
-    text = "\n".join([*lines, "", ROW_RULE, FLOP_RULE])
-    print(text, flush=True)
-    (Path(args.out) / "table.md").write_text(text + "\n")
+        rows.append(row_of("ours", name, figures))
+    print(f"{args.model}, {args.layout}, {layout.devices} GPUs\n")
+    print_table(("program", "options", "graphs, capture", "exposed communication, ms"), rows)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ The training uses AdamW (fused, lr 1e-4, weight decay 0.01), gradient clipping a
 parameters and gradients, and random tokens from the CPU. The time of a step starts at the end of
 the previous step and includes loading the batch and all work of Lightning. The host waits for the
 device after each step, or not at all with ``--in-a-row``. Products in 8 bits are an option of the
-strategy, ``--options '{"fp8": "tensorwise"}'``; ``--fp8-parameters`` also keeps and gathers weights
-in 8 bits. ``--rows packed`` gives the model the lengths of random documents in each row, and
-``--rows mask`` describes the same documents by a dense mask. ``benchmarks/step.py`` runs this
-program with several options and prints a table.
+strategy, ``--options '{"fp8": "tensorwise"}'``. ``--rows packed`` gives the model the lengths of
+random documents in each row, and ``--rows mask`` describes the same documents by a dense mask.
+``benchmarks/step.py`` runs this program with several options and prints a table.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import FLOP_RULE, Measure, merged
+from benchmarks.measure import FLOP_RULE, QUIET, Measure, merged, option_parser
 from benchmarks.shapes import (
     LAYOUTS,
     ROWS,
@@ -101,12 +100,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     callbacks, steps = build_callbacks(args, out, lengths)
     # No callback reads parameters, so gathering them can overlap with the next step.
     options: dict[str, Any] = {
-        "optimizer": {"overlap_parameters": True, "zero": args.zero},
+        "optimizer": {"overlap_parameters": True},
         "async_save": bool(args.async_save),
         "microbatch_size": 1 if layout.pp > 1 else batch,
     }
-    if args.fp8_parameters:
-        options["fp8"] = {"recipe": "tensorwise", "parameters": "fp8"}
     options = merged(options, json.loads(args.options))
     trainer = Trainer(
         accelerator=args.accelerator,
@@ -118,11 +115,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         max_steps=steps,
         gradient_clip_val=1.0,
         callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tempfile.gettempdir(),
+        **QUIET,
     )
     num_samples = steps * batch * layout.data_ranks
     module, samples = module_and_data(args, config, num_samples, batch, lengths)
@@ -139,62 +132,71 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser of the options of one training."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_training(result: argparse.ArgumentParser) -> None:
+    """Add the options of one training that its callers have, too."""
     add = result.add_argument
     add("--model", default="llama8b_half", choices=list(SHAPES))
-    add("--layout", default="dp4", choices=list(LAYOUTS))
-    add_sizes(result)
-    add("--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)")
+    add("--layers", type=int, default=0, help="number of layers (0: as in the shape)")
+    add("--vocabulary", type=int, default=0, help="size of the vocabulary (0: as in the shape)")
     add("--steps", type=int, default=8, help="measured steps")
     add("--warmup", type=int, default=4, help="steps before the measured steps")
-    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    add("--zero", type=int, default=1, choices=[0, 1])
-    add("--options", default="{}", help="further arguments of the strategy, as JSON")
-    add(
-        "--fp8-parameters",
-        action="store_true",
-        help="products in 8 bits, tensorwise, with weights that are kept and gathered in 8 bits",
-    )
-    add("--in-a-row", action="store_true", help="do not wait for the device between the steps")
     add(
         "--row-steps",
         type=int,
         default=0,
         help="steps to measure in a row after the measured ones, without waits of the host",
     )
-    add("--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)")
     add("--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)")
+    add("--forced-balance", action="store_true", help="route tokens to experts in turn")
+    add("--options", default="{}", help="further arguments of the strategy, as JSON")
+    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the parser of the options of one training."""
+    result = option_parser(__doc__)
+    add_training(result)
+    add = result.add_argument
+    add("--layout", default="dp4", choices=list(LAYOUTS))
+    add("--length", type=int, default=0, help="tokens of a row (0: as in the shape)")
+    add("--rows", default="whole", choices=ROWS, help="documents in a row")
+    add("--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)")
+    add("--in-a-row", action="store_true", help="do not wait for the device between the steps")
+    add("--profile", default="", help="write a trace of some steps of rank 0 (FILE.json.gz)")
     add("--device-only", action="store_true", help="profile no operators of the host")
     add("--time-optimizer", action="store_true", help="time the optimizer's step alone")
     add("--time-actions", action="store_true", help="record the actions of a step on all stages")
-    _add_saves_and_routing(result)
-    add("--out", default="runs/train_shapes.json", help="file for the measurements of rank 0")
-    return result
-
-
-def add_sizes(result: argparse.ArgumentParser) -> None:
-    """Add the options that change the sizes of a shape."""
-    add = result.add_argument
-    add("--layers", type=int, default=0, help="number of layers (0: as in the shape)")
-    add("--vocabulary", type=int, default=0, help="size of the vocabulary (0: as in the shape)")
-    add("--length", type=int, default=0, help="tokens of a row (0: as in the shape)")
-    add("--rows", default="whole", choices=ROWS, help="documents in a row")
-
-
-def _add_saves_and_routing(result: argparse.ArgumentParser) -> None:
-    add = result.add_argument
     add("--async-save", default="", help="save in the background to this folder")
     add("--save-steps", type=int, default=20, help="steps to measure after each save")
-    add("--forced-balance", action="store_true", help="route tokens to experts in turn")
     add(
         "--routing",
         default="natural",
         help="balanced, natural, zipf:EXPONENT:random or zipf:EXPONENT:ordered",
     )
+    add("--out", default="runs/train_shapes.json", help="file for the measurements of rank 0")
+    return result
+
+
+def training_line(
+    args: argparse.Namespace, options: Mapping[str, Any], **changes: Any
+) -> list[str]:
+    """Return the command line of one training, without its file of measurements.
+
+    Args:
+        args: Options of the calling program; those that this program has are passed on.
+        options: Arguments of the strategy, on top of ``--options``.
+        changes: Options of this program that replace those of ``args``.
+    """
+    given = {**vars(args), **changes}
+    given["options"] = json.dumps(merged(json.loads(args.options), options))
+    line: list[str] = []
+    for name, default in vars(parser().parse_args([])).items():
+        value = given.get(name, default)
+        if name == "out" or value == default:
+            continue
+        flag = "--" + name.replace("_", "-")
+        line += [flag] if value is True else [flag, str(value)]
+    return line
 
 
 if __name__ == "__main__":

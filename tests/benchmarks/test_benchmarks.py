@@ -25,7 +25,7 @@ from tests.fits import SIZES
 PROGRAMS = [
     path.stem
     for path in sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
-    if "ArgumentParser" in path.read_text() and "__main__" in path.read_text()
+    if 'if __name__ == "__main__"' in path.read_text()
 ]
 
 
