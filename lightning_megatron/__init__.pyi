@@ -12,9 +12,9 @@ from lightning_megatron.models.bert_pretraining import BERTPretraining as BERTPr
 from lightning_megatron.models.causal_lm import CausalLM as CausalLM
 from lightning_megatron.models.config import GPTConfig as GPTConfig
 from lightning_megatron.models.encoder import Encoder as Encoder
+from lightning_megatron.models.encoder import EncoderInput as EncoderInput
 from lightning_megatron.models.encoder import EncoderResult as EncoderResult
 from lightning_megatron.models.encoder_config import EncoderConfig as EncoderConfig
-from lightning_megatron.models.encoder_rows import EncoderInput as EncoderInput
 from lightning_megatron.models.gpt import GPT as GPT
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM as HuggingFaceCausalLM
 from lightning_megatron.models.lora import LoraSettings as LoraSettings

@@ -20,7 +20,7 @@ from lightning_megatron.groups.collectives import all_reduce_, broadcast_
 from lightning_megatron.layers.attention.key_value_cache import KeyValueCache
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.relay import run_stage_by_stage
+from lightning_megatron.models.side_calls import run_stage_by_stage
 from lightning_megatron.shapes import Int, Shaped
 
 _log = logging.getLogger(__name__)

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.encoder import Encoder, EncoderResult
+from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.encoder_rows import EncoderInput
-from lightning_megatron.models.module_mesh import mesh_of_module
+from lightning_megatron.models.layered import mesh_of_module
 from lightning_megatron.models.token_module import IGNORED, TokenModule
 from lightning_megatron.plan.settings import coerced_arguments
 from lightning_megatron.shapes import Bool, Float, Int, Shaped

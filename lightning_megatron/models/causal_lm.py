@@ -15,7 +15,7 @@ from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.module_mesh import mesh_of_module
+from lightning_megatron.models.layered import mesh_of_module
 from lightning_megatron.models.token_module import IGNORED, TokenModule
 from lightning_megatron.plan.settings import Probability, coerced_arguments
 from lightning_megatron.shapes import Float, Int

@@ -14,9 +14,8 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.remote_tensor import RemoteTensor, fill_outputs
 from lightning_megatron.models.shape_inference import OutputSpec
-from lightning_megatron.models.stage import PipelinedModule, StageCursor
+from lightning_megatron.models.stage import PipelinedModule, StageCursor, StepPlan
 from lightning_megatron.models.stage_boundaries import StageBoundaries
-from lightning_megatron.models.step_plan import StepPlan
 from lightning_megatron.plan.partition import LayerPartition
 from lightning_megatron.user_code import line_of_user
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -19,12 +18,12 @@ from lightning_megatron.layers.embedding import (
 )
 from lightning_megatron.layers.fused.dropout import hidden_dropout
 from lightning_megatron.layers.linear.regions import column_linear
-from lightning_megatron.layers.mlp import gelu_activation
+from lightning_megatron.layers.mlp import activate
 from lightning_megatron.layers.norm import LayerNorm
 from lightning_megatron.layers.parameters.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.replicated import ReplicatedLinear, TableEmbedding, first_place
 from lightning_megatron.models import gpt_block
-from lightning_megatron.models.encoder_config import EncoderActivation, EncoderConfig
+from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.plan.shards import padded_vocab_size, vocab_range
 from lightning_megatron.shapes import Float
@@ -163,7 +162,7 @@ class MaskedLMHead(nn.Module):
         """Return the logits; no ``embedding`` is needed if the head has a copy of that weight."""
         weight = embedding if self.weight is None else self.weight
         assert weight is not None, "a head without a copy is on the rank of the embedding"
-        hidden = self.norm(activated(self.dense(hidden), self.config.head_activation))
+        hidden = self.norm(activate(self.dense(hidden), self.config.head_activation))
         return column_linear(hidden, weight, self.bias, self.mesh)
 
 
@@ -201,17 +200,6 @@ def build_head(config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -
     if config.head == "pretraining":
         return PretrainingHead(config, mesh, holds_copy=holds_copy)
     return None
-
-
-def activated(
-    hidden: Float[Tensor, "*shape"], activation: EncoderActivation
-) -> Float[Tensor, "*shape"]:
-    """Apply an activation."""
-    return (
-        F.relu(hidden)
-        if activation == "relu"
-        else gelu_activation(hidden, by_tanh=activation == "gelu_tanh")
-    )
 
 
 def _dense(

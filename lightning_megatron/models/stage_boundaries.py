@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.remote_tensor import RemoteTensor, refuse
-from lightning_megatron.models.stage import StageCursor, StageDone
-from lightning_megatron.models.step_plan import StepPlan, ValueOrigin
+from lightning_megatron.models.stage import StageCursor, StageDone, StepPlan, ValueOrigin
 from lightning_megatron.user_code import line_of_user
 
 

@@ -19,9 +19,8 @@ from typing_extensions import override
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.evaluated_set import EvaluatedSet, log_means_of_all_sets
-from lightning_megatron.models.layered import LayeredModule
+from lightning_megatron.models.layered import LayeredModule, advance_streams
 from lightning_megatron.models.lr_schedules import WarmupSchedule
-from lightning_megatron.models.module_mesh import advance_streams
 from lightning_megatron.models.scheduler_settings import SchedulerSettings
 from lightning_megatron.plan.settings import (
     Count,

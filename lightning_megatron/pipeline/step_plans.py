@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.side_calls import SideCalls
-from lightning_megatron.models.stage import PipelinedModule, StageCursor
-from lightning_megatron.models.step_plan import StepPlan, wrong_calls
+from lightning_megatron.models.stage import PipelinedModule, StageCursor, StepPlan, wrong_calls
 from lightning_megatron.nest import children
 from lightning_megatron.pipeline.microbatch import Microbatch
 

@@ -18,8 +18,7 @@ from lightning_megatron.experts.routing.attached_loss import LossWeight
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending, start_transfers
 from lightning_megatron.layers.parameters.weight_gradient_queue import WeightGradientQueue
-from lightning_megatron.models.stage import StageCursor
-from lightning_megatron.models.step_plan import StepPlan, wrong_calls
+from lightning_megatron.models.stage import StageCursor, StepPlan, wrong_calls
 from lightning_megatron.pipeline.action_times import ActionTimes
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.pipeline.step_plans import StepFn, StepPlans, TensorSpec, signature_of

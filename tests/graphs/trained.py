@@ -22,9 +22,8 @@ from lightning_megatron.graphs.recording import Recording
 from lightning_megatron.graphs.runner import GraphRunner
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.encoder import Encoder, EncoderInput
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.pipeline.executor import BuildSchedule, PipelineExecutor
 from lightning_megatron.pipeline.microbatch import Microbatch

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.encoder import Encoder, EncoderInput
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.encoder_rows import EncoderInput
 from tests.models.flash_stand_in import flash_stand_in
 from tests.models.test_settings import in_float64
 from tests.oracles import assert_equal

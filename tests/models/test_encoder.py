@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.encoder import Encoder, EncoderResult
+from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.models.flash_stand_in import flash_stand_in, padded_on_the_right
 from tests.models.test_settings import in_float64

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.models.stage import StageCursor
+from lightning_megatron.models.stage import StageCursor, StepPlan
 from lightning_megatron.models.staged_blocks import StagedBlocks
-from lightning_megatron.models.step_plan import StepPlan
 from lightning_megatron.swap import parallelize
 from tests.swap.families import transformers, twin_of
 from tests.swap.parts import mesh_of

@@ -21,8 +21,8 @@ from lightning_megatron.layers.context_parallel.sequence_order import join_parts
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.layer_inputs import laid_out
-from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.models.side_calls import run_stage_by_stage
 from lightning_megatron.swap.hugging_face.outputs import late_output, output_class
 from lightning_megatron.swap.hugging_face.packed_rows import (
     GenerationCache,

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
-from lightning_megatron.models.encoder import Encoder, EncoderResult
-from lightning_megatron.models.encoder_rows import EncoderInput
+from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import late_output, output_class
 from lightning_megatron.swap.hugging_face.packed_rows import check_mask
