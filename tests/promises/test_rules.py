@@ -103,7 +103,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 410,
+    "beside rooms": 370,
     "checkpoint": 2820,
     "cli": 2330,
     "data": 3730,

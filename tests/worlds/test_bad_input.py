@@ -96,7 +96,7 @@ REFUSED: list[tuple[dict[str, Any], Any, int, dict[str, Any], str]] = [
     ({"num_layers": 3}, None, 2, {"pp": 2, "vpp": 2}, "Use pp x vpp of at most 3."),
     (
         {"num_layers": 4}, None, 2, {"pp": 2, "vpp": 2, "pipeline.microbatch_group_size": 5},
-        "microbatch groups must have at least pp microbatches and at most all",
+        "microbatch groups must have at least pp (2) microbatches, also the last one",
     ),
     ({}, loader_of(3), 2, {"tp": 2, "microbatch_size": 2}, UNEQUAL),
     ({}, tokens_of(batch_size=3), 2, {"tp": 2, "microbatch_size": 2}, UNEQUAL),
