@@ -4,14 +4,12 @@ because they take minutes.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from lightning_megatron.swap.families.known import FAMILIES
 from tests.docs import clone_picture
-from tests.docs.blocks import DOCS, README, ROOT, printed_text, read_blocks, run_block
+from tests.docs.blocks import README, ROOT, printed_text, read_blocks, run_block
 
 BLOCKS = read_blocks()
 PRINTED = printed_text()
@@ -57,16 +55,6 @@ def test_only_listed_blocks_are_not_run():
 def test_family_in_the_docs_is_the_tested_family():
     (block,) = [block for block in BLOCKS if block.name == "family"]
     assert any(block.code in path.read_text() for path in (ROOT / "tests").rglob("*.py"))
-
-
-def test_the_docs_list_all_decoders():
-    text = (DOCS / "hugging_face.md").read_text()
-    rows = re.search(r"^\| family \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
-    assert rows is not None
-    listed = set(re.findall(r"`(\w+)`", rows.group(1)))
-    heads = ("ForCausalLM", "LMHeadModel")
-    decoders = {one.model_type for one in FAMILIES if one.architecture.endswith(heads)}
-    assert decoders <= listed <= {family.model_type for family in FAMILIES}
 
 
 def test_table_of_planned_clones_is_current():

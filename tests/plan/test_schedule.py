@@ -21,6 +21,8 @@ from lightning_megatron.plan import (
     simulate,
 )
 from lightning_megatron.plan.live_microbatches import check_peak, peak_activations
+from lightning_megatron.plan.schedule import SCHEDULE_NAMES
+from lightning_megatron.plan.settings import join_or
 from lightning_megatron.plan.simulate import consumer_of
 from tests.plan.pipelines import (
     NUMBERS,
@@ -202,7 +204,7 @@ def test_schedules_that_cannot_run_are_refused_with_the_rule_and_a_remedy():
     check_refusals(
         build_schedule,
         [
-            (("zb", 2, 2), "must be 1f1b, interleaved, gpipe, zb-h1, zb-v or dualpipe-v"),
+            (("zb", 2, 2), f"schedule must be {join_or(SCHEDULE_NAMES)}: it is 'zb'."),
             (("1f1b", 2, 0), "num_microbatches must be a whole number of at least 1: it is 0"),
             (("gpipe", 4, 8, 2), "or vpp of 1."),
             (("interleaved", 4, 8, 1), "needs vpp above 1: vpp is 1"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.swap.families.fields import IRRELEVANT, ConfigTable
+from lightning_megatron.swap.families.known import FAMILIES
 from tests.swap.families import CASES, our_config_of, transformers
 
+ROOT = Path(__file__).parents[2]
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 LONG = {"rope_type": "longrope", "short_factor": [1.5, 1.0], "long_factor": [2.5, 3.0]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -101,7 +104,21 @@ def test_all_fields_of_hugging_face_are_known():
         names = {name for name in theirs if not name.startswith("_")}
         unknown = names - family.config.names - IRRELEVANT
         assert not unknown, f"{family.model_type} does not handle {sorted(unknown)}"
+        # Most published models have the defaults.
+        assert family.unsupported_reason(theirs) == "", family.model_type
         assert isinstance(family.config(theirs), (GPTConfig, EncoderConfig))
+
+
+def test_the_pages_list_and_count_all_decoders():
+    text = (ROOT / "docs" / "hugging_face.md").read_text()
+    rows = re.search(r"^\| family \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert rows is not None
+    listed = set(re.findall(r"`(\w+)`", rows.group(1)))
+    heads = ("ForCausalLM", "LMHeadModel")
+    decoders = {one.model_type for one in FAMILIES if one.architecture.endswith(heads)}
+    assert decoders <= listed <= {family.model_type for family in FAMILIES}, "docs/hugging_face.md"
+    for page in ("README.md", "CHANGELOG.md"):
+        assert f"decoders of {len(decoders)} families" in (ROOT / page).read_text(), page
 
 
 def test_notations_of_earlier_files_are_read():
