@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.grouped_gemm import PASSES, calls, draw, relative_error
 from benchmarks.loss import operands, variants
-from benchmarks.measure import flops_per_token
+from benchmarks.measure import flops_per_token, option_parser
 from benchmarks.memory import CASES
 from benchmarks.shapes import SHAPES
 from benchmarks.step_profile import Kernel, analyse, find_steps
+from benchmarks.train_shapes import add_training, parser, training_line
 from lightning_megatron import GPT, GPTConfig, MegatronStrategy
 from lightning_megatron.plan import ParallelLayout
 from lightning_megatron.strategy.options.sizes import check_batch_size
@@ -41,6 +43,18 @@ def test_every_program_starts_and_explains_its_options(monkeypatch, capsys):
             assert "lightning_megatron" not in str(error), name  # noqa: PT017
             continue
         assert "--help" in capsys.readouterr().out, name
+
+
+def test_a_program_passes_its_options_on_to_each_training():
+    program = option_parser("")
+    add_training(program)
+    own = '{"vpp": 2, "pipeline": {"stage_layers": [1, 2]}}'
+    args = program.parse_args(["--model", "tiny", "--forced-balance", "--options", own])
+    line = training_line(args, {"schedule": "zb-v"}, layout="pp2", batch=8)
+    given = parser().parse_args(line)
+    expected = {"model": "tiny", "layout": "pp2", "batch": 8, "forced_balance": True}
+    assert vars(given) == {**vars(parser().parse_args([])), **expected, "options": given.options}
+    assert json.loads(given.options) == {**json.loads(own), "schedule": "zb-v"}
 
 
 _LATENT = {"key_value_rank": 12, "plain_dim": 10, "rotary_dim": 6, "value_dim": 8}
