@@ -10,20 +10,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
+from lightning_megatron.data.samples import Windows
 from lightning_megatron.errors import ParallelPlanError
-
-
-class DocumentLengths(Protocol):
-    """Samples that know the lengths of the documents in each row."""
-
-    seq_length: int
-
-    def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document in a row, in order."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ class RowBalance:
         microbatch_size: Rows of a microbatch; the rows of a rank are a multiple of it (samples).
     """
 
-    samples: DocumentLengths
+    samples: Windows
     num_ranks: int
     microbatch_size: int
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from lightning_megatron.data.samples import (
     GPTSamples,
     SampleOptions,
     Samples,
+    Windows,
 )
 from lightning_megatron.data.windows import num_windows
 from lightning_megatron.errors import UnsupportedError
@@ -37,9 +39,7 @@ class BlendedSamples:
             ``order_key``.
     """
 
-    def __init__(
-        self, parts: Sequence[Samples], choices: npt.NDArray[np.int16], mixture: str
-    ) -> None:
+    def __init__(self, parts: Sequence[Any], choices: npt.NDArray[np.int16], mixture: str) -> None:
         self._mixture = mixture
         self.parts = tuple(parts)
         self.seq_length = parts[0].seq_length
@@ -76,7 +76,7 @@ def blend_samples(
     weights: Sequence[float] | None,
     options: SampleOptions,
     num_samples: int | None = None,
-) -> Samples:
+) -> Windows:
     """Return the windows of one corpus, or a blend of several corpora.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from typing_extensions import override
 
@@ -12,7 +12,14 @@ from lightning_megatron.data.corpora import SetPaths
 from lightning_megatron.data.corpus_datamodule import CorpusDataModule
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
 from lightning_megatron.data.sampler import TokenBatchSampler
-from lightning_megatron.data.samples import Corpora, Order, SampleOptions, Samples, check_rows
+from lightning_megatron.data.samples import (
+    Corpora,
+    Order,
+    SampleOptions,
+    Samples,
+    Windows,
+    check_rows,
+)
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.settings import NotNegative, coerced_arguments
 
@@ -107,7 +114,7 @@ class TokenDataModule(CorpusDataModule):
                 "mask_after_eod out, or use a tokenizer with such a token."
             )
         ignored = self.eod if self.mask_after_eod else None
-        batches = WindowBatches(samples, ignored, self.documents != "joined")
+        batches = WindowBatches(cast(Windows, samples), ignored, self.documents != "joined")
         return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
 
     @override

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from lightning_megatron.data.corpora import SetPaths, files_of_sets
-from lightning_megatron.data.encoded_rows import RowEncoder
 from lightning_megatron.data.loader import SampleBatches, StreamLoader, TokenLoader
 from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts
 from lightning_megatron.data.row_files import find_row_files, sizes_of
+from lightning_megatron.data.row_tokens import RowEncoder
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.stream_sections import RowStream
@@ -91,24 +91,19 @@ class FileDataModule(RowDataModule):
         """
         return part == "train" and self.streaming is not None
 
-    def stream_options(self, num_samples: int | None, is_packed: bool) -> dict[str, Any]:
+    def stream_options(self, num_samples: int | None) -> dict[str, Any]:
         """Return arguments of ``StreamedSamples`` for the training rows in the order of training.
 
         Args:
             num_samples: Samples of the run; None means that the run has a number of passes instead
                 (samples).
-            is_packed: Whether samples are packed rows.
         """
         assert self.streaming is not None, "only a stream has these options"
         files = self.files["train"]
         seed = self.seed if self.streaming.shuffle else None
         section_size = self.streaming.shuffle_buffer
         return {
-            "stream": RowStream(
-                files, self.encoder.encode_row, section_size, seed, self.num_workers
-            ),
-            "messages": self.encoder.messages(is_packed),
-            "seq_length": self.seq_length,
+            "stream": RowStream(files, self.encoder, section_size, seed, self.num_workers),
             "key": {**self.stream_key, "section_size": section_size, "seed": seed},
             "report": log_row_counts,
             "num_samples": num_samples,

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_megatron.data.sampler import TokenBatchSampler
-from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.samples import Samples, Windows
 from lightning_megatron.data.streamed_samples import StreamedSamples
 
 IGNORE_INDEX = -100
@@ -46,8 +46,10 @@ class WindowBatches(SampleBatches):
             ignores the label of the last token of each document, which belongs to the next one.
     """
 
+    samples: Windows
+
     def __init__(
-        self, samples: Samples, mask_after: int | None = None, are_separate: bool = False
+        self, samples: Windows, mask_after: int | None = None, are_separate: bool = False
     ) -> None:
         self.samples = samples
         self.mask_after = mask_after

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_megatron.data.balance import RowBalance
 from lightning_megatron.data.loader import PassSampler, TokenLoader
 from lightning_megatron.data.sampler import TokenBatchSampler, check_position, imbalance_line
-from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.samples import Samples, Windows
 from lightning_megatron.data.streamed_samples import SectionStart, StreamedSamples
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
@@ -382,7 +382,7 @@ class RowDataModule(LightningDataModule):
         # Other strategies do not divide a batch into microbatches.
         cut = getattr(strategy, "samples_per_microbatch", None)
         rows = self._rows_of_rank(dp_size)
-        return RowBalance(samples, dp_size, rows if cut is None else cut(rows))
+        return RowBalance(cast(Windows, samples), dp_size, rows if cut is None else cut(rows))
 
     def _rows_of_rank(self, dp_size: int) -> int:
         """Return the number of samples of a rank in a full batch."""

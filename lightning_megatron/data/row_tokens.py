@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.data.row_files import FileRow, read_rows
+from lightning_megatron.data.index_cache import cache_key, load_or_build
+from lightning_megatron.data.row_files import FileRow, files_of, read_rows
+from lightning_megatron.errors import CorruptDataError
 
 #: Factor of the file's index in the number of a row (rows).
 _ROWS_PER_FILE = 2**40
+#: Arrays of rows that a cache keeps, besides their counts.
+_ARRAYS = ("tokens", "is_answer", "bounds", "numbers")
 
 
 class EncodedText(NamedTuple):
@@ -28,10 +35,6 @@ class EncodedText(NamedTuple):
     was_cut: bool
 
 
-#: Function that returns the texts of a row; None leaves the row out.
-EncodeRow = Callable[[FileRow], tuple[EncodedText, ...] | None]
-
-
 class EncodedRow(NamedTuple):
     """Row of a file after tokenization.
 
@@ -44,7 +47,8 @@ class EncodedRow(NamedTuple):
     texts: tuple[EncodedText, ...] | None
 
 
-class RowTokens(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class RowTokens:
     """Concatenated tokens of several rows.
 
     Args:
@@ -53,6 +57,7 @@ class RowTokens(NamedTuple):
         numbers: Number of each row that was not left out.
         num_read: Rows that were read (rows).
         num_cut: Rows of which the end of a text was cut off (rows).
+        key: Hash of everything that determines the rows of whole files.
     """
 
     tokens: npt.NDArray
@@ -61,6 +66,10 @@ class RowTokens(NamedTuple):
     numbers: npt.NDArray
     num_read: int
     num_cut: int
+    key: str = ""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
     @classmethod
     def of(cls, rows: Sequence[EncodedRow]) -> RowTokens:
@@ -89,22 +98,6 @@ class RowTokens(NamedTuple):
             num_cut,
         )
 
-    @classmethod
-    def of_files(cls, paths: Sequence[Path], encode: EncodeRow) -> RowTokens:
-        """Encode all rows of files, and concatenate their texts.
-
-        Args:
-            paths: Files of rows.
-            encode: Function that returns the texts of a row.
-        """
-        return cls.of(
-            [
-                EncodedRow(row_number(file, row), encode(row))
-                for file, path in enumerate(paths)
-                for row in read_rows(path)
-            ]
-        )
-
     @property
     def num_left_out(self) -> int:
         """Number of rows that were left out (rows)."""
@@ -114,3 +107,130 @@ class RowTokens(NamedTuple):
 def row_number(file: int, row: FileRow) -> int:
     """Return the number of a row: its position in its file, plus 2^40 times the file's index."""
     return file * _ROWS_PER_FILE + row.end.number - 1
+
+
+class StreamCounts(NamedTuple):
+    """Counts of the rows, tokens and samples of a pass over files so far.
+
+    Args:
+        num_read: Rows of files that were read (rows).
+        num_cut: Rows of files whose end was cut off (rows).
+        num_left_out: Rows of files that were too long or too short, and were left out (rows).
+        num_tokens: Tokens of the remaining rows (tokens).
+        num_answers: Tokens of answers among them (tokens).
+        num_samples: Samples that these tokens make: packed rows, or pairs (samples).
+    """
+
+    num_read: int = 0
+    num_cut: int = 0
+    num_left_out: int = 0
+    num_tokens: int = 0
+    num_answers: int = 0
+    num_samples: int = 0
+
+    def after(self, rows: RowTokens, num_samples: int = 0) -> StreamCounts:
+        """Return the counts after one more section.
+
+        Args:
+            rows: Rows of the section.
+            num_samples: Samples that they make (samples).
+        """
+        added = (
+            rows.num_read,
+            rows.num_cut,
+            rows.num_left_out,
+            int(rows.bounds[-1]),
+            int(rows.is_answer.sum()),
+            num_samples,
+        )
+        return StreamCounts(*(count + addend for count, addend in zip(self, added, strict=True)))
+
+    def fill(self, seq_length: int) -> str:
+        """Return how many packed rows there are, and how full they are; empty without any.
+
+        Args:
+            seq_length: Tokens that a packed row predicts (tokens).
+        """
+        if not self.num_samples:
+            return ""
+        full = self.num_tokens / (self.num_samples * (seq_length + 1))
+        return f", in {self.num_samples} rows, which are {full:.1%} full"
+
+
+class RowEncoder(ABC):
+    """Encoder of the rows of files, which worker processes unpickle."""
+
+    #: Tokens that a row predicts (tokens).
+    seq_length: int
+
+    @property
+    @abstractmethod
+    def key(self) -> dict[str, Any]:
+        """Fields on which the tokens depend, except the files, as JSON."""
+
+    @abstractmethod
+    def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
+        """Return the texts of a row, as many for each row; None leaves the row out.
+
+        Raises:
+            CorruptDataError: If the row has another form; the message names file and row.
+        """
+
+    @abstractmethod
+    def summary(self, counts: StreamCounts) -> str:
+        """Return how many rows were read and left out, and how many samples they make."""
+
+    @abstractmethod
+    def empty_error(self, names: str, counts: StreamCounts) -> CorruptDataError:
+        """Return the error for files without any row to train on."""
+
+    def encode_files(self, paths: Sequence[Path]) -> RowTokens:
+        """Encode all rows of files, and concatenate their texts.
+
+        Raises:
+            CorruptDataError: If no row remains.
+        """
+        rows = [
+            EncodedRow(row_number(file, row), self.encode_row(row))
+            for file, path in enumerate(paths)
+            for row in read_rows(path)
+        ]
+        tokens = RowTokens.of(rows)
+        if not len(tokens):
+            names = ", ".join(map(str, paths))
+            raise self.empty_error(names, StreamCounts().after(tokens))
+        return tokens
+
+    def encode_once(self, paths: Sequence[Path], cache_dir: Path) -> RowTokens:
+        """Return the rows of files, which are encoded once and kept in a cache.
+
+        Args:
+            cache_dir: Folder of the encoded tokens.
+        """
+        fields = {"files": [_sha256(path) for path in paths], **self.key}
+
+        def build() -> dict[str, npt.NDArray]:
+            rows = self.encode_files(paths)
+            counts = np.array([rows.num_read, rows.num_cut, rows.num_left_out], np.int64)
+            return {**{name: getattr(rows, name) for name in _ARRAYS}, "counts": counts}
+
+        arrays = load_or_build(cache_dir, fields, build, (*_ARRAYS, "counts"))
+        num_read, num_cut, _ = arrays["counts"].tolist()
+        return RowTokens(
+            arrays["tokens"],
+            arrays["is_answer"],
+            arrays["bounds"],
+            arrays["numbers"],
+            num_read,
+            num_cut,
+            cache_key(fields),
+        )
+
+
+def _sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, or of each file in a folder."""
+    hashes = []
+    for file_path in files_of(path):
+        with open(file_path, "rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return " ".join(hashes)

@@ -30,19 +30,23 @@ ONE_PASS_ORDERS = ("spread", "sequential")
 
 
 class Samples(Protocol):
-    """Sequence of windows with at most seq_length + 1 token ids each."""
+    """Numbered samples in the order of training."""
 
     seq_length: int
 
     @property
     def order_key(self) -> str:
-        """Hash of everything that determines the order of windows, except their number."""
+        """Hash of everything that determines the order of samples, except their number."""
+
+    def __len__(self) -> int: ...
+
+
+class Windows(Samples, Protocol):
+    """Samples that are windows with at most seq_length + 1 token ids each."""
 
     @property
     def max_documents(self) -> int:
         """Largest number of documents in a window."""
-
-    def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]: ...
 

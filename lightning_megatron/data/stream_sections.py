@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_megatron.data.row_files import BEGINNING, FilePosition, FileRow, read_rows
-from lightning_megatron.data.row_tokens import EncodedRow, EncodeRow, RowTokens, row_number
+from lightning_megatron.data.row_tokens import EncodedRow, RowEncoder, RowTokens, row_number
 from lightning_megatron.data.worker_pool import map_in_order
 
 #: Number of rows that a process encodes at a time (rows).
@@ -61,15 +61,14 @@ class RowStream:
 
     Args:
         files: Files of rows.
-        encode: Function that returns the texts of a row, or None to leave the row out. It must be
-            picklable.
+        encoder: Picklable encoder of the rows.
         section_size: Rows of a section; the last section of a pass may have fewer (rows).
         seed: Seed of the order of the files in each pass; None keeps their order.
         num_workers: Worker processes that encode rows; 0 encodes in the process that reads.
     """
 
     files: tuple[Path, ...]
-    encode: EncodeRow
+    encoder: RowEncoder
     section_size: int
     seed: int | None
     num_workers: int
@@ -85,9 +84,8 @@ class RowStream:
             CorruptDataError: If a row cannot be encoded; the message names file and row.
         """
         rows: list[EncodedRow] = []
-        encoded = map_in_order(
-            partial(_encoded, encode=self.encode), self._pieces(start, stop), self.num_workers
-        )
+        encode = partial(_encoded, encoder=self.encoder)
+        encoded = map_in_order(encode, self._pieces(start, stop), self.num_workers)
         for encoded_rows, end in encoded:
             rows += encoded_rows
             if end is not None:
@@ -154,5 +152,5 @@ class SectionReader:
         self._sections.close()  # type: ignore[attr-defined]
 
 
-def _encoded(piece: _Piece, encode: EncodeRow) -> tuple[list[EncodedRow], SectionPosition | None]:
-    return [EncodedRow(number, encode(row)) for number, row in piece.rows], piece.end
+def _encoded(piece: _Piece, encoder: RowEncoder) -> tuple[list[EncodedRow], SectionPosition | None]:
+    return [EncodedRow(number, encoder.encode_row(row)) for number, row in piece.rows], piece.end

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_megatron.data.index_cache import cache_key
-from lightning_megatron.data.row_tokens import RowTokens
+from lightning_megatron.data.row_tokens import RowTokens, StreamCounts
 from lightning_megatron.data.stream_sections import RowStream, SectionPosition, SectionReader
-from lightning_megatron.data.streaming import RowMessages, StreamCounts
 from lightning_megatron.errors import CheckpointMismatchError
 
 
@@ -48,18 +46,7 @@ class SectionStart:
         return cls(position, state["first"], counts)
 
 
-class SectionSamples(Protocol):
-    """Samples of the rows of a section, numbered from 0."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]: ...
-
-    def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each part of a sample, in order."""
-
-
-Found = TypeVar("Found", bound=SectionSamples)
+Found = TypeVar("Found", bound=Sized)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +66,6 @@ class StreamedSamples(ABC, Generic[Found]):
 
     Args:
         stream: Stream of rows of files.
-        messages: Log and error messages about these rows.
-        seq_length: Tokens that a row of a batch predicts (tokens).
-        max_documents: Largest number of documents of a sample.
         key: Fields that identify files, tokenizer and options.
         report: Function that takes a line about the rows that were read, and whether rows were cut
             or left out.
@@ -92,18 +76,13 @@ class StreamedSamples(ABC, Generic[Found]):
     def __init__(
         self,
         stream: RowStream,
-        messages: RowMessages,
-        seq_length: int,
-        max_documents: int,
         key: Mapping[str, Any],
         report: Callable[[str, bool], None],
         num_samples: int | None = None,
     ) -> None:
-        self.seq_length = seq_length
-        self.max_documents = max_documents
+        self.seq_length = stream.encoder.seq_length
         self.order_key = cache_key({"stream": dict(key)})
         self._stream = stream
-        self._messages = messages
         self._report = report
         self._num_samples = num_samples
         #: Starts of the sections that were read, and of the next one.
@@ -119,15 +98,6 @@ class StreamedSamples(ABC, Generic[Found]):
         if self._num_samples is None:
             raise TypeError("the number of samples of a stream is unknown")
         return self._num_samples
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        samples, number = self.in_section(index)
-        return samples[number]
-
-    def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document of a sample, in order."""
-        samples, number = self.in_section(index)
-        return samples.lengths(number)
 
     def in_section(self, index: int) -> tuple[Found, int]:
         """Return the samples of the section that has a sample, and its number among them."""
@@ -244,7 +214,7 @@ class StreamedSamples(ABC, Generic[Found]):
         """Report the end of a pass, and the first section with rows that were cut or left out."""
         has_loss = counts.num_cut + counts.num_left_out > 0
         if ends_pass and not counts.num_samples:
-            raise self._messages.empty_error(self._names, counts, self.seq_length)
+            raise self._stream.encoder.empty_error(self._names, counts)
         name = self._pass_name(position.passes)
         if ends_pass and position.passes >= self._num_reported:
             self._num_reported = position.passes + 1
@@ -254,7 +224,7 @@ class StreamedSamples(ABC, Generic[Found]):
         self._reported_loss = self._reported_loss or has_loss
 
     def _summary(self, counts: StreamCounts) -> str:
-        return self._messages.summary(counts, self.seq_length)
+        return self._stream.encoder.summary(counts)
 
     def _pass_name(self, passes: int) -> str:
         return f"Pass {passes + 1} over {self._names}"

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import numpy as np
 from typing_extensions import override
 
 from lightning_megatron.data.documents import parse_text, text_under
 from lightning_megatron.data.encoded_document import encode_document
-from lightning_megatron.data.encoded_rows import RowEncoder
 from lightning_megatron.data.file_datamodule import FileDataModule
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
@@ -21,11 +20,11 @@ from lightning_megatron.data.packing import pack_once
 from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
 from lightning_megatron.data.row_datamodule import log_row_counts
 from lightning_megatron.data.row_files import FileRow, sizes_of
-from lightning_megatron.data.row_tokens import EncodedText, RowTokens
+from lightning_megatron.data.row_tokens import EncodedText, RowEncoder, StreamCounts
 from lightning_megatron.data.sampler import TokenBatchSampler
-from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.samples import Samples, Windows
 from lightning_megatron.data.streamed_samples import StreamedSamples
-from lightning_megatron.data.streaming import StreamCounts, Streaming
+from lightning_megatron.data.streaming import Streaming
 from lightning_megatron.data.text_rows import StreamedTexts, TextRows
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.errors import CorruptDataError
@@ -35,32 +34,12 @@ from lightning_megatron.plan.settings import coerced_arguments
 _MIN_TOKENS = 2
 
 
-class DocumentMessages:
-    """Log and error messages about a stream of documents."""
-
-    def summary(self, counts: StreamCounts, seq_length: int) -> str:
-        """Return how many documents were read and left out."""
-        return (
-            f"{counts.num_read} documents read, {counts.num_left_out} left out with fewer than "
-            f"{_MIN_TOKENS} tokens; {counts.num_tokens} tokens, {counts.fill(seq_length)}"
-        )
-
-    def empty_error(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
-        """Return the error for files whose documents are all too short."""
-        return CorruptDataError(
-            f"{names} must have a document of at least {_MIN_TOKENS} tokens, so that a token can "
-            f"be predicted: {counts.num_read} were read, and all are shorter. Use other files."
-        )
-
-
 @dataclass(frozen=True)
 class TextEncoder(RowEncoder):
     """Encoder of documents."""
 
     options: EncodingOptions
     seq_length: int
-
-    plural: ClassVar[str] = "documents"
 
     @property
     @override
@@ -73,8 +52,18 @@ class TextEncoder(RowEncoder):
         }
 
     @override
-    def messages(self, is_packed: bool = True) -> DocumentMessages:
-        return DocumentMessages()
+    def summary(self, counts: StreamCounts) -> str:
+        return (
+            f"{counts.num_read} documents read, {counts.num_left_out} left out with fewer than "
+            f"{_MIN_TOKENS} tokens; {counts.num_tokens} tokens{counts.fill(self.seq_length)}"
+        )
+
+    @override
+    def empty_error(self, names: str, counts: StreamCounts) -> CorruptDataError:
+        return CorruptDataError(
+            f"{names} must have a document of at least {_MIN_TOKENS} tokens, so that a token can "
+            f"be predicted: {counts.num_read} were read, and all are shorter. Use other files."
+        )
 
     @override
     def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
@@ -103,10 +92,7 @@ class TextSamples(TextRows):
 
     def __init__(self, files: Sequence[Path], encoder: TextEncoder, seq_length: int) -> None:
         self.seq_length = seq_length
-        rows = RowTokens.of_files(files, encoder.encode_row)
-        if not len(rows.numbers):
-            names = ", ".join(map(str, files))
-            raise DocumentMessages().empty_error(names, StreamCounts(rows.num_read), seq_length)
+        rows = encoder.encode_files(files)
         # This key gives the fixed order of `TokenDataModule`.
         random = np.random.RandomState([0, 0, 4])
         lengths = np.diff(rows.bounds)
@@ -206,7 +192,7 @@ class TextDataModule(FileDataModule):
 
     @override
     def training_samples(self, num_samples: int | None) -> StreamedTexts:
-        options = self.stream_options(num_samples, is_packed=True)
+        options = self.stream_options(num_samples)
         # Documents are left out because they predict nothing, which is no reason for a warning.
         options |= {"report": lambda line, _: log_row_counts(line, False)}
         return StreamedTexts(is_packed=True, max_pieces=self._max_pieces, **options)
@@ -221,7 +207,7 @@ class TextDataModule(FileDataModule):
 
     @override
     def batches_of(self, samples: Samples) -> WindowBatches:
-        return WindowBatches(samples, are_separate=True)
+        return WindowBatches(cast(Windows, samples), are_separate=True)
 
     @override
     def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:

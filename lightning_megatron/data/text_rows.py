@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,22 +14,6 @@ from lightning_megatron.data.row_tokens import RowTokens
 from lightning_megatron.data.streamed_samples import StreamedSamples
 
 
-class Texts(Protocol):
-    """Tokens of several texts, such as ``RowTokens``."""
-
-    @property
-    def tokens(self) -> npt.NDArray:
-        """Token ids."""
-
-    @property
-    def is_answer(self) -> npt.NDArray:
-        """1 for tokens of answers, 0 for other tokens."""
-
-    @property
-    def bounds(self) -> npt.NDArray:
-        """Index of the first token of each text, and the total number of tokens."""
-
-
 class TextRows:
     """Rows of whole texts, such as conversations or documents.
 
@@ -37,7 +21,7 @@ class TextRows:
         index: Texts of each row.
     """
 
-    def __init__(self, texts: Texts, index: PackedIndex) -> None:
+    def __init__(self, texts: RowTokens, index: PackedIndex) -> None:
         self._texts = texts
         self._index = index
 
@@ -71,7 +55,7 @@ class StreamedTexts(StreamedSamples[TextRows]):
     Args:
         is_packed: Whether rows have several texts; otherwise each row has one.
         max_pieces: Largest number of texts in a packed row.
-        options: Arguments of ``StreamedSamples`` except ``max_documents``.
+        options: Further arguments of ``StreamedSamples``.
     """
 
     def __init__(
@@ -79,9 +63,19 @@ class StreamedTexts(StreamedSamples[TextRows]):
     ) -> None:
         # The names of earlier versions, so that their checkpoints match.
         packing = {"num_windows": int(is_packed), "max_pieces": max_pieces}
-        max_documents = max_pieces if is_packed else 1
-        super().__init__(max_documents=max_documents, key={**key, **packing}, **options)
+        super().__init__(key={**key, **packing}, **options)
+        #: Largest number of texts in a row.
+        self.max_documents = max_pieces if is_packed else 1
         self._is_packed = is_packed
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        rows, number = self.in_section(index)
+        return rows[number]
+
+    def lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each text of a row, in order."""
+        rows, number = self.in_section(index)
+        return rows.lengths(number)
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
         """Return a mask of the tokens of a row that belong to answers."""

@@ -165,7 +165,9 @@ def test_a_split_is_disjoint_and_a_blend_has_its_shares(tmp_path, corpus, vocabu
     blend, longer = (module_of(weights, vocabulary).training_samples(n) for n in (80, 160))
     assert np.bincount(blend.choices).tolist() == [20, 60]
     assert blend.order_key == longer.order_key
-    assert all(np.array_equal(blend[number], longer[number]) for number in range(80))
+    for number in range(80):
+        first, again = (samples.sentences(number)[0] for samples in (blend, longer))
+        assert np.array_equal(np.concatenate(first), np.concatenate(again))
     once = module_of([corpus, second_corpus], vocabulary).training_samples(None)
     sizes = [len(PairSamples(TokenFile(p), PairOptions(LENGTH))) for p in weights]
     assert (len(once), once.order_key != blend.order_key) == (sum(sizes), True)
@@ -182,7 +184,7 @@ def test_invalid_data_and_settings_are_refused(tmp_path, corpus, vocabulary):
     with pytest.raises(CorruptDataError, match="preprocess --split-sentences"):
         module_of(str(tmp_path / "whole"), vocabulary).training_samples(5)
     with pytest.raises(CorruptDataError, match="vocabulary of 61 tokens: sample 0"):
-        module_of(str(tmp_path / "bytes"), vocabulary).training_samples(5)[0]
+        module_of(str(tmp_path / "bytes"), vocabulary).training_samples(5).sentences(0)
     with pytest.raises(UnsupportedError, match=r"'bytes' lacks \[PAD\]"):
         BERTDataModule(str(tmp_path / "bytes"), tokenizer="bytes").setup("fit")
     with pytest.raises(

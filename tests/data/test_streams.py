@@ -147,6 +147,9 @@ def pieces_of(samples: Any, number: int = 0) -> list[list[int]]:
     """Return the tokens of each conversation or document of a pass, in order."""
     pieces = []
     for position in positions_of(samples, number):
+        if hasattr(samples, "text"):
+            pieces += [samples.text(position, side)[0].tolist() for side in (0, 1)]
+            continue
         window, start = samples[position].tolist(), 0
         for size in samples.lengths(position):
             pieces.append(window[start : start + size])
@@ -307,12 +310,12 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, model, kind, num_workers)
     options = {"num_workers": num_workers, "streaming": Streaming(4, shuffle=False), **more}
     data = data_of(kind, str(tmp_path), model, **options)
     first, again = data.training_samples(None), data.training_samples(None)
-    assert len([first[at] for at in range(8)]) == 8
+    assert len([first.in_section(at) for at in range(8)]) == 8
     # The same holds after a restart in the middle of the file.
     again.restore(first.state_at(7))
     for samples in (first, again):
         with pytest.raises(CorruptDataError, match=rf"1\.jsonl:10.*{phrase}"):
-            samples[12]
+            samples.in_section(12)
         samples.close()
 
 

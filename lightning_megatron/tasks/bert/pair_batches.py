@@ -9,14 +9,14 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from lightning_megatron.building_blocks import IGNORED, TokenLoader, WindowBatches
+from lightning_megatron.building_blocks import IGNORED, SampleBatches, TokenLoader
 from lightning_megatron.tasks.bert.masking import NGramMasking, WordPieces
 from lightning_megatron.tasks.bert.pair_samples import Sentences, SentenceSamples
 
 Tokens = npt.NDArray[np.int64]
 
 
-class PairBatches(WindowBatches):
+class PairBatches(SampleBatches):
     """Batches of masked rows: [CLS] A [SEP] B [SEP], or [CLS] A [SEP] with one segment.
 
     The division of a sample's sentences into segments, their swap, their truncation and the masks
@@ -33,6 +33,8 @@ class PairBatches(WindowBatches):
         num_segments: Segments of a row: 2, or 1 without order prediction.
     """
 
+    samples: SentenceSamples
+
     def __init__(
         self,
         samples: SentenceSamples,
@@ -41,14 +43,13 @@ class PairBatches(WindowBatches):
         num_segments: int,
         seed: int,
     ) -> None:
-        super().__init__(samples)
+        self.samples = samples
         self.pieces = pieces
         self.masking = masking
         self.num_segments = num_segments
         self.seed = seed
         #: Number of the pass over the samples. Each pass has different masks.
         self.epoch = 0
-        self._sentence_samples = samples
 
     @override
     def __getitem__(self, numbers: list[int]) -> dict[str, torch.Tensor]:
@@ -84,7 +85,7 @@ class PairBatches(WindowBatches):
             Tokens of each segment, 1 if the segments are swapped (otherwise 0), and the random
             number generator from which the masks are drawn next.
         """
-        sentences, target = self._sentence_samples.sentences(number)
+        sentences, target = self.samples.sentences(number)
         # RandomState, unlike newer generators, never changes its numbers.
         random = np.random.RandomState([self.seed, self.epoch, number % 2**32, number >> 32, 4])
         if self.num_segments == 1:

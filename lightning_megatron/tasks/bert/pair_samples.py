@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
     BlendedSamples,
@@ -105,9 +103,6 @@ class PairSamples:
     def __len__(self) -> int:
         return len(self._index)
 
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return np.concatenate(self.sentences(index)[0])
-
     def sentences(self, index: int) -> tuple[Sentences, int]:
         """Return the tokens of each sentence of a sample, and its target length (tokens)."""
         if not 0 <= index < len(self):
@@ -117,15 +112,6 @@ class PairSamples:
         tokens = self.corpus.tokens[starts[0] : starts[-1]].astype(np.int64)
         check_token_ids(tokens, self.options.vocab_size, index, self.corpus)
         return np.split(tokens, starts[1:-1] - starts[0]), target
-
-    def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each sentence of a sample, in order."""
-        return [len(sentence) for sentence in self.sentences(index)[0]]
-
-    @cached_property
-    def max_documents(self) -> int:
-        """Largest number of sentences of a sample."""
-        return int((self._index[:, 1] - self._index[:, 0]).max())
 
     @property
     def order_key(self) -> str:
@@ -183,10 +169,6 @@ class BlendedPairs(BlendedSamples):
         part = self.parts[self.choices[index]]
         assert isinstance(part, PairSamples), "`blend_pairs` blends only samples of sentences"
         return part.sentences(int(self.numbers[index]))
-
-    @override
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return np.concatenate(self.sentences(index)[0])
 
 
 def blend_pairs(

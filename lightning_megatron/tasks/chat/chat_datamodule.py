@@ -12,11 +12,12 @@ from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
     IGNORED,
-    EncodedRows,
+    RowTokens,
     Samples,
     StreamedTexts,
     TextRows,
     WindowBatches,
+    Windows,
     cache_key,
     coerced_arguments,
     index_packed,
@@ -25,7 +26,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.tasks.chat.conversation_datamodule import ConversationDataModule
 
 
-class ConversationSamples(Samples, Protocol):
+class ConversationSamples(Windows, Protocol):
     """Rows of conversations with a mask of the tokens of answers."""
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
@@ -44,7 +45,7 @@ class ChatSamples(TextRows):
 
     def __init__(
         self,
-        encoded: EncodedRows,
+        encoded: RowTokens,
         seq_length: int,
         seed: int | None,
         is_packed: bool,
@@ -162,7 +163,7 @@ class ChatDataModule(ConversationDataModule):
         if self.streaming is None:
             return self._samples("train", self.seed, num_samples)
         max_pieces = self.streaming.max_pieces(self.seq_length)
-        options = self.stream_options(num_samples, is_packed=True)
+        options = self.stream_options(num_samples)
         return StreamedTexts(is_packed=self._is_packed, max_pieces=max_pieces, **options)
 
     @override

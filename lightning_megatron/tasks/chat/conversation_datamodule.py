@@ -11,11 +11,11 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
-    EncodedRows,
     EncodedText,
     FileDataModule,
     FileRow,
     RowEncoder,
+    RowTokens,
     StreamCounts,
     coerced_arguments,
     log_row_counts,
@@ -25,35 +25,6 @@ from lightning_megatron.tasks.chat.chat_template import ChatTokenizer
 from lightning_megatron.tasks.chat.conversations import EXAMPLE, Conversation, conversation_of
 
 TooLong = Literal["cut", "leave_out", "refuse"]
-
-
-@dataclass(frozen=True)
-class ConversationMessages:
-    """Log and error messages about a stream of conversations or pairs of them.
-
-    Args:
-        is_packed: Whether samples are packed rows, so that messages say how full they are.
-    """
-
-    plural: str
-    is_packed: bool = True
-
-    def summary(self, counts: StreamCounts, seq_length: int) -> str:
-        """Return how many rows were read, cut and left out."""
-        line = (
-            f"{counts.num_read} {self.plural} read, {counts.num_cut} cut after {seq_length + 1} "
-            f"tokens (seq_length + 1), {counts.num_left_out} left out as too long; "
-            f"{counts.num_tokens} tokens, {counts.num_answers} of them in answers"
-        )
-        return f"{line}, {counts.fill(seq_length)}" if self.is_packed else line
-
-    def empty_error(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
-        """Return the error for files whose rows are all too long."""
-        return CorruptDataError(
-            f"{names} must have a {self.plural.removesuffix('s')} with an answer in its first "
-            f"{seq_length + 1} tokens: {counts.num_read} were read, and {counts.num_left_out} left "
-            "out as too long. Use a larger seq_length or other files."
-        )
 
 
 @dataclass(frozen=True)
@@ -87,8 +58,21 @@ class ConversationEncoder(RowEncoder):
         return fields | ({"num_texts": self.num_texts} if self.num_texts > 1 else {})
 
     @override
-    def messages(self, is_packed: bool = True) -> ConversationMessages:
-        return ConversationMessages(self.plural, is_packed)
+    def summary(self, counts: StreamCounts) -> str:
+        line = (
+            f"{counts.num_read} {self.plural} read, {counts.num_cut} cut after "
+            f"{self.seq_length + 1} tokens (seq_length + 1), {counts.num_left_out} left out as too "
+            f"long; {counts.num_tokens} tokens, {counts.num_answers} of them in answers"
+        )
+        return line if self.num_texts > 1 else line + counts.fill(self.seq_length)
+
+    @override
+    def empty_error(self, names: str, counts: StreamCounts) -> CorruptDataError:
+        return CorruptDataError(
+            f"{names} must have a {self.plural.removesuffix('s')} with an answer in its first "
+            f"{self.seq_length + 1} tokens: {counts.num_read} were read, and "
+            f"{counts.num_left_out} left out as too long. Use a larger seq_length or other files."
+        )
 
     @override
     def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
@@ -149,22 +133,25 @@ class ConversationDataModule(FileDataModule):
         self.chat_template: str | None = given["chat_template"]
         self.too_long: TooLong = given["too_long"]
         self.cache_dir = Path(given["cache_dir"] or self.files["train"][0].parent / "index_cache")
-        self._encoded: dict[str, EncodedRows] = {}
+        self._encoded: dict[str, RowTokens] = {}
 
     @override
     def read(self, set_name: str) -> None:
         if not self.is_streamed(set_name):
             self.encoded(set_name)
 
-    def encoded(self, set_name: str) -> EncodedRows:
+    def encoded(self, set_name: str) -> RowTokens:
         """Return the encoded rows of a set; the first call logs how many were cut and left out.
 
         Args:
             set_name: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
         """
         if set_name not in self._encoded:
-            rows = EncodedRows(self.files[set_name], self.encoder, self.cache_dir)
-            log_row_counts(rows.summary(), rows.num_cut + rows.num_left_out > 0)
+            files = self.files[set_name]
+            rows = self.encoder.encode_once(files, self.cache_dir)
+            summary = self.encoder.summary(StreamCounts().after(rows))
+            names = ", ".join(map(str, files))
+            log_row_counts(f"{names}: {summary}.", rows.num_cut + rows.num_left_out > 0)
             self._encoded[set_name] = rows
         return self._encoded[set_name]
 

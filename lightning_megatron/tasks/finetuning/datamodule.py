@@ -151,7 +151,7 @@ class TaskDataModule(RowDataModule):
 
     @override
     def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        batches: Any = TaskBatches(cast(TaskSamples, samples), self.tokenizer.padding)
+        batches = TaskBatches(cast(TaskSamples, samples), self.tokenizer.padding)
         return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
 
     @override

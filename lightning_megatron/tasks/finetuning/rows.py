@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset
 
-from lightning_megatron.building_blocks import IGNORED, cache_key
+from lightning_megatron.building_blocks import IGNORED, SampleBatches, cache_key
 
 #: Arrays of encoded rows.
 ARRAYS = ("tokens", "bounds", "first", "labels", "groups", "counts")
@@ -96,11 +95,6 @@ class TaskSamples:
         order = np.arange(len(self.rows))
         return order if seed is None else np.random.default_rng([seed, number]).permutation(order)
 
-    @property
-    def max_documents(self) -> int:
-        """Largest number of documents of a row."""
-        return self.rows.choices
-
     def __len__(self) -> int:
         return self._size
 
@@ -108,21 +102,8 @@ class TaskSamples:
         """Return the index of a row in the data set."""
         return int(self._order[index])
 
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        start, stop = self._places(index)
-        return self.rows.tokens[self.rows.bounds[start] : self.rows.bounds[stop]].astype(np.int64)
 
-    def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each sequence of a row."""
-        start, stop = self._places(index)
-        return np.diff(self.rows.bounds[start : stop + 1]).tolist()
-
-    def _places(self, index: int) -> tuple[int, int]:
-        start = self.row(index) * self.rows.choices
-        return start, start + self.rows.choices
-
-
-class TaskBatches(Dataset):
+class TaskBatches(SampleBatches):
     """Dataset whose items are whole batches, indexed by a list of positions in the order of rows.
 
     Shapes:
@@ -131,6 +112,8 @@ class TaskBatches(Dataset):
         ``lengths`` is the number of tokens before the padding. A row with the index -1 is padding:
         its labels are -100, and only its first token is valid.
     """
+
+    samples: TaskSamples
 
     def __init__(self, samples: TaskSamples, padding: int) -> None:
         self.samples = samples

@@ -107,14 +107,7 @@ def _num_common(first: tuple[Any, ...], second: tuple[Any, ...]) -> int:
 
 
 class StreamedPairs(StreamedSamples[PairRows]):
-    """Preference pairs of a stream.
-
-    Args:
-        options: Arguments of ``StreamedSamples`` except ``max_documents``.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(max_documents=PairRows.max_documents, **options)
+    """Preference pairs of a stream."""
 
     def pair(self, index: int) -> int:
         """Return the number of the pair of a sample, which is that of its row in the files."""
@@ -128,7 +121,7 @@ class StreamedPairs(StreamedSamples[PairRows]):
 
     @override
     def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> PairRows:
-        lengths = one_row_each(len(rows.numbers))
+        lengths = one_row_each(len(rows))
         return PairRows(rows, pack_once(lengths, 1, random, False, None))
 
 
@@ -224,13 +217,13 @@ class PreferenceDataModule(ConversationDataModule):
     @override
     def training_samples(self, num_samples: int | None) -> PreferenceSamples:
         if self.streaming is None:
-            return PairSamples(self.encoded("train"), self.seed, num_samples)
-        return StreamedPairs(**self.stream_options(num_samples, is_packed=False))
+            return PairSamples(self.encoded("train"), self.seq_length, self.seed, num_samples)
+        return StreamedPairs(**self.stream_options(num_samples))
 
     @override
     def evaluation_samples(self, set_name: str) -> PairSamples:
         # With a fixed seed, `limit_val_batches` selects the same pairs in every run.
-        return PairSamples(self.encoded(set_name), 0)
+        return PairSamples(self.encoded(set_name), self.seq_length, 0)
 
     @override
     def batches_of(self, samples: Samples) -> PairBatches:
@@ -243,8 +236,9 @@ class PreferenceDataModule(ConversationDataModule):
             part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
         """
         if not self.is_streamed(part):
-            return self.evaluation_loader(PairSamples(self.encoded(part), None))
-        options = self.stream_options(None, is_packed=False)
+            in_order = PairSamples(self.encoded(part), self.seq_length, None)
+            return self.evaluation_loader(in_order)
+        options = self.stream_options(None)
         # The training itself reports how many pairs were read, cut and left out.
         options |= {"stream": replace(options["stream"], seed=None), "report": lambda *_: None}
         samples = StreamedPairs(**options)

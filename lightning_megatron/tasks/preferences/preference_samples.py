@@ -12,13 +12,12 @@ from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
     IGNORED,
-    EncodedRows,
     PackedIndex,
+    RowTokens,
     SampleBatches,
     Samples,
     StreamedSamples,
     StreamLoader,
-    Texts,
     TokenBatchSampler,
     cache_key,
     index_packed,
@@ -38,14 +37,6 @@ class PreferenceSamples(Samples, Protocol):
         """Return the tokens of a conversation, and a mask of those that belong to answers."""
 
 
-class PairTexts(Texts, Protocol):
-    """Tokens of pairs, the chosen conversation of each pair first, such as ``RowTokens``."""
-
-    @property
-    def numbers(self) -> npt.NDArray:
-        """Number of the row of each pair."""
-
-
 class PairRows:
     """Preference pairs in some order; each pair is a window of two documents.
 
@@ -53,21 +44,12 @@ class PairRows:
         index: Index of the pair of each sample, as its only piece.
     """
 
-    max_documents = 2
-
-    def __init__(self, texts: PairTexts, index: PackedIndex) -> None:
+    def __init__(self, texts: RowTokens, index: PackedIndex) -> None:
         self._texts = texts
         self._order = index.parts[:, 0]
 
     def __len__(self) -> int:
         return len(self._order)
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return np.concatenate([self.text(index, side)[0] for side in (0, 1)])
-
-    def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of the chosen and of the rejected conversation."""
-        return [len(self.text(index, side)[0]) for side in (0, 1)]
 
     def pair(self, index: int) -> int:
         """Return the number of the pair of a sample, which is that of its row in the files."""
@@ -90,9 +72,13 @@ class PairSamples(PairRows):
     """
 
     def __init__(
-        self, encoded: EncodedRows, seed: int | None, num_samples: int | None = None
+        self,
+        encoded: RowTokens,
+        seq_length: int,
+        seed: int | None,
+        num_samples: int | None = None,
     ) -> None:
-        self.seq_length = encoded.seq_length
+        self.seq_length = seq_length
         super().__init__(
             encoded, index_packed(one_row_each(len(encoded)), 1, num_samples, seed, is_packed=False)
         )
