@@ -152,7 +152,7 @@ JOBS: dict[int, tuple[Job, ...]] = {
             checks=(check_states, check_dropout),
         ),
         Job(
-            {"tp": 2}, ("llama with one key head", "olmo2", "phi3", "roberta classes", "bert spans"),
+            {"tp": 2}, ("gpt_bigcode", "llama with one key head", "olmo2", "phi3", "roberta classes", "bert spans"),
             ("llama with one key head", "gpt_neox", "roberta classes", "bert masked"), ("llama",), True,
             checks=(check_states, check_dropout),
         ),
