@@ -28,7 +28,7 @@ def blend(weights: Sequence[float], size: int) -> npt.NDArray[np.int16]:
         weights: Weight of each dataset, exact in its decimal notation.
     """
     shares = integer_weights(weights)
-    return _choose(shares, size, limits=[size] * len(shares))
+    return choose(shares, size, [size] * len(shares), sum(shares))
 
 
 def blend_exhaustively(sizes: Sequence[int]) -> npt.NDArray[np.int16]:
@@ -36,7 +36,7 @@ def blend_exhaustively(sizes: Sequence[int]) -> npt.NDArray[np.int16]:
 
     The samples of each dataset are spread evenly over the result.
     """
-    return _choose(list(sizes), sum(sizes), limits=list(sizes))
+    return choose(sizes, sum(sizes), sizes, sum(sizes))
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
@@ -65,12 +65,20 @@ def occurrences(choices: npt.NDArray[np.int16], num_datasets: int) -> npt.NDArra
     return numbers
 
 
-def _choose(shares: list[int], size: int, limits: list[int]) -> npt.NDArray[np.int16]:
+def choose(
+    shares: Sequence[float], size: int, limits: Sequence[int], total: int
+) -> npt.NDArray[np.int16]:
+    """Return the dataset of each sample: the one that lags most behind its share.
+
+    Args:
+        shares: Share of each dataset, integers or doubles.
+        limits: Largest number of samples of each dataset.
+        total: Sum of the shares.
+    """
     if len(shares) > np.iinfo(np.int16).max:
         raise UnsupportedError(
             f"a blend must have at most {np.iinfo(np.int16).max} datasets: it has {len(shares)}."
         )
-    total = sum(shares)
     choices = np.empty(size, dtype=np.int16)
     counts = [0] * len(shares)
     open_datasets = [dataset for dataset, limit in enumerate(limits) if limit]

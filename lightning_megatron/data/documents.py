@@ -119,13 +119,7 @@ def read_lines(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[i
     try:
         with _open(path) as file:
             file.seek(offset)
-            for line in file:
-                number += 1
-                offset += len(line)
-                content = line.rstrip(b"\r\n")
-                # Empty lines are not documents; an empty document is written as {"text": ""}.
-                if content.strip():
-                    yield number, content, offset
+            yield from _lines(file, offset, number)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
 
@@ -208,16 +202,23 @@ def _object_of(pairs: list[tuple[str, Any]], json_key: str) -> dict[str, Any]:
     return dict(pairs)
 
 
+def _lines(file: BinaryIO, offset: int, number: int) -> Iterator[tuple[int, bytes, int]]:
+    for line in file:
+        number += 1
+        offset += len(line)
+        content = line.rstrip(b"\r\n")
+        # Empty lines are not documents; an empty document is written as {"text": ""}.
+        if content.strip():
+            yield number, content, offset
+
+
 def _split(file: BinaryIO, kind: Kind) -> Iterator[tuple[int, bytes]]:
     if kind == "file":
         yield 1, file.read()
         return
     if kind != "paragraph":
-        for number, line in enumerate(file, start=1):
-            content = line.rstrip(b"\r\n")
-            # Empty lines are not documents; an empty document is written as {"text": ""}.
-            if content.strip():
-                yield number, content
+        for number, content, _ in _lines(file, 0, 0):
+            yield number, content
         return
     start = 1
     lines: list[bytes] = []

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lightning_megatron.data.blend import choose
 from lightning_megatron.errors import UnsupportedError
 
 # Fraction of additional windows that Megatron-Core builds of each corpus
@@ -67,30 +68,10 @@ def sizes_as_megatron(weights: Sequence[float], size: int) -> list[int]:
 
 def blend_as_megatron(weights: Sequence[float], size: int) -> npt.NDArray[np.int16]:
     """Return the dataset of each of ``size`` samples, in Megatron-Core's float64 arithmetic."""
-    return _choose(normalize(weights), size, [size] * len(weights))
+    return choose(normalize(weights), size, [size] * len(weights), total=1)
 
 
 def blend_exhaustively_as_megatron(sizes: Sequence[int]) -> npt.NDArray[np.int16]:
     """Return the dataset of each sample, so that every sample of every dataset is used once."""
     total = float(sum(sizes))
-    return _choose([float(size) / total for size in sizes], sum(sizes), list(sizes))
-
-
-def _choose(weights: list[float], size: int, limits: list[int]) -> npt.NDArray[np.int16]:
-    choices = np.empty(size, dtype=np.int16)
-    counts = [0.0] * len(weights)
-    open_datasets = [dataset for dataset, limit in enumerate(limits) if limit]
-    for step in range(size):
-        due = max(float(step), 1.0)
-        best = open_datasets[0]
-        largest_lag = weights[best] * due - counts[best]
-        for dataset in open_datasets:
-            lag = weights[dataset] * due - counts[dataset]
-            if lag > largest_lag:
-                best = dataset
-                largest_lag = lag
-        choices[step] = best
-        counts[best] += 1.0
-        if counts[best] == limits[best]:
-            open_datasets.remove(best)
-    return choices
+    return choose([float(size) / total for size in sizes], sum(sizes), sizes, total=1)

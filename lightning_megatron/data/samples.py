@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -85,20 +85,6 @@ class SampleOptions:
     by_sequence: bool = False
     whole: bool = False
 
-    def __post_init__(self) -> None:
-        check_rows(self.whole, self.order)
-        if self.seq_length < 1:
-            raise UnsupportedError(f"seq_length must be at least 1: it is {self.seq_length}.")
-        if not 0 <= self.seed < 2**32:
-            raise UnsupportedError(
-                "the seed of data must be in [0, 2^32), the range of numpy's generator: it is "
-                f"{self.seed}."
-            )
-        if self.order not in get_args(Order):
-            raise UnsupportedError(
-                f"order must be one of {', '.join(get_args(Order))}: it is {self.order!r}."
-            )
-
     def bounds(self, corpus: TokenFile) -> npt.NDArray[np.int64]:
         """Return the first token of each document or sequence, and the total number of tokens."""
         return (
@@ -161,10 +147,6 @@ class GPTSamples:
         num_samples: int | None = None,
         whole: bool = False,
     ) -> None:
-        if num_samples is not None and num_samples < 1:
-            raise UnsupportedError(
-                f"num_samples must be at least 1: it is {num_samples}. Leave it out for one pass."
-            )
         self.corpus = corpus
         self.options = options
         self.seq_length = options.seq_length

