@@ -258,13 +258,13 @@ class Encoder(LayeredModule):
         part = length // self.mesh.cp.size
         if config.tie_embeddings:
             wide = torch.promote_types(dtype, torch.float32)
-            logits = self.absent((part, num_sequences, config.vocab_size), dtype, "the logits")
+            tokens = self.absent((part, num_sequences, config.vocab_size), dtype, "the logits")
             losses = self.absent((num_sequences, length), wide, "the losses")
             order = None
             if config.head == "pretraining":
                 order = self.absent((num_sequences, 2), dtype, "the logits of the order")
             return EncoderResult(
-                logits=logits, losses=losses if has_losses else None, order_logits=order
+                logits=tokens, losses=losses if has_losses else None, order_logits=order
             )
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
         shape = part // shards, num_sequences, config.hidden_size

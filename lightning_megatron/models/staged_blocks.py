@@ -109,9 +109,7 @@ class StagedBlocks(CutBlocks):
         """Run all blocks one after the other, if the list was a ``torch.nn.Sequential``."""
         if not self.is_sequential:
             raise NotImplementedError("a torch.nn.ModuleList cannot be called.")
-        for block in self:
-            hidden = block(hidden)
-        return hidden
+        return BlockProxyList(self)(hidden)
 
     def call(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block if it is on the current virtual stage; otherwise return placeholders.
