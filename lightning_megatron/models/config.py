@@ -270,11 +270,6 @@ class GPTConfig(ModelConfig):
         return self.activation in GATED
 
     @property
-    def norms_per_layer(self) -> int:
-        """Return the number of norms of the residual stream in a block."""
-        return NORM_POSITIONS[self.norm_position].num_per_block
-
-    @property
     def has_qkv_bias(self) -> bool:
         """Return whether the query, key and value projections have biases."""
         return self.bias if self.qkv_bias is None else self.qkv_bias
@@ -311,6 +306,8 @@ class GPTConfig(ModelConfig):
 
     def memory_shape(self) -> ModelShape:
         """Return the sizes that :func:`~lightning_megatron.plan.budget.estimate_memory` needs."""
+        norms = NORM_POSITIONS[self.norm_position]
+        rotates_halves = self.rotary_size == self.head_size and not self.rotary_interleaved
         return ModelShape(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
@@ -335,11 +332,11 @@ class GPTConfig(ModelConfig):
             qk_norm_over=self.qk_norm_over,
             sinks=self.attention_sinks,
             soft_cap=self.attention_soft_cap is not None,
-            partly_rotated=self.position == "rotary" and not self._rotates_halves_of_heads,
+            partly_rotated=self.position == "rotary" and not rotates_halves,
             parallel=self.parallel_residual,
             tied=self.tie_embeddings,
-            final_norm=NORM_POSITIONS[self.norm_position].has_final_norm,
-            norms_per_layer=self.norms_per_layer,
+            final_norm=norms.has_final_norm,
+            norms_per_layer=norms.num_per_block,
             dropout=self.hidden_dropout > 0.0,
             window=self.sliding_window,
             window_layers=self.window_layers,
@@ -350,10 +347,6 @@ class GPTConfig(ModelConfig):
     @override
     def _costs(self, loss_chunk: LossChunk, tp: int) -> LayerCosts:
         return self.memory_shape().costs(loss_chunk, tp)
-
-    @property
-    def _rotates_halves_of_heads(self) -> bool:
-        return self.rotary_size == self.head_size and not self.rotary_interleaved
 
     def _check_heads(self) -> None:
         """Raise if the numbers or sizes of heads contradict each other or other fields."""

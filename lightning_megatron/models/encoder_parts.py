@@ -189,17 +189,15 @@ class PretrainingHead(MaskedLMHead):
 
 def build_head(config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -> nn.Module | None:
     """Build the head that a configuration names; None for ``none``."""
-    if config.head == "pooler":
-        return Pooler(config, mesh)
-    if config.head == "classifier":
-        return Classifier(config, mesh)
-    if config.head == "span":
-        return SpanHead(config, mesh)
-    if config.head == "masked_lm":
-        return MaskedLMHead(config, mesh, holds_copy=holds_copy)
-    if config.head == "pretraining":
-        return PretrainingHead(config, mesh, holds_copy=holds_copy)
-    return None
+    if config.tie_embeddings:
+        kind = PretrainingHead if config.head == "pretraining" else MaskedLMHead
+        return kind(config, mesh, holds_copy=holds_copy)
+    kinds: dict[str, type[nn.Module]] = {
+        "pooler": Pooler,
+        "classifier": Classifier,
+        "span": SpanHead,
+    }
+    return kinds[config.head](config, mesh) if config.head in kinds else None
 
 
 def _dense(

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models.hugging_face_folder import load_model, random_model, read_config
 from lightning_megatron.models.lora import PEFT, LoraSettings, bare_model
 from lightning_megatron.models.token_module import TokenModule
@@ -136,15 +135,16 @@ class HuggingFaceCausalLM(TokenModule):
             input_ids=batch["tokens"], use_cache=False, **arguments, **self._positions(batch)
         )
 
-    def _positions(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _positions(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Return positions that restart in each document, as an argument of the model."""
         tokens = batch["tokens"]
         if "position_ids" in batch:
             # These positions come from the host. The host would have to read computed ones back
             # from the device.
-            positions = batch["position_ids"]
+            positions: Tensor | None = batch["position_ids"]
         elif "lengths" in batch:
-            positions = positions_in_documents(batch["lengths"], tokens.shape[1])
+            span = AttentionSpan(batch["lengths"])
+            positions = span.laid_out(len(tokens), tokens.shape[1], tokens.device).positions
         else:
             return {}
         model: Any = self.model
@@ -181,17 +181,3 @@ class HuggingFaceCausalLM(TokenModule):
             batch, labels=labels, shift_labels=labels, num_items_in_batch=count
         ).loss
         return loss
-
-
-def positions_in_documents(
-    lengths: Int[Tensor, "batch documents"], length: int
-) -> Int[Tensor, "batch seq"]:
-    """Return the position of each token in its document, counted from 0.
-
-    The lengths of the documents of each row (tokens) are padded with 0. The remaining tokens of a
-    row count as a document.
-    """
-    ends = lengths.cumsum(1)
-    index = torch.arange(length, device=lengths.device).repeat(len(lengths), 1)
-    document = torch.searchsorted(ends, index, right=True)
-    return index - F.pad(ends, (1, 0)).gather(1, document)
