@@ -24,15 +24,10 @@ class PromptRows:
 
     Args:
         padding: Padding before each prompt; None means no padding (tokens).
-        multiple: Number that must divide the row length of the first forward pass; padding is
-            appended to reach such a length (tokens).
-        later_multiple: Number that must divide the row length of later passes (tokens).
     """
 
     tokens: Int[Tensor, "batch seq"]
     padding: Int[Tensor, " batch"] | None
-    multiple: int = 1
-    later_multiple: int = 1
 
     @classmethod
     def of(
@@ -42,27 +37,28 @@ class PromptRows:
         *,
         num_rows: int,
         length: int,
-        multiple: int = 1,
-        later_multiple: int = 1,
     ) -> PromptRows:
         """Return the padded rows of prompts.
 
         Args:
             num_rows: Number of rows; filler rows of zeros follow the rows of the prompts.
             length: Length of the rows, at least that of the longest prompt (tokens).
-            multiple: Number that must divide the row length of the first forward pass (tokens).
-            later_multiple: Number that must divide the row length of later passes (tokens).
         """
         with_fillers = [*prompts, *[[0] * length] * (num_rows - len(prompts))]
         counts = [length - len(prompt) for prompt in with_fillers]
         rows = [[0] * count + list(row) for count, row in zip(counts, with_fillers, strict=True)]
         padding = torch.tensor(counts, device=device) if any(counts) else None
-        return cls(torch.tensor(rows, device=device), padding, multiple, later_multiple)
+        return cls(torch.tensor(rows, device=device), padding)
 
-    def prefill_inputs(self, cache: KeyValueCache) -> tuple[Tensor, AttentionSpan]:
-        """Return the tokens of the prompts, and the attention span that stores them in a cache."""
+    def prefill_inputs(
+        self, cache: KeyValueCache, multiple: int = 1
+    ) -> tuple[Tensor, AttentionSpan]:
+        """Return the tokens of the prompts, and the attention span that stores them in a cache.
+
+        Padding is appended until ``multiple`` divides the length of the rows (tokens).
+        """
         count = self.tokens.shape[1]
-        tokens = F.pad(self.tokens, (0, -count % self.multiple))
+        tokens = F.pad(self.tokens, (0, -count % multiple))
         past = CachedTokens(cache, count)
         if self.padding is None:
             return tokens, AttentionSpan(past=past)
@@ -84,9 +80,14 @@ class PromptRows:
         rest = torch.arange(len(rows), len(self.tokens), device=rows.device)
         return replace(self, tokens=self.tokens[torch.cat((rows, rest))])
 
-    def decode_inputs(self, cache: KeyValueCache) -> tuple[Tensor, AttentionSpan]:
-        """Return the last token of each row, and its attention span after the cached tokens."""
-        tokens = F.pad(self.tokens[:, -1:], (0, -1 % self.later_multiple))
+    def decode_inputs(
+        self, cache: KeyValueCache, multiple: int = 1
+    ) -> tuple[Tensor, AttentionSpan]:
+        """Return the last token of each row, and its attention span after the cached tokens.
+
+        Padding is appended as by :meth:`prefill_inputs`.
+        """
+        tokens = F.pad(self.tokens[:, -1:], (0, -1 % multiple))
         visible = None
         if self.padding is not None:
             index = torch.arange(cache.length + 1, device=tokens.device)

@@ -52,14 +52,7 @@ class GenerationSession:
         self.num_prompts = len(prompts)
         #: Device of the model.
         self.device = gpt.mesh.device
-        self._rows = PromptRows.of(
-            prompts,
-            self.device,
-            num_rows=num_rows,
-            length=length,
-            multiple=length_multiple(gpt.mesh),
-            later_multiple=length_multiple(gpt.mesh, is_cut=False),
-        )
+        self._rows = PromptRows.of(prompts, self.device, num_rows=num_rows, length=length)
         # The model never reads the last new token.
         self._cache = KeyValueCache(length + max_new_tokens - 1)
         self._longest_short_row = _longest_short_row(gpt)
@@ -125,12 +118,12 @@ class GenerationSession:
         if self._cache.length == self._longest_short_row:
             # The cached keys were rotated by the angles of short rows; compute them again.
             self._cache.clear()
-        if self._cache.length == 0:
-            rows, span = self._rows.prefill_inputs(self._cache)
-        else:
-            rows, span = self._rows.decode_inputs(self._cache)
-        assert span.past is not None, "rows of prompts have a cache"
         gpt = self._gpt
+        is_first = self._cache.length == 0
+        multiple = length_multiple(gpt.mesh, is_cut=is_first)
+        inputs_of = self._rows.prefill_inputs if is_first else self._rows.decode_inputs
+        rows, span = inputs_of(self._cache, multiple)
+        assert span.past is not None, "rows of prompts have a cache"
         count = span.past.count
         with evaluation_mode(gpt):
             if gpt.mesh.pp.size == 1:

@@ -105,20 +105,13 @@ def check_rows(
     expected = full_logits(twin or gpt, prompts)
     length = max(map(len, prompts))
     cache = KeyValueCache(length + NEXT.shape[1])
-    rows = PromptRows.of(
-        prompts,
-        torch.device("cpu"),
-        num_rows=len(prompts),
-        length=length,
-        multiple=multiple,
-        later_multiple=later or multiple,
-    )
-    tokens, span = rows.prefill_inputs(cache)
+    rows = PromptRows.of(prompts, torch.device("cpu"), num_rows=len(prompts), length=length)
+    tokens, span = rows.prefill_inputs(cache, multiple)
     check_logits(gpt.logits_at(tokens, length - 1, span), expected, 0)
     cache.advance(length)
     for number in range(NEXT.shape[1]):
         rows = rows.appended(NEXT[: len(prompts), number])
-        tokens, span = rows.decode_inputs(cache)
+        tokens, span = rows.decode_inputs(cache, later or multiple)
         check_logits(gpt.logits_at(tokens, 0, span), expected, number + 1)
         cache.advance(1)
     return cache
