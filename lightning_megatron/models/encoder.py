@@ -269,7 +269,7 @@ class Encoder(LayeredModule):
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
         shape = part // shards, num_sequences, config.hidden_size
         shapes = {"classifier": (config.num_labels,), "span": (length, 2)}
-        logits = None
+        logits: Tensor | None = None
         if config.head in shapes:
             logits = self.absent((num_sequences, *shapes[config.head]), dtype, "the logits")
         pooled = self.absent((num_sequences, config.hidden_size), dtype, "the pooled output")
