@@ -17,7 +17,7 @@ from lightning_megatron.groups.collective_matmul import release_workspace
 from lightning_megatron.groups.fingerprint import check_same_in_store
 from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.groups.journal import Journal
-from lightning_megatron.groups.mesh_groups import GroupBuilder, Rendezvous, groups_of_part
+from lightning_megatron.groups.mesh_groups import GroupBuilder, groups_of_part
 from lightning_megatron.groups.nccl_options import NcclOptions
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.plan.context_transport import ContextLinks
@@ -85,7 +85,6 @@ class ParallelMesh:
     )
     host_values: HostValues = field(default_factory=HostValues, repr=False, compare=False)
     owned_groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False, compare=False)
-    owns_world: bool = field(default=False, repr=False, compare=False)
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu", seed: int = 0) -> ParallelMesh:
@@ -105,7 +104,6 @@ class ParallelMesh:
         device: str | torch.device = "cpu",
         seed: int = 0,
         sequence_parallel: bool = False,
-        rendezvous: Rendezvous | None = None,
         backend: str | None = None,
         timeout: timedelta | None = None,
         options: NcclOptions | str | None = None,
@@ -125,8 +123,6 @@ class ParallelMesh:
             seed: Seed of the random streams, equal on all ranks.
             sequence_parallel: Whether to shard activations along the sequence between
                 tensor-parallel regions.
-            rendezvous: Address at which the ranks meet; not needed if a process group already
-                exists.
             backend: ``nccl`` or ``gloo``; None chooses by the device.
             timeout: Time that a collective may wait for a rank before the job fails; None means
                 torch's default.
@@ -149,12 +145,11 @@ class ParallelMesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         builder = GroupBuilder(layout, device, backend, timeout, options)
-        owns_world = builder.join(rendezvous, timeout)
         groups = _groups(builder, sequence_parallel, overlaps_matmul)
         random = _random_streams(layout, builder.rank, seed, device)
         is_cut = sequence_parallel and layout.tp > 1
-        mesh = cls(layout, builder.rank, device, random, is_cut, owns_world=owns_world, **groups)
-        return replace(mesh, context=context or ContextLinks(), loss_chunk=loss_chunk)
+        groups |= {"context": context or ContextLinks(), "loss_chunk": loss_chunk}
+        return cls(layout, builder.rank, device, random, is_cut, **groups)
 
     @property
     def has_loss(self) -> bool:
@@ -182,16 +177,10 @@ class ParallelMesh:
         if not dist.is_initialized():
             return
         axes = [value for value in vars(self).values() if isinstance(value, MeshAxis)]
-        is_destroyed = [self.owns_world or axis.group in self.owned_groups for axis in axes]
-        self.journal.end(
-            axis.name for axis, is_gone in zip(axes, is_destroyed, strict=True) if is_gone
-        )
+        self.journal.end(axis.name for axis in axes if axis.group in self.owned_groups)
         release_workspace(self.tp)
         for axis in axes:
             axis.peer_memory.release()
-        if self.owns_world:
-            dist.destroy_process_group()
-            return
         for group in self.owned_groups:
             dist.destroy_process_group(group)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import wraps
 from types import FrameType
@@ -45,15 +45,6 @@ _GROUPS = 2**32
 _MESHES = 2**32
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """Address at which the processes of a job meet: a free TCP port on the host of rank 0."""
-
-    address: str
-    port: int
-    rank: int
-
-
 class GroupBuilder:
     """Builder of the mesh's groups: each distinct group once, in the same order on every rank."""
 
@@ -76,35 +67,19 @@ class GroupBuilder:
         }
         self.created: list[dist.ProcessGroup] = []
         self.rank = layout.rank_offset
+        self.ranks = list(range(self.rank, self.rank + layout.world_size))
         self.is_part = False
         self.journal = Journal()
         self.launcher = CollectiveLauncher()
         self._cache: dict[Any, MeshAxis] = {}
-
-    def join(self, rendezvous: Rendezvous | None, timeout: timedelta | None) -> bool:
-        """Initialise the process group if there is none, and return whether this call did."""
         if dist.is_initialized():
-            self._check_world()
             self.rank = dist.get_rank()
-            return False
-        if self.layout.world_size == 1:
-            return False
-        if rendezvous is None:
+            self._check_world()
+        elif layout.world_size > 1:
             raise RankMismatchError(
-                f"a layout of {self.layout.world_size} ranks needs a process group: none is "
-                "initialised and no rendezvous is given. Pass rendezvous=, or call "
-                "torch.distributed.init_process_group first."
+                f"a layout of {layout.world_size} ranks needs a process group: none is "
+                "initialised. Call torch.distributed.init_process_group first."
             )
-        self.rank = rendezvous.rank
-        dist.init_process_group(
-            self.backend,
-            init_method=f"tcp://{rendezvous.address}:{rendezvous.port}",
-            rank=rendezvous.rank,
-            world_size=self.layout.world_size,
-            timeout=timeout,
-            device_id=self.device if self.backend == "nccl" else None,
-        )
-        return True
 
     def _check_world(self) -> None:
         world_size = dist.get_world_size()
@@ -114,13 +89,11 @@ class GroupBuilder:
                 f"the initialised process group has {world_size} ranks, and the layout needs "
                 f"{needed_ranks}. Start {needed_ranks} processes, or change the layout."
             )
-        (ranks,) = self._all_ranks()
-        rank = dist.get_rank()
-        if rank not in ranks:
+        if self.rank not in self.ranks:
             raise ParallelPlanError(
-                f"a layout must contain the rank that creates its groups: rank {rank} is not in "
-                f"{ranks[0]} to {ranks[-1]}. Give this rank a layout with its own rank_offset, or "
-                f"all {world_size} ranks a larger layout."
+                f"a layout must contain the rank that creates its groups: rank {self.rank} is not "
+                f"in {self.ranks[0]} to {self.ranks[-1]}. Give this rank a layout with its own "
+                f"rank_offset, or all {world_size} ranks a larger layout."
             )
         self.is_part = world_size != self.layout.world_size
 
@@ -129,22 +102,18 @@ class GroupBuilder:
 
         The result is the number of comparisons that this rank has started before.
         """
-        (ranks,) = self._all_ranks()
-        if len(ranks) > 1:
+        if len(self.ranks) > 1:
             fields = asdict(self.layout) | {"sequence_parallel": sequence_parallel}
             fields |= {"options": repr(self.options), "lightning-megatron sources": package_hash()}
             patience = max(self.timeout or DEFAULT_TIMEOUTS["cpu"], DEFAULT_TIMEOUTS["cpu"])
-            return check_same_in_store(default_store(), self.rank, ranks, fields, patience)
+            return check_same_in_store(default_store(), self.rank, self.ranks, fields, patience)
         return 0
-
-    def _all_ranks(self) -> list[list[int]]:
-        return [[self.layout.rank_offset + i for i in range(self.layout.world_size)]]
 
     def axes(self) -> dict[str, MeshAxis]:
         """Create every axis of the mesh, by field name."""
         layout = self.layout
         lists = {
-            "world": self._all_ranks(),
+            "world": [self.ranks],
             "tp": layout.groups("tp"),
             "cp": layout.groups("cp"),
             "dp": layout.groups("dp"),
@@ -166,7 +135,7 @@ class GroupBuilder:
 
     def _checkpoint_axis(self) -> MeshAxis:
         """Create a separate group of all ranks that is not counted and waits for slow disks."""
-        ranks = self._all_ranks()[0]
+        ranks = self.ranks
         if len(ranks) == 1:
             return MeshAxis("checkpoint_cpu", (self.rank,))
         longest = max(self.timeout or CHECKPOINT_TIMEOUT, CHECKPOINT_TIMEOUT)
@@ -193,19 +162,14 @@ class GroupBuilder:
         for ranks in groups:
             if len(ranks) == 1:
                 continue
-            group = self._new_group(ranks, backend, options)
+            only_nccl: dict[str, Any] = {}
+            if backend == "nccl":
+                only_nccl = {"pg_options": torch_options(options), "device_id": self.device}
+            group = dist.new_group(list(ranks), timeout=self.timeout, backend=backend, **only_nccl)
             if self.rank in ranks:
                 axis = MeshAxis("", tuple(ranks), list(ranks).index(self.rank), group)
                 self.created.append(group)
         return axis
-
-    def _new_group(
-        self, ranks: Sequence[int], backend: str, options: Mapping[str, Any]
-    ) -> dist.ProcessGroup:
-        only_nccl: dict[str, Any] = {}
-        if backend == "nccl":
-            only_nccl = {"pg_options": torch_options(options), "device_id": self.device}
-        return dist.new_group(list(ranks), timeout=self.timeout, backend=backend, **only_nccl)
 
 
 @contextmanager

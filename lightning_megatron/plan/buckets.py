@@ -166,7 +166,6 @@ def plan_by_elements(
     pieces: Sequence[FlatParameter],
     num_parts: int,
     bucket_size: int = BUCKET_SIZE,
-    alignment: int = ALIGNMENT,
 ) -> BufferPlan:
     """Place parameters in reverse order of use, in buckets that ranks share by elements.
 
@@ -180,19 +179,16 @@ def plan_by_elements(
         num_parts: Number of ranks that share the buffer; the size of a bucket is a multiple of it
             and of 128.
         bucket_size: Size at which a bucket closes (elements).
-        alignment: Every parameter starts at a multiple of this number (elements).
 
     Source: Megatron-Core's ``core/optimizer/param_layout.py``.
     """
-    multiple = lcm(num_parts, _BUCKET_MULTIPLE, alignment)
+    multiple = lcm(num_parts, _BUCKET_MULTIPLE)
     buckets: list[Bucket] = []
     pending: list[FlatParameter] = []
 
     def close() -> None:
         if pending:
-            buckets.append(
-                _bucket(pending, buckets[-1].stop if buckets else 0, alignment, multiple)
-            )
+            buckets.append(_bucket(pending, buckets[-1].stop if buckets else 0, multiple))
             pending.clear()
 
     firsts = {piece.group: piece for piece in reversed(pieces)}
@@ -208,7 +204,7 @@ def plan_by_elements(
             is_full or is_alone or pending[-1].own_bucket or piece.group != pending[0].group
         ):
             close()
-        filled = _align(filled, alignment) + piece.size if pending else piece.size
+        filled = _align(filled, ALIGNMENT) + piece.size if pending else piece.size
         pending.append(piece)
     close()
     return BufferPlan(num_parts, tuple(buckets))
@@ -227,7 +223,7 @@ def plan_by_parameters(pieces: Sequence[FlatParameter], num_parts: int) -> Buffe
     for group in groups:
         members = [piece for piece in reversed(pieces) if piece.group == group]
         start = buckets[-1].stop if buckets else 0
-        parts = [_placed(part, ALIGNMENT) for part in _distribute(members, num_parts)]
+        parts = [_placed(part) for part in _distribute(members, num_parts)]
         extent = max(_align(part[-1].stop if part else 0, _BUCKET_MULTIPLE) for part in parts)
         placed = tuple(
             ParameterRange(
@@ -254,18 +250,16 @@ def _distribute(pieces: Sequence[FlatParameter], num_parts: int) -> list[list[Fl
     return parts
 
 
-def _placed(
-    pieces: Sequence[FlatParameter], alignment: int, start: int = 0
-) -> list[ParameterRange]:
+def _placed(pieces: Sequence[FlatParameter], start: int = 0) -> list[ParameterRange]:
     placed: list[ParameterRange] = []
     for piece in pieces:
-        first = _align(placed[-1].stop if placed else start, alignment)
+        first = _align(placed[-1].stop if placed else start, ALIGNMENT)
         placed.append(ParameterRange(piece.name, first, first + piece.size))
     return placed
 
 
-def _bucket(pieces: Sequence[FlatParameter], start: int, alignment: int, multiple: int) -> Bucket:
-    placed = _placed(pieces, alignment, start)
+def _bucket(pieces: Sequence[FlatParameter], start: int, multiple: int) -> Bucket:
+    placed = _placed(pieces, start)
     return Bucket(start, _align(placed[-1].stop, multiple), tuple(placed), pieces[0].group)
 
 

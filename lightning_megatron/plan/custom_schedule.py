@@ -31,7 +31,6 @@ def custom_schedule(
     num_chunks: int = 1,
     *,
     shape: PlacementShape = "loop",
-    forward_only: bool = False,
     name: str | None = None,
 ) -> Schedule:
     """Build a schedule from a function that returns the row of every stage.
@@ -40,7 +39,6 @@ def custom_schedule(
         row_of: Function of rank, pp, number of microbatches and vpp.
         num_chunks: Chunks per stage (vpp).
         shape: Placement of the chunks on the stages: "loop" or "v".
-        forward_only: Whether there is no backward.
         name: Name of the schedule in messages; None means that of the function.
 
     Raises:
@@ -63,7 +61,7 @@ def custom_schedule(
         for rank in range(num_stages)
     )
     schedule = Schedule(
-        title, num_stages, num_microbatches, num_chunks, rows, forward_only, shape
+        title, num_stages, num_microbatches, num_chunks, rows, shape=shape
     ).validate()
     simulate(schedule)
     return schedule

@@ -7,11 +7,10 @@ per group.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.plan.settings import join_or
 
 
 class Pass(StrEnum):
@@ -94,20 +93,15 @@ _WIDE_TILE_COLUMNS = 192
 _MAX_PADDED_SHARE = 0.035
 
 
-def choose_variant(
-    product: Pass, num_rows: int, num_groups: int, n: int, k: int, variant: str | None = None
-) -> VariantChoice:
+def choose_variant(product: Pass, num_rows: int, num_groups: int, n: int, k: int) -> VariantChoice:
     """Choose the kernel variant for a grouped product.
 
     Args:
         n: Rows of each weight: the features of y.
         k: Columns of each weight: the features of x.
-        variant: Variant that replaces the rule's choice, one of VARIANTS for this product; None for
-            the rule's choice.
 
     Raises:
-        UnsupportedError: If the kernels do not support these sizes, or the variant computes another
-            product.
+        UnsupportedError: If the kernels do not support these sizes.
     """
     _check_sizes(num_rows, num_groups, n, k)
     if product is Pass.FORWARD_SWIGLU and n % _SWIGLU_UNIT:
@@ -118,20 +112,10 @@ def choose_variant(
         )
     rows = num_rows // num_groups
     if product is Pass.FORWARD_SWIGLU:
-        choice = _choose_swiglu(rows, n, k)
-    elif product is Pass.FORWARD or product is Pass.DATA_GRAD:
-        choice = _choose_activation(product, rows, n, k)
-    else:
-        choice = _choose_weight_grad(product, rows, n, k)
-    if variant is None:
-        return choice
-    variants = [name for name in VARIANTS if pass_of(name) is product]
-    if variant not in variants:
-        raise UnsupportedError(
-            f"the variant must compute the product {product}: {variant!r} does not. Use "
-            f"{join_or(variants)}, or None for the rule's choice."
-        )
-    return replace(choice, variant=variant, reason="it was asked for")
+        return _choose_swiglu(rows, n, k)
+    if product is Pass.FORWARD or product is Pass.DATA_GRAD:
+        return _choose_activation(product, rows, n, k)
+    return _choose_weight_grad(product, rows, n, k)
 
 
 def pass_of(variant: str) -> Pass:

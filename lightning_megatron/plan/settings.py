@@ -47,11 +47,7 @@ def join_or(values: Sequence[object]) -> str:
 
 def require_positive(name: str, value: int) -> None:
     """Check that a size is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ParallelPlanError(
-            f"{name} must be a whole number of at least 1: it is {value!r}. Use {name} of 1 or "
-            "more."
-        )
+    coerced(name, value, Count)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from lightning_megatron.plan.grouped_gemm import (
     VARIANTS,
     Pass,
-    VariantChoice,
     choose_variant,
     pass_of,
     reason_against_fusion,
@@ -75,13 +74,6 @@ def test_walks_through_tiles_follow_the_sizes():
         assert choose_variant(which, 32768, 32, 1536, 2048).band == 0
 
 
-def test_a_variant_can_be_requested_and_has_a_reason():
-    name = f"forward_{C}"
-    assert choose_variant(Pass.FORWARD, 1000, 8, 384, 384).variant != name
-    asked_for = choose_variant(Pass.FORWARD, 1000, 8, 384, 384, variant=name)
-    assert asked_for == VariantChoice(name, along_n=False, band=0, reason="it was asked for")
-
-
 def test_the_workspace_of_many_groups_is_small():
     assert 256 * 132 < workspace_bytes(256, 132) < 200_000
 
@@ -97,5 +89,3 @@ def test_sizes_and_variants_that_the_kernels_do_not_support_are_refused():
             ((Pass.FORWARD_SWIGLU, 1000, 8, 520, 384), "n (520) must be a multiple of 16"),
         ],
     )
-    wrong = ((Pass.DATA_GRAD, 1000, 8, 384, 384, f"forward_{C}"), "Use data_grad_cooperative")
-    check_refusals(lambda *given: choose_variant(*given[:-1], variant=given[-1]), [wrong])

@@ -151,8 +151,6 @@ def check_cpu_axes(mesh: ParallelMesh) -> None:
         assert cpu_axis.name == f"{name}_cpu"
         assert (cpu_axis.ranks, cpu_axis.rank) == (axis.ranks, axis.rank)
         assert all_gather_objects(mesh.rank, cpu_axis) == list(axis.ranks)
-    with pytest.raises(ParallelPlanError, match="'tensor' is not. Use world, tp, cp, dp"):
-        mesh.on_cpu("tensor")
 
 
 def check_groups(rank: int) -> None:
