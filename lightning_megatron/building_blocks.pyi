@@ -63,7 +63,6 @@ from lightning_megatron.models.token_module import TokenModule as TokenModule
 from lightning_megatron.models.token_module import total_steps as total_steps
 from lightning_megatron.plan.columns import align_columns as align_columns
 from lightning_megatron.plan.settings import Count as Count
-from lightning_megatron.plan.settings import Elements as Elements
 from lightning_megatron.plan.settings import Index as Index
 from lightning_megatron.plan.settings import NotNegative as NotNegative
 from lightning_megatron.plan.settings import Positive as Positive
