@@ -65,7 +65,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"output_router_logits": True}, "output_router_logits .*True"),
     ("mixtral", {"num_experts_per_tok": 6}, r"top_k \(6\) of experts must be at most num_experts \(5\)"),
     ("mixtral", {"expert_settings": 0.02}, "expert_settings .* must be a mapping with some of"),
-    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "no layer would have experts"),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "or no layer has experts"),
     ("deepseek_v3", {"v_head_dim": 12}, r"value_dim \(12\) of latent_attention"),
     ("deepseek_v3", {"num_key_value_heads": 2}, r"num_kv_heads \(2\) must be None or num_heads"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func of the .*'softmax'"),

@@ -342,7 +342,7 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         for name, (function, reason) in DRAWS_WITHOUT_OWN_STREAM.items()
     },
     "a Hugging Face model that is not cut": (
-        lambda: Predict(language_model("GPTBigCodeForCausalLM", {"n_embd": 32, "n_layer": 2, "n_head": 4})), {"tp": 2},
+        lambda: Predict(language_model("GPTNeoForCausalLM", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]})), {"tp": 2},
         r"Predict has none\..*'net.transformer.h.\*.mlp.c_fc': 'column'",
     ),
     "an attack over stages": (

@@ -93,7 +93,8 @@ GEMMA3 = like_llama(
         Field("final_logit_softcapping", "logit_soft_cap"),
     ),
     _NAMES,
-    skipped=_SKIPPED,
+    # transformers turns the pattern of published configurations into layer_types.
+    skipped=f"{_SKIPPED} sliding_window_pattern",
     norm_offset=1.0,
     norm_position="sandwich",
     qk_norm=True,

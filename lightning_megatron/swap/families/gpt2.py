@@ -81,8 +81,9 @@ GPT_BIGCODE = replace(
     config=ConfigTable(
         (
             *_FIELDS,
-            Field("num_key_value_heads", "num_kv_heads"),
             only("multi_query", "all query heads share one key head", True),
+            # The class has one key head whatever this field says.
+            Field("num_key_value_heads", lambda values: {"num_kv_heads": 1}),
         ),
         _SETTINGS,
         # The class does not read them.
