@@ -111,6 +111,8 @@ class _Drawn:
 
     def __call__(self, router: Router, hidden: Tensor) -> Routing:
         routing = Router.forward(router, hidden)
-        experts = self.choices[: hidden.shape[0] * hidden.shape[1]]
+        num_tokens = hidden.shape[0] * hidden.shape[1]
+        assert num_tokens <= len(self.choices), f"experts are chosen for {len(self.choices)} tokens"
+        experts = self.choices[:num_tokens]
         load = tokens_per_expert(experts, router.config.num_experts)
         return replace(routing, experts=experts, load=load)

@@ -146,21 +146,19 @@ class Trained(LightningModule):
 
     Args:
         config: Configuration of the model.
-        forced_balance: Whether tokens are routed to experts in turn, independent of the router.
-        routing: Name of the routing without ``forced_balance``; see ``benchmarks/routing.py``.
-        num_tokens: Number of tokens per microbatch, for routings that draw experts (tokens).
+        routing: Name of the routing; see ``benchmarks/routing.py``.
+        num_tokens: Number of tokens per microbatch, for routings other than ``natural`` (tokens).
     """
 
     def __init__(
         self,
         config: GPTConfig,
-        forced_balance: bool = False,
         routing: str = "natural",
         num_tokens: int = 0,
     ) -> None:
         super().__init__()
         self.config = config
-        self.routing = "balanced" if forced_balance else routing
+        self.routing = routing
         self.num_tokens = num_tokens
         self.model: GPT | None = None
 

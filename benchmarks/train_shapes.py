@@ -82,7 +82,8 @@ def module_and_data(
     """Return the module and the dataset of a kind of rows."""
     if args.rows == "whole":
         num_tokens = batch * config.max_seq_length
-        module = Trained(config, args.forced_balance, args.routing, num_tokens)
+        routing = "balanced" if args.forced_balance else args.routing
+        module = Trained(config, routing, num_tokens)
         return module, Tokens(config, num_samples)
     module = TrainedOnDocuments(config, lengths, args.rows == "mask")
     return module, PackedTokens(config, num_samples, lengths)

@@ -82,7 +82,8 @@ def train(model: str, name: str, mode: str | None) -> tuple[list[int], int]:
         enable_model_summary=False, default_root_dir=tempfile.gettempdir(),
     )  # fmt: skip
     data = Tokens(config, STEPS * batch * layout.data_ranks)
-    trainer.fit(Trained(config, True), DataLoader(data, batch_size=batch, drop_last=True))
+    module = Trained(config, "balanced", batch * config.max_seq_length)
+    trainer.fit(module, DataLoader(data, batch_size=batch, drop_last=True))
     return torch.stack(digests.rows).tolist(), digests.num_graphs
 
 
