@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -14,7 +16,7 @@ from lightning_megatron.strict_json import MAX_DEPTH, read_regular_file
 RECIPES = Path(__file__).parent / "recipes"
 #: Start of an argument that names a recipe instead of a file.
 PREFIX = "recipe:"
-#: Limits of a YAML file: its size (bytes), and its number of values with aliases expanded.
+#: Limits of a YAML file: its size (bytes), and its number of values with all aliases expanded.
 _MAX_BYTES = 1 << 18
 _MAX_VALUES = 1 << 16
 _MAX_DIGITS = 100
@@ -22,6 +24,8 @@ _TAG = "tag:yaml.org,2002:"
 _PLAIN = frozenset(
     f"{_TAG}{name}" for name in "bool float int map merge null seq str timestamp value".split()
 )
+#: Reference to another value, relative if it begins with dots.
+_REFERENCE = re.compile(r"\$\{(?:[\w.]+:)?\s*(\.*)([\w.]+)[^{}$]*\}")
 _REMEDY = "Repair the file."
 
 
@@ -103,36 +107,74 @@ def _check_recipe(path: Path) -> None:
     except yaml.YAMLError:
         return
     if root is not None:
-        _count_values(path, root, [], {})
+        recipe = _Recipe(path)
+        recipe.find_places(root, (), set())
+        recipe.count(root, (), [])
 
 
-def _count_values(
-    path: Path, node: yaml.Node, around: list[yaml.Node], counts: dict[int, int]
-) -> int:
-    """Return the number of values in a value with aliases expanded, and check each of them once.
+@dataclass(frozen=True)
+class _Recipe:
+    """Values of a recipe, which are counted with aliases and interpolation expanded.
 
     Args:
-        around: Values that hold it.
+        nodes: First value at each place: keys from the outermost one on.
         counts: Numbers of values in values that were counted, by identity.
     """
-    line = node.start_mark.line + 1
-    if any(outer is node for outer in around):
-        raise _refused(path, line, "it holds itself")
-    if len(around) == MAX_DEPTH:
-        raise _refused(path, line, "it is nested too deeply")
-    if node.tag not in _PLAIN:
-        raise _refused(path, line, f"it has the type {node.tag.removeprefix(_TAG)!r}")
-    if node.tag == f"{_TAG}int" and len(node.value) > _MAX_DIGITS:
-        raise _refused(path, line, "it is an integer of too many digits")
-    if id(node) not in counts:
-        parts = node.value if isinstance(node, yaml.SequenceNode) else []
+
+    path: Path
+    nodes: dict[tuple[str, ...], yaml.Node] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def find_places(self, node: yaml.Node, keys: tuple[str, ...], seen: set[int]) -> None:
+        """Note the places of all values in a value."""
+        self.nodes.setdefault(keys, node)
+        if id(node) in seen or len(keys) == MAX_DEPTH or not isinstance(node, yaml.MappingNode):
+            return
+        seen.add(id(node))
+        for key, value in node.value:
+            self.find_places(value, (*keys, str(key.value)), seen)
+
+    def count(self, node: yaml.Node, keys: tuple[str, ...], around: list[yaml.Node]) -> int:
+        """Return the number of values in a value, and check each of them once.
+
+        Args:
+            keys: Place of the value.
+            around: Values that hold it.
+        """
+        line = node.start_mark.line + 1
+        if any(outer is node for outer in around):
+            raise _refused(self.path, line, "it holds itself")
+        if len(around) == MAX_DEPTH:
+            raise _refused(self.path, line, "it is nested too deeply")
+        if node.tag not in _PLAIN:
+            raise _refused(self.path, line, f"it has the type {node.tag.removeprefix(_TAG)!r}")
+        if node.tag == f"{_TAG}int" and len(node.value) > _MAX_DIGITS:
+            raise _refused(self.path, line, "it is an integer of too many digits")
+        if id(node) not in self.counts:
+            inner = [*around, node]
+            parts = self._parts(node, keys)
+            self.counts[id(node)] = 1 + sum(self.count(part, at, inner) for part, at in parts)
+            if self.counts[id(node)] > _MAX_VALUES:
+                reason = f"it has more than {_MAX_VALUES} values, counting aliases and ${{...}}"
+                raise _refused(self.path, line, reason)
+        return self.counts[id(node)]
+
+    def _parts(
+        self, node: yaml.Node, keys: tuple[str, ...]
+    ) -> Iterator[tuple[yaml.Node, tuple[str, ...]]]:
+        """Yield the values in a value, and those that its interpolation refers to."""
         if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-        inner = [*around, node]
-        counts[id(node)] = 1 + sum(_count_values(path, part, inner, counts) for part in parts)
-        if counts[id(node)] > _MAX_VALUES:
-            raise _refused(path, line, f"it has more than {_MAX_VALUES} values, counting aliases")
-    return counts[id(node)]
+            for key, value in node.value:
+                yield key, keys
+                yield value, (*keys, str(key.value))
+        elif isinstance(node, yaml.SequenceNode):
+            yield from ((value, (*keys, str(at))) for at, value in enumerate(node.value))
+        else:
+            for dots, name in _REFERENCE.findall(node.value):
+                place = (*keys[: len(keys) - len(dots)], *name.split("."))
+                place = place if dots else tuple(name.split("."))
+                if place in self.nodes:
+                    yield self.nodes[place], place
 
 
 def _refused(path: Path, line: int, reason: str) -> CorruptDataError:

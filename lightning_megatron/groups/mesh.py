@@ -37,9 +37,9 @@ class ParallelMesh:
     the model. ``embedding`` joins the first stage and the one that computes the loss.
 
     The axes that end in ``_cpu`` are gloo groups of the same ranks for Python objects and CPU
-    tensors; :meth:`on_cpu` finds them by name. ``experts_cpu`` joins the ranks that together hold
-    all experts of a stage (etp x ep). ``checkpoint_cpu`` contains all ranks and is reserved for a
-    thread that saves checkpoints during training.
+    tensors. ``experts_cpu`` joins the ranks that together hold all experts of a stage (etp x ep).
+    ``checkpoint_cpu`` contains all ranks and is reserved for a thread that saves checkpoints during
+    training.
 
     ``context`` and ``loss_chunk`` are settings that models read when they are built: the transport
     of attention over cp, and the number of tokens whose logits exist at once. The division of

@@ -139,19 +139,20 @@ def _settings(place: str, values: Any) -> dict[str, Any]:
     return settings
 
 
-def _read(path: str) -> Any:
+def _read(path: str) -> Mapping[Any, Any]:
     try:
-        content = read_regular_file(Path(path), "Use a smaller file.", _MAX_FILE_BYTES)
-        root = yaml.compose(content, yaml.SafeLoader)
+        content = read_regular_file(Path(path), "Use a small YAML file.", _MAX_FILE_BYTES)
+        _check_keys(yaml.compose(content, yaml.SafeLoader), path)
         document = yaml.safe_load(content)
+    except ParallelPlanError:
+        raise
     except (CorruptDataError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise ParallelPlanError(
             "job.nccl must be a mapping, or the path of a YAML file that holds one: "
             f"{shown(path)} cannot be read ({str(error)[:300]})."
         ) from error
-    _check_keys(root, path)
     # YAML returns None for an empty file and for one with only comments.
-    return {} if document is None else document
+    return coerced(f"the content of {path!r}", {} if document is None else document, dict[Any, Any])
 
 
 def _check_keys(node: yaml.Node | None, path: str) -> None:

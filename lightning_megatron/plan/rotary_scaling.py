@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.settings import Count, Positive, coerce_fields
+from lightning_megatron.plan.settings import Count, Positive, coerce_fields, shown
 
 RotaryScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 
@@ -68,14 +68,15 @@ class RotaryScaling:
             holds = self.original_length != 1
             self._require(holds, "original_length", "be at least 2: its logarithm is divided by")
             self._require(bool(self.short_factors), "short_factors", "have a number for each angle")
-            holds = len(self.short_factors) == len(self.long_factors)
-            self._require(holds, "long_factors", "be as many as short_factors")
+            number = len(self.short_factors)
+            rule = f"be as many as short_factors ({number}, not {len(self.long_factors)})"
+            self._require(len(self.long_factors) == number, "long_factors", rule)
 
     def _require(self, holds: bool, name: str, rule: str) -> None:
         if not holds:
             raise ParallelPlanError(
-                f"rotary_scaling ({self.kind}): {name} ({getattr(self, name)}) must {rule}. Change "
-                f"{name}."
+                f"rotary_scaling ({self.kind}): {name} ({shown(getattr(self, name))}) must {rule}. "
+                f"Change {name}."
             )
 
     @property

@@ -582,4 +582,6 @@ StrategyRegistry.register(
     MegatronStrategy.strategy_name,
     MegatronStrategy,
     description=(MegatronStrategy.__doc__ or "").partition("\n")[0],
+    # This module may be imported again, as after an import that has failed.
+    override=True,
 )

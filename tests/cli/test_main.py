@@ -177,11 +177,15 @@ LAUGHS = "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
     for before, name in pairwise("abcdefghi")
 )
+REFERENCES = "".join(
+    f"{name}: '{('${' + before + '}') * 10}'\n" for before, name in pairwise("abcdefghi")
+)
 DAMAGED: dict[str, tuple[bytes, str]] = {
     "bytes": (b"# \xff", r"x\.yaml: byte 2 is not UTF-8"),
     "unknown key": (b"trainer: {max_steps: '${nope}'}", r"trainer\.max_steps: .*'fit\.nope'"),
-    "cycle": (b"trainer: {max_steps: '${trainer.max_epochs}', max_epochs: '${trainer.max_steps}'}", "Recursive interpolation detected"),
+    "cycle": (b"trainer: {max_steps: '${trainer.max_epochs}', max_epochs: '${trainer.max_steps}'}", r"x\.yaml:1: .* holds itself"),
     "aliases of aliases": (f"a: &a [1]\n{LAUGHS}".encode(), r"x\.yaml:\d: .* counting aliases"),
+    "references": (f"a: 1\n{REFERENCES}".encode(), r"x\.yaml:\d: .* counting aliases and"),
     "alias of itself": (b"trainer: &a {callbacks: *a}", r"x\.yaml:1: .* holds itself"),
     "nested": (b"trainer: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
     "object": (b"trainer: !!python/object/apply:os.getpid []", "has the type 'python/object"),

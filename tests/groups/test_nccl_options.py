@@ -158,7 +158,8 @@ REFUSED: list[tuple[Any, str]] = [
 DAMAGED = {
     "tp: {max_ctas: 2}\ntp: {max_ctas: 4}\n": "'tp' occurs twice",
     "tp: {max_ctas: 2, max_ctas: 4}\n": "'max_ctas' occurs twice",
-    "false\n": "must be a mapping",
+    "false\n": "the content of '2.yaml' must be a mapping: it is False",
+    "tp: &a {max_ctas: *a}\n": "cannot be read",
     "tp: [": "cannot be read",
     "tp: !!python/object/apply:os.system ['touch gadget']\n": "cannot be read",
     "[" * 5000: "cannot be read",

@@ -59,7 +59,8 @@ SCALINGS: list[tuple[dict[str, Any], str]] = [
     ({"kind": "dynamic"}, "kind must be linear, llama3, yarn or longrope: it is 'dynamic'"),
     ({"kind": "linear", "factor": 0.0}, "rotary_scaling.factor must be a finite number above 0: it is 0.0"),
     ({"kind": "yarn", "factor": 4.0}, "original_length (None) must be given"),
-    ({**LONGROPE, "long_factors": [1.0]}, "long_factors ((1.0,)) must be as many as short_factors"),
+    ({**LONGROPE, "long_factors": [1.0]}, "long_factors ((1.0,)) must be as many as short_factors (3, not 1)"),
+    ({**LONGROPE, "long_factors": [1.0] * 99}, "long_factors ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0, ...)) must be"),
 ]  # fmt: skip
 
 

@@ -103,7 +103,7 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 370,
+    "beside rooms": 400,
     "checkpoint": 2820,
     "cli": 2330,
     "data": 3640,
@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3110,
     "pipeline": 780,
     "plan": 4960,
-    "strategy": 11300,
+    "strategy": 11310,
     "swap": 8460,
     "tasks": 4550,
 }

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 import types
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from unittest.mock import patch
 
 import pytest
 from lightning import Trainer
@@ -164,6 +166,8 @@ def test_what_the_trainer_cannot_run_is_refused():
 def test_strategy_is_registered_as_megatron():
     assert isinstance(StrategyRegistry.get("megatron"), MegatronStrategy)
     assert isinstance(trainer(1, "megatron").strategy, MegatronStrategy)
+    with patch.dict(StrategyRegistry):
+        runpy.run_path(inspect.getfile(MegatronStrategy))
 
 
 def test_defaults_follow_other_options():

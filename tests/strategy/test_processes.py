@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +195,17 @@ def test_keyboard_interrupts_and_system_exits_are_not_failures(capsys):
             raise exception
         assert not watch.has_failed
     assert not capsys.readouterr().err
+
+
+def test_the_first_failed_rank_is_named_before_its_report_is_printed(tmp_path):
+    first, second = FailureWatch(0, 2), FailureWatch(1, 2)
+    first._joined = second._joined = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
+    assert second._first_name() == "another rank"
+    assert [watch._claim() for watch in (first, second)] == [True, False]
+    for _ in range(2):
+        assert second._first_name() == first._first_name() == "rank 0"
+        first._report_is_printed("rank 0")
+    assert not second._claim_first("rank 1")
 
 
 # ---- launched processes and files

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_megatron import GPT, GPTConfig
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
@@ -431,3 +432,12 @@ def test_plans_that_refusals_name_train_as_one_process(kind: str, ranks: Any) ->
 def test_a_module_without_blocks_is_asked_for_blocks_of_one_kind() -> None:
     with pytest.raises(UnsupportedError, match="at least 2 blocks of one kind, and this module"):
         pipelined_module(BoringModel(), mesh_of(pp=2))
+
+
+def test_models_that_stay_in_stages_when_frozen_are_not_said_to_be_frozen() -> None:
+    module = BoringModel()
+    config = GPTConfig.gpt2(vocab_size=10, num_layers=2, hidden_size=8, num_heads=2)
+    module.first = GPT(config, mesh_of())
+    module.second = GPT(config, mesh_of())
+    with pytest.raises(UnsupportedError, match=r"BoringModel has first, second\. Use pp=1\.$"):
+        pipelined_module(module, mesh_of(pp=2))

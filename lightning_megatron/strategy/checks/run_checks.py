@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from lightning_megatron.errors import UnsupportedError
@@ -44,13 +45,6 @@ _TRAINER_FIELDS = tuple(
 )
 
 
-_FREEZE = (
-    "Stages divide the blocks of one trained model. Freeze the others in configure_model "
-    "(requires_grad_(False)) if they are models of Hugging Face, as the teacher of a distillation, "
-    "or use pp=1."
-)
-
-
 def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedModule | None:
     """Return the module that is cut into stages; None with one stage."""
     if mesh.pp.size == 1:
@@ -58,12 +52,27 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
     modules = list(pipelined_modules(module))
     if len(modules) != 1:
         names = ", ".join(name for name, _ in modules) or "none"
-        remedy = _FREEZE if modules else _remedy_of_none(module, mesh)
+        remedy = _remedy_of_several(module, mesh) if modules else _remedy_of_none(module, mesh)
         raise UnsupportedError(
             f"pp ({mesh.pp.size}) above 1 needs exactly one model that can be cut into stages: "
             f"{type(module).__name__} has {names}. {remedy}"
         )
     return modules[0][1]
+
+
+def _remedy_of_several(module: LightningModule, mesh: ParallelMesh) -> str:
+    """Describe how the user can leave one model to divide among the stages."""
+    models = [module.get_submodule(name) for name, _ in pipelined_modules(module)]
+    is_trained = any(part.requires_grad for model in models for part in model.parameters())
+    can_freeze = mesh.cp.size == 1 and not any(
+        isinstance(part, PipelinedModule | AveragedModel) for part in module.modules()
+    )
+    if not can_freeze or not is_trained:
+        return "Use pp=1."
+    return (
+        "Stages divide the blocks of one trained model. Freeze the others in configure_model "
+        "(requires_grad_(False)), as the teacher of a distillation, or use pp=1."
+    )
 
 
 def _remedy_of_none(module: LightningModule, mesh: ParallelMesh) -> str:

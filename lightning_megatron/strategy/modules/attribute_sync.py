@@ -30,16 +30,14 @@ log = logging.getLogger(__name__)
 
 #: Hooks between a step and the next one, which may read attributes that the step has set, or set
 #: attributes that are not the step's.
-_HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
-    "train": (
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "configure_gradient_clipping",
-        "optimizer_step",
-        "on_before_zero_grad",
-        "lr_scheduler_step",
-    )
-}
+_HOOKS_AFTER_TRAINING: tuple[str, ...] = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "on_before_zero_grad",
+    "lr_scheduler_step",
+)
 #: Longest container whose items are searched in every run of a step; longer ones hold results.
 _MOST_ITEMS = 128
 #: Location of a value: name of the module, whether the value is a buffer, name of the attribute.
@@ -111,7 +109,8 @@ class AttributeSync:
         Communication: that of :meth:`share`.
         """
         stage = _stage_of(step)
-        hooks = (f"on_{stage}_batch_start", f"on_{stage}_batch_end", *_HOOKS_AFTER.get(stage, ()))
+        hooks: tuple[str, ...] = (f"on_{stage}_batch_start", f"on_{stage}_batch_end")
+        hooks += _HOOKS_AFTER_TRAINING if stage == "train" else ()
         if self._mesh.pp.size > 1 and first_overridden(self._module.trainer, hooks) is not None:
             self.share()
 

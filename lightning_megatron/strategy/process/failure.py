@@ -149,7 +149,7 @@ class FailureWatch:
         if self._claim():
             text = "".join(traceback.format_exception(error))
             self._print_line(f"failed; the other ranks will be stopped.\n{text}")
-            self._name_first(f"rank {self.rank}")
+            self._report_is_printed(f"rank {self.rank}")
         else:
             self._wait_for_first()
             if self._first_name() != f"rank {self.rank}":
@@ -186,7 +186,7 @@ class FailureWatch:
         if not self._claim():
             return
         self._print_line(text)
-        self._name_first(f"rank {self.rank}")
+        self._report_is_printed(f"rank {self.rank}")
         for status in silent:
             _kill(status)
 
@@ -212,63 +212,69 @@ class FailureWatch:
     def _report_end(self, rank: int, how: str) -> None:
         """Report how another rank has ended, unless a rank has failed before."""
         if self._folder is not None:
-            if not self._claim_first():
+            if not self._claim_first(f"rank {rank}"):
                 return
             if self._notices is not None:
                 self._notices.post(_FAILED, f"rank {rank}")
         self._print_line(f"{how}; the other ranks will be stopped.", rank)
-        self._name_first(f"rank {rank}")
+        self._report_is_printed(f"rank {rank}")
 
     def _claim(self) -> bool:
         """Return whether this rank is the first to fail; True without other ranks.
 
         The job folder has two kinds of marker files: ``failed_<rank>`` for each failed rank, and
-        ``first``, which gets the name of the first one once its report is printed.
+        ``first`` with the name of the first one, which ends with a newline once its report is
+        printed.
         """
         folder = self._folder
         if folder is None:
             return True
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / f"failed_{self.rank}").touch()
-        if not self._claim_first():
+        if not self._claim_first(f"rank {self.rank}"):
             return False
         if self._notices is not None:
             # A rank of another machine may have failed before, which this machine has not yet read.
             other_failures = self._notices.read([_FAILED])
             if other_failures:
-                self._name_first(other_failures[_FAILED])
+                self._report_is_printed(other_failures[_FAILED])
                 return False
             self._notices.post(_FAILED, f"rank {self.rank}")
         return True
 
-    def _claim_first(self) -> bool:
-        """Return whether this process reports the first failure to the ranks of this machine."""
+    def _claim_first(self, name: str) -> bool:
+        """Write the name of the first failed rank for this machine's ranks, if none is written."""
+        # Another thread may leave the folder in between.
+        folder = self._folder
         try:
-            if self._folder is not None:
-                (self._folder / "first").open("x").close()
+            if folder is not None:
+                with (folder / "first").open("x", encoding="utf-8") as file:
+                    file.write(name)
         except (FileExistsError, FileNotFoundError):
             return False
-        return self._folder is not None
+        return folder is not None
 
-    def _name_first(self, name: str) -> None:
-        if self._folder is not None:
-            (self._folder / "first").write_text(name, encoding="utf-8")
+    def _report_is_printed(self, name: str) -> None:
+        """Tell the ranks of this machine that the report of the first failed rank is printed."""
+        if (folder := self._folder) is not None:
+            (folder / "first").write_text(f"{name}\n", encoding="utf-8")
 
     def _wait_for_first(self) -> None:
         """Wait for the first failed rank to print its traceback."""
         deadline = time.monotonic() + _GRACE_SECONDS / 2
-        while not self._first() and time.monotonic() < deadline:
+        while not (self._first() or "").endswith("\n") and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _first(self) -> str | None:
-        """Return the name of the first failed rank; empty before its report, None without one."""
+        """Return the name of the first failed rank, after its report with a newline, or None."""
+        folder = self._folder
         try:
-            return None if self._folder is None else (self._folder / "first").read_text()
+            return None if folder is None else (folder / "first").read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
 
     def _first_name(self) -> str:
-        return self._first() or "another rank"
+        return (self._first() or "another rank").strip()
 
     def _replace_excepthook(self) -> None:
         """Install an excepthook that does not print a reported exception again."""
@@ -323,8 +329,8 @@ class FailureWatch:
         if self._notices is None or self.rank % self._num_local or self._first() is not None:
             return
         other_failures = self._notices.read([_FAILED])
-        if other_failures and self._claim_first():
-            self._name_first(other_failures[_FAILED])
+        if other_failures and self._claim_first(other_failures[_FAILED]):
+            self._report_is_printed(other_failures[_FAILED])
 
     def _print_line(self, text: str, rank: int | None = None) -> None:
         # A single write keeps the lines of different ranks apart. A closed stderr must not keep

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.groups.collectives import all_reduce_, barrier
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.private.loops import callbacks_of
 from lightning_megatron.strategy.private.processes import (
     SIGTERMException,
     announce_sigterm,
@@ -143,8 +144,8 @@ class SignalAgreement:
 
 def preemption_folder(trainer: Trainer) -> str:
     """Return the folder for checkpoints after a signal: that of the ModelCheckpoint."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+    for callback in callbacks_of(trainer, ModelCheckpoint):
+        if callback.dirpath:
             return os.fspath(callback.dirpath)
     return os.fspath(trainer.default_root_dir)
 

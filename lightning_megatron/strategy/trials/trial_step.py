@@ -27,7 +27,7 @@ from lightning_megatron.user_code import is_compiled
 
 
 @contextmanager
-def fixed_orders() -> Iterator[None]:
+def _fixed_orders() -> Iterator[None]:
     """Rotate by one place, without a draw, where Python or NumPy would shuffle in the block."""
     before = random.shuffle, np.random.shuffle, np.random.permutation
     random.shuffle = _shuffle  # type: ignore[assignment]
@@ -158,7 +158,7 @@ class TrialStep:
             np.random.seed(seed)
 
         try:
-            with gradients, constant_values, record, fixed_orders():
+            with gradients, constant_values, record, _fixed_orders():
                 # The same batch runs several times, and a step may change it.
                 copies = [Microbatch(copy_batch(part.data), part.num_samples) for part in parts]
                 outputs = self.run(copies, recorder, begin_part)
