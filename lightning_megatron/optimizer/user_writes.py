@@ -56,6 +56,15 @@ class UserWrites:
             self._wait()
             self._noted.add(name)
 
+    def adopt_noted(self) -> None:
+        """Adopt values written through ``parameter.data``, before the next forward pass.
+
+        Values written in place wait for the optimizer's step: user code may write back the former
+        ones until then, and a main parameter that rounds to them keeps its bits.
+        """
+        if self._noted:
+            self.adopt()
+
     def adopt(self, *, all_values: bool = False) -> None:
         """Adopt written values before parameters are trained further.
 

@@ -114,7 +114,7 @@ BUDGETS: dict[str, int] = {
     "kernels": 4750,
     "layers": 7220,
     "models": 4320,
-    "optimizer": 3110,
+    "optimizer": 3120,
     "pipeline": 780,
     "plan": 4960,
     "strategy": 11310,

@@ -93,6 +93,34 @@ def test_precision_sets_the_dtypes_of_parameters_main_parameters_and_resumed_mom
     assert all(moment.any() for moment in moments)
 
 
+class Perturbed(Plain):
+    """Write other weights in place before a batch, and the former ones back in its step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.former = [parameter.clone() for parameter in self.parameters()]
+            for parameter in self.parameters():
+                parameter.mul_(1.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            for parameter, former in zip(self.parameters(), self.former, strict=True):
+                parameter.copy_(former)
+        return super().training_step(batch, batch_idx)
+
+
+def test_main_parameters_keep_their_bits_if_weights_are_changed_and_written_back():
+    found = []
+    for kind in (Plain, Perturbed):
+        runner = trainer({"microbatch_size": "batch"}, precision="bf16-mixed")
+        runner.fit(kind(), lines())
+        (main,) = (group["params"] for group in runner.optimizers[0].param_groups)
+        found.append(main)
+    for actual, expected in zip(*found, strict=True):
+        assert expected.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 def test_float16_scales_the_loss_and_skips_steps_that_overflow():
     scale = DynamicLossScale(initial=2.0**40, hysteresis=1)
     plugin = MegatronPrecision("16-mixed", scale)

@@ -172,7 +172,7 @@ class Step:
             self.graphs.note_change()
         self.layers.check_trained(trainer.current_epoch)
         self.mesh.random.deals_in_turn = any(map(deals_in_turn, train_dataloaders(trainer)))
-        self.state.main.user_writes.adopt()
+        self.state.main.user_writes.adopt_noted()
 
     def _passes(self) -> TrainingPasses | None:
         """Return the backward passes; None if this batch computes no gradients."""
