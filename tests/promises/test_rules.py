@@ -118,7 +118,7 @@ BUDGETS: dict[str, int] = {
     "pipeline": 780,
     "plan": 4960,
     "strategy": 11310,
-    "swap": 8460,
+    "swap": 8450,
     "tasks": 4550,
 }
 MIN_FILE_LINES = 70

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.families import families, family_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
@@ -22,7 +22,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.swap.families.fields import IRRELEVANT, ConfigTable
 from lightning_megatron.swap.families.known import FAMILIES
-from tests.swap.families import CASES, our_config_of, transformers
+from tests.swap.families import CASES, config_of, family_of_case, our_config_of, transformers
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
@@ -35,6 +35,9 @@ CHUNKED = ["chunked_attention"] * 3
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "relu2"}, "hidden_act of the configuration must be silu, .*'relu2'"),
     ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "rope_type .* must be .*'dynamic'"),
+    ("llama", {"rope_parameters": {**LINEAR, "rope_type": ["yarn"]}}, r"rope_type .* must be .*\['yarn'\]"),
+    ("llama", {"rope_parameters": {**LINEAR, "factor": None}}, "rope_parameters.factor .* must be given: it is None"),
+    ("llama", {"num_hidden_layers": 10**6}, "num_hidden_layers must be .*1000000. Correct the configuration"),
     ("llama", {"rope_parameters": {"factor": 2.0}}, "rope_parameters.factor .* must be left out: it is 2.0"),
     ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "a mapping with no other mapping"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor .* must be 1.0: it is 0.5"),
@@ -50,6 +53,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop must equal resid_pdrop: they are 0.2 and 0.1"),
     ("gpt_bigcode", {"multi_query": False}, "multi_query of the .* False"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention .*True"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a finite number above 0: it is 0"),
+    ("granite", {"logits_scaling": 0.0}, "logits_scaling must be a finite number above 0: it is 0.0"),
     ("gemma3", {"rope_parameters": {"sliding_attention": LINEAR}}, "sliding_attention .* must be of rope_type default"),
     ("gemma3", {"attn_logit_softcapping": 1.5}, "attn_logit_softcapping .*1.5"),
     ("starcoder2", {"use_bias": False}, "use_bias of the .*False"),
@@ -66,6 +71,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 6}, r"top_k \(6\) of experts must be at most num_experts \(5\)"),
     ("mixtral", {"expert_settings": 0.02}, "expert_settings .* must be a mapping with some of"),
     ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "or no layer has experts"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a finite number above 0: it is 0"),
+    ("deepseek_v3", {"num_hidden_layers": 10**6}, "num_hidden_layers must be"),
     ("deepseek_v3", {"v_head_dim": 12}, r"value_dim \(12\) of latent_attention"),
     ("deepseek_v3", {"num_key_value_heads": 2}, r"num_kv_heads \(2\) must be None or num_heads"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func of the .*'softmax'"),
@@ -83,7 +90,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 def test_unsupported_settings_are_refused_by_name():
-    kinds = (UnsupportedError, CheckpointMismatchError, ParallelPlanError)
+    kinds = (UnsupportedError, CheckpointMismatchError)
     for case, changes, message in REFUSED:
         with pytest.raises(kinds, match=message):
             our_config_of(case, **changes)
@@ -91,6 +98,9 @@ def test_unsupported_settings_are_refused_by_name():
         CheckpointMismatchError, match="must have all fields of its class: hidden_size"
     ):
         family_of("llama").config({"vocab_size": 7})
+    for case, name in (("gemma2", "query_pre_attn_scalar"), ("granite", "logits_scaling")):
+        with pytest.raises(CheckpointMismatchError, match=f"{name} must be .* it is None"):
+            family_of_case(case).config({**config_of(case).to_dict(), name: None})
     with pytest.raises(UnsupportedError, match=r"'opt' is not.*llama \(LlamaForCausalLM\)"):
         family_of("opt")
 
@@ -138,6 +148,7 @@ def test_notations_of_earlier_files_are_read():
     assert (phi.rotary_dim, phi.rotary_scaling) == (4, longrope)
     gemma = our_config_of("gemma", hidden_act="gelu")
     assert gemma.activation == "geglu_tanh"
+    assert our_config_of("gpt_bigcode", num_key_value_heads=4).num_kv_heads == 1
 
 
 # ---- published models

@@ -343,7 +343,7 @@ def test_configuration_files_must_be_strict_json_of_limited_size_and_depth(tmp_p
         assert not (tmp_path / f"out{number}").exists()
     for changes, message in (
         ({"intermediate_size": -3}, r"config\.json: ffn_hidden_size must be .* it is -3"),
-        ({"num_hidden_layers": 10**9}, r"config\.json: num_layers must be .* it is 1000000000"),
+        ({"num_hidden_layers": 10**9}, r"config\.json: num_hidden_layers must be .* 1000000000"),
         ({"rms_norm_eps": -1.0}, r"config\.json: norm_eps must be .* it is -1.0"),
         ({"hidden_size": "3"}, "'hidden_size' expected int, got str"),
         ({"rope_parameters": 3}, "'rope_parameters' with value 3"),

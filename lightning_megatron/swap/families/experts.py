@@ -11,7 +11,7 @@ from typing import Any
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.model_shape import FEATURE_LIMIT, GATE_FACTOR
 from lightning_megatron.plan.settings import shown
-from lightning_megatron.swap.families.fields import Field, Values, only
+from lightning_megatron.swap.families.fields import Field, Values, only, positive
 from lightning_megatron.swap.families.layer_names import SETTINGS, ExpertNames
 from lightning_megatron.swap.families.llama import (
     ACTIVATION,
@@ -47,11 +47,11 @@ PACKED_EXPERTS = (
 
 def _sparse_layers(values: Values) -> Mapping[str, Any]:
     """Return the layers with experts of a Qwen model."""
-    step = values["decoder_sparse_step"]
     dense = values["mlp_only_layers"]
     num_layers = values["num_hidden_layers"]
     if not dense:
-        return {"layers": step}
+        return {"layers": values["decoder_sparse_step"]}
+    step = positive(values, "decoder_sparse_step")
     return {
         "layers": tuple(
             (layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)

@@ -13,10 +13,10 @@ from typing import Annotated, Any, TypeAlias
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
+from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.plan.settings import Range, coerced, join_or, shown
+from lightning_megatron.plan.settings import Positive, Range, coerced, join_or, shown
 from lightning_megatron.swap.families.family import ModelConfig
 from lightning_megatron.swap.families.layer_names import SETTINGS
 
@@ -112,6 +112,9 @@ class Field:
         if callable(self.target):
             return self.target(config)
         value = config[self.name]
+        if self.target == "num_layers":
+            # Rules of later fields list all layers.
+            coerced(self.name, value, _LAYERS)
         return {self.target: self.allowed[value] if isinstance(self.allowed, Mapping) else value}
 
 
@@ -165,9 +168,10 @@ class ConfigTable:
         Args:
             config: All fields of the configuration, as from ``config.to_dict()``.
         """
-        result = self.build(**self.settings(config))
-        coerced("num_layers", result.num_layers, _LAYERS)
-        return result
+        try:
+            return self.build(**self.settings(config))
+        except ParallelPlanError as error:
+            raise CheckpointMismatchError(f"{error} Correct the configuration.") from error
 
     def settings(self, config: Values) -> dict[str, Any]:
         """Return the fields of this package's configuration."""
@@ -200,6 +204,12 @@ def refusal(name: str, value: Any, legal: str, reason: str) -> UnsupportedError:
         f"{name} of the configuration must be {legal}: it is {shown(value)}. Here {reason}. Change "
         "it if the model allows it, or keep Hugging Face's own module."
     )
+
+
+def positive(values: Values, name: str) -> float:
+    """Return a field of which a root or the inverse is computed; refuse it unless it is above 0."""
+    number: float = coerced(name, values[name], Positive)
+    return number
 
 
 def padding_id(values: Values) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.swap.families.fields import Field, Values, only
+from lightning_megatron.swap.families.fields import Field, Values, only, positive
 from lightning_megatron.swap.families.llama import (
     ACTIVATION,
     ATTENTION_BIAS,
@@ -40,7 +40,7 @@ _LATER = (
     replace(ACTIVATION, name="hidden_activation"),
     Field(
         "query_pre_attn_scalar",
-        lambda values: {"attention_scale": values["query_pre_attn_scalar"] ** -0.5},
+        lambda values: {"attention_scale": positive(values, "query_pre_attn_scalar") ** -0.5},
     ),
     *LONG_WINDOWS,
 )

@@ -79,15 +79,10 @@ GPT_BIGCODE = replace(
     model_type="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
     config=ConfigTable(
-        (
-            *_FIELDS,
-            only("multi_query", "all query heads share one key head", True),
-            # The class has one key head whatever this field says.
-            Field("num_key_value_heads", lambda values: {"num_kv_heads": 1}),
-        ),
-        _SETTINGS,
+        (*_FIELDS, only("multi_query", "all query heads share one key head", True)),
+        {**_SETTINGS, "num_kv_heads": 1},
         # The class does not read them.
-        "attention_softmax_in_fp32 scale_attention_softmax_in_fp32",
+        "attention_softmax_in_fp32 scale_attention_softmax_in_fp32 num_key_value_heads",
     ),
     tensors=_NAMES,
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.swap.families.fields import Field, Values, only, padding_id
+from lightning_megatron.swap.families.fields import Field, Values, only, padding_id, positive
 from lightning_megatron.swap.families.llama import (
     ATTENTION_BIAS,
     ATTENTION_DROPOUT,
@@ -61,7 +61,7 @@ GRANITE = like_llama(
         Field("embedding_multiplier", "embedding_scale"),
         Field("attention_multiplier", "attention_scale"),
         Field("residual_multiplier", "residual_scale"),
-        Field("logits_scaling", lambda values: {"logit_scale": 1 / values["logits_scaling"]}),
+        Field("logits_scaling", lambda v: {"logit_scale": 1 / positive(v, "logits_scaling")}),
     ),
     scales_vectors=True,
 )

@@ -11,35 +11,28 @@ from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.settings import NotNegative, Range, coerced, join_or
 from lightning_megatron.swap.families.fields import Field, Values, refusal
 
-_FACTOR = {"factor": "factor"}
-_LENGTH = {"original_max_position_embeddings": "original_length"}
-_ATTENTION = {"attention_factor": "attention_factor"}
-#: Keys of ``rope_parameters`` by kind, with their names in this package, besides those that all
-#: kinds have.
-_KEYS: Mapping[str, Mapping[str, str]] = {
-    "default": {},
-    "linear": _FACTOR,
-    "llama3": {
-        **_FACTOR,
-        **_LENGTH,
-        "low_freq_factor": "low_frequency_factor",
-        "high_freq_factor": "high_frequency_factor",
-    },
-    "yarn": {
-        **_FACTOR,
-        **_LENGTH,
-        **_ATTENTION,
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "truncate": "truncate",
-    },
-    "longrope": {
-        **_FACTOR,
-        **_LENGTH,
-        **_ATTENTION,
-        "short_factor": "short_factors",
-        "long_factor": "long_factors",
-    },
+#: Keys of ``rope_parameters`` that have other names in this package.
+_NAMES = {
+    "original_max_position_embeddings": "original_length",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "short_factor": "short_factors",
+    "long_factor": "long_factors",
+}
+_STRETCH = ("factor", "original_max_position_embeddings")
+#: Keys by kind, besides those that all kinds have.
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (*_STRETCH, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_STRETCH, "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "longrope": (*_STRETCH, "attention_factor", "short_factor", "long_factor"),
+}
+#: Keys without which positions of a kind cannot be computed.
+_NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
 }
 _COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 #: Fields of earlier configurations, which transformers has moved into ``rope_parameters``.
@@ -86,7 +79,7 @@ def _positions(
     values: Values, parameters: Mapping[str, Any], may_be_partial: bool
 ) -> dict[str, Any]:
     kind = parameters.get("rope_type") or "default"
-    if kind not in _KEYS:
+    if kind not in list(_KEYS):
         raise refusal("rope_type", kind, join_or(list(_KEYS)), "only these kinds are implemented")
     known = {*_KEYS[kind], *_COMMON_KEYS, *(_YARN_KEYS if kind == "yarn" else ())}
     for name in sorted(parameters.keys() - known):
@@ -104,13 +97,18 @@ def _positions(
         raise refusal("partial_rotary_factor", share, legal, reason)
     scaling = None if kind == "default" else _scaling(kind, parameters, values)
     dim = size if size < head_dim else None
-    return {"rotary_base": parameters["rope_theta"], "rotary_dim": dim, "rotary_scaling": scaling}
+    base = parameters.get("rope_theta")
+    return {"rotary_base": base, "rotary_dim": dim, "rotary_scaling": scaling}
 
 
 def _scaling(kind: Any, parameters: Mapping[str, Any], values: Values) -> RotaryScaling:
-    settings = {
-        ours: parameters[name]
-        for name, ours in _KEYS[kind].items()
+    for name in _NEEDED.get(kind, ()):
+        if parameters.get(name) is None:
+            reason = f"{kind} positions cannot be computed without it"
+            raise refusal(f"rope_parameters.{name}", None, "given", reason)
+    settings: dict[str, Any] = {
+        _NAMES.get(name, name): parameters[name]
+        for name in _KEYS[kind]
         if parameters.get(name) is not None
     }
     scaling = RotaryScaling(kind=kind, **settings)

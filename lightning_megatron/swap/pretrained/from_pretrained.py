@@ -16,12 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_megatron.errors import (
-    CheckpointMismatchError,
-    CorruptDataError,
-    ParallelPlanError,
-    UnsupportedError,
-)
+from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.models.hugging_face_folder import name_folder_in_errors
 from lightning_megatron.swap.families import find_family
@@ -261,7 +256,7 @@ def _from_pretrained(
         del options[QUANTIZATION]
     try:
         is_replaced = not options and _is_replaced(cls, config)
-    except (CheckpointMismatchError, ParallelPlanError) as error:
+    except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{Path(path, 'config.json')}: {error}") from error
     if not is_replaced:
         return _name_files(path, lambda: load(cls, *args, **kwargs))
