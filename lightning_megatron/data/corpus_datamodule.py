@@ -138,9 +138,11 @@ class CorpusDataModule(RowDataModule):
             self.files = {"train": [written["train"]], "val": heldout, "test": heldout}
 
     @override
-    def setup(self, stage: str | None = None) -> None:
+    def sets_of(self, part: str) -> list[str]:
+        # A bundled corpus names its sets when it is written, and a loader may be built without
+        # a Trainer.
         self.prepare_data()
-        super().setup(stage)
+        return super().sets_of(part)
 
     @override
     def read(self, set_name: str) -> None:

@@ -190,41 +190,43 @@ class RowEncoder(ABC):
         Raises:
             CorruptDataError: If no row remains.
         """
-        rows = [
-            EncodedRow(row_number(file, row), self.encode_row(row))
-            for file, path in enumerate(paths)
-            for row in read_rows(path)
-        ]
-        tokens = RowTokens.of(rows)
-        if not len(tokens):
-            names = ", ".join(map(str, paths))
-            raise self.empty_error(names, StreamCounts().after(tokens))
-        return tokens
+        return self._not_empty(self._encode(paths), paths)
 
     def encode_once(self, paths: Sequence[Path], cache_dir: Path) -> RowTokens:
         """Return the rows of files, which are encoded once and kept in a cache.
 
         Args:
             cache_dir: Folder of the encoded tokens.
+
+        Raises:
+            CorruptDataError: If no row remains, in the files or in the cache.
         """
         fields = {"files": [_sha256(path) for path in paths], **self.key}
 
         def build() -> dict[str, npt.NDArray]:
-            rows = self.encode_files(paths)
+            rows = self._encode(paths)
             counts = np.array([rows.num_read, rows.num_cut, rows.num_left_out], np.int64)
             return {**{name: getattr(rows, name) for name in _ARRAYS}, "counts": counts}
 
         arrays = load_or_build(cache_dir, fields, build, (*_ARRAYS, "counts"))
         num_read, num_cut, _ = arrays["counts"].tolist()
-        return RowTokens(
-            arrays["tokens"],
-            arrays["is_answer"],
-            arrays["bounds"],
-            arrays["numbers"],
-            num_read,
-            num_cut,
-            cache_key(fields),
+        contents = (arrays[name] for name in _ARRAYS)
+        return self._not_empty(RowTokens(*contents, num_read, num_cut, cache_key(fields)), paths)
+
+    def _encode(self, paths: Sequence[Path]) -> RowTokens:
+        return RowTokens.of(
+            [
+                EncodedRow(row_number(file, row), self.encode_row(row))
+                for file, path in enumerate(paths)
+                for row in read_rows(path)
+            ]
         )
+
+    def _not_empty(self, rows: RowTokens, paths: Sequence[Path]) -> RowTokens:
+        if not len(rows):
+            names = ", ".join(map(str, paths))
+            raise self.empty_error(names, StreamCounts().after(rows))
+        return rows
 
 
 def _sha256(path: Path) -> str:

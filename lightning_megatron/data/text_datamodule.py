@@ -84,19 +84,15 @@ class TextEncoder(RowEncoder):
 
 
 class TextSamples(TextRows):
-    """One pass over the documents of some files in a fixed shuffled order, all in memory.
+    """One pass over the documents of some files in a fixed shuffled order, all in memory."""
 
-    Args:
-        seq_length: Tokens that a packed row predicts (tokens).
-    """
-
-    def __init__(self, files: Sequence[Path], encoder: TextEncoder, seq_length: int) -> None:
-        self.seq_length = seq_length
+    def __init__(self, files: Sequence[Path], encoder: TextEncoder) -> None:
+        self.seq_length = encoder.seq_length
         rows = encoder.encode_files(files)
         # This key gives the fixed order of `TokenDataModule`.
         random = np.random.RandomState([0, 0, 4])
         lengths = np.diff(rows.bounds)
-        super().__init__(rows, pack_once(lengths, seq_length, random, True, None))
+        super().__init__(rows, pack_once(lengths, self.seq_length, random, True, None))
         self.order_key = cache_key({"files": [sizes_of(path) for path in files]})
 
 
@@ -200,9 +196,7 @@ class TextDataModule(FileDataModule):
     @override
     def evaluation_samples(self, set_name: str) -> TextSamples:
         if set_name not in self._evaluated:
-            self._evaluated[set_name] = TextSamples(
-                self.files[set_name], self._encoder, self.seq_length
-            )
+            self._evaluated[set_name] = TextSamples(self.files[set_name], self._encoder)
         return self._evaluated[set_name]
 
     @override

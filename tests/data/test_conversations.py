@@ -188,6 +188,15 @@ def test_warnings_count_truncated_and_omitted_rows(tmp_path, model):
     assert len(left_out.encoded("train")) == 1
 
 
+def test_files_without_a_usable_row_are_refused_from_the_cache_too(tmp_path, model, monkeypatch):
+    path = write_lines(tmp_path / "rows.jsonl", [{"messages": [turn("user", "x" * 300), ANSWER]}])
+    for _ in range(2):
+        with pytest.raises(CorruptDataError, match="1 were read, and 1 left out as too long"):
+            ChatDataModule(path, model, seq_length=99).setup("fit")
+        # The first module has written the rows that remain, which are none.
+        monkeypatch.setattr(ChatDataModule.encoder_class, "encode_row", None)
+
+
 def test_bad_rows_are_named_by_file_and_line(tmp_path, model):
     good, robot = {"messages": [QUESTION, ANSWER]}, turn("robot", "hi")
     bad_chats = [

@@ -54,6 +54,13 @@ def test_validations_have_the_same_order_and_no_loader_draws_from_torch(tmp_path
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_bundled_corpus_has_its_loaders_without_a_trainer(tmp_path):
+    data = TokenDataModule(corpus="speeches", data_dir=str(tmp_path), seq_length=SEQ_LENGTH)
+    loader = data.val_dataloader()
+    assert next(iter(loader))["tokens"].shape == (1, SEQ_LENGTH)
+    assert data.bytes_per_token_of("test") == pytest.approx(1.0, rel=0.01)
+
+
 def test_a_split_divides_the_documents_and_a_blend_has_its_shares(tmp_path, corpus):
     data = TokenDataModule(corpus, split="80,15,5", seq_length=SEQ_LENGTH, batch_size=5)
     data.setup("fit")
