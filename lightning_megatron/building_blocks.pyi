@@ -54,7 +54,6 @@ from lightning_megatron.generation.token_pass import evaluation_mode as evaluati
 from lightning_megatron.groups.collectives import all_gather_objects as all_gather_objects
 from lightning_megatron.groups.collectives import broadcast_ as broadcast_
 from lightning_megatron.models.evaluated_set import EvaluatedSet as EvaluatedSet
-from lightning_megatron.models.layered import advance_streams as advance_streams
 from lightning_megatron.models.layered import mesh_of_module as mesh_of_module
 from lightning_megatron.models.model_flops import flops_per_token as flops_per_token
 from lightning_megatron.models.side_calls import run_stage_by_stage as run_stage_by_stage

@@ -87,15 +87,18 @@ def api_page() -> str:
     parts.append(_TASKS)
     for file in sorted(PACKAGE.glob("tasks/*/__init__.py")):
         task = names_in(str(file.relative_to(PACKAGE)))
-        homes = {name: task[name] for name in sorted(task) if not name.isupper()}
         parts.append(f"\n### `lightning_megatron.tasks.{file.parent.name}`\n")
-        parts += [_entry(name, home) for name, home in homes.items()]
+        # Constants and types have no docstring to show.
+        shown = [name for name in sorted(task) if _definition(name, _text_of(task[name]))]
+        parts += [_entry(name, task[name]) for name in shown]
     families = names_in("families.py")
     families.pop("annotations")
     parts += [_FAMILIES, *(_entry(name, families[name]) for name in sorted(families)), _BLOCKS]
     blocks = names_in("building_blocks.pyi")
     parts += [f"| `{name}` | {summary_of(name, blocks[name])} |\n" for name in sorted(blocks)]
-    return "".join(parts)
+    page = "".join(parts)
+    assert all(f".{name}\n" in page for name in MEMBERS), "a class has members but no entry"
+    return page
 
 
 def _entry(name: str, home: str) -> str:
@@ -106,15 +109,27 @@ def _entry(name: str, home: str) -> str:
 
 def summary_of(name: str, home: str) -> str:
     """Return the first sentence about a name: of its docstring, or of the comment above it."""
-    path = ROOT / home.replace(".", "/")
-    file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
-    text = file.read_text()
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            first = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
-            return re.sub(r":\w+:`([^`]*)`", r"`\1`", first.split(". ")[0].rstrip(".")).replace(
-                "``", "`"
-            )
+    text = _text_of(home)
+    node = _definition(name, text)
+    if node is not None:
+        first = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ")
+        return re.sub(r":\w+:`([^`]*)`", r"`\1`", first.split(". ")[0].rstrip(".")).replace(
+            "``", "`"
+        )
     comment = re.search(rf"((?:^#: .*\n)+)^{name}\b", text, re.MULTILINE)
     assert comment is not None, f"{home}.{name} needs a docstring, or a comment #: above it"
     return comment.group(1).replace("#: ", "").replace("\n", " ").strip().rstrip(".")
+
+
+def _text_of(home: str) -> str:
+    path = ROOT / home.replace(".", "/")
+    file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+    return file.read_text()
+
+
+def _definition(name: str, text: str) -> ast.FunctionDef | ast.ClassDef | None:
+    """Return the class or function of a name; None for a constant or a type."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            return node
+    return None
