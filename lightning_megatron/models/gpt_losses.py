@@ -65,14 +65,14 @@ class Targets:
         mesh: ParallelMesh,
         vocab: int,
         chunk: int,
-        form: LogitForm | None = None,
+        form: LogitForm,
         *,
         early_gradients: bool = False,
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, ""]:
         """Return the same as :meth:`losses`, with the logits of only ``chunk`` tokens at once.
 
         Args:
-            form: Scale and soft cap of the logits; None means neither.
+            form: Scale and soft cap of the logits.
             early_gradients: Whether the forward pass already computes the gradients of a sum.
 
         Communication: that of ``chunked_cross_entropy`` or ``summed_cross_entropy``, and a gather
@@ -82,7 +82,7 @@ class Targets:
         sums_early = self.are_summed and early_gradients
         compute = summed_cross_entropy if sums_early else chunked_cross_entropy
         terms = LossTerms(mesh.tp, vocab, self.label_smoothing, self.ignore_index)
-        head = ChunkedHead(terms, mesh, chunk, form or LogitForm())
+        head = ChunkedHead(terms, mesh, chunk, form)
         losses = compute(hidden, weight, labels, head)
         if sums_early:
             return all_gather_sequence(losses.reshape(1), mesh.cp).sum()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -101,8 +100,7 @@ def run_stage_by_stage(model: PipelinedModule, call: Callable[[], T]) -> T | Non
         for chunk in range(model.num_chunks):
             # The shapes of the tensors to receive are known after a run without values.
             cursor = model.cursor = StageCursor(chunk, probe=True)
-            with suppress(StageDone):
-                call()
+            _stop(call)
             virtual = placement.virtual_stage(axis.rank, chunk)
             received = sent
             if virtual > 0 and (source := placement.owner(virtual - 1)[0]) != axis.rank:
@@ -115,8 +113,7 @@ def run_stage_by_stage(model: PipelinedModule, call: Callable[[], T]) -> T | Non
             if model.is_last_stage(chunk):
                 result = call()
                 break
-            with suppress(StageDone):
-                call()
+            _stop(call)
             sent = [tensor.contiguous() for tensor in cursor.sent]
             # If chunks lie in a V, the next chunk may be on this stage, and uses the tensors
             # directly.
@@ -125,3 +122,12 @@ def run_stage_by_stage(model: PipelinedModule, call: Callable[[], T]) -> T | Non
         return result
     finally:
         model.cursor = None
+
+
+def _stop(call: Callable[[], object]) -> None:
+    """Run a call that ends where the stage does."""
+    try:
+        call()
+    except StageDone:
+        return
+    raise AssertionError("only the last stage runs its call to the end")

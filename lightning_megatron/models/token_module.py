@@ -326,8 +326,10 @@ class TokenModule(LightningModule):
         weight = num_tokens.to(loss.dtype)
         evaluated = EvaluatedSet.of(self, part, index)
         evaluated.log(means, weight, "tokens")
+        if "bits_per_byte" not in dict(self.weights_of_means):
+            return
         length = self.bytes_per_token or evaluated.bytes_per_token()
-        if length and "bits_per_byte" in dict(self.weights_of_means):
+        if length:
             evaluated.log(
                 {"bits_per_byte": loss / (math.log(2.0) * length)}, weight, "bytes", length
             )

@@ -59,6 +59,16 @@ def test_a_causal_lm_learns_logs_and_predicts(tmp_path):
     assert float(torch.cat(losses).mean()) == pytest.approx(test_metrics["test_loss"], rel=1e-5)
 
 
+class Unread(Counting):
+    bytes_per_token = property(lambda self: pytest.fail("nobody asked for bits per byte"))
+
+
+def test_bytes_of_tokens_are_read_only_for_bits_per_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(CausalLM, "weights_of_means", (("loss", "tokens"),))
+    results = make_trainer(tmp_path).validate(CausalLM(CONFIG), Unread(), verbose=False)
+    assert list(results[0]) == ["val_loss"]
+
+
 def test_matrices_decay_and_vectors_do_not():
     module = CausalLM(CONFIG, weight_decay=0.3, max_steps=10)
     module.configure_model()
