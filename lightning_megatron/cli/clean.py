@@ -16,7 +16,7 @@ EXAMPLES = """examples:
 
 
 def clean(
-    inputs: list[str],
+    inputs: tuple[str, ...],
     output: str,
     options: CleaningOptions,
     report: Path | None = None,

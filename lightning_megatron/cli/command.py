@@ -38,7 +38,7 @@ def run_command(
     """Call the function of a command with the options that arguments give.
 
     A parameter without a default is given by its place, others by name, with dashes or
-    underscores. A list takes one or more words, and may be given again. The fields of a record
+    underscores. A tuple takes one or more words, and may be given again. The fields of a record
     are options of their own.
 
     Args:
@@ -77,9 +77,10 @@ def _parser(name: str, function: Function, examples: str = "") -> _Parser:
     parser = _Parser(prog=name, description=description, epilog=examples, formatter_class=_Format)
     for owner in (function, *_records(function).values()):
         helps = {one.arg_name: one.description for one in parse(owner.__doc__ or "").params}
-        for one, hint in get_type_hints(owner, include_extras=True).items():
-            if not (is_dataclass(hint) or one in (_FIT_OPTIONS, "return")):
-                _add(parser, inspect.signature(owner).parameters[one], hint, helps.get(one))
+        hints = get_type_hints(owner, include_extras=True)
+        for one, parameter in inspect.signature(owner).parameters.items():
+            if not (is_dataclass(hints[one]) or one == _FIT_OPTIONS):
+                _add(parser, parameter, hints[one], helps.get(one))
     return parser
 
 
@@ -88,7 +89,7 @@ def _add(parser: _Parser, parameter: inspect.Parameter, hint: Any, text: str | N
     options: dict[str, Any] = {"type": hint, "help": text}
     if not is_required:
         options["default"] = parameter.default
-    if get_origin(hint) in (list, tuple):
+    if get_origin(hint) is tuple:
         options |= {"type": get_args(hint)[0], "nargs": "+"}
         if not is_required:
             options |= {"action": "extend", "default": []}
@@ -103,8 +104,7 @@ def _records(function: Function) -> dict[str, Any]:
 
 
 def _call(function: Function, values: dict[str, Any]) -> None:
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     for name, record in _records(function).items():
-        content = {field.name: values.pop(field.name) for field in fields(record)}
-        lists = {key: tuple(value) for key, value in content.items() if isinstance(value, list)}
-        values[name] = record(**content | lists)
+        values[name] = record(**{field.name: values.pop(field.name) for field in fields(record)})
     function(**values)

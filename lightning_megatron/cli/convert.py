@@ -79,7 +79,8 @@ def convert(
             "Use another name."
         )
     chosen = None if dtype is None else DTYPES[dtype]
-    if is_sharded_checkpoint(source):
+    is_export = is_sharded_checkpoint(source)
+    if is_export:
         copied = _tokenizer_files(tokenizer)
         if verify and not merge:
             _check_whole(find_model(source, name, unsafe))
@@ -96,7 +97,7 @@ def convert(
         import_model(source, out, name or "model", chosen)
         print(f"{out}: a checkpoint of {source}")
     if verify:
-        checkpoint, folder = (source, out) if is_sharded_checkpoint(source) else (out, source)
+        checkpoint, folder = (source, out) if is_export else (out, source)
         _verify(find_model(checkpoint, name, unsafe), folder, out)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json as json_text
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jsonargparse.typing import PositiveInt
@@ -24,64 +24,67 @@ EXAMPLES = """examples:
       --tokenizer gpt2 --tp 2 --pp 2 --devices 4 --precision bf16-true"""
 
 
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """Tokenizer, batches and report of an evaluation.
+
+    Args:
+        tokenizer: bytes, gpt2 or a path; by default that of the Hugging Face folder.
+        batch_size: Rows of a batch on a rank.
+        json: Print one JSON object, and no progress bar.
+        progress: Show a progress bar.
+    """
+
+    tokenizer: str | None = None
+    batch_size: PositiveInt = 1
+    json: bool = False
+    progress: bool = True
+
+
 def wikitext(
     model: str,
     data: str,
     layout: LayoutOptions,
-    tokenizer: str | None = None,
+    options: EvaluationOptions,
     window: PositiveInt = 1024,
     stride: PositiveInt = 32,
     plain: bool = False,
-    batch_size: PositiveInt = 1,
-    json: bool = False,
-    progress: bool = True,
 ) -> None:
     """Print the perplexity of a language model on WikiText or another text, under any layout.
 
     Args:
         model: A local Hugging Face folder, or a checkpoint.
         data: A text file, such as wiki.test.tokens.
-        tokenizer: bytes, gpt2 or a path; by default that of the Hugging Face folder.
         window: Tokens that the model reads at once.
         stride: Tokens by which windows advance; 32 as published, the size of a window is fastest.
         plain: The text is plain text, which is not detokenized.
-        batch_size: Rows of a batch on a rank.
-        json: Print one JSON object, and no progress bar.
-        progress: Show a progress bar.
     """
 
     def rows(name: str) -> EvaluationData:
-        return WikiTextData(data, name, window, stride, plain, batch_size)
+        return WikiTextData(data, name, window, stride, plain, options.batch_size)
 
-    _evaluate("wikitext", model, data, layout, tokenizer, rows, json, progress)
+    _evaluate("wikitext", model, data, layout, options, rows)
 
 
 def lambada(
     model: str,
     data: str,
     layout: LayoutOptions,
-    tokenizer: str | None = None,
+    options: EvaluationOptions,
     window: PositiveInt | None = None,
-    batch_size: PositiveInt = 1,
-    json: bool = False,
-    progress: bool = True,
 ) -> None:
     """Print the accuracy of a language model on LAMBADA, under any layout.
 
     Args:
         model: A local Hugging Face folder, or a checkpoint.
         data: JSON lines with the key `text`.
-        tokenizer: bytes, gpt2 or a path; by default that of the Hugging Face folder.
         window: Tokens that the model reads at once; by default the longest passage.
-        batch_size: Rows of a batch on a rank.
-        json: Print one JSON object, and no progress bar.
-        progress: Show a progress bar.
     """
 
     def rows(name: str) -> EvaluationData:
-        return LambadaData(data, name, window, batch_size)
+        return LambadaData(data, name, window, options.batch_size)
 
-    _evaluate("lambada", model, data, layout, tokenizer, rows, json, progress)
+    _evaluate("lambada", model, data, layout, options, rows)
 
 
 COMMAND = {"wikitext": wikitext, "lambada": lambada}
@@ -92,24 +95,22 @@ def _evaluate(
     path: str,
     data: str,
     layout: LayoutOptions,
-    tokenizer: str | None,
+    options: EvaluationOptions,
     rows_with: Callable[[str], EvaluationData],
-    json: bool,
-    progress: bool,
 ) -> None:
     """Measure and print; every rank runs this with the same arguments."""
     model = OpenedModel.at(path, layout.dtype)
-    rows = rows_with(model.tokenizer_name(tokenizer))
+    rows = rows_with(model.tokenizer_name(options.tokenizer))
     # Read the data here, so that errors in it are raised before other processes start.
     rows.setup("test")
     # With --json, the standard output must contain only the JSON object.
-    trainer = layout.trainer(has_progress=progress and not json)
+    trainer = layout.trainer(has_progress=options.progress and not options.json)
     trainer.test(EvaluatedLM(model.module), rows, ckpt_path=model.checkpoint, verbose=False)
     if trainer.is_global_zero:
         results = {name: float(value) for name, value in trainer.callback_metrics.items()}
         described = {"model": path, "task": task, "data": data}
         described |= asdict(layout) | {"devices": trainer.world_size}
-        report = json_text.dumps if json else table
+        report = json.dumps if options.json else table
         print(report(described | rows.sizes() | results))
 
 

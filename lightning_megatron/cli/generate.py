@@ -31,11 +31,11 @@ def generate(
     model: str,
     settings: GenerationSettings,
     layout: LayoutOptions,
-    prompt: list[str] = [],  # noqa: B006
+    prompt: tuple[str, ...] = (),
     prompts: Path | None = None,
     tokenizer: str | None = None,
     special_tokens: bool | None = None,
-    stop: list[str] = [],  # noqa: B006
+    stop: tuple[str, ...] = (),
     samples: PositiveInt = 1,
     batch_size: PositiveInt = 1,
     json: bool = False,
@@ -73,7 +73,7 @@ def generate(
     # Check the prompts here, so that errors are raised before other processes start.
     check_prompts([text.tokens for text in texts], opened.module.vocab_size)
     _check_length(texts, settings.max_new_tokens, opened.max_length)
-    call = TextGeneration(texts, words, settings, tuple(stop), samples, batch_size, json)
+    call = TextGeneration(texts, words, settings, stop, samples, batch_size, json)
     ModelCall(opened.module, call).run(layout.trainer(), opened.checkpoint)
 
 

@@ -28,7 +28,7 @@ EXAMPLES = """examples:
 
 def harness(
     model: str,
-    tasks: list[str],
+    tasks: tuple[str, ...],
     layout: LayoutOptions,
     include_path: str | None = None,
     own_tasks_only: bool = False,
@@ -59,7 +59,7 @@ def harness(
     """
     # Check the names of the tasks here, so that errors are raised before other processes start.
     manager = _manager(tasks, include_path, own_tasks_only)
-    choice = {"tasks": tasks, "task_manager": manager, "num_fewshot": fewshot, "limit": limit}
+    choice = {"tasks": list(tasks), "task_manager": manager, "num_fewshot": fewshot, "limit": limit}
     opened = OpenedModel.at(model, layout.dtype)
     words = load_tokenizer(opened.tokenizer_name(tokenizer))
     prefix = opened.prefix_token(words) if prefix_token is None else prefix_token

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from lightning_megatron.cli.command import run_command
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
@@ -132,6 +131,8 @@ def main(args: Sequence[str] | None = None) -> None:
                 raise
             _end(name, ours)
         return
+    # The parser of options takes longer to import than `--help` and `--version` run.
+    run_command = import_module("lightning_megatron.cli.command").run_command
     try:
         run_command(f"lightning-megatron {name}", module.COMMAND, arguments[1:], module.EXAMPLES)
     except OUR_ERRORS as error:

@@ -15,7 +15,7 @@ EXAMPLES = """examples:
 
 
 def preprocess(
-    inputs: list[str],
+    inputs: tuple[str, ...],
     output: str,
     options: EncodingOptions,
     document: Literal["file", "line", "paragraph"] = "file",

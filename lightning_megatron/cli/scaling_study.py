@@ -107,11 +107,16 @@ class StudyOptions:
         """Number of devices that the study may use."""
         return self.devices or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
 
+    @property
+    def used_precision(self) -> str:
+        """Precision in which the models are trained."""
+        return self.precision or ("bf16-mixed" if torch.cuda.is_available() else "32-true")
+
 
 def scaling_study(
     options: StudyOptions,
     output: Path = Path("runs/scaling"),
-    studies: list[Study] = [],  # noqa: B006
+    studies: tuple[Study, ...] = (),
     strategy: str = "{}",
 ) -> None:
     """Train the models of the paper on Megatron-LM (tables 1, 7, 8 and figure 5), each alone.
@@ -170,7 +175,7 @@ def _run(
         str(result),
         options.steps,
         options.warmup,
-        options.precision or ("bf16-mixed" if torch.cuda.is_available() else "32-true"),
+        options.used_precision,
         {**strategy, "tp": case.tp, "recompute": options.recompute},
     )
     measured = measure_job(job.command, logs / f"{case.label}.txt", result, options.timeout)
@@ -180,14 +185,8 @@ def _run(
 
 
 def _row(study: Study, case: ScalingCase, measured: dict[str, Any]) -> ScalingRow:
-    return ScalingRow(
-        study,
-        case,
-        measured.get("seconds_per_step"),
-        measured.get("peak_gib"),
-        measured.get("loss"),
-        measured["failure"],
-    )
+    numbers = (measured.get(name) for name in ("seconds_per_step", "peak_gib", "loss"))
+    return ScalingRow(study, case, *numbers, measured["failure"])
 
 
 def _report(
@@ -202,6 +201,7 @@ def _report(
     settings = {
         **asdict(options),
         "devices": options.num_devices,
+        "precision": options.used_precision,
         "device": device,
         "strategy": strategy,
         "torch": torch.__version__,

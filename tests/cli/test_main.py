@@ -65,11 +65,11 @@ for command in sys.argv[1:]:
     sys.argv = ["lightning-megatron", *command.split()]
     with contextlib.suppress(SystemExit):
         runpy.run_module("lightning_megatron", run_name="__main__")
-    print("loaded:", *(name for name in ("torch", "lightning.pytorch") if name in sys.modules))
+    print("loaded:", *(name for name in ("torch", "lightning.pytorch", "jsonargparse") if name in sys.modules))
 """
 
 
-def test_commands_load_neither_lightning_nor_torch_before_they_need_them(tmp_path):
+def test_commands_load_neither_torch_nor_lightning_nor_a_parser_before_they_need_them(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
     commands = ["--help", "recipes", f"checkpoint show {tmp_path / 'x.ckpt'}"]
     run = subprocess.run(
@@ -81,7 +81,7 @@ def test_commands_load_neither_lightning_nor_torch_before_they_need_them(tmp_pat
         first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
         assert summaries[name].endswith(first)
     assert "a file of another strategy" in shown
-    assert re.findall("loaded:(.*)", run.stdout) == ["", "", " torch"]
+    assert re.findall("loaded:(.*)", run.stdout) == ["", " jsonargparse", " torch jsonargparse"]
 
 
 def test_errors_are_one_message_without_traceback(refused, base):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from lightning_megatron.cli.tune import (
@@ -118,6 +119,7 @@ def test_a_study_runs_its_jobs_and_writes_their_rows(tmp_path, printed):
     text = printed(command, "--strategy", settings)
     study = json.loads((tmp_path / "study.json").read_text())
     assert study["strategy"] == json.loads(settings)
+    assert study["precision"] == ("bf16-mixed" if torch.cuda.is_available() else "32-true")
     # One device has no tokens to divide: the strategy refuses sequence parallelism there.
     rows = study["rows"]
     assert "sequence_parallel" in rows[0]["failure"]
