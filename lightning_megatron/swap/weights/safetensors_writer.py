@@ -149,7 +149,12 @@ class TensorWriter:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file, and wait until it is on the disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        sync_file(file)
+    """Write a file, which gets its name when all of it is on the disk."""
+    unfinished = path.with_name(f"{path.name}{_UNFINISHED}")
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(content)
+            sync_file(file)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
