@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
 )
 from lightning_megatron.swap.pretrained.replace import build_swapped_model
 from lightning_megatron.swap.tensors.packed import pack
-from lightning_megatron.swap.weights.export import export_folder
+from lightning_megatron.swap.weights import safetensors_writer
+from lightning_megatron.swap.weights.export import export_folder, write_adapter
 from lightning_megatron.swap.weights.load import full_tensors as full_tensors_in
 from lightning_megatron.swap.weights.load import load_from, reader_of
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
@@ -307,6 +309,25 @@ def test_missing_tensors_other_than_a_new_head_are_refused():
             load_from(model, tensors, family, may_lack=may_lack)
 
 
+def test_a_family_and_a_model_with_other_parameters_are_refused():
+    family, config = family_of("gemma2"), our_config_of("gemma2")
+    state = twin_of("gemma2").state_dict()
+    plain = {name: tensor for name, tensor in state.items() if "feedforward" not in name}
+    names: Any = family.tensors
+    partial = replace(family, tensors=replace(names, mlp_norm="", mlp_output_norm=""))
+    wide = replace(family, tensors=lambda config: names(replace(config, num_kv_heads=None)))
+    query = {n: t.repeat(2, 1) if ".k_proj" in n or ".v_proj" in n else t for n, t in state.items()}
+    for tensors, kind, changes, message in (
+        (plain, family, {}, "'model.layers.0.post_feedforward_layernorm.weight'.* missing"),
+        (plain, partial, {}, "'layers.0.mlp_norm.weight'.* has none, and none of"),
+        (state, family, {"norm_position": "pre"}, "'layers.0.attention_output_norm.weight'"),
+        (query, wide, {}, "'layers.0.attention.qkv.weight' of a .* its source"),
+    ):
+        model = part_on_meta(replace(config, **changes), mesh_of())
+        with pytest.raises(CheckpointMismatchError, match=message):
+            load_from(model, tensors, kind)
+
+
 # ---- experts
 
 
@@ -459,7 +480,7 @@ def test_an_exported_configuration_has_the_dtype_and_names_no_code(tmp_path):
     assert written == expected
 
 
-def test_an_export_names_wrong_tensors_and_leaves_no_files(tmp_path):
+def test_an_export_names_wrong_tensors_and_leaves_no_files(tmp_path, monkeypatch):
     table, norm = GPT2.class_tensors(GPT2.config(CONFIG)), "transformer.ln_f.weight"
     ours = {entry.target: torch.randn(entry.shape) for entry in table}
     without_norm = {name: t for name, t in ours.items() if name != norm}
@@ -473,6 +494,11 @@ def test_an_export_names_wrong_tensors_and_leaves_no_files(tmp_path):
         with pytest.raises(CheckpointMismatchError, match=message):
             export_folder(tensors, GPT2, CONFIG, tmp_path, 2_000)
         assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_writer, "sync_file", Mock(side_effect=OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            write_adapter(tmp_path / "adapter_model.safetensors", ours)
+    assert not list(tmp_path.iterdir())
     export_folder(ours.items(), GPT2, CONFIG, tmp_path)
     with pytest.raises(UnsupportedError, match="a folder without weights"):
         export_folder(ours.items(), GPT2, CONFIG, tmp_path)

@@ -152,10 +152,7 @@ def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> No
 
 
 def _nothing_fits(
-    pattern: str,
-    kind: str,
-    sites: Sequence[ModuleSite],
-    matching: Sequence[ModuleSite],
+    pattern: str, kind: str, sites: Sequence[ModuleSite], matching: Sequence[ModuleSite]
 ) -> str:
     head = (
         f"every pattern of the plan must match a module that can have the kind {kind!r}: "

@@ -121,10 +121,7 @@ _FIELDS = (
     Field("layer_norm_eps", "norm_eps"),
     Field("pad_token_id", padding_id),
     only(
-        "position_embedding_type",
-        "position vectors are added to token vectors",
-        "absolute",
-        None,
+        "position_embedding_type", "position vectors are added to token vectors", "absolute", None
     ),
     only("is_decoder", "every position attends to all others", False, None),
 )

@@ -40,8 +40,7 @@ _FIELDS = (
     Field("attn_pdrop", "attention_dropout"),
     Field("tie_word_embeddings", "tie_embeddings"),
     Field(
-        "scale_attn_weights",
-        lambda v: {} if v["scale_attn_weights"] else {"attention_scale": 1.0},
+        "scale_attn_weights", lambda v: {} if v["scale_attn_weights"] else {"attention_scale": 1.0}
     ),
 )
 _SETTINGS = {"norm": "layernorm", "position": "learned", "bias": True}

@@ -108,8 +108,7 @@ WINDOW = Field("sliding_window", window)
 WINDOWS = (Field("layer_types", _short_windows), Field("sliding_window"))
 LONG_WINDOWS = (Field("layer_types", _layer_windows), Field("sliding_window"))
 ATTENTION_DROPOUT = Field(
-    "attention_dropout",
-    lambda values: {"attention_dropout": values["attention_dropout"] or 0.0},
+    "attention_dropout", lambda values: {"attention_dropout": values["attention_dropout"] or 0.0}
 )
 #: Rules that most of these families have, besides those of positions.
 COMMON = (

@@ -102,11 +102,7 @@ GLM4 = like_llama(
 SMOLLM3 = like_llama(
     "smollm3",
     "SmolLM3ForCausalLM",
-    (
-        *LLAMA_FIELDS,
-        Field("no_rope_layers", _rotary_layers),
-        *WINDOWS,
-    ),
+    (*LLAMA_FIELDS, Field("no_rope_layers", _rotary_layers), *WINDOWS),
     # transformers derives the types of layers from them.
     skipped="use_sliding_window no_rope_layer_interval",
 )

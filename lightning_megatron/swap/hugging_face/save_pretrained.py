@@ -13,11 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.errors import (
-    CheckpointMismatchError,
-    RankMismatchError,
-    UnsupportedError,
-)
+from lightning_megatron.errors import CheckpointMismatchError, RankMismatchError, UnsupportedError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh, ranks_on_cpu

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_megatron.layers.context_parallel.sequence_order import (
-    join_parts,
-    length_multiple,
-)
+from lightning_megatron.layers.context_parallel.sequence_order import join_parts, length_multiple
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_argmax
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.lora import bare_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -127,16 +128,7 @@ def plan_loading(
     check_tensors(
         reader, loading.table.values(), family, model.config.tie_embeddings, may_lack=may_lack
     )
-    unfilled = [
-        name
-        for name, parameter in model.named_parameters()
-        if (shard_spec_of(parameter).tied_to or name) not in loading.table
-    ]
-    if unfilled:
-        raise CheckpointMismatchError(
-            f"a family must name the source of every parameter: {named(unfilled)} of a "
-            f"{family.architecture} has none. Add the names of its tensors to the family."
-        )
+    _check_parameters(model, loading.table, family)
     return loading
 
 
@@ -262,6 +254,35 @@ def _values_of(model: nn.Module, table: Mapping[str, TensorMap]) -> dict[str, Te
     """Return the tensors of a model to fill: all parameters, and buffers with a source."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in table}
     return {**dict(model.named_parameters()), **buffers}
+
+
+def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap], family: Family) -> None:
+    targets = {}
+    for name, parameter in _values_of(model, table).items():
+        spec = shard_spec_of(parameter)
+        target = targets[name] = spec.tied_to or name
+        if target in table and table[target].shape != spec.full_shape:
+            raise CheckpointMismatchError(
+                f"a family must give every parameter its shape: {name!r} of a "
+                f"{family.architecture} has {spec.full_shape}, its source {table[target].shape}. "
+                "Build the model with the configuration that the family makes."
+            )
+    # If a module is on this rank, all of its parameters are, too.
+    parts = set(map(_part, targets))
+    unfilled = {name for name, target in targets.items() if target not in table}
+    unused = {target for target in table if _part(target) in parts} - set(targets.values())
+    if unfilled or unused:
+        raise CheckpointMismatchError(
+            f"a family must name the source of every parameter: {named(unfilled) or 'none'} of a "
+            f"{family.architecture} has none, and {named(unused) or 'none'} of its sources has no "
+            "parameter. Add the names of its tensors to the family, and build the model with the "
+            "configuration that the family makes."
+        )
+
+
+def _part(name: str) -> str:
+    """Return the path of the smallest module whose parameters are all on the same rank."""
+    return re.sub(r"(layers\.\d+(\.mlp\.experts\.\d+)?|\w+).*", r"\1", name)
 
 
 def _check_tied(parameter: Tensor, reader: TensorReader, family: Family) -> None:
