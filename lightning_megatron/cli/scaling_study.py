@@ -185,8 +185,8 @@ def _run(
 
 
 def _row(study: Study, case: ScalingCase, measured: dict[str, Any]) -> ScalingRow:
-    numbers = (measured.get(name) for name in ("seconds_per_step", "peak_gib", "loss"))
-    return ScalingRow(study, case, *numbers, measured["failure"])
+    numbers = {name: measured.get(name) for name in ("seconds_per_step", "peak_gib", "loss")}
+    return ScalingRow(study, case, **numbers, failure=measured["failure"])
 
 
 def _report(

@@ -209,9 +209,10 @@ class RowEncoder(ABC):
             return {**{name: getattr(rows, name) for name in _ARRAYS}, "counts": counts}
 
         arrays = load_or_build(cache_dir, fields, build, (*_ARRAYS, "counts"))
-        num_read, num_cut, _ = arrays["counts"].tolist()
-        contents = (arrays[name] for name in _ARRAYS)
-        return self._not_empty(RowTokens(*contents, num_read, num_cut, cache_key(fields)), paths)
+        num_read, num_cut, _ = arrays.pop("counts").tolist()
+        key = cache_key(fields)
+        rows = RowTokens(**arrays, num_read=num_read, num_cut=num_cut, key=key)
+        return self._not_empty(rows, paths)
 
     def _encode(self, paths: Sequence[Path]) -> RowTokens:
         return RowTokens.of(
