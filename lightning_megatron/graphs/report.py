@@ -19,7 +19,7 @@ class GraphCounts:
     Args:
         num_graphs: Number of graphs (graphs).
         num_evaluating: Number of them without a backward pass (graphs).
-        slots: Number of slots of each chunk; empty in mode ``full``.
+        num_slots: Number of slots of all chunks; 0 in mode ``full`` (slots).
         num_shapes: Largest number of forms of microbatches for which one chunk has graphs of one
             mode.
         seconds: Time of all captures so far (seconds).
@@ -27,15 +27,15 @@ class GraphCounts:
 
     num_graphs: int = 0
     num_evaluating: int = 0
-    slots: tuple[int, ...] = ()
+    num_slots: int = 0
     num_shapes: int = 1
     seconds: float = 0.0
 
     def words(self) -> str:
         """Return the numbers as the end of a sentence."""
         details = []
-        if self.slots:
-            details.append(_plural(sum(self.slots), "slot"))
+        if self.num_slots:
+            details.append(_plural(self.num_slots, "slot"))
         if self.num_shapes > 1:
             details.append(_plural(self.num_shapes, "shape"))
         if self.num_evaluating:

@@ -138,7 +138,6 @@ class GraphRunner(StepCaptures):
     @override
     def counts(self) -> GraphCounts:
         counts = {place: slot.counts for place, slot in self._slots.items()}
-        slots = Counter(chunk for (chunk, _), numbers in counts.items() if numbers)
         keys = {(chunk, key) for (chunk, _), numbers in counts.items() for key in numbers}
         shapes = Counter((chunk, key.mode) for chunk, key in keys)
         total = sum(counts.values(), Counter[ChunkKey]())
@@ -146,7 +145,7 @@ class GraphRunner(StepCaptures):
         return GraphCounts(
             total.total(),
             evaluating,
-            tuple(slots[chunk] for chunk in sorted(slots)),
+            sum(map(bool, counts.values())),
             max(shapes.values(), default=0),
             self._tools.seconds,
         )

@@ -196,7 +196,7 @@ class StepGraphs(StepCaptures):
         most = Counter((name, place) for name, place, _ in forms)
         evaluating = sum(name != TRAINING for name, *_ in self._graphs)
         number = max(most.values(), default=0)
-        return GraphCounts(len(self._graphs), evaluating, (), number, self._seconds)
+        return GraphCounts(len(self._graphs), evaluating, 0, number, self._seconds)
 
     @override
     def begin(self, kind: str) -> None:

@@ -137,7 +137,7 @@ def test_a_line_names_captured_and_eager_parts_with_reasons():
         "layers 5": "hook Probe.see",
         "experts": "it reads sizes",
     }
-    counts = GraphCounts(40, 2, (3, 1), 2, 1.24)
+    counts = GraphCounts(40, 2, 4, 2, 1.24)
     assert report_line("segments", ("layers 0..3", "head"), counts, eager) == (
         "CUDA graphs (segments): layers 0..3, head in 40 graphs (4 slots, "
         "2 shapes, 2 for evaluation), captured in 1.24 s. "

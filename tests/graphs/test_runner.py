@@ -77,7 +77,7 @@ def test_graphs_of_segments_match_eager_training_in_one_process(kind, recompute)
     # Each piece has forward and backward graphs, of the first microbatch and of later microbatches.
     # Layers that keep only their inputs are a separate piece.
     assert runner.num_graphs == (12 if recompute in ("full", LAYERS) else 4)
-    assert runner.counts.slots == (1,)
+    assert runner.counts.num_slots == 1
     assert not runner.eager
 
 
@@ -111,7 +111,7 @@ def test_microbatches_of_new_shapes_get_their_own_graphs():
     assert replays == {"training": 9 * 3}, "all microbatches of the steps 2, 3 and 4"
     # Each shape is the first shape of a step once.
     assert runner.num_graphs == 2 * 4 * 3
-    assert (runner.counts.num_shapes, runner.counts.slots) == (2, (1,))
+    assert (runner.counts.num_shapes, runner.counts.num_slots) == (2, 1)
 
 
 def test_shapes_beyond_max_shapes_run_eagerly():

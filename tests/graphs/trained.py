@@ -69,7 +69,7 @@ class Case:
 @dataclass
 class Trained:
     """Result of a training on one rank: losses of all microbatches, final parameters, numbers of
-    collectives by axis, the runner if there are graphs, and numbers of slots by chunk.
+    collectives by axis, the runner if there are graphs, and the number of slots.
     """
 
     losses: list[Tensor]
@@ -78,7 +78,7 @@ class Trained:
     runner: GraphRunner | None
     model: GPT
     evaluated: list[Tensor]
-    slots: tuple[int, ...]
+    num_slots: int
     #: Parameters for which the last step has waited.
     waited: set[Tensor]
 
@@ -138,9 +138,9 @@ def train(
                 runner.begin(EVALUATION)
             evaluated += evaluate(case, executor, model, runner, step)
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
-    slots = () if runner is None else runner.counts.slots
+    num_slots = 0 if runner is None else runner.counts.num_slots
     counts = dict(mesh.journal.counts)
-    return Trained(losses, parameters, counts, runner, model, evaluated, slots, waited)
+    return Trained(losses, parameters, counts, runner, model, evaluated, num_slots, waited)
 
 
 def mean_loss(model: Any, data: Any) -> Tensor:
