@@ -120,13 +120,10 @@ def _add_leaves(
         index = order.setdefault(id(node), len(order))
         strides = node.stride() if node.layout == torch.strided else ()
         found.append((path, (node.shape, node.dtype, strides, node.requires_grad, index)))
-    elif isinstance(node, bool | int | float | str):
+    elif isinstance(node, bool | int | float | str) or (parts := children(node)) is None:
         found.append((path, f"{type(node).__name__} {node!r}"))
     else:
-        parts = children(node)
-        if parts is None:
-            found.append((path, f"{type(node).__name__} {node!r}"))
-        for suffix, value in parts or ():
+        for suffix, value in parts:
             _add_leaves(value, path + suffix, order, found)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_megatron.graphs.backend import CaptureBackend, CapturedGraph, GraphPool
 from lightning_megatron.graphs.effects import EffectObservers, Effects
@@ -66,8 +67,10 @@ class CaptureTools:
 class Item(ABC):
     """Part of a recorded pass."""
 
-    #: Number of graphs of the item.
-    num_graphs = 0
+    @property
+    def num_graphs(self) -> int:
+        """Return the number of graphs of the item."""
+        return 0
 
     @abstractmethod
     def replay(self, position: StreamPosition | None) -> StreamPosition | None:
@@ -105,7 +108,10 @@ class GraphItem(Item):
     weight_half: tuple[CapturedGraph, Effects] | None = None
     factors: list[Any] = field(default_factory=list)
 
-    num_graphs = 1
+    @property
+    @override
+    def num_graphs(self) -> int:
+        return 1 if self.weight_half is None else 2
 
     def replay(self, position: StreamPosition | None) -> StreamPosition:
         """Run the graph, and leave the weight half to the queue; see :class:`Item`."""

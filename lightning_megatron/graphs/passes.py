@@ -327,7 +327,6 @@ class BackwardPass(_Pass):
         compute_products(products)
         graph, effects, _ = self._end()
         item.weight_half = graph, effects
-        item.num_graphs = 2
 
     @staticmethod
     def _check_slots(parameters: Sequence[nn.Parameter]) -> None:

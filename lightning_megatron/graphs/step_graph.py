@@ -198,6 +198,11 @@ class StepGraphs(StepCaptures):
         number = max(most.values(), default=0)
         return GraphCounts(len(self._graphs), evaluating, 0, number, self._seconds)
 
+    @property
+    @override
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
     @override
     def begin(self, kind: str) -> None:
         pass  # Each form of a step is captured after eager steps of its own.

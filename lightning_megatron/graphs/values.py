@@ -55,13 +55,12 @@ def without_values(flat: FlatValues) -> FlatValues:
     Args:
         flat: The nest with values.
     """
-    with torch.device("meta"):
-        tensors = [
-            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-            for tensor in flat.tensors
-        ]
-    for empty, tensor in zip(tensors, flat.tensors, strict=True):
-        empty.requires_grad_(tensor.requires_grad)
+    tensors = [
+        torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        ).requires_grad_(tensor.requires_grad)
+        for tensor in flat.tensors
+    ]
     return flatten(flat.with_tensors(tensors))
 
 

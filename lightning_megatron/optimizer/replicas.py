@@ -99,14 +99,16 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
 def check_frozen_copies(main: MainParameters) -> None:
     """Compare frozen parameters that several stages have, such as those of a teacher, over pp.
 
-    Communication: a gather of numbers over pp on the CPU, if there are such parameters.
+    Communication: a gather of numbers over pp on the CPU, if there are such parameters. The host
+    waits once for the device, whatever their number.
     """
     if not main.on_several_stages:
         return
     names = sorted(main.on_several_stages)
-    local_sums = {
-        name: tuple(_bit_sums(main.parameter(name)).tolist()) for name in names if main.holds(name)
-    }
+    held = [name for name in names if main.holds(name)]
+    sums = [_bit_sums(main.parameter(name)) for name in held]
+    numbers = torch.stack(sums).tolist() if sums else []
+    local_sums = dict(zip(held, map(tuple, numbers), strict=True))
     stages = all_gather_objects(local_sums, main.mesh.pp_cpu)
     wrong = []
     for name in names:

@@ -266,12 +266,13 @@ def describe_values(findings: Sequence[NonFiniteValue]) -> str:
     earliest = earliest_of(findings)
     later = [finding for finding in findings if finding not in earliest and finding.name]
     ranks = sorted({finding.rank for finding in earliest})
+    readers = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     spread = f" At batch {later[-1].step} followed {_listed(later)}." if later else ""
     return (
         f"losses, weights and gradients must be finite: at training batch {earliest[0].step} "
         f"{_listed(earliest)} {'was' if len(earliest) == 1 else 'were'} not, before any other "
         f"value.{spread} Further training would have no meaning. Look at the batch that "
-        f"rank {', '.join(map(str, ranks))} had read, use a lower learning rate, a longer warm-up "
+        f"{readers} had read, use a lower learning rate, a longer warm-up "
         "or gradient_clip_val, or a precision with a wider range. job.check_gradients=True looks "
         "at every step, job.check_gradients=False at none."
     )

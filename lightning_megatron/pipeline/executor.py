@@ -19,6 +19,7 @@ from lightning_megatron.pipeline.step_run import (
     StepRun,
     new_weight,
 )
+from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_schedule
 from lightning_megatron.plan.simulate import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import Instruction, TransferBatch, plan_transfers
@@ -147,7 +148,9 @@ class PipelineExecutor:
         if self._actions is not None:
             self._actions.begin_step(schedule)
         num_actions = 0
-        last_forward = [one for one in schedule.actions(self.mesh.pp.rank) if one.kind == "F"][-1]
+        last_forward: Action | None = None
+        if self._after_forwards is not None:
+            *_, last_forward = (a for a in schedule.actions(self.mesh.pp.rank) if a.kind == "F")
         finish: Callable[[], None] | None = None
         for instruction in instructions:
             if isinstance(instruction, TransferBatch):

@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 4960,
-    "strategy": 11310,
+    "strategy": 11320,
     "swap": 8450,
     "tasks": 4550,
 }

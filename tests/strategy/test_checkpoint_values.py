@@ -132,7 +132,7 @@ def test_a_fit_does_not_resume_from_a_rank_state_with_missing_values(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(run_checkpoints, "random_states", lambda device: None)
         run_job(job)
-    words = "rank 0 in .*saved.ckpt is damaged: a random generator does not accept its state"
+    words = "rank 0 in .*saved.ckpt is damaged: random or dataloader states are missing or invalid"
     with pytest.raises(CorruptDataError, match=words):
         run_job(replace(job, steps=STEPS, resume=job.save, save=None))
 
@@ -144,7 +144,7 @@ def test_invalid_generator_states_are_refused_and_change_no_generator():
     changes += [{"python": {"version": 3, "internal": torch.full((625,), 999), "next_gauss": None}}]
     for change in changes:
         values = random_states(CPU) | change
-        message = "rank 0 in a is damaged: a random generator does not accept its state"
+        message = "rank 0 in a is damaged: random or dataloader states are missing or invalid"
         with pytest.raises(CorruptDataError, match=message), name_damaged_states("rank 0 in a"):
             restore_random_states(values, CPU)
     assert torch.equal(torch.get_rng_state(), before)

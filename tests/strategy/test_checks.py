@@ -119,6 +119,8 @@ def test_the_first_value_that_is_not_finite_is_named_before_later_values():
         "the batch that rank 3 had read",
     ):
         assert words in text
+    values = [NonFiniteValue(7, "loss", rank, "", "nan") for rank in (3, 5)]
+    assert "the batch that ranks 3, 5 had read" in describe_values(values)
 
 
 def test_values_of_many_steps_are_read_in_between_and_a_nan_among_them_raises():

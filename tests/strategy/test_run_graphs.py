@@ -119,6 +119,21 @@ def test_rank_with_new_parameters_is_eager_until_the_next_epoch():
     assert captures.calls == ["begin", "release", "begin"]
 
 
+def test_new_shapes_in_every_step_leave_no_entries_and_few_warnings():
+    graphs, captures, _ = make_graphs()
+    run_steps(graphs, captures, 3)
+
+    def run_new_shapes() -> None:
+        for number in range(20):
+            captures.eager["a part", f"of shape {number}"] = 1
+            run_steps(graphs, captures)
+            assert not captures.eager
+
+    with pytest.warns(SpeedWarning) as warned:
+        run_new_shapes()
+    assert len(warned) == len(graphs._logged) == 8
+
+
 FAILURE = "layers 4..5, backward, slot 1: RuntimeError: no memory"
 OFF = re.escape(f"off: rank 0 could not capture {FAILURE}. All ranks run their steps eagerly.")
 

@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "penalty that a compiler hides": (lambda: CompiledPenalty(plain_net), TP, r"'net.(up|down).(weight|bias)' is read by other code"),
     "norm of a cut weight": (lambda: LogsNorm(plain_net), TP, r"'net.down.weight' .* reads it: 'self.log\(\"size\""),
     "a norm of all features, by hand": (
-        lambda: ByHand(lambda: Net(nn.LayerNorm(12))), TP, r"'net.up' \('column'\).* norm of all features after the 'row' .*'column_gather'",
+        lambda: ByHand(lambda: Net(nn.LayerNorm(12))), TP, r"came up in 'net.between'\. .*'net.up' \('column'\).* norm of all features after the 'row' .*'column_gather'",
     ),
     "an assertion of sizes": (module_with(asserts_sizes), TP, r"AssertionError: .*'net.up' \('column'\).*x.shape\[-1\]"),
     "a row for every feature": (lambda: Regress(lambda: Net(nn.PReLU(12))), TP, r"1/2 of them.* for every feature the kind 'features'"),

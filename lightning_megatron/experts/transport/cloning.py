@@ -39,7 +39,7 @@ class PlacedClones:
 
 
 def place_clones(
-    counts: Int[Tensor, "ranks experts"], places: int, min_rows: int = 0
+    counts: Int[Tensor, "ranks experts"], places: int, min_rows: int | None = None
 ) -> PlacedClones:
     """Return the clones that balance the rows of ranks.
 
@@ -53,6 +53,7 @@ def place_clones(
     num_ranks, num_experts = counts.shape
     layout = ExpertPlaces(num_ranks, num_experts, places)
     kernels = _kernels(counts, layout)
+    min_rows = min_rows or 0
     if kernels is None:
         return place_by_torch(counts, layout, min_rows)
     return PlacedClones(layout, *kernels.assign_clones(counts, places, min_rows))

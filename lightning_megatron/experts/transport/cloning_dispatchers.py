@@ -49,7 +49,7 @@ class CloningDispatcher(OuterDispatcher):
         """Plan clones, and replace the selected experts by physical ones."""
         row_map = map_rows(experts, 0, self.num_experts)
         every = all_gather_sequence(row_map.counts.unsqueeze(0), self.axis)
-        clones = place_clones(every, self.settings.places, self.settings.min_rows or 0)
+        clones = place_clones(every, self.settings.places, self.settings.min_rows)
         physical = to_physical(experts, row_map, clones, self.axis.rank)
         return replace(self.inner.prepare(hidden, probabilities, physical), clones=clones)
 
@@ -87,7 +87,7 @@ class PeerCloningDispatcher(OneSidedDispatcher):
         experts = sent.experts.wait()
         row_map = map_rows(experts, 0, peers.num_experts)
         counts = peers.exchange(row_map.ends)
-        clones = place_clones(counts, self.settings.places, self.settings.min_rows or 0)
+        clones = place_clones(counts, self.settings.places, self.settings.min_rows)
         physical = to_physical(experts, row_map, clones, peers.axis.rank)
         moved = PeerRound(peers, clones)
         moved.put_weights(clones.owners)

@@ -71,8 +71,8 @@ def name_damaged_states(where: str) -> Iterator[None]:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise CorruptDataError(
             "the state of a rank in a checkpoint must be unchanged since it was saved: that of "
-            f"{where} is damaged: a random generator does not accept its state ({text}). The fit "
-            "would continue with other random numbers or data. Use another checkpoint."
+            f"{where} is damaged: random or dataloader states are missing or invalid ({text}). The "
+            "fit would continue with other random numbers or data. Use another checkpoint."
         ) from error
 
 

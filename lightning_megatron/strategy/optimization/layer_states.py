@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -192,13 +193,13 @@ class LayerStates:
     def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
         """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it."""
         self._has_ended = True
+        # One kernel copies the sums of all layers.
+        sums = torch.stack([one.sums for one in statistics.values()]) if statistics else ()
         self.statistics = {
             number: replace(
-                counted,
-                sums=counted.sums.clone(),
-                rows=None if counted.rows is None else counted.rows.clone(),
+                counted, sums=own, rows=None if counted.rows is None else counted.rows.clone()
             )
-            for number, counted in statistics.items()
+            for (number, counted), own in zip(statistics.items(), sums, strict=True)
         }
 
     def resume_step(self) -> None:

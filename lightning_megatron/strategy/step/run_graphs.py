@@ -305,20 +305,20 @@ class RunGraphs:
     def _name_eager(self) -> None:
         """Warn once for each captured part and reason for which the part ran eagerly."""
         for part, reason in self._captures.eager:
-            if (part, reason) in self._logged:
-                continue
             if self._settings.on_new_shape == "error" and not self._captures.is_joint:
                 raise UnsupportedError(
                     "with cuda_graphs and on_new_shape='error' every step must have captured "
                     f"shapes: {part}, {reason}. Use drop_last=True and one length for all samples, "
                     "or on_new_shape of eager or capture."
                 )
-            self._logged.add((part, reason))
-            if len(self._logged) <= _MAX_WARNINGS:
+            if (part, reason) not in self._logged and len(self._logged) < _MAX_WARNINGS:
+                self._logged.add((part, reason))
                 rank_zero_warn(
                     f"CUDA graphs: {part}, {reason}: run eagerly (said once for each shape)",
                     category=SpeedWarning,
                 )
+        # New shapes in every step would make the number of entries grow with the steps.
+        self._captures.eager.clear()
 
     def _log_captures(self) -> None:
         lines = all_gather_objects(self._captures.report(), self._mesh.pp_cpu)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_tb
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -299,19 +300,29 @@ def name_cut_layers(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
         layers = cut_layers(root) if mesh.tp.size > 1 else []
         # An assertion of sizes often has no message.
         if layers and (isinstance(error, AssertionError) or _SHAPE_ERROR.search(str(error))):
-            error.add_note(_note_on_sizes(layers, mesh.tp.size))
+            error.add_note(_note_on_sizes(layers, mesh.tp.size, _innermost_module(root, error)))
         raise
 
 
-def _note_on_sizes(layers: Sequence[CutLayer], tp: int) -> str:
+def _innermost_module(root: nn.Module, error: Exception) -> str:
+    """Return the name of the innermost module that was called; empty for the outermost one."""
+    names = {id(module): name for name, module in root.named_modules()}
+    name = ""
+    for frame, _ in walk_tb(error.__traceback__):
+        name = names.get(id(frame.f_locals.get("self")), name)
+    return name
+
+
+def _note_on_sizes(layers: Sequence[CutLayer], tp: int, where: str) -> str:
     cut = listed([f"{layer.name!r} ({layer.kind!r})" for layer in layers])
+    place = f"The error came up in {where!r}. " if where else ""
     return (
-        f"The plan cuts features over tp ({tp}): what is between a 'column' and the next 'row' "
-        f"layer gets 1/{tp} of them. These layers are cut: {cut}. If sizes do not fit for this "
-        "reason, take sizes from the tensors (x.shape[-1], or -1 for the number of heads). Give "
-        "the linear layer that follows a 'column' layer the kind 'row', a module with a row of "
-        "parameters for every feature the kind 'features', and move a norm of all features after "
-        "the 'row' layer; or give the layers around the code the kinds 'column_gather' and "
+        f"{place}The plan cuts features over tp ({tp}): what is between a 'column' and the next "
+        f"'row' layer gets 1/{tp} of them. These layers are cut: {cut}. If sizes do not fit for "
+        "this reason, take sizes from the tensors (x.shape[-1], or -1 for the number of heads). "
+        "Give the linear layer that follows a 'column' layer the kind 'row', a module with a row "
+        "of parameters for every feature the kind 'features', and move a norm of all features "
+        "after the 'row' layer; or give the layers around the code the kinds 'column_gather' and "
         "'row_split', or 'replicate', in tensor_parallel_plan."
     )
 
