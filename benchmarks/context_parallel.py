@@ -26,7 +26,7 @@ from typing import Any, get_args
 from benchmarks.launch import add_peer, cells, print_table
 from benchmarks.launch import run_ours as run_training
 from benchmarks.launch import run_peer as run_other
-from benchmarks.measure import flops_per_token, option_parser
+from benchmarks.measure import option_parser
 from benchmarks.shapes import LAYOUTS, ROWS, SHAPES, changed, document_lengths, seen_length
 from benchmarks.train_shapes import add_training, training_line
 from lightning_megatron.plan.context_transport import ContextTransport
@@ -97,7 +97,7 @@ def flop_rule(args: argparse.Namespace) -> list[str]:
         config = changed(args.model, layers=args.layers, length=length, vocabulary=args.vocabulary)
         documents = document_lengths(length)
         whole_gflops, packed_gflops = (
-            flops_per_token(config, tokens) / 1e9 for tokens in (length, seen_length(documents))
+            config.flops_per_token(tokens) / 1e9 for tokens in (length, seen_length(documents))
         )
         lines.append(
             f"- {length} tokens: {whole_gflops:.4g} in whole rows, {packed_gflops:.4g} "

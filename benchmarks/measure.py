@@ -15,9 +15,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.models.config import FLOP_RULE as FLOP_RULE
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.model_flops import FLOP_RULE as FLOP_RULE
-from lightning_megatron.models.model_flops import flops_per_token as flops_per_token
 from lightning_megatron.strategy.callbacks.progress import count_replicas, count_tokens
 
 #: Settings of trainers that only measure.
@@ -191,7 +190,7 @@ class Measure(Callback):
         }
         # The FLOP rule counts causal attention, which encoders do not have.
         if isinstance(config, GPTConfig):
-            flops = flops_per_token(config, self.seq_length or config.max_seq_length)
+            flops = config.flops_per_token(self.seq_length or config.max_seq_length)
             self.figures["model_tflops_per_rank"] = round(rate * flops / 1e12, 1)
         self.figures |= {
             "peak_gib": round(float(peak) / 2**30, 2),

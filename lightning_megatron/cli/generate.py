@@ -11,7 +11,7 @@ from jsonargparse.typing import PositiveInt
 from lightning_megatron.cli.model_call import LayoutOptions, ModelCall
 from lightning_megatron.cli.opened_model import OpenedModel
 from lightning_megatron.cli.text_generation import PromptText, TextGeneration
-from lightning_megatron.data.documents import parse_chunk, read_chunks
+from lightning_megatron.data.documents import TextFiles
 from lightning_megatron.data.tokenizer import encode_prompt, load_tokenizer
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.generation.prompts import check_prompts
@@ -22,9 +22,6 @@ EXAMPLES = """examples:
   lightning-megatron generate path/to/folder --prompt "The state of the union"
   lightning-megatron generate runs/last.ckpt --tokenizer gpt2 --prompts prompts.txt \\
       --sample --top-p 0.9 --samples 4 --tp 2 --pp 2 --devices 4 --precision bf16-true"""
-
-#: Number of bytes of the file of prompts that are read at once (bytes).
-_CHUNK_BYTES = 1 << 20
 
 
 def generate(
@@ -105,9 +102,7 @@ def _texts_of_file(path: Path) -> list[tuple[str, str]]:
             'line, or JSON lines such as {"prompt": "..."} (.jsonl).'
         )
     prompts = [
-        (text.rstrip("\r\n"), f"{path}:{line}")
-        for chunk in read_chunks(path, "line", _CHUNK_BYTES)
-        for line, text in zip(chunk.lines, parse_chunk(chunk, "prompt"), strict=True)
+        (text.rstrip("\r\n"), place) for place, text in TextFiles([path]).texts("line", "prompt")
     ]
     if not prompts:
         raise CorruptDataError(f"{path} has no prompt. Write one on each line.")

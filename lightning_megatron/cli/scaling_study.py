@@ -14,7 +14,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.extras import import_extra
-from lightning_megatron.models.model_flops import FLOP_RULE
+from lightning_megatron.models.config import FLOP_RULE
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strict_json import parse_object
 from lightning_megatron.tasks.scaling import (

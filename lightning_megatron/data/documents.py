@@ -8,16 +8,21 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
+from lightning_megatron.data.worker_pool import map_in_order
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
+Document = Literal["file", "line", "paragraph"]
 Kind = Literal["json", "file", "line", "paragraph"]
+Result = TypeVar("Result")
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
+#: Size at which a chunk ends (bytes).
+CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -44,68 +49,110 @@ class RawChunk:
         # Each line or paragraph was followed by at least one line feed.
         return size + len(self.documents)
 
+    def text(self, number: int, json_key: str) -> str:
+        """Return the text of a document.
 
-def find_inputs(inputs: Sequence[str]) -> list[Path]:
-    """Return the files that inputs name; those of a directory or glob are sorted by name.
+        Args:
+            number: Index of the document in the chunk.
+
+        Raises:
+            CorruptDataError: If a line is not a JSON object with this key, or text is not UTF-8.
+                The message names file and line.
+        """
+        place = f"{self.path}:{self.lines[number]}"
+        key = json_key if self.kind == "json" else None
+        return parse_text(self.documents[number], place, key)
+
+
+class TextFiles:
+    """Files of raw text: JSON lines by suffix, plain text otherwise; ``.gz`` is decompressed.
 
     Args:
-        inputs: Files, directories and globs.
+        inputs: Files, directories and globs. The files of a directory or glob are sorted by name.
 
     Raises:
         UnsupportedError: If an input matches no file.
     """
-    paths: list[Path] = []
-    for entry in inputs:
-        path = Path(entry)
-        if path.is_dir():
-            matches = sorted(file for file in path.rglob("*") if file.is_file() and _is_text(file))
-        elif path.is_file():
-            matches = [path]
-        else:
-            matches = sorted(
-                Path(name) for name in glob.glob(entry, recursive=True) if os.path.isfile(name)
-            )
-        if not matches:
-            raise UnsupportedError(
-                f"no input was found at {entry!r}. Give files, globs, or directories with "
-                f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} files (each may end in .gz)."
-            )
-        paths.extend(matches)
-    return paths
+
+    def __init__(self, inputs: Sequence[str | Path]) -> None:
+        self.paths = [path for entry in inputs for path in _paths_of(entry)]
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Size of all files; None if a compressed one has an unknown number of bytes (bytes)."""
+        if any(path.suffix == ".gz" for path in self.paths):
+            return None
+        return sum(path.stat().st_size for path in self.paths)
+
+    def texts(self, document: Document, json_key: str) -> Iterator[tuple[str, str]]:
+        """Yield the place, which is file and line, and the text of each document.
+
+        Args:
+            document: Unit of plain text that is a document.
+            json_key: Key of the text in JSON lines.
+
+        Raises:
+            CorruptDataError: If a file is damaged, a line is not a JSON object with this key, or
+                text is not UTF-8. The message names file and line.
+        """
+        for chunk in self._chunks(document):
+            places = [f"{chunk.path}:{line}" for line in chunk.lines]
+            texts = [chunk.text(number, json_key) for number in range(len(places))]
+            yield from zip(places, texts, strict=True)
+
+    def map_chunks(
+        self, function: Callable[[RawChunk], Result], document: Document, workers: int = 1
+    ) -> Iterator[Result]:
+        """Yield the results of a function for chunks of whole documents, in order.
+
+        Args:
+            function: Picklable function.
+            document: Unit of plain text that is a document.
+            workers: Number of processes that call the function. It does not affect the result.
+
+        Raises:
+            CorruptDataError: If a file cannot be opened, or is a damaged ``.gz``.
+        """
+        return map_in_order(function, self._chunks(document), workers if workers > 1 else 0)
+
+    def _chunks(self, document: Document) -> Iterator[RawChunk]:
+        for path in self.paths:
+            kind: Kind = "json" if _plain_suffix(path) in JSON_SUFFIXES else document
+            lines: list[int] = []
+            documents: list[bytes] = []
+            size = 0
+            try:
+                with _open(path) as file:
+                    for line, content in _split(file, kind):
+                        lines.append(line)
+                        documents.append(content)
+                        size += len(content)
+                        if size >= CHUNK_BYTES:
+                            yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
+                            lines = []
+                            documents = []
+                            size = 0
+            except (OSError, EOFError, zlib.error) as error:
+                raise _unreadable(path, error) from error
+            if documents:
+                yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
 
 
-def read_chunks(
-    path: Path, document: Literal["file", "line", "paragraph"], chunk_bytes: int
-) -> Iterator[RawChunk]:
-    """Read one file in chunks of whole documents.
-
-    Args:
-        path: File to read: JSON lines by suffix, plain text otherwise; ``.gz`` is decompressed.
-        document: Unit of plain text that is a document.
-        chunk_bytes: Size at which a chunk ends (bytes).
-
-    Raises:
-        CorruptDataError: If the file cannot be opened, or is a damaged ``.gz``.
-    """
-    kind: Kind = "json" if is_json_lines(path) else document
-    lines: list[int] = []
-    documents: list[bytes] = []
-    size = 0
-    try:
-        with _open(path) as file:
-            for line, content in _split(file, kind):
-                lines.append(line)
-                documents.append(content)
-                size += len(content)
-                if size >= chunk_bytes:
-                    yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
-                    lines = []
-                    documents = []
-                    size = 0
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
-    if documents:
-        yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
+def _paths_of(entry: str | Path) -> list[Path]:
+    path = Path(entry)
+    if path.is_dir():
+        matches = sorted(file for file in path.rglob("*") if file.is_file() and _is_text(file))
+    elif path.is_file():
+        matches = [path]
+    else:
+        names = glob.glob(str(entry), recursive=True)
+        matches = sorted(Path(name) for name in names if os.path.isfile(name))
+    if not matches:
+        raise UnsupportedError(
+            f"no input was found at {str(entry)!r}. Give files, globs, or directories with "
+            f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} files (each may end in .gz)."
+        )
+    return matches
 
 
 def read_lines(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[int, bytes, int]]:
@@ -122,27 +169,6 @@ def read_lines(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[i
             yield from _lines(file, offset, number)
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
-
-
-def parse_chunk(chunk: RawChunk, json_key: str) -> list[str]:
-    """Return the texts of a chunk.
-
-    Args:
-        chunk: Undecoded documents.
-
-    Raises:
-        CorruptDataError: If a line is not a JSON object with this key, or text is not UTF-8. The
-            message names file and line.
-    """
-    return [
-        parse_text(content, f"{chunk.path}:{line}", json_key if chunk.kind == "json" else None)
-        for line, content in zip(chunk.lines, chunk.documents, strict=True)
-    ]
-
-
-def is_json_lines(path: Path) -> bool:
-    """Return whether the name of a file, possibly with ``.gz``, has a suffix of JSON lines."""
-    return _plain_suffix(path) in JSON_SUFFIXES
 
 
 def _unreadable(path: Path, error: Exception) -> CorruptDataError:

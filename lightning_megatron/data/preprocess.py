@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from lightning_megatron.data.documents import RawChunk, find_inputs, parse_chunk, read_chunks
+from lightning_megatron.data.documents import Document, RawChunk, TextFiles
 from lightning_megatron.data.encoded_document import encode_document
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from lightning_megatron.data.worker_pool import map_in_order
 from lightning_megatron.errors import UnsupportedError
-
-CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ def write_token_file(
     inputs: Sequence[str],
     output: str,
     options: EncodingOptions,
-    document: Literal["file", "line", "paragraph"] = "file",
+    document: Document = "file",
     workers: int = 1,
     progress: bool = True,
 ) -> PreprocessReport:
@@ -87,16 +83,12 @@ def write_token_file(
         progress: Whether to show a progress bar.
     """
     tokenizer = tokenizer_of(options)
-    paths = find_inputs(inputs)
+    files = TextFiles(inputs)
     started = time.perf_counter()
-    chunks = (chunk for path in paths for chunk in read_chunks(path, document, CHUNK_BYTES))
-    # The bar counts decompressed bytes, whose total is unknown for compressed files.
-    total = None
-    if not any(path.suffix == ".gz" for path in paths):
-        total = sum(path.stat().st_size for path in paths)
-    bar = tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc=Path(output).name)
+    name = Path(output).name
+    bar = tqdm(total=files.num_bytes, unit="B", unit_scale=True, disable=not progress, desc=name)
     with TokenFileWriter(output, tokenizer=tokenizer) as writer, bar:
-        for encoded in _encode_all(chunks, options, workers):
+        for encoded in files.map_chunks(partial(_encode, options=options), document, workers):
             start = 0
             for lengths, text_bytes in zip(encoded.lengths, encoded.text_bytes, strict=True):
                 stop = start + sum(lengths)
@@ -111,16 +103,10 @@ def write_token_file(
     )
 
 
-def _encode_all(
-    chunks: Iterator[RawChunk], options: EncodingOptions, workers: int
-) -> Iterator[_Encoded]:
-    return map_in_order(partial(_encode, options=options), chunks, workers if workers > 1 else 0)
-
-
 def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
     tokenizer = tokenizer_of(options)
     end = [tokenizer.eod] if options.append_eod and tokenizer.eod is not None else []
-    texts = parse_chunk(chunk, options.json_key)
+    texts = [chunk.text(number, options.json_key) for number in range(len(chunk.lines))]
     documents = [encode_document(text, tokenizer, options.split_sentences, end) for text in texts]
     tokens = np.fromiter(
         (token for document in documents for sequence in document for token in sequence), np.int64

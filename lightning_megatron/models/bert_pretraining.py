@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
 from lightning_megatron.models.encoder_config import EncoderConfig
-from lightning_megatron.models.layered import mesh_of_module
 from lightning_megatron.models.token_module import IGNORED, TokenModule
 from lightning_megatron.plan.settings import coerced_arguments
 from lightning_megatron.shapes import Bool, Float, Int, Shaped
@@ -77,7 +76,7 @@ class BERTPretraining(TokenModule):
     def configure_model(self) -> None:
         """Build this rank's part of the model, unless it exists."""
         if self.model is None:
-            self.model = Encoder(self.config, mesh=mesh_of_module(self), seed=torch.initial_seed())
+            self.model = Encoder(self.config, mesh=self.parallel_mesh(), seed=torch.initial_seed())
 
     def forward(
         self,
@@ -121,11 +120,11 @@ class BERTPretraining(TokenModule):
         num_tokens: Int[Tensor, ""],
         is_trained: bool,
     ) -> Float[Tensor, ""]:
-        return self._means(batch, num_tokens, is_trained)["loss"]
+        return self._means(batch, num_tokens, "train")["loss"]
 
     @override
     def _means(
-        self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool
+        self, batch: Mapping[str, Tensor], num_tokens: Tensor, set_name: str
     ) -> dict[str, Tensor]:
         """Return the loss and, if it is a sum of two means over masked tokens, both means."""
         labels = batch["labels"]

@@ -15,7 +15,6 @@ from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.layered import mesh_of_module
 from lightning_megatron.models.token_module import IGNORED, TokenModule
 from lightning_megatron.plan.settings import Probability, coerced_arguments
 from lightning_megatron.shapes import Float, Int
@@ -66,7 +65,7 @@ class CausalLM(TokenModule):
     def configure_model(self) -> None:
         """Build this rank's part of the model; called for each fit, validate, test and predict."""
         if self.model is None:
-            self.model = GPT(self.config, mesh=mesh_of_module(self), seed=torch.initial_seed())
+            self.model = GPT(self.config, mesh=self.parallel_mesh(), seed=torch.initial_seed())
 
     def forward(
         self,

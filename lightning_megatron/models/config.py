@@ -35,8 +35,14 @@ from lightning_megatron.plan.settings import (
     Probability,
     coerce_fields,
 )
-from lightning_megatron.plan.shards import attention_ranges
+from lightning_megatron.plan.shards import attention_ranges, padded_vocab_size
 
+#: The rule of :meth:`GPTConfig.flops_per_token` in one sentence.
+FLOP_RULE = (
+    "model FLOPs of forward and backward (twice the forward): two for each weight of a matrix "
+    "product and token, attention by half because it is causal, logits with the padded vocabulary; "
+    "embeddings, norms and recomputation do not count"
+)
 #: Fields that belong to a kind of position encoding, with what they describe and their defaults.
 _POSITION_FIELDS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "rotary": (
@@ -303,6 +309,35 @@ class GPTConfig(ModelConfig):
     def has_experts_in(self, layer: int) -> bool:
         """Return whether a layer has a mixture of experts instead of an MLP."""
         return self.experts is not None and self.experts.is_in(layer)
+
+    def flops_per_token(self, seq_length: int) -> float:
+        """Return the model FLOPs of the forward and backward pass of one token.
+
+        A matrix product counts two FLOPs for each weight and token. Attention counts half, because
+        a token attends to half of the sequence on average. Logits count with the padded vocabulary.
+        Of a mixture of experts, the selected experts and the router's logits count. The backward
+        pass counts twice the forward pass. Embeddings, norms and recomputation do not count.
+
+        Args:
+            seq_length: Length of a sequence (tokens).
+        """
+        width = self.hidden_size
+        head = self.head_size
+        projections = 2 * width * head * (2 * self.num_heads + 2 * self.kv_heads)
+        if self.latent_attention is not None:
+            projections = 2 * self.latent_attention.num_weights(width, self.num_heads)
+        attention = 2 * seq_length * self.num_heads * (head + self.value_size) / 2
+        products = 2 * width * (3 if self.is_gated else 2)
+        mlp = products * self.ffn_size
+        mixture = 0
+        if self.experts is not None:
+            shared = self.experts.shared_ffn_hidden_size or 0
+            inner = self.experts.top_k * self.experts.ffn_hidden_size + shared
+            mixture = products * inner + 2 * width * self.experts.num_experts
+        num_mixtures = sum(self.has_experts_in(layer) for layer in range(self.num_layers))
+        networks = num_mixtures * mixture + (self.num_layers - num_mixtures) * mlp
+        logits = 2 * width * padded_vocab_size(self.vocab_size, 1, self.vocab_multiple)
+        return 3 * (self.num_layers * (projections + attention) + networks + logits)
 
     def memory_shape(self) -> ModelShape:
         """Return the sizes that :func:`~lightning_megatron.plan.budget.estimate_memory` needs."""

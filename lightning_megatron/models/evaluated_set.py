@@ -38,6 +38,11 @@ class EvaluatedSet:
         # Lightning adds this suffix to logged names if there are several dataloaders.
         return cls(module, part, None if index is None else f"dataloader_idx_{index}")
 
+    @property
+    def set_name(self) -> str:
+        """Part and name of the set, such as ``val/news``, or the part if it has no name."""
+        return self.part if self.name is None else f"{self.part}/{self.name}"
+
     def bytes_per_token(self) -> float | None:
         """Return the mean number of bytes per token by the data module; None if it is unknown."""
         data = _data(self.module)

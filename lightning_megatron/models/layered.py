@@ -285,23 +285,6 @@ def single_mesh(seed: int) -> ParallelMesh:
     return ParallelMesh.single("cpu" if ambient.type == "meta" else ambient, seed=seed)
 
 
-def mesh_of_module(module: Any) -> ParallelMesh:
-    """Return the process groups that MegatronStrategy set, or those of a single process.
-
-    Raises:
-        UnsupportedError: If another strategy has set a device mesh of another kind.
-    """
-    mesh: Any = module.device_mesh
-    if isinstance(mesh, ParallelMesh):
-        return mesh
-    if mesh is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} cannot be sharded over a {type(mesh).__name__}, because it "
-            "is built from layers of lightning_megatron. Use MegatronStrategy, ddp or one device."
-        )
-    return single_mesh(torch.initial_seed() % 2**63)
-
-
 def advance_streams(module: Any, model: LayeredModule) -> None:
     """Advance the random streams of a model to a training batch, unless MegatronStrategy does so.
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.evaluated_set import EvaluatedSet, log_means_of_all_sets
-from lightning_megatron.models.layered import LayeredModule, advance_streams
+from lightning_megatron.models.layered import LayeredModule, advance_streams, single_mesh
 from lightning_megatron.models.lr_schedules import WarmupSchedule
 from lightning_megatron.models.scheduler_settings import SchedulerSettings
 from lightning_megatron.plan.settings import (
@@ -183,6 +183,28 @@ class TokenModule(LightningModule):
         self.model = None
         return model
 
+    def parallel_mesh(self) -> ParallelMesh:
+        """Return the process groups that MegatronStrategy set, or those of a single process.
+
+        Raises:
+            UnsupportedError: If another strategy has set a device mesh of another kind.
+        """
+        mesh: Any = self.device_mesh
+        if isinstance(mesh, ParallelMesh):
+            return mesh
+        if mesh is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__} cannot be sharded over a {type(mesh).__name__}, because it "
+                "is built from layers of lightning_megatron. Use MegatronStrategy, ddp or one "
+                "device."
+            )
+        return single_mesh(torch.initial_seed() % 2**63)
+
+    def steps_of_training(self) -> int | None:
+        """Return the number of optimizer steps of the whole training; None if it has no end."""
+        known = total_steps(self.trainer)
+        return int(known) if math.isfinite(known) and known > 0 else None
+
     def setup(self, stage: str) -> None:
         """Check that the vocabulary of the model includes that of the data module.
 
@@ -203,7 +225,7 @@ class TokenModule(LightningModule):
         if isinstance(self.model, LayeredModule):
             advance_streams(self, self.model)
         num_tokens = self._count(batch)
-        means = self._means(batch, num_tokens, is_trained=True)
+        means = self._means(batch, num_tokens, "train")
         for name, value in means.items():
             self.log(
                 f"train_{name}",
@@ -312,21 +334,26 @@ class TokenModule(LightningModule):
         return (batch["labels"] != IGNORED).sum()
 
     def _means(
-        self, batch: Mapping[str, Tensor], num_tokens: Tensor, is_trained: bool
+        self, batch: Mapping[str, Tensor], num_tokens: Tensor, set_name: str
     ) -> dict[str, Tensor]:
-        """Return the means over a batch to log, by name; ``loss`` is the one that is trained."""
-        return {"loss": self.mean_loss(batch, num_tokens, is_trained)}
+        """Return the means over a batch to log, by name; ``loss`` is the one that is trained.
+
+        Args:
+            set_name: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
+        """
+        return {"loss": self.mean_loss(batch, num_tokens, set_name == "train")}
 
     def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
+        evaluated = EvaluatedSet.of(self, part, index)
         num_tokens = self._count(batch)
-        means = self._means(batch, num_tokens, is_trained=False)
+        means = self._means(batch, num_tokens, evaluated.set_name)
         loss = means["loss"]
         # The weight of this batch in the mean over batches and ranks. It is a tensor, because an
         # int would make the host wait for the device.
         weight = num_tokens.to(loss.dtype)
-        evaluated = EvaluatedSet.of(self, part, index)
-        evaluated.log(means, weight, "tokens")
-        if "bits_per_byte" not in dict(self.weights_of_means):
+        units = dict(self.weights_of_means)
+        evaluated.log(means, weight, units["loss"])
+        if "bits_per_byte" not in units:
             return
         length = self.bytes_per_token or evaluated.bytes_per_token()
         if length:
@@ -338,10 +365,7 @@ class TokenModule(LightningModule):
         """Return the step at which the decay ends; None if the training has no known end."""
         if self.max_steps is not None:
             return self.max_steps
-        if self.schedule == "constant":
-            return None
-        known = total_steps(self.trainer)
-        return int(known) if math.isfinite(known) and known > 0 else None
+        return None if self.schedule == "constant" else self.steps_of_training()
 
 
 def _vocab_size_of(data: Any) -> int | None:

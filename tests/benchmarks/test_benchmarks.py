@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.grouped_gemm import PASSES, calls, draw, relative_error
 from benchmarks.loss import operands, variants
-from benchmarks.measure import flops_per_token, option_parser
+from benchmarks.measure import option_parser
 from benchmarks.memory import CASES
 from benchmarks.shapes import SHAPES
 from benchmarks.step_profile import Kernel, analyse, find_steps
@@ -75,7 +75,7 @@ def test_flops_per_token_equal_the_counted_flops(options):
     pairs = config.num_layers * 2 * 16 * config.num_heads
     needed = pairs * (config.head_size + config.value_size) / 2
     counted = counter.get_total_flops() / 16 - pairs * 2 * config.head_size + needed
-    assert 3 * counted == pytest.approx(flops_per_token(config, 16), rel=1e-12)
+    assert 3 * counted == pytest.approx(config.flops_per_token(16), rel=1e-12)
 
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

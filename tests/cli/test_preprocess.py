@@ -51,7 +51,7 @@ def test_json_lines_become_documents_in_order(tmp_path):
 
 
 def test_output_files_do_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_megatron.data.preprocess.CHUNK_BYTES", 200)
+    monkeypatch.setattr("lightning_megatron.data.documents.CHUNK_BYTES", 200)
     for part in range(3):
         write_jsonl(tmp_path / f"in{part}.jsonl", [f"{part} {i} " + "x" * i for i in range(50)])
     for workers in (1, 3):

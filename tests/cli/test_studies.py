@@ -28,7 +28,6 @@ from lightning_megatron.cli.tune import (
 from lightning_megatron.cli.tune import table_of as table_of_runs
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.model_flops import flops_per_token
 from lightning_megatron.tasks.scaling import measured_job
 from lightning_megatron.tasks.scaling.measured_job import reason_in, run_job
 from lightning_megatron.tasks.scaling.scaling_cases import SIZES, STUDIES, cases_of, found_in_paper
@@ -104,7 +103,7 @@ def test_efficiency_and_speedup_compare_with_the_first_row():
             ScalingRow("model", third, None, None, None, "out of memory"),
         ]
     )
-    per_step = [8 * 64 * flops_per_token(case.config, 64) / 1e12 for case in (first, second)]
+    per_step = [8 * 64 * case.config.flops_per_token(64) / 1e12 for case in (first, second)]
     rates = [pytest.approx(per_step[0] / 0.5), pytest.approx(per_step[1] / 2), None]
     assert [record["tflops_per_device"] for record in records] == rates
     assert records[1]["efficiency"] == pytest.approx(per_step[1] / 2 / (per_step[0] / 0.5))

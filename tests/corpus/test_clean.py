@@ -87,7 +87,7 @@ def test_broken_short_test_and_duplicate_documents_are_removed(tmp_path):
 
 
 def test_the_output_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_megatron.tasks.corpus.cleaning.CHUNK_BYTES", 4000)
+    monkeypatch.setattr("lightning_megatron.data.documents.CHUNK_BYTES", 4000)
     texts = [changed(text_of(n % 20), n, n % 3) for n in range(60)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     (tmp_path / "test.txt").write_text(text_of(3)[:500])

@@ -10,10 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
-    Corpora,
     CorpusDataModule,
     Count,
-    NotNegative,
     Probability,
     Samples,
     TokenBatchSampler,
@@ -23,6 +21,7 @@ from lightning_megatron.tasks.bert.masking import NGramMasking, WordPieces
 from lightning_megatron.tasks.bert.pair_batches import PairBatches, PairLoader
 from lightning_megatron.tasks.bert.pair_samples import (
     BlendedPairs,
+    Corpora,
     PairOptions,
     PairSamples,
     SentenceSamples,
@@ -76,7 +75,7 @@ class BERTDataModule(CorpusDataModule):
 
     def __init__(
         self,
-        train: str | list[str] | dict[str, NotNegative] | None = None,
+        train: str | list[str] | dict[str, float] | None = None,
         *,
         tokenizer: str = "bert",
         seq_length: Count = 512,

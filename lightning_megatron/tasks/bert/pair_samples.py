@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from lightning_megatron.building_blocks import (
     BlendedSamples,
-    Corpora,
     Samples,
     TokenFile,
     blend_parts,
@@ -24,6 +23,8 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.tasks.bert.pair_index import PairRule, index_pairs
 
 Sentences = list[npt.NDArray[np.int64]]
+#: Token files, each with the range of documents to use (None for all).
+Corpora = Sequence[tuple[TokenFile, range | None]]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from lightning_megatron.tasks.chat.conversation_datamodule import (
 from lightning_megatron.tasks.chat.conversation_datamodule import (
     ConversationEncoder as ConversationEncoder,
 )
+from lightning_megatron.tasks.chat.conversations import REMEDY as REMEDY
 from lightning_megatron.tasks.chat.conversations import Conversation as Conversation
 from lightning_megatron.tasks.chat.conversations import messages_of as messages_of
 from lightning_megatron.tasks.chat.conversations import side_of as side_of

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from lightning_megatron.building_blocks import (
     read_pretrained_tokenizer,
-    read_regular_file,
     vocab_size_of,
 )
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
@@ -53,9 +52,13 @@ class ChatTokenizer:
         self.folder = folder
         self._template_file = template
         if template is not None:
-            content = read_regular_file(Path(template), "Name a Jinja file as chat_template.")
             try:
-                self._tokenizer.chat_template = content.decode()
+                self._tokenizer.chat_template = Path(template).read_text("utf-8")
+            except OSError as error:
+                raise CorruptDataError(
+                    f"{template} cannot be read: {error.strerror}. Name a Jinja file as "
+                    "chat_template."
+                ) from error
             except UnicodeDecodeError as error:
                 raise CorruptDataError(
                     f"{template}: byte {error.start} is not UTF-8. Name a Jinja file as "

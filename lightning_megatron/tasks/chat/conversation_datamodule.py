@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
@@ -18,7 +19,6 @@ from lightning_megatron.building_blocks import (
     RowTokens,
     StreamCounts,
     coerced_arguments,
-    log_row_counts,
 )
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.tasks.chat.chat_template import ChatTokenizer
@@ -151,7 +151,8 @@ class ConversationDataModule(FileDataModule):
             rows = self.encoder.encode_once(files, self.cache_dir)
             summary = self.encoder.summary(StreamCounts().after(rows))
             names = ", ".join(map(str, files))
-            log_row_counts(f"{names}: {summary}.", rows.num_cut + rows.num_left_out > 0)
+            log = rank_zero_warn if rows.num_cut + rows.num_left_out else rank_zero_info
+            log(f"{names}: {summary}.")
             self._encoded[set_name] = rows
         return self._encoded[set_name]
 

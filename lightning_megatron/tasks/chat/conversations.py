@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_megatron.building_blocks import REMEDY, FileRow, join_or
+from lightning_megatron.building_blocks import FileRow
 from lightning_megatron.errors import CorruptDataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+#: Last sentence of an error about a row of a file.
+REMEDY = "Repair the row, or remove it."
 
 Message = Mapping[str, Any]
 
@@ -101,7 +103,7 @@ def _message(value: Any, place: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise CorruptDataError(
-            f"{place}: the role must be {join_or(ROLES)}: it is {role!r}. {REMEDY}"
+            f"{place}: the role must be one of {', '.join(ROLES)}: it is {role!r}. {REMEDY}"
         )
     calls = role == "assistant" and bool(message.get("tool_calls"))
     if not isinstance(message.get("content", "" if calls else None), str):

@@ -17,14 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from lightning_megatron.building_blocks import (
-    find_inputs,
-    is_json_lines,
-    map_in_order,
-    read_chunks,
-    sync_file,
-    sync_folder,
-)
+from lightning_megatron.building_blocks import TextFiles
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.tasks.corpus.clusters import Numbers, find_clusters, find_matches
 from lightning_megatron.tasks.corpus.examination import (
@@ -120,7 +113,6 @@ def _write_list(file: TextIO, name: str, entries: Iterator[object]) -> None:
     file.write("\n ]")
 
 
-CHUNK_BYTES = 1 << 20
 #: Maximum number of broken lines whose errors are reported.
 MAX_BROKEN_LINES = 100
 
@@ -145,9 +137,9 @@ def clean(
         progress: Whether to show progress bars.
         overwrite: Whether an existing output or report is replaced.
     """
-    paths = find_inputs(inputs)
+    files = TextFiles(inputs)
     targets = [Path(name) for name in (output, report_path) if name is not None]
-    _check_files(paths, targets, overwrite)
+    _check_files(files.paths, targets, overwrite)
     check_extras(options)
     for threshold in (options.jaccard, options.test_jaccard):
         if threshold is not None:
@@ -159,7 +151,7 @@ def clean(
         tempfile.TemporaryDirectory(dir=folder, prefix=f".{targets[0].name}.") as work,
         Spool(Path(work)) as spool,
     ):
-        broken, short, errors = _examine_all(paths, spool, options, workers, progress)
+        broken, short, errors = _examine_all(files, spool, options, workers, progress)
         spool.close()
         matches, roots = _matches_and_roots(spool, held_out, options, progress)
         kept = (matches < 0) & (roots == np.arange(len(roots)))
@@ -218,20 +210,15 @@ def _matches_and_roots(
 
 
 def _examine_all(
-    paths: list[Path], spool: Spool, options: CleaningOptions, workers: int, progress: bool
+    files: TextFiles, spool: Spool, options: CleaningOptions, workers: int, progress: bool
 ) -> tuple[int, int, list[str]]:
     """Fill the spool, and return the numbers of broken and short documents and the first errors."""
-    # The progress bar counts decompressed bytes, whose total is unknown with compressed files.
-    total = None
-    if not any(path.suffix == ".gz" for path in paths):
-        total = sum(path.stat().st_size for path in paths)
-    chunks = (chunk for path in paths for chunk in read_chunks(path, "line", CHUNK_BYTES))
     broken = 0
     short = 0
     errors: list[str] = []
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc="read") as bar:
-        processes = workers if workers > 1 else 0
-        for examined in map_in_order(partial(examine, options=options), chunks, processes):
+    size = files.num_bytes
+    with tqdm(total=size, unit="B", unit_scale=True, disable=not progress, desc="read") as bar:
+        for examined in files.map_chunks(partial(examine, options=options), "line", workers):
             spool.add(examined)
             broken += len(examined.broken)
             short += examined.short
@@ -240,14 +227,18 @@ def _examine_all(
     return broken, short, errors
 
 
+def _is_json_lines(path: Path) -> bool:
+    return path.name.removesuffix(".gz").endswith((".jsonl", ".json", ".ndjson"))
+
+
 def _check_files(paths: list[Path], targets: list[Path], overwrite: bool) -> None:
     for path in paths:
-        if not is_json_lines(path):
+        if not _is_json_lines(path):
             raise UnsupportedError(
                 f"the name of {path} is not that of a file of JSON lines. Inputs must end in "
                 ".jsonl, .json or .ndjson (or these with .gz), with one object on each line."
             )
-    if not is_json_lines(targets[0]):
+    if not _is_json_lines(targets[0]):
         raise UnsupportedError(
             f"the output {targets[0]} must end in .jsonl, .json or .ndjson (or these with .gz)."
         )
@@ -271,7 +262,8 @@ def _write_lines(path: Path, lines: Iterable[bytes]) -> None:
                 packed.writelines(lines)
         else:
             file.writelines(lines)
-        sync_file(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _publish(written: Path, target: Path) -> None:
@@ -282,4 +274,3 @@ def _publish(written: Path, target: Path) -> None:
         shutil.copyfile(written, temporary)
         written = temporary
     os.replace(written, target)
-    sync_folder(target.parent)

@@ -12,7 +12,6 @@ from lightning_megatron.building_blocks import (
     RawChunk,
     Tokenizer,
     load_tokenizer,
-    parse_text,
 )
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.extras import import_extra
@@ -171,19 +170,19 @@ def _tokenizer_of(name: str) -> Tokenizer:
 def parse_objects(chunk: RawChunk, json_key: str) -> list[JsonDocument | CorruptDataError]:
     """Return the document of each line of a chunk, or for an invalid line its error.
 
-    The errors are those that ``parse_chunk`` raises.
+    The errors are those that ``RawChunk.text`` raises.
 
     Args:
         chunk: Undecoded JSON lines.
     """
     parsed: list[JsonDocument | CorruptDataError] = []
-    for line, content in zip(chunk.lines, chunk.documents, strict=True):
+    for number, line in enumerate(chunk.lines):
         try:
-            text = parse_text(content, f"{chunk.path}:{line}", json_key)
+            text = chunk.text(number, json_key)
         except CorruptDataError as error:
             parsed.append(error)
         else:
-            parsed.append(JsonDocument(line, content, text))
+            parsed.append(JsonDocument(line, chunk.documents[number], text))
     return parsed
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.building_blocks import find_inputs, parse_chunk, read_chunks
+from lightning_megatron.building_blocks import TextFiles
 from lightning_megatron.tasks.corpus.signatures import (
     NUM_HASHES,
     Signatures,
@@ -19,7 +19,6 @@ from lightning_megatron.tasks.corpus.signatures import (
 
 #: Length of the n-grams by which overlap is measured (words).
 OVERLAP_WORDS = 8
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -58,16 +57,14 @@ class HeldOut:
         #: Index of each distinct 8-gram.
         self.grams: dict[str, int] = {}
         self._sets: list[tuple[str, int, Counter[int]]] = []
-        for path in find_inputs(inputs) if inputs else []:
+        for path in TextFiles(inputs).paths:
             counts: Counter[int] = Counter()
             before = len(self.texts)
-            for chunk in read_chunks(path, "file", _CHUNK_BYTES):
-                texts = parse_chunk(chunk, json_key)
-                self.texts += texts
-                self.places += [f"{chunk.path}:{line}" for line in chunk.lines]
-                for text in texts:
-                    for gram in ngrams_of(words_of(text), OVERLAP_WORDS):
-                        counts[self.grams.setdefault(gram, len(self.grams))] += 1
+            for place, text in TextFiles([path]).texts("file", json_key):
+                self.texts.append(text)
+                self.places.append(place)
+                for gram in ngrams_of(words_of(text), OVERLAP_WORDS):
+                    counts[self.grams.setdefault(gram, len(self.grams))] += 1
             self._sets.append((str(path), len(self.texts) - before, counts))
 
     def signatures(self, ngram: int) -> Signatures:

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.building_blocks import parse_chunk, read_chunks
+from lightning_megatron.building_blocks import TextFiles
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.shapes import Int
 from lightning_megatron.tasks.evaluation.wikitext import empty_row
-
-#: Number of bytes of a file that are read at once (bytes).
-_CHUNK_BYTES = 1 << 20
 
 
 class Passage(NamedTuple):
@@ -41,16 +38,14 @@ def read_passages(path: str | os.PathLike[str]) -> list[Passage]:
             'path of a file with lines such as {"text": "... last word"}.'
         )
     passages = []
-    for chunk in read_chunks(file, "line", _CHUNK_BYTES):
-        for line, text in zip(chunk.lines, parse_chunk(chunk, "text"), strict=True):
-            place = f"{path}:{line}"
-            context, _, word = text.rstrip().replace("\n", " ").rpartition(" ")
-            if not context.strip():
-                raise CorruptDataError(
-                    f"{place} has fewer than two words: {text[:60]!r}. A passage has a context and "
-                    "a last word. Remove the line."
-                )
-            passages.append(Passage(context.rstrip(), word, place))
+    for place, text in TextFiles([file]).texts("line", "text"):
+        context, _, word = text.rstrip().replace("\n", " ").rpartition(" ")
+        if not context.strip():
+            raise CorruptDataError(
+                f"{place} has fewer than two words: {text[:60]!r}. A passage has a context and a "
+                "last word. Remove the line."
+            )
+        passages.append(Passage(context.rstrip(), word, place))
     if not passages:
         raise CorruptDataError(f"{path} has no passage. Copy it again.")
     return passages

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from lightning_megatron.building_blocks import coerced_arguments, read_regular_file
+from lightning_megatron.building_blocks import coerced_arguments
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.tasks.finetuning.datamodule import TaskDataModule, present
 from lightning_megatron.tasks.finetuning.rows import joined
@@ -19,8 +19,6 @@ from lightning_megatron.tasks.finetuning.scores import ClassScores
 
 GlueName = Literal["mnli", "qqp", "sst2"]
 Malformed = Literal["refuse", "leave_out"]
-#: Maximum size of a file; the largest file of GLUE has 80 megabytes (bytes).
-_MAX_FILE_BYTES = 1 << 30
 _REMEDY = "Repair the line, or use malformed='leave_out'."
 
 
@@ -80,10 +78,9 @@ def read_glue(path: Path, task: GlueTask, malformed: Malformed = "refuse") -> Gl
         malformed: Handling of lines with a wrong number of columns, an empty text or an unknown
             label: ``refuse`` raises, ``leave_out`` skips and counts them.
     """
-    content = read_regular_file(path, "Copy the file of the task again.", _MAX_FILE_BYTES)
     try:
         # str.splitlines would also split at other characters, which occur in the texts.
-        lines = content.decode("utf-8-sig").split("\n")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise CorruptDataError(
             f"{path} must be UTF-8: {error.reason} at byte {error.start}. Copy the file again."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -20,12 +20,8 @@ from lightning_megatron.building_blocks import (
     Count,
     PretrainedEncoder,
     Probability,
-    Range,
-    TaskKind,
     TokenModule,
     coerced_arguments,
-    mesh_of_module,
-    total_steps,
 )
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.shapes import Float, Int, Shaped
@@ -56,7 +52,7 @@ class FineTuning(TokenModule):
     """
 
     #: Kind of the task, which determines the head of the encoder.
-    kind: ClassVar[TaskKind] = "classes"
+    kind: ClassVar[Literal["classes", "choices", "spans"]] = "classes"
 
     def __init__(
         self,
@@ -64,7 +60,7 @@ class FineTuning(TokenModule):
         num_labels: Count = 2,
         from_scratch: bool = False,
         dropout: Probability | None = None,
-        warmup_share: Annotated[float, Range(minimum=0, below=1)] = 0.0,
+        warmup_share: Probability = 0.0,
         scores_dir: str | None = None,
         **training: Any,
     ) -> None:
@@ -113,7 +109,7 @@ class FineTuning(TokenModule):
         """Build this rank's part of the model, with the pretrained weights."""
         if self.model is not None:
             return
-        model = Encoder(self.config, mesh=mesh_of_module(self), seed=torch.initial_seed())
+        model = Encoder(self.config, mesh=self.parallel_mesh(), seed=torch.initial_seed())
         if not self.from_scratch:
             drawn = self.source.fill(model)
             if drawn:
@@ -219,19 +215,15 @@ class FineTuning(TokenModule):
     @override
     def _lr_scheduler(self, optimizer: Optimizer) -> LRScheduler:
         if self.warmup_share:
-            steps = self.max_steps or self._all_steps()
+            steps = self.max_steps or self.steps_of_training()
+            if steps is None:
+                raise UnsupportedError(
+                    f"warmup_share ({self.warmup_share}) needs a finite number of training steps, "
+                    "because it is a fraction of them. Set max_epochs or max_steps, or use "
+                    "warmup_steps."
+                )
             self.warmup_steps = round(self.warmup_share * steps)
         return super()._lr_scheduler(optimizer)
-
-    def _all_steps(self) -> int:
-        num_steps = total_steps(self.trainer)
-        if not 0 < num_steps < float("inf"):
-            raise UnsupportedError(
-                f"warmup_share ({self.warmup_share}) needs a finite number of training steps, "
-                "because it is a fraction of them. Set max_epochs or max_steps, or use "
-                "warmup_steps."
-            )
-        return int(num_steps)
 
 
 class BERTClassifier(FineTuning):
@@ -290,7 +282,7 @@ class BERTMultipleChoice(FineTuning):
             supported.
     """
 
-    kind: ClassVar[TaskKind] = "choices"
+    kind = "choices"
 
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(path, 1, **options)
@@ -335,7 +327,7 @@ class BERTQuestionAnswering(FineTuning):
             supported.
     """
 
-    kind: ClassVar[TaskKind] = "spans"
+    kind = "spans"
 
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(path, 2, **options)

@@ -14,8 +14,7 @@ from typing_extensions import override
 from lightning_megatron.building_blocks import (
     Count,
     coerced_arguments,
-    parse_object,
-    read_regular_file,
+    read_json,
 )
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.tasks.finetuning.datamodule import TaskDataModule
@@ -56,8 +55,8 @@ def read_race(path: Path, group: int) -> list[RaceQuestion]:
     Args:
         path: File with one JSON object: ``article``, ``questions``, ``options`` and ``answers``.
     """
-    content = parse_object(read_regular_file(path, _REMEDY, _MAX_FILE_BYTES), str(path), _REMEDY)
-    passage = content.get("article")
+    content = read_json(path, _REMEDY, _MAX_FILE_BYTES)
+    passage = content.get("article") if isinstance(content, dict) else None
     if not isinstance(passage, str) or not passage.strip():
         raise CorruptDataError(f"{path} must have a text as article. {_REMEDY}")
     lists = [content.get(name) for name in ("questions", "options", "answers")]

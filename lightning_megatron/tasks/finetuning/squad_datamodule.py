@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from lightning_megatron.building_blocks import Count, Index, coerced_arguments
+from lightning_megatron.building_blocks import Count, Range, coerced_arguments
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.tasks.finetuning.datamodule import TaskDataModule, present
 from lightning_megatron.tasks.finetuning.rows import joined
@@ -61,7 +61,7 @@ class SquadDataModule(TaskDataModule):
         tokenizer: str,
         test: str | None = None,
         seq_length: Count = 384,
-        doc_stride: Index = 128,
+        doc_stride: Annotated[int, Range(minimum=0)] = 128,
         question_length: Count = 64,
         num_best: Count = 20,
         answer_length: Count = 30,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 from typing_extensions import override
@@ -11,9 +11,9 @@ from typing_extensions import override
 from lightning_megatron import HuggingFaceCausalLM, LoraSettings
 from lightning_megatron.building_blocks import (
     IGNORED,
-    EvaluatedSet,
-    Positive,
     Probability,
+    Range,
+    coerced_arguments,
     token_losses,
 )
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
@@ -68,7 +68,7 @@ class DPO(HuggingFaceCausalLM):
     def __init__(
         self,
         path: str,
-        beta: Positive = 0.1,
+        beta: Annotated[float, Range(above=0)] = 0.1,
         loss_type: Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero"] = "sigmoid",
         label_smoothing: Probability = 0.0,
         reference_free: bool = False,
@@ -76,6 +76,7 @@ class DPO(HuggingFaceCausalLM):
         lora: LoraSettings | None = None,
         **training: Any,
     ) -> None:
+        given = coerced_arguments(DPO.__init__, locals())
         super().__init__(path, dtype=dtype, lora=lora, **training)
         if not self.token_weighted or self.bytes_per_token is not None:
             raise ParallelPlanError(
@@ -83,7 +84,7 @@ class DPO(HuggingFaceCausalLM):
                 f"mean over pairs: they are {self.token_weighted} and {self.bytes_per_token}. "
                 "Leave them out."
             )
-        self.pair_loss = PairLoss(loss_type, beta, label_smoothing)
+        self.pair_loss = PairLoss(given["loss_type"], given["beta"], given["label_smoothing"])
         self.reference_free = reference_free
         self.reference = ReferenceLogProbs()
         self.save_hyperparameters(
@@ -114,7 +115,8 @@ class DPO(HuggingFaceCausalLM):
     ) -> Float[Tensor, ""]:
         """Return the mean loss of the batch's pairs."""
         size = len(batch["pairs"])
-        loss, rewards = self._loss_and_rewards(batch, "train")
+        rewards = self._means(batch, self._count(batch), "train")
+        loss = rewards.pop("loss")
         self.log(
             "train_loss",
             loss.detach(),
@@ -159,35 +161,29 @@ class DPO(HuggingFaceCausalLM):
         self.reference.was_trained = True
 
     @override
-    def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
-        evaluated = EvaluatedSet.of(self, part, index)
-        name = part if evaluated.name is None else f"{part}/{evaluated.name}"
-        loss, rewards = self._loss_and_rewards(batch, name)
-        # The weight of this batch in the mean over batches and ranks. It is a tensor, because an
-        # int would make the host wait for the device.
-        weight = (batch["pairs"] >= 0).sum().to(loss.dtype)
-        evaluated.log({"loss": loss, **rewards}, weight, "pairs")
+    def _count(self, batch: Mapping[str, Tensor]) -> Tensor:
+        # Samples that only fill the batch have a negative number, and do not count.
+        return (batch["pairs"] >= 0).sum()
 
-    def _loss_and_rewards(
-        self, batch: Mapping[str, Tensor], part: str
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss of a batch's pairs, and the means of their rewards by name."""
+    @override
+    def _means(
+        self, batch: Mapping[str, Tensor], num_tokens: Tensor, set_name: str
+    ) -> dict[str, Tensor]:
+        """Return the mean loss of a batch's pairs and the means of their rewards, by name."""
         ratios = self.log_probs(batch)
         if not self.reference_free:
-            ratios = ratios - self.reference.of(part, batch["pairs"])
-        # Samples that only fill the batch have a negative number, and do not count.
+            ratios = ratios - self.reference.of(set_name, batch["pairs"])
         is_pair = (batch["pairs"] >= 0).to(ratios.dtype)
-        num_pairs = is_pair.sum().clamp(min=1)
+        num_pairs = num_tokens.clamp(min=1)
         losses = self.pair_loss.of(ratios, (batch["labels"] != IGNORED).sum(-1))
         rewards = self.pair_loss.beta * ratios.detach()
         chosen = rewards[:, 0]
         rejected = rewards[:, 1]
         values = chosen, rejected, chosen - rejected, (chosen > rejected).to(ratios.dtype)
-        means = {
-            f"rewards/{name}": (value * is_pair).sum() / num_pairs
-            for name, value in zip(_REWARDS, values, strict=True)
-        }
-        return (losses * is_pair).sum() / num_pairs, means
+        means = {"loss": (losses * is_pair).sum() / num_pairs}
+        for name, value in zip(_REWARDS, values, strict=True):
+            means[f"rewards/{name}"] = (value * is_pair).sum() / num_pairs
+        return means
 
     def _prepare(self, part: str) -> None:
         """Compute the reference log-probabilities of a part of the data if they are missing."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron.building_blocks import Positive, Probability, coerce_fields
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.shapes import Float, Int
 
@@ -40,16 +39,14 @@ class PairLoss:
         label_smoothing: Probability that a label is wrong, for ``sigmoid`` and ``robust``.
 
     Raises:
-        ParallelPlanError: If a value is out of its range, or the loss does not support label
-            smoothing.
+        ParallelPlanError: If the loss does not support the label smoothing.
     """
 
     loss_type: Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero"] = "sigmoid"
-    beta: Positive = 0.1
-    label_smoothing: Probability = 0.0
+    beta: float = 0.1
+    label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        coerce_fields(self)
         if self.label_smoothing and self.loss_type not in _SMOOTHED:
             raise ParallelPlanError(
                 f"label_smoothing ({self.label_smoothing}) must be 0 with loss_type "

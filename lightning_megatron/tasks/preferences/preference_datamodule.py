@@ -11,7 +11,6 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
-    REMEDY,
     Count,
     EncodedText,
     FileRow,
@@ -25,6 +24,7 @@ from lightning_megatron.building_blocks import (
 )
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.tasks.chat import (
+    REMEDY,
     Conversation,
     ConversationDataModule,
     ConversationEncoder,

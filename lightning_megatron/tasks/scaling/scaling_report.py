@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.building_blocks import align_columns, flops_per_token
 from lightning_megatron.tasks.scaling.scaling_cases import (
     TITLES,
     ScalingCase,
@@ -42,10 +41,10 @@ class ScalingRow:
 
     @property
     def tflops_per_device(self) -> float | None:
-        """Model FLOP/s per device, as ``flops_per_token`` counts FLOPs (TFLOP/s)."""
+        """Model FLOP/s per device, as ``GPTConfig.flops_per_token`` counts FLOPs (TFLOP/s)."""
         if self.tokens_per_second is None:
             return None
-        flops = flops_per_token(self.case.config, self.case.seq_length)
+        flops = self.case.config.flops_per_token(self.case.seq_length)
         return self.tokens_per_second * flops / self.case.devices / 1e12
 
     def efficiency(self, first: ScalingRow) -> float | None:
@@ -89,7 +88,10 @@ def table_of(records: Sequence[Mapping[str, Any]]) -> str:
     for study, title in TITLES.items():
         chosen = [record for record in records if record["study"] == study]
         if chosen:
-            parts += [f"{title}:", align_columns([_HEADER, *map(_cells, chosen)])]
+            lines = [_HEADER, *map(_cells, chosen)]
+            widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+            parts.append(f"{title}:")
+            parts += ["  ".join(map(str.rjust, line, widths)) for line in lines]
             parts += [
                 f"  {record['num_heads']} heads, tp {record['tp']}, dp {record['dp']}: "
                 f"{record['failure']}"
