@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,6 +24,7 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.apply import rejoin
+from lightning_megatron.swap.decide.automatic import automatic_pipeline_plan, yaml_of
 from lightning_megatron.swap.decide.hugging_face_models import check_cut
 from lightning_megatron.swap.decide.model_plan import describe_unsharded
 
@@ -42,12 +43,16 @@ def shard_module(
     if mesh.cp.size > 1:
         # Modules that configure_model creates could not be checked before the groups existed.
         check_cut(module, mesh.cp.size, options.tensor_parallel_plan)
+    stages = options.pipeline_plan
+    if stages is None:
+        stages = automatic_pipeline_plan(module, mesh.layout)
+        _show_plans(pipeline_plan=stages)
     earlier = {name: model.delayed_scales for name, model in _named_models(module).items()}
     for record in parallelize(
         module,
         mesh,
         options.tensor_parallel_plan,
-        options.pipeline_plan,
+        stages,
         module.trainer.progress_bar_callback is not None,
         options.needs_tables,
     ):
@@ -70,6 +75,15 @@ def shard_module(
     for note in notes_on(options, str(module.trainer.precision), mesh.device.type):
         rank_zero_info(note)
     return models
+
+
+def _show_plans(**plans: Mapping[str, str] | None) -> None:
+    """Log the plans that were chosen without an option, for users to paste and change."""
+    if any(plans.values()):
+        rank_zero_info(
+            "Plans that this fit chose, because the strategy has none; paste and change them:\n"
+            f"strategy:\n{yaml_of(plans)}"
+        )
 
 
 def _named_models(module: LightningModule) -> dict[str, LayeredModule]:

@@ -99,6 +99,13 @@ class Encoder(Regress):
         super().__init__(lambda: nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
 
 
+class Single(Regress):
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Linear(8, 8))
+
+
 class Adversaries(InTurns, Own):
     """Two optimizers in turn, by manual optimization."""
 
@@ -195,6 +202,7 @@ def made(kinds: Sequence[type[Callback]]) -> list[Callback]:
 SAME = {
     "own blocks, tp": own(Own, TP),
     "own blocks, stages with a skip around them": own(Own, PP),
+    "own blocks, stages without a plan": own(Own, {"pp": 2, "microbatch_size": 4}),
     "own blocks, zero-bubble": own(Own, {**PP, "schedule": "zb-h1"}),
     "torch's encoder, tp": own(Encoder, {"tp": 2, "tensor_parallel_plan": {"net": "auto"}}),
     "manual optimization": own(Adversaries, TP | {"microbatch_size": None}),
@@ -213,7 +221,7 @@ REFUSED = {
     "statistics of a batch, cut": (own(Normed, {}), "batch statistics need the whole batch"),
     "an optimizer of the whole model": (own(WholeModel, TP), "LBFGS"),
     "tp without a plan": (own(Own, {"tp": 2}), "tensor_parallel_plan"),
-    "pp without a plan": (own(Own, {"pp": 2}), "net.blocks"),
+    "pp without a list of blocks": (own(Single, {"pp": 2}), "at least 2 blocks"),
 }
 
 

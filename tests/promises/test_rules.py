@@ -117,8 +117,8 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 4960,
-    "strategy": 11320,
-    "swap": 8450,
+    "strategy": 11330,
+    "swap": 8500,
     "tasks": 4530,
 }
 MIN_FILE_LINES = 70

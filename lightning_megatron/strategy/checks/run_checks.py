@@ -30,8 +30,8 @@ from lightning_megatron.strategy.options.sizes import (
 )
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
+from lightning_megatron.swap.decide.automatic import suggest_pipeline_plan
 from lightning_megatron.swap.decide.model_plan import suggest_tensor_plan
-from lightning_megatron.swap.decide.stages import suggest_plan
 from lightning_megatron.version import __version__
 
 #: Trainer settings that decide how many steps run and what they compute.
@@ -77,7 +77,7 @@ def _remedy_of_several(module: LightningModule, mesh: ParallelMesh) -> str:
 
 def _remedy_of_none(module: LightningModule, mesh: ParallelMesh) -> str:
     """Describe how the user can divide a module into stages."""
-    plan = suggest_plan(module, mesh.layout)
+    plan = suggest_pipeline_plan(module, mesh.layout)
     if plan is None:
         return (
             "A pipeline_plan needs an nn.ModuleList or nn.Sequential with at least "
@@ -85,7 +85,7 @@ def _remedy_of_none(module: LightningModule, mesh: ParallelMesh) -> str:
             "pp=1 with tp or dp, or a model with such a list, such as lightning_megatron.GPT with "
             "mesh=self.device_mesh."
         )
-    return f"Its blocks are in a list: use the pipeline_plan {plan}, or pp=1."
+    return f"It has blocks in lists: use the pipeline_plan {plan}, or pp=1."
 
 
 def check_is_sharded(module: LightningModule, mesh: ParallelMesh) -> None:

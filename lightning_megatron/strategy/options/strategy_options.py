@@ -115,7 +115,8 @@ class StrategyOptions:
         pipeline_plan: How a model from outside this package is divided into stages:
             {"model.layers": "blocks"} names its nn.ModuleList or nn.Sequential of blocks. Modules
             defined before it belong to the first stage, and modules after it to the last, unless
-            the plan says "first" or "last". None means the plan that a Hugging Face model declares.
+            the plan says "first" or "last". None means the plan that a Hugging Face model declares,
+            or the one list of equal blocks of another module.
         pipeline: Layers of the stages, and groups of microbatches: a mapping, or a PipelineOptions.
         context: How the ranks of cp exchange keys and values: a mapping, or a ContextOptions.
         experts: Transport of tokens to their experts, rows and clones: a mapping, or an

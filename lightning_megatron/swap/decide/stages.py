@@ -196,28 +196,6 @@ def plan_stages(
     return Stages(blocks, partition, ends, outer_owners, ties, twins, end_twins, mesh)
 
 
-def suggest_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
-    """Suggest a plan that divides the largest list of blocks; None if no list is long enough.
-
-    The plan assumes that modules run in the order of their definition. If they do not, the first
-    step raises an error.
-    """
-    sizes: dict[str, int] = {}
-    for name, part in root.named_modules():
-        kinds = (
-            {type(block) for block in part.children()}
-            if type(part) in (nn.ModuleList, nn.Sequential)
-            else set()
-        )
-        within = any(name.startswith(f"{list_name}.") for list_name in sizes)
-        if len(kinds) == 1 and len(list(part.children())) >= layout.pp * layout.vpp and not within:
-            sizes[name] = sum(parameter.numel() for parameter in part.parameters())
-    # Among lists of equal size, such as those of an encoder and a decoder, choose the last one,
-    # which consumes the output of the others.
-    best = max(reversed(sizes), key=lambda name: sizes[name], default=None)
-    return {best: "blocks"} if best is not None and sizes[best] else None
-
-
 def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> ModuleSite:
     names = [site.name for site in sites]
     blocks: list[ModuleSite] = []
