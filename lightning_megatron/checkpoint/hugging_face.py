@@ -26,7 +26,7 @@ from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint, verify
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.settings import join_or
+from lightning_megatron.plan.settings import join_or, shown
 from lightning_megatron.swap.families import Family, family_of
 from lightning_megatron.swap.hugging_face.own_code import (
     OWN_CODE,
@@ -266,8 +266,7 @@ def import_model(
     The checkpoint has no optimizer: validate, test and predict accept it as ``ckpt_path``.
     """
     source = SafetensorsFolder(folder)
-    classes = source.config.get("architectures") or [source.config["model_type"]]
-    family = family_of(classes[0])
+    family = family_of(_architecture(source))
     config = family.config(source.config)
     prefix = f"{MODEL}{name}."
     named_tensors = full_tensors(
@@ -282,6 +281,18 @@ def import_model(
     }
     header = Header(ParallelLayout(1), torch.__version__, {}, 0, 0, round(time.time(), 3))
     return write_checkpoint(out, num_files, tensors, {}, metadata, header)
+
+
+def _architecture(source: SafetensorsFolder) -> str:
+    classes = source.config.get("architectures") or [source.config["model_type"]]
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise CheckpointMismatchError(
+            "architectures of a configuration must be a list of names: they are "
+            f"{shown(classes)} in {source.path}. They determine the meaning of the tensors. "
+            "Correct config.json."
+        )
+    name: str = classes[0]
+    return name
 
 
 def _chosen(

@@ -16,9 +16,7 @@ from torch import Tensor
 from lightning_megatron.checkpoint.collective_steps import verify_together
 from lightning_megatron.checkpoint.directory import Checkpoint, find_checkpoint
 from lightning_megatron.checkpoint.header import METADATA, TENSOR_INDEX
-from lightning_megatron.checkpoint.storage import (
-    read_record,
-)
+from lightning_megatron.checkpoint.storage import read_record
 from lightning_megatron.checkpoint.tensor_index import (
     SavedTensor,
     StoredPiece,
@@ -81,8 +79,7 @@ def read_object(checkpoint: Checkpoint, piece: StoredPiece) -> bytes:
 
 def check_size(checkpoint: Checkpoint, name: str) -> None:
     """Check that a file exists and has the size recorded in the header."""
-    if name not in checkpoint.header.files:
-        raise damaged(checkpoint, name, "the header does not list it")
+    _check_listed(checkpoint, name)
     expected = checkpoint.header.files[name].size
     try:
         size = checkpoint.folder.size(name)
@@ -92,6 +89,11 @@ def check_size(checkpoint: Checkpoint, name: str) -> None:
         raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
     if size != expected:
         raise damaged(checkpoint, name, f"it has {size} bytes, but {expected} were written")
+
+
+def _check_listed(checkpoint: Checkpoint, name: str) -> None:
+    if name not in checkpoint.header.files:
+        raise damaged(checkpoint, name, "the header does not list it")
 
 
 def damaged(checkpoint: Checkpoint, name: str, reason: str) -> CorruptDataError:
@@ -166,7 +168,7 @@ def verify_checkpoint(path: str | os.PathLike[str], mesh: ParallelMesh | None = 
 def _verify(checkpoint: Checkpoint, axis: MeshAxis) -> None:
     files = checkpoint.header.files
     for name in (METADATA, TENSOR_INDEX):
-        check_size(checkpoint, name)
+        _check_listed(checkpoint, name)
     # Sort by size, so that all ranks read about the same number of bytes.
     names = sorted(files, key=lambda name: (-files[name].size, name))
     for name in names[axis.rank :: axis.size]:

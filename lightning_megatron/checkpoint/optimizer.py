@@ -113,9 +113,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def check_hyperparameters(
-    groups: Iterable[Mapping[str, Any]],
-    saved: Iterable[Mapping[str, Any]],
-    index: int,
+    groups: Iterable[Mapping[str, Any]], saved: Iterable[Mapping[str, Any]], index: int
 ) -> None:
     """Check that saved hyperparameters have the types of the optimizer's current ones.
 

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lightning_megatron.checkpoint.collective_steps import CaughtError, run_collectively
-from lightning_megatron.checkpoint.directory import (
-    CheckpointPath,
-    checkpoint_path_of,
-)
+from lightning_megatron.checkpoint.directory import CheckpointPath, checkpoint_path_of
 from lightning_megatron.checkpoint.entries import BoxToWrite
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, open_for_writing, read_record

@@ -33,7 +33,7 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.consolidate import consolidate, rewrite
 from lightning_megatron.checkpoint.header import _sum_of
-from lightning_megatron.checkpoint.storage import FileRecord
+from lightning_megatron.checkpoint.storage import FileRecord, LocalFolder
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
@@ -361,6 +361,19 @@ def test_verification_finds_missing_and_cut_files(tmp_path):
     (path / HEADER).unlink()
     with pytest.raises(CheckpointMismatchError, match=HEADER):
         verify_checkpoint(path)
+
+
+def test_verification_asks_for_the_size_of_each_file_once(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "a", entries(), {}, {}, MESH)
+    size, asked = LocalFolder.size, []
+
+    def counted(folder: LocalFolder, name: str) -> int:
+        asked.append(name)
+        return size(folder, name)
+
+    monkeypatch.setattr(LocalFolder, "size", counted)
+    verify_checkpoint(tmp_path / "a")
+    assert len(asked) == len(set(asked)) > 2, asked
 
 
 def test_a_file_that_the_header_does_not_list_is_damage(tmp_path):
