@@ -28,20 +28,6 @@ _TableKey: TypeAlias = tuple[int, torch.dtype, torch.device]
 _MAX_CACHED_TABLES = 8
 
 
-def rotary_tables(
-    seq_length: int,
-    head_dim: int,
-    *,
-    base: float = 10000.0,
-    scaling: RotaryScaling | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> tuple[Float[Tensor, "seq 1 1 rotary_dim"], Float[Tensor, "seq 1 1 rotary_dim"]]:
-    """Compute the cosines and sines of the positions of rows, counted from 0."""
-    positions = torch.arange(seq_length, device=device)[None]
-    return position_tables(positions, head_dim, base=base, scaling=scaling, dtype=dtype)
-
-
 def position_tables(
     positions: Int[Tensor, "batch seq"],
     head_dim: int,
@@ -79,7 +65,7 @@ def position_tables(
 class RotaryTables:
     """Rotary tables with a cache for the last sequence lengths, dtypes and devices.
 
-    Equal to ``rotary_tables``, or to ``position_tables`` if positions are given. Tables in the
+    Equal to ``position_tables``, with positions counted from 0 if none are given. Tables in the
     cache keep their addresses, so that CUDA graphs can read them in place. Each rank of ``context``
     gets the tables of its positions; None means whole sequences.
     """
@@ -184,7 +170,7 @@ def split_heads(
 
     Args:
         widths: Number of query, key and value features (elements).
-        tables: Cosines and sines from ``rotary_tables``; None means no rotation.
+        tables: Cosines and sines from ``position_tables``; None means no rotation.
         norms: Modules that normalise queries and keys before the rotation; None means no norms.
         norms_layer: Whether the norms normalise the features of all heads together; otherwise they
             normalise each head.

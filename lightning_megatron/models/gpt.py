@@ -15,11 +15,7 @@ from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention.document_cut import TokenOrder
 from lightning_megatron.layers.attention.span import AttentionSpan
-from lightning_megatron.layers.context_parallel.sequence_order import (
-    at_place,
-    join_parts,
-    own_part,
-)
+from lightning_megatron.layers.context_parallel.sequence_order import at_place, join_parts, own_part
 from lightning_megatron.layers.embedding import (
     InputEmbedding,
     VocabParallelEmbedding,
@@ -38,12 +34,7 @@ from lightning_megatron.models.gpt_block import (
     context_choice,
 )
 from lightning_megatron.models.gpt_losses import Targets
-from lightning_megatron.models.layer_inputs import (
-    GPTCall,
-    continues_cache,
-    laid_out,
-    layer_inputs,
-)
+from lightning_megatron.models.layer_inputs import GPTCall, continues_cache, laid_out, layer_inputs
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule, either_input
 from lightning_megatron.models.layered import single_mesh as single_mesh
 from lightning_megatron.models.remote_tensor import check_present
@@ -270,27 +261,14 @@ class GPT(LayeredModule):
 
     @override
     def _finish(self, hidden: Tensor, call: GPTCall) -> Any:
-        return self.result(hidden, call.targets, call.order, call.place)
-
-    def result(
-        self,
-        hidden: Float[Tensor, "seq_local batch hidden"],
-        targets: Targets | None,
-        order: TokenOrder | None,
-        place: int | None,
-    ) -> Any:
-        """Return the losses or their sum, the logits, or the logits at one position.
-
-        ``hidden`` is the output of the last norm; the other arguments are those of
-        :class:`GPTCall`.
-        """
-        if place is not None:
-            return self._logits_at_place(hidden, place, order)
+        if call.place is not None:
+            return self._logits_at_place(hidden, call.place, call.order)
+        targets = call.targets
         chunk = None
         if targets is not None:
             chunk = self.tokens_at_once(targets.labels.numel() // self.mesh.cp.size)
         if targets is None or chunk is None:
-            return self._of_logits(self.logits(hidden), targets, order)
+            return self._of_logits(self.logits(hidden), targets, call.order)
         return self._in_chunks(hidden, targets, chunk)
 
     def _of_logits(self, logits: Tensor, targets: Targets | None, order: TokenOrder | None) -> Any:

@@ -15,7 +15,7 @@ from lightning_megatron.layers.attention.cached_attention import attend_by_mask
 from lightning_megatron.layers.fused import choose_kernels
 from lightning_megatron.layers.fused.dropout import keep_mask
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_cross_entropy
-from lightning_megatron.layers.rotary import apply_rotary, position_tables, rotary_tables
+from lightning_megatron.layers.rotary import apply_rotary, position_tables
 from lightning_megatron.plan.mask_numbers import MaskNumbers, PlaceCut, dimension_of_rows
 from tests.kernels.magnitude_checks import (
     check_growing_magnitudes,
@@ -125,7 +125,8 @@ def check_rotary(draw: Draw, sizes: Sizes) -> None:
     """Compare rotated queries, keys and values."""
     for shape in sizes.heads:
         seq_length, _, heads, kv_heads, head_dim = shape
-        tables = rotary_tables(seq_length, head_dim, dtype=draw.dtype, device=draw.device)
+        positions = torch.arange(seq_length, device=draw.device)[None]
+        tables = position_tables(positions, head_dim, dtype=draw.dtype)
         fast, parts, slow = drawn_projection(draw, *shape)
         results = kernels.rotate_qkv(fast * 1, tables, heads, kv_heads)
         compare_rotated(draw, results, parts, tables, (fast, slow), f"rotary {shape}")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.layers.attention.cached_attention import attend_by_mask
-from lightning_megatron.layers.rotary import apply_rotary, rotary_tables
+from lightning_megatron.layers.rotary import apply_rotary, position_tables
 
 if TYPE_CHECKING:
     from tests.kernels.checks import Draw, Sizes
@@ -63,7 +63,8 @@ def _check_rotated(
     keys[:, :, place + 1 :] = torch.nan
     values[:, :, place + 1 :] = torch.nan
     rotated = head_dim if has_norm != interleaved else max(head_dim // 4 * 2, 2)
-    tables = rotary_tables(place + 3, rotated, dtype=draw.dtype, device=draw.device)
+    positions = torch.arange(place + 3, device=draw.device)[None]
+    tables = position_tables(positions, rotated, dtype=draw.dtype)
     scales = (draw(head_dim), draw(head_dim)) if has_norm else None
     before = keys.double(), values.double()
     at = torch.tensor([place], device=draw.device)

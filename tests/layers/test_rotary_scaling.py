@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.layers.rotary import RotaryTables, position_tables, rotary_tables
+from lightning_megatron.layers.rotary import RotaryTables, position_tables
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 
 modeling_phi3 = pytest.importorskip("transformers.models.phi3.modeling_phi3")
@@ -58,7 +58,7 @@ def test_tables_of_rows_and_positions_have_the_bits_of_hugging_face(ours, their_
     ):
         positions = torch.stack((torch.arange(length), torch.arange(length).flip(0)))
         theirs = module(torch.empty(0, dtype=dtype), positions)
-        rows = rotary_tables(length, 48, scaling=scaling, dtype=dtype)
+        rows = RotaryTables(48, 10000.0, scaling)(length, torch.empty(0, dtype=dtype))
         at_positions = position_tables(positions, 48, scaling=scaling, dtype=dtype)
         for row_table, position_table, their_table in zip(rows, at_positions, theirs, strict=True):
             assert torch.equal(row_table[:, 0, 0], their_table[0])

@@ -82,7 +82,7 @@ def test_context_parallel_attention_that_stores_scores_has_a_remedy(monkeypatch)
 def test_rotary_embeddings_without_the_fused_kernel_warn_once(monkeypatch):
     monkeypatch.setattr(rotary, "fused_kernels", lambda tensor: object())
     warn_of_slow_path.cache_clear()
-    tables = rotary.rotary_tables(5, 8)
+    tables = rotary.position_tables(torch.arange(5)[None], 8)
     norms = (torch.relu, torch.relu)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -99,9 +99,8 @@ def test_one_kernel_normalises_and_rotates_heads(case, monkeypatch):
     kernels = Mock()
     monkeypatch.setattr(rotary, "fused_kernels", lambda tensor: kernels)
     warn_of_slow_path.cache_clear()
-    tables = rotary.rotary_tables(5, 4 if case == "part" else 8)
-    if case == "positions":
-        tables = rotary.position_tables(torch.arange(5).repeat(2, 1), 8)
+    positions = torch.arange(5).repeat(2 if case == "positions" else 1, 1)
+    tables = rotary.position_tables(positions, 4 if case == "part" else 8)
     norm = Mock(eps=1e-6)
     norms = (norm, norm) if case == "norms" else None
     qkv = torch.randn(5, 2, 24)

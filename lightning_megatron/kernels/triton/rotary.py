@@ -40,7 +40,7 @@ def rotate_qkv(
     one gradient in the layout of ``qkv``, without a concatenation.
 
     Args:
-        tables: Cosines and sines from ``rotary_tables``.
+        tables: Cosines and sines from ``position_tables``.
     """
     return _RotateQKV.apply(qkv, *tables, num_heads, num_kv_heads)
 
