@@ -2,7 +2,6 @@
 
 from lightning_megatron.checkpoint.pretrained_encoder import PretrainedEncoder as PretrainedEncoder
 from lightning_megatron.data.blended_samples import BlendedSamples as BlendedSamples
-from lightning_megatron.data.blended_samples import blend_parts as blend_parts
 from lightning_megatron.data.corpus_datamodule import CorpusDataModule as CorpusDataModule
 from lightning_megatron.data.documents import RawChunk as RawChunk
 from lightning_megatron.data.documents import TextFiles as TextFiles
@@ -10,25 +9,17 @@ from lightning_megatron.data.file_datamodule import FileDataModule as FileDataMo
 from lightning_megatron.data.index_cache import cache_key as cache_key
 from lightning_megatron.data.index_cache import load_or_build as load_or_build
 from lightning_megatron.data.loader import SampleBatches as SampleBatches
-from lightning_megatron.data.loader import StreamLoader as StreamLoader
-from lightning_megatron.data.loader import TokenLoader as TokenLoader
 from lightning_megatron.data.loader import WindowBatches as WindowBatches
-from lightning_megatron.data.packing import PackedIndex as PackedIndex
-from lightning_megatron.data.packing import index_packed as index_packed
-from lightning_megatron.data.packing import pack_once as pack_once
 from lightning_megatron.data.row_datamodule import RowDataModule as RowDataModule
 from lightning_megatron.data.row_files import FileRow as FileRow
 from lightning_megatron.data.row_tokens import EncodedText as EncodedText
 from lightning_megatron.data.row_tokens import RowEncoder as RowEncoder
 from lightning_megatron.data.row_tokens import RowTokens as RowTokens
 from lightning_megatron.data.row_tokens import StreamCounts as StreamCounts
-from lightning_megatron.data.sampler import TokenBatchSampler as TokenBatchSampler
 from lightning_megatron.data.samples import Samples as Samples
-from lightning_megatron.data.samples import Windows as Windows
-from lightning_megatron.data.samples import check_token_ids as check_token_ids
 from lightning_megatron.data.streamed_samples import StreamedSamples as StreamedSamples
 from lightning_megatron.data.text_rows import StreamedTexts as StreamedTexts
-from lightning_megatron.data.text_rows import TextRows as TextRows
+from lightning_megatron.data.text_rows import TextSamples as TextSamples
 from lightning_megatron.data.token_file import TokenFile as TokenFile
 from lightning_megatron.data.tokenizer import FileTokenizer as FileTokenizer
 from lightning_megatron.data.tokenizer import Tokenizer as Tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,51 @@ class BlendedSamples:
         self.seq_length = parts[0].seq_length
         self.choices = choices
         self.numbers = occurrences(choices, len(parts))
+
+    @classmethod
+    def of(
+        cls,
+        count: int,
+        open_part: Callable[[int, int | None], Samples],
+        weights: Sequence[float] | None,
+        num_samples: int | None,
+        cache_dir: str | None,
+        one_pass: Callable[[], list[int]] | None = None,
+    ) -> Self:
+        """Return a blend whose samples are drawn from the corpora by their weights.
+
+        Args:
+            count: Number of corpora.
+            open_part: Function that takes the index of a corpus and a number of samples (None for
+                one pass), and returns the samples of this corpus.
+            weights: Share of each corpus in the samples, exact in its decimal notation; None uses
+                the sizes of one pass.
+            num_samples: Number of samples; None uses one pass over every corpus.
+            cache_dir: Directory of the index cache; None keeps the choices in memory.
+            one_pass: Function that returns the number of samples of one pass over each corpus; None
+                opens the parts to count them.
+
+        Raises:
+            UnsupportedError: If the number of weights differs from the number of corpora, or
+                weights are invalid.
+        """
+        _check_weights(weights, count)
+        if num_samples is None and weights is None:
+            parts = [open_part(number, None) for number in range(count)]
+            return cls(parts, blend_exhaustively([len(part) for part in parts]), "exhaustive")
+        if one_pass is None:
+            sizes = [len(open_part(number, None)) for number in range(count)]
+        else:
+            sizes = one_pass()
+        shares = sizes if weights is None else weights
+        size = sum(sizes) if num_samples is None else num_samples
+        fields = {"weights": [str(weight) for weight in shares], "size": size}
+        choices = _cached(fields, lambda: blend(shares, size), cache_dir)
+        # Open every corpus, even one from which no sample is drawn. A damaged corpus would
+        # otherwise fail only in a longer run.
+        drawn = np.maximum(np.bincount(choices, minlength=count), 1).tolist()
+        parts = [open_part(number, drawn[number]) for number in range(count)]
+        return cls(parts, choices, ",".join(map(str, integer_weights(shares))))
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -99,60 +144,14 @@ def blend_samples(
 
     if num_samples is None and options.order in ONE_PASS_ORDERS:
         weights = None
-    return BlendedSamples(
-        *blend_parts(
-            len(corpora),
-            open_part,
-            weights,
-            num_samples,
-            options.cache_dir,
-            lambda: _one_pass(corpora, options),
-        )
+    return BlendedSamples.of(
+        len(corpora),
+        open_part,
+        weights,
+        num_samples,
+        options.cache_dir,
+        lambda: _one_pass(corpora, options),
     )
-
-
-def blend_parts(
-    count: int,
-    open_part: Callable[[int, int | None], Samples],
-    weights: Sequence[float] | None,
-    num_samples: int | None,
-    cache_dir: str | None,
-    one_pass: Callable[[], list[int]] | None = None,
-) -> tuple[list[Samples], npt.NDArray[np.int16], str]:
-    """Return the arguments of ``BlendedSamples``: its parts, the choices, and their rule.
-
-    Args:
-        count: Number of corpora.
-        open_part: Function that takes the index of a corpus and a number of samples (None for one
-            pass), and returns the samples of this corpus.
-        weights: Share of each corpus in the samples, exact in its decimal notation; None uses the
-            sizes of one pass.
-        num_samples: Number of samples; None uses one pass over every corpus.
-        cache_dir: Directory of the index cache; None keeps the choices in memory.
-        one_pass: Function that returns the number of samples of one pass over each corpus; None
-            opens the parts to count them.
-
-    Raises:
-        UnsupportedError: If the number of weights differs from the number of corpora, or weights
-            are invalid.
-    """
-    _check_weights(weights, count)
-    if num_samples is None and weights is None:
-        parts = [open_part(number, None) for number in range(count)]
-        return parts, blend_exhaustively([len(part) for part in parts]), "exhaustive"
-    if one_pass is None:
-        sizes = [len(open_part(number, None)) for number in range(count)]
-    else:
-        sizes = one_pass()
-    shares = sizes if weights is None else weights
-    size = sum(sizes) if num_samples is None else num_samples
-    fields = {"weights": [str(weight) for weight in shares], "size": size}
-    choices = _cached(fields, lambda: blend(shares, size), cache_dir)
-    # Open every corpus, even one from which no sample is drawn. A damaged corpus would otherwise
-    # fail only in a longer run.
-    drawn = np.maximum(np.bincount(choices, minlength=count), 1).tolist()
-    parts = [open_part(number, drawn[number]) for number in range(count)]
-    return parts, choices, ",".join(map(str, integer_weights(shares)))
 
 
 def _check_weights(weights: Sequence[float] | None, count: int) -> None:

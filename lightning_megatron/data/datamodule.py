@@ -10,8 +10,7 @@ from typing_extensions import override
 from lightning_megatron.data.blended_samples import blend_samples
 from lightning_megatron.data.corpora import SetPaths
 from lightning_megatron.data.corpus_datamodule import CorpusDataModule
-from lightning_megatron.data.loader import TokenLoader, WindowBatches
-from lightning_megatron.data.sampler import TokenBatchSampler
+from lightning_megatron.data.loader import WindowBatches
 from lightning_megatron.data.samples import (
     Corpora,
     Order,
@@ -107,15 +106,14 @@ class TokenDataModule(CorpusDataModule):
         return blend_samples(corpora, weights, self._options(self.order), num_samples)
 
     @override
-    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
+    def batches_of(self, samples: Samples) -> WindowBatches:
         if self.mask_after_eod and self.eod is None:
             raise UnsupportedError(
                 "mask_after_eod needs an end-of-document token: the tokenizer has none. Leave "
                 "mask_after_eod out, or use a tokenizer with such a token."
             )
         ignored = self.eod if self.mask_after_eod else None
-        batches = WindowBatches(cast(Windows, samples), ignored, self.documents != "joined")
-        return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
+        return WindowBatches(cast(Windows, samples), ignored, self.documents != "joined")
 
     @override
     def samples_once(self, corpora: Corpora) -> Samples:

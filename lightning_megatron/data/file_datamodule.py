@@ -9,14 +9,10 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from lightning_megatron.data.corpora import SetPaths, files_of_sets
-from lightning_megatron.data.loader import SampleBatches, StreamLoader, TokenLoader
 from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts
 from lightning_megatron.data.row_files import find_row_files, sizes_of
 from lightning_megatron.data.row_tokens import RowEncoder
-from lightning_megatron.data.sampler import TokenBatchSampler
-from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.stream_sections import RowStream
-from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.data.streaming import (
     Streaming,
     check_no_sample_number,
@@ -114,12 +110,3 @@ class FileDataModule(RowDataModule):
         """Fields that identify the training rows of a stream, except their order."""
         # The contents are unknown until the stream has been read, so sizes identify the files.
         return {"files": [sizes_of(path) for path in self.files["train"]], **self.encoder.key}
-
-    @abstractmethod
-    def batches_of(self, samples: Samples) -> SampleBatches:
-        """Return the batches of samples."""
-
-    @override
-    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        kind = StreamLoader if isinstance(samples, StreamedSamples) else TokenLoader
-        return kind(self.batches_of(samples), sampler, self.num_workers, self.pin_memory)

@@ -27,6 +27,8 @@ class SampleBatches(Dataset):
 
     #: Samples in order.
     samples: Samples
+    #: Number of the pass over the samples, for batches that differ in each pass.
+    epoch = 0
 
 
 class WindowBatches(SampleBatches):
@@ -89,9 +91,10 @@ class WindowBatches(SampleBatches):
 class TokenLoader:
     """Iterable over the batches of one data-parallel rank.
 
-    It creates a DataLoader for each epoch instead of being one, for two reasons: Lightning then
-    does not replace the sampler, and workers start at the first batch, after a checkpoint has been
-    restored.
+    This process builds the batches of a stream itself, whose worker processes encode rows. For
+    other samples it creates a DataLoader for each epoch instead of being one, for two reasons:
+    Lightning then does not replace the sampler, and workers start at the first batch, after a
+    checkpoint has been restored.
 
     Args:
         batches: Dataset of batches.
@@ -116,6 +119,12 @@ class TokenLoader:
         return self.sampler.batch_size
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        # A sampler without a seed, such as that of validation, repeats the same epoch.
+        self.batches.epoch = 0 if self.sampler.seed is None else self.sampler.epoch
+        samples = self.batches.samples
+        if isinstance(samples, StreamedSamples):
+            yield from self._read(samples)
+            return
         yield from DataLoader(
             self.batches,
             sampler=self.sampler,
@@ -126,6 +135,19 @@ class TokenLoader:
             # seed from the default generator, which models use.
             generator=torch.Generator().manual_seed(0),
         )
+
+    def _read(self, samples: StreamedSamples) -> Iterator[dict[str, torch.Tensor]]:
+        try:
+            for numbers in self.sampler:
+                batch = self.batches[numbers]
+                samples.free_before(min(numbers))
+                if self.pin_memory:
+                    batch = {name: values.pin_memory() for name, values in batch.items()}
+                yield batch
+        finally:
+            # A training goes on with the next pass.
+            if not self.sampler.drop_last:
+                samples.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return an empty state: the data module saves the position.
@@ -147,7 +169,8 @@ class PassSampler(TokenBatchSampler):
 
     The global batches are the same as in a run without epochs. An epoch ends before the first
     global batch with samples of the next pass; the remaining samples of its pass are the first ones
-    of the next epoch. The number of batches is unknown.
+    of the next epoch. With ``drop_last=False`` there is only the first pass, whose last batch has
+    the remaining samples. The number of batches is unknown.
     """
 
     def __init__(
@@ -161,29 +184,15 @@ class PassSampler(TokenBatchSampler):
 
     @override
     def _batch_ranges(self, count: int) -> Iterator[tuple[int, int]]:
-        current = None
+        current = None if self.drop_last else 0
         for start, size in super()._batch_ranges(count):
             last = start + size - 1
             if current is None:
                 current = self._samples.pass_of(last)
             elif not self._samples.is_in_pass(last, current):
+                numbers = range(start, start + size)
+                num_left = sum(self._samples.is_in_pass(number, current) for number in numbers)
+                if num_left and not self.drop_last:
+                    yield start, num_left
                 return
             yield start, size
-
-
-class StreamLoader(TokenLoader):
-    """Iterable over the batches of a stream for one data-parallel rank.
-
-    This process builds the batches itself; the worker processes encode rows.
-    """
-
-    @override
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        samples = self.batches.samples
-        assert isinstance(samples, StreamedSamples), "only a stream has this loader"
-        for numbers in self.sampler:
-            batch = self.batches[numbers]
-            samples.free_before(min(numbers))
-            if self.pin_memory:
-                batch = {name: values.pin_memory() for name, values in batch.items()}
-            yield batch

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.data.balance import RowBalance
-from lightning_megatron.data.loader import PassSampler, TokenLoader
+from lightning_megatron.data.loader import PassSampler, SampleBatches, TokenLoader
 from lightning_megatron.data.sampler import TokenBatchSampler, check_position, imbalance_line
 from lightning_megatron.data.samples import Samples, Windows
 from lightning_megatron.data.streamed_samples import SectionStart, StreamedSamples
@@ -172,12 +172,8 @@ class RowDataModule(LightningDataModule):
         """
 
     @abstractmethod
-    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        """Return a loader of samples in the order of a sampler.
-
-        Args:
-            sampler: Order of the samples on this rank.
-        """
+    def batches_of(self, samples: Samples) -> SampleBatches:
+        """Return the batches of samples."""
 
     @abstractmethod
     def evaluation_samples(self, set_name: str) -> Samples | None:
@@ -194,6 +190,14 @@ class RowDataModule(LightningDataModule):
         Args:
             set_name: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
         """
+
+    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
+        """Return a loader of samples in the order of a sampler.
+
+        Args:
+            sampler: Order of the samples on this rank.
+        """
+        return TokenLoader(self.batches_of(samples), sampler, self.num_workers, self.pin_memory)
 
     def setup(self, stage: str | None = None) -> None:
         """Read the files of a stage, so that errors occur before the first step."""
@@ -315,11 +319,13 @@ class RowDataModule(LightningDataModule):
             stream.close()
 
     def evaluation_loader(self, samples: Samples) -> TokenLoader:
-        """Return a loader that yields every sample once."""
+        """Return a loader that yields every sample once, or those of a stream's first pass."""
         dp_rank, dp_size = self.data_parallel()
-        sampler = TokenBatchSampler(
-            len(samples), self._rows_of_rank(dp_size), dp_rank, dp_size, drop_last=False
-        )
+        rows = self._rows_of_rank(dp_size)
+        if isinstance(samples, StreamedSamples):
+            once = PassSampler(samples, rows, dp_rank, dp_size, drop_last=False)
+            return self.loader_of(samples, once)
+        sampler = TokenBatchSampler(len(samples), rows, dp_rank, dp_size, drop_last=False)
         return self.loader_of(samples, sampler)
 
     def data_parallel(self) -> tuple[int, int]:

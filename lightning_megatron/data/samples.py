@@ -107,29 +107,6 @@ def check_rows(whole: bool, order: str) -> None:
         )
 
 
-def check_token_ids(
-    tokens: npt.NDArray[np.int64], vocab_size: int | None, index: int, corpus: TokenFile
-) -> None:
-    """Check that the tokens of a sample are in the vocabulary.
-
-    Args:
-        tokens: Tokens of a sample.
-        vocab_size: Size of the vocabulary; None accepts all non-negative ids.
-        corpus: Token file of the sample.
-
-    Raises:
-        CorruptDataError: If an id is negative, or not below the vocabulary size.
-    """
-    low = int(tokens.min())
-    high = int(tokens.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        raise CorruptDataError(
-            f"token ids must be in the vocabulary of {vocab_size} tokens: sample {index} of "
-            f"{corpus.prefix} holds {low} to {high}. The corpus was written with another "
-            "tokenizer. Use that tokenizer."
-        )
-
-
 class GPTSamples:
     """Windows of one corpus, which cross the ends of documents or consist of whole documents.
 
@@ -181,7 +158,7 @@ class GPTSamples:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} of {self.corpus.prefix}.")
         pieces = [
-            self._tokens(start, stop, index)
+            self.corpus.sample(index, start, stop, self.options.vocab_size)
             for start, stop in self.index.pieces(index, self._bounds)
             if start < stop
         ]
@@ -205,11 +182,6 @@ class GPTSamples:
         depends_on_number = self._num_samples is None or self.options.order == "megatron"
         extent = {"num_samples": self._num_samples} if depends_on_number else {}
         return cache_key({**self._fields(), **extent})
-
-    def _tokens(self, start: int, stop: int, index: int) -> npt.NDArray[np.int64]:
-        tokens = self.corpus.tokens[start:stop].astype(np.int64)
-        check_token_ids(tokens, self.options.vocab_size, index, self.corpus)
-        return tokens
 
     def _fields(self) -> dict[str, object]:
         options = self.options

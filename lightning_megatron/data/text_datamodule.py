@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -14,18 +12,14 @@ from typing_extensions import override
 from lightning_megatron.data.documents import parse_text, text_under
 from lightning_megatron.data.encoded_document import encode_document
 from lightning_megatron.data.file_datamodule import FileDataModule
-from lightning_megatron.data.index_cache import cache_key
-from lightning_megatron.data.loader import TokenLoader, WindowBatches
-from lightning_megatron.data.packing import pack_once
+from lightning_megatron.data.loader import WindowBatches
 from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
 from lightning_megatron.data.row_datamodule import log_row_counts
 from lightning_megatron.data.row_files import FileRow, sizes_of
 from lightning_megatron.data.row_tokens import EncodedText, RowEncoder, StreamCounts
-from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples, Windows
-from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.data.streaming import Streaming
-from lightning_megatron.data.text_rows import StreamedTexts, TextRows
+from lightning_megatron.data.text_rows import StreamedTexts, TextSamples
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.plan.settings import coerced_arguments
@@ -81,19 +75,6 @@ class TextEncoder(RowEncoder):
         if len(tokens) < _MIN_TOKENS:
             return None
         return (EncodedText(np.array(tokens, np.int32), np.ones(len(tokens), np.uint8), False),)
-
-
-class TextSamples(TextRows):
-    """One pass over the documents of some files in a fixed shuffled order, all in memory."""
-
-    def __init__(self, files: Sequence[Path], encoder: TextEncoder) -> None:
-        self.seq_length = encoder.seq_length
-        rows = encoder.encode_files(files)
-        # This key gives the fixed order of `TokenDataModule`.
-        random = np.random.RandomState([0, 0, 4])
-        lengths = np.diff(rows.bounds)
-        super().__init__(rows, pack_once(lengths, self.seq_length, random, True, None))
-        self.order_key = cache_key({"files": [sizes_of(path) for path in files]})
 
 
 class TextDataModule(FileDataModule):
@@ -196,16 +177,11 @@ class TextDataModule(FileDataModule):
     @override
     def evaluation_samples(self, set_name: str) -> TextSamples:
         if set_name not in self._evaluated:
-            self._evaluated[set_name] = TextSamples(self.files[set_name], self._encoder)
+            rows = self._encoder.encode_files(self.files[set_name])
+            # This seed gives the fixed order of `TokenDataModule`.
+            self._evaluated[set_name] = TextSamples(rows, self.seq_length, 0)
         return self._evaluated[set_name]
 
     @override
     def batches_of(self, samples: Samples) -> WindowBatches:
         return WindowBatches(cast(Windows, samples), are_separate=True)
-
-    @override
-    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        if isinstance(samples, StreamedSamples):
-            return super().loader_of(samples, sampler)
-        # The rows of evaluation are already encoded and in memory, so workers have nothing to do.
-        return TokenLoader(self.batches_of(samples), sampler, 0, self.pin_memory)

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from lightning_megatron.data.packing import PackedIndex, pack_once
+from lightning_megatron.data.index_cache import cache_key
+from lightning_megatron.data.packing import PackedIndex, index_packed, pack_once
 from lightning_megatron.data.row_tokens import RowTokens
 from lightning_megatron.data.streamed_samples import StreamedSamples
 
@@ -47,6 +48,39 @@ class TextRows:
     def _values_of_row(self, values: npt.NDArray, index: int) -> npt.NDArray:
         pieces = self._index.pieces(index, self._texts.bounds)
         return np.concatenate([values[start:stop] for start, stop in pieces])
+
+
+class TextSamples(TextRows):
+    """Rows of the texts of some files, in shuffled order.
+
+    Args:
+        encoded: Encoded texts of the files.
+        seq_length: Tokens that a row predicts (tokens).
+        seed: Seed of the shuffle; None keeps the order of the files.
+        is_packed: Whether rows have several texts; otherwise each row has one.
+        num_samples: Number of rows, over as many passes as needed; None makes one pass (samples).
+    """
+
+    def __init__(
+        self,
+        encoded: RowTokens,
+        seq_length: int,
+        seed: int | None,
+        is_packed: bool = True,
+        num_samples: int | None = None,
+    ) -> None:
+        self.seq_length = seq_length
+        lengths = np.diff(encoded.bounds)
+        super().__init__(encoded, index_packed(lengths, seq_length, num_samples, seed, is_packed))
+        # The names of earlier versions, so that their checkpoints match.
+        self.order_key = cache_key(
+            {
+                "conversations": encoded.key,
+                "seed": seed,
+                "is_packed": is_packed,
+                "is_pass": num_samples is None,
+            }
+        )
 
 
 class StreamedTexts(StreamedSamples[TextRows]):

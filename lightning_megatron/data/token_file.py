@@ -125,6 +125,31 @@ class TokenFile:
             )
         return tokens
 
+    def sample(
+        self, index: int, start: int, stop: int, vocab_size: int | None
+    ) -> npt.NDArray[np.int64]:
+        """Return the tokens of a sample, after a check that they are in the vocabulary.
+
+        Args:
+            index: Number of the sample, for errors.
+            start: Index of its first token.
+            stop: Index of the token after its last one.
+            vocab_size: Size of the vocabulary; None accepts all non-negative ids.
+
+        Raises:
+            CorruptDataError: If an id is negative, or not below the vocabulary size.
+        """
+        tokens = self.tokens[start:stop].astype(np.int64)
+        low = int(tokens.min())
+        high = int(tokens.max())
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            raise CorruptDataError(
+                f"token ids must be in the vocabulary of {vocab_size} tokens: sample {index} of "
+                f"{self.prefix} holds {low} to {high}. The corpus was written with another "
+                "tokenizer. Use that tokenizer."
+            )
+        return tokens
+
     def __getitem__(self, index: int) -> npt.NDArray[np.generic]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)} sequences.")

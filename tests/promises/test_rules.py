@@ -119,7 +119,7 @@ BUDGETS: dict[str, int] = {
     "plan": 4960,
     "strategy": 11330,
     "swap": 8500,
-    "tasks": 4530,
+    "tasks": 4450,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700

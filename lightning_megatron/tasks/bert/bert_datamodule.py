@@ -14,11 +14,10 @@ from lightning_megatron.building_blocks import (
     Count,
     Probability,
     Samples,
-    TokenBatchSampler,
     coerced_arguments,
 )
 from lightning_megatron.tasks.bert.masking import NGramMasking, WordPieces
-from lightning_megatron.tasks.bert.pair_batches import PairBatches, PairLoader
+from lightning_megatron.tasks.bert.pair_batches import PairBatches
 from lightning_megatron.tasks.bert.pair_samples import (
     BlendedPairs,
     Corpora,
@@ -117,17 +116,13 @@ class BERTDataModule(CorpusDataModule):
 
     @override
     def samples_once(self, corpora: Corpora) -> Samples:
-        # A constant seed: `limit_val_batches` then compares runs on the same text.
+        # A constant seed: `limit_val_batches` then compares runs on the same masked text.
         return blend_pairs(corpora, None, self._pair_options(0))
 
     @override
-    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> PairLoader:
-        # Validation has the same masks for every seed of the training.
-        seed = self.seed if sampler.drop_last else 0
-        batches = PairBatches(
-            cast(SentenceSamples, samples), self.pieces, self.masking, self.num_segments, seed
-        )
-        return PairLoader(batches, sampler, self.num_workers, self.pin_memory)
+    def batches_of(self, samples: Samples) -> PairBatches:
+        sentences = cast(SentenceSamples, samples)
+        return PairBatches(sentences, self.pieces, self.masking, self.num_segments)
 
     def _pair_options(self, seed: int) -> PairOptions:
         options = PairOptions(

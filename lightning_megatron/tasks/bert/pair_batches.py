@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from lightning_megatron.building_blocks import IGNORED, SampleBatches, TokenLoader
+from lightning_megatron.building_blocks import IGNORED, SampleBatches
 from lightning_megatron.tasks.bert.masking import NGramMasking, WordPieces
 from lightning_megatron.tasks.bert.pair_samples import Sentences, SentenceSamples
 
@@ -41,15 +39,11 @@ class PairBatches(SampleBatches):
         pieces: WordPieces,
         masking: NGramMasking,
         num_segments: int,
-        seed: int,
     ) -> None:
         self.samples = samples
         self.pieces = pieces
         self.masking = masking
         self.num_segments = num_segments
-        self.seed = seed
-        #: Number of the pass over the samples. Each pass has different masks.
-        self.epoch = 0
 
     @override
     def __getitem__(self, numbers: list[int]) -> dict[str, torch.Tensor]:
@@ -87,7 +81,9 @@ class PairBatches(SampleBatches):
         """
         sentences, target = self.samples.sentences(number)
         # RandomState, unlike newer generators, never changes its numbers.
-        random = np.random.RandomState([self.seed, self.epoch, number % 2**32, number >> 32, 4])
+        random = np.random.RandomState(
+            [self.samples.seed, self.epoch, number % 2**32, number >> 32, 4]
+        )
         if self.num_segments == 1:
             return [_truncated(np.concatenate(sentences), target, random)], 0, random
         pair, is_swapped = _random_segments(sentences, random)
@@ -107,17 +103,6 @@ class PairBatches(SampleBatches):
             start += len(segment) + 1
             ends.append(start)
         return np.concatenate(parts), bounds, ends
-
-
-class PairLoader(TokenLoader):
-    """Loader that masks different tokens in each epoch of training."""
-
-    @override
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        assert isinstance(self.batches, PairBatches), "this loader has batches of pairs"
-        # A sampler without a seed, such as that of validation, repeats the same epoch.
-        self.batches.epoch = 0 if self.sampler.seed is None else self.sampler.epoch
-        yield from super().__iter__()
 
 
 def _random_segments(

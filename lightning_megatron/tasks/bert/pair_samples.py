@@ -14,9 +14,7 @@ from lightning_megatron.building_blocks import (
     BlendedSamples,
     Samples,
     TokenFile,
-    blend_parts,
     cache_key,
-    check_token_ids,
     load_or_build,
 )
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
@@ -63,6 +61,10 @@ class PairOptions:
 class SentenceSamples(Samples, Protocol):
     """Samples that consist of sentences and have a target length."""
 
+    @property
+    def seed(self) -> int:
+        """Seed of the order and the masks."""
+
     def sentences(self, index: int) -> tuple[Sentences, int]:
         """Return the tokens of each sentence of a sample, and its target length (tokens)."""
 
@@ -88,6 +90,7 @@ class PairSamples:
         self.corpus = corpus
         self.options = options
         self.seq_length = options.seq_length
+        self.seed = options.seed
         # Empty documents repeat an entry.
         bounds = np.unique(corpus.document_index)
         self.documents = range(len(bounds) - 1) if documents is None else documents
@@ -110,8 +113,7 @@ class PairSamples:
             raise IndexError(f"sample {index} of {len(self)} of {self.corpus.prefix}.")
         first, stop, target = self._index[index].tolist()
         starts = self.corpus.starts[first : stop + 1]
-        tokens = self.corpus.tokens[starts[0] : starts[-1]].astype(np.int64)
-        check_token_ids(tokens, self.options.vocab_size, index, self.corpus)
+        tokens = self.corpus.sample(index, starts[0], starts[-1], self.options.vocab_size)
         return np.split(tokens, starts[1:-1] - starts[0]), target
 
     @property
@@ -158,6 +160,12 @@ class PairSamples:
 class BlendedPairs(BlendedSamples):
     """Blend of the samples of sentences of several token files."""
 
+    @property
+    def seed(self) -> int:
+        """Seed of the order and the masks."""
+        seed: int = self.parts[0].seed
+        return seed
+
     def sentences(self, index: int) -> tuple[Sentences, int]:
         """Return the tokens of each sentence of a sample, and its target length (tokens)."""
         if not 0 <= index < len(self):
@@ -188,6 +196,4 @@ def blend_pairs(
         corpus, documents = corpora[number]
         return PairSamples(corpus, options, documents, size)
 
-    return BlendedPairs(
-        *blend_parts(len(corpora), open_part, weights, num_samples, options.cache_dir)
-    )
+    return BlendedPairs.of(len(corpora), open_part, weights, num_samples, options.cache_dir)

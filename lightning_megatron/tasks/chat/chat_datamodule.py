@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,56 +12,14 @@ from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
     IGNORED,
-    RowTokens,
     Samples,
     StreamedTexts,
-    TextRows,
+    TextSamples,
     WindowBatches,
-    Windows,
-    cache_key,
     coerced_arguments,
-    index_packed,
 )
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.tasks.chat.conversation_datamodule import ConversationDataModule
-
-
-class ConversationSamples(Windows, Protocol):
-    """Rows of conversations with a mask of the tokens of answers."""
-
-    def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tokens of a row that belong to answers."""
-
-
-class ChatSamples(TextRows):
-    """Rows of the conversations of some files, in shuffled order.
-
-    Args:
-        seq_length: Tokens that a row predicts (tokens).
-        seed: Seed of the shuffle; None keeps the order of the files.
-        is_packed: Whether rows have several conversations; otherwise each row has one.
-        num_samples: Number of rows, over as many passes as needed; None makes one pass (samples).
-    """
-
-    def __init__(
-        self,
-        encoded: RowTokens,
-        seq_length: int,
-        seed: int | None,
-        is_packed: bool,
-        num_samples: int | None = None,
-    ) -> None:
-        self.seq_length = seq_length
-        lengths = np.diff(encoded.bounds)
-        super().__init__(encoded, index_packed(lengths, seq_length, num_samples, seed, is_packed))
-        self.order_key = cache_key(
-            {
-                "conversations": encoded.key,
-                "seed": seed,
-                "is_packed": is_packed,
-                "is_pass": num_samples is None,
-            }
-        )
 
 
 class ChatBatches(WindowBatches):
@@ -76,7 +34,7 @@ class ChatBatches(WindowBatches):
         are_separate: Whether batches have the lengths of the conversations.
     """
 
-    def __init__(self, samples: ConversationSamples, are_separate: bool) -> None:
+    def __init__(self, samples: TextSamples | StreamedTexts, are_separate: bool) -> None:
         super().__init__(samples, are_separate=are_separate)
         self._chat_samples = samples
 
@@ -159,7 +117,7 @@ class ChatDataModule(ConversationDataModule):
         self.documents: Literal["joined", "whole"] = "whole" if packing else "joined"
 
     @override
-    def training_samples(self, num_samples: int | None) -> ConversationSamples:
+    def training_samples(self, num_samples: int | None) -> TextSamples | StreamedTexts:
         if self.streaming is None:
             return self._samples("train", self.seed, num_samples)
         max_pieces = self.streaming.max_pieces(self.seq_length)
@@ -167,18 +125,18 @@ class ChatDataModule(ConversationDataModule):
         return StreamedTexts(is_packed=self._is_packed, max_pieces=max_pieces, **options)
 
     @override
-    def evaluation_samples(self, set_name: str) -> ChatSamples:
+    def evaluation_samples(self, set_name: str) -> TextSamples:
         # With a fixed seed, `limit_val_batches` selects the same text in every run.
         return self._samples(set_name, 0, None)
 
     @override
     def batches_of(self, samples: Samples) -> ChatBatches:
-        return ChatBatches(cast(ConversationSamples, samples), self._is_packed)
+        return ChatBatches(cast(TextSamples, samples), self._is_packed)
 
     @property
     def _is_packed(self) -> bool:
         return self.documents == "whole"
 
-    def _samples(self, set_name: str, seed: int, num_samples: int | None) -> ChatSamples:
+    def _samples(self, set_name: str, seed: int, num_samples: int | None) -> TextSamples:
         rows = self.encoded(set_name)
-        return ChatSamples(rows, self.seq_length, seed, self._is_packed, num_samples)
+        return TextSamples(rows, self.seq_length, seed, self._is_packed, num_samples)

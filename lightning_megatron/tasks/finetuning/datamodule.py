@@ -17,8 +17,6 @@ from lightning_megatron.building_blocks import (
     Count,
     RowDataModule,
     Samples,
-    TokenBatchSampler,
-    TokenLoader,
     cache_key,
     coerced_arguments,
     load_or_build,
@@ -150,15 +148,14 @@ class TaskDataModule(RowDataModule):
         return TaskSamples(self.encoded("train"), self.seq_length, self.seed, num_samples)
 
     @override
-    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        batches = TaskBatches(cast(TaskSamples, samples), self.tokenizer.padding)
-        return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
+    def batches_of(self, samples: Samples) -> TaskBatches:
+        return TaskBatches(cast(TaskSamples, samples), self.tokenizer.padding)
 
     @override
     def evaluation_samples(self, set_name: str) -> TaskSamples:
         return TaskSamples(self.encoded(set_name), self.seq_length)
 
-    def predict_dataloader(self) -> TokenLoader | list:
+    def predict_dataloader(self) -> Any:
         """Build the loader that yields every test row once."""
         return self.evaluation_loaders("test")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
@@ -17,10 +18,8 @@ from lightning_megatron.building_blocks import (
     RowTokens,
     Samples,
     StreamedSamples,
-    TokenLoader,
     cache_key,
     coerced_arguments,
-    pack_once,
 )
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.tasks.chat import (
@@ -33,13 +32,11 @@ from lightning_megatron.tasks.chat import (
     tools_of,
 )
 from lightning_megatron.tasks.preferences.preference_samples import (
-    OnePassLoader,
-    OnePassSampler,
     PairBatches,
     PairRows,
     PairSamples,
     PreferenceSamples,
-    one_row_each,
+    shuffled,
 )
 
 
@@ -121,8 +118,7 @@ class StreamedPairs(StreamedSamples[PairRows]):
 
     @override
     def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> PairRows:
-        lengths = one_row_each(len(rows))
-        return PairRows(rows, pack_once(lengths, 1, random, False, None))
+        return PairRows(rows, shuffled(len(rows), random))
 
 
 @dataclass(frozen=True)
@@ -229,7 +225,7 @@ class PreferenceDataModule(ConversationDataModule):
     def batches_of(self, samples: Samples) -> PairBatches:
         return PairBatches(cast(PreferenceSamples, samples), self.length_multiple)
 
-    def each_pair_once(self, part: str) -> TokenLoader:
+    def each_pair_once(self, part: str) -> Iterable[dict[str, Tensor]]:
         """Build a loader of all pairs of a part in the order of the files, divided among ranks.
 
         Args:
@@ -241,11 +237,7 @@ class PreferenceDataModule(ConversationDataModule):
         options = self.stream_options(None)
         # The training itself reports how many pairs were read, cut and left out.
         options |= {"stream": replace(options["stream"], seed=None), "report": lambda *_: None}
-        samples = StreamedPairs(**options)
-        dp_rank, dp_size = self.data_parallel()
-        sampler = OnePassSampler(samples, self._rows_of_rank(dp_size), dp_rank, dp_size)
-        batches = self.batches_of(samples)
-        return OnePassLoader(batches, sampler, self.num_workers, self.pin_memory)
+        return self.evaluation_loader(StreamedPairs(**options))
 
     def pairs_key(self, part: str) -> str:
         """Return a hash of everything that determines the pairs of a part, except their order.

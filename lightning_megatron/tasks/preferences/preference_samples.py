@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from typing_extensions import override
 
 from lightning_megatron.building_blocks import (
     IGNORED,
-    PackedIndex,
     RowTokens,
     SampleBatches,
     Samples,
-    StreamedSamples,
-    StreamLoader,
-    TokenBatchSampler,
     cache_key,
-    index_packed,
 )
-
-#: Number of samples of an endless stream.
-_ENDLESS = 2**62
 
 
 class PreferenceSamples(Samples, Protocol):
@@ -38,15 +28,15 @@ class PreferenceSamples(Samples, Protocol):
 
 
 class PairRows:
-    """Preference pairs in some order; each pair is a window of two documents.
+    """Preference pairs in some order.
 
     Args:
-        index: Index of the pair of each sample, as its only piece.
+        order: Index of the pair of each sample.
     """
 
-    def __init__(self, texts: RowTokens, index: PackedIndex) -> None:
+    def __init__(self, texts: RowTokens, order: npt.NDArray[np.int64]) -> None:
         self._texts = texts
-        self._order = index.parts[:, 0]
+        self._order = order
 
     def __len__(self) -> int:
         return len(self._order)
@@ -79,20 +69,27 @@ class PairSamples(PairRows):
         num_samples: int | None = None,
     ) -> None:
         self.seq_length = seq_length
-        super().__init__(
-            encoded, index_packed(one_row_each(len(encoded)), 1, num_samples, seed, is_packed=False)
-        )
+        size = len(encoded) if num_samples is None else num_samples
+        passes = range(-(-size // len(encoded)))
+        keys = [None if seed is None else [seed, number, 4] for number in passes]
+        randoms = [None if key is None else np.random.RandomState(key) for key in keys]
+        orders = [shuffled(len(encoded), random) for random in randoms]
+        super().__init__(encoded, np.concatenate(orders)[:size])
         self.order_key = cache_key(
             {"pairs": encoded.key, "seed": seed, "is_pass": num_samples is None}
         )
 
 
-def one_row_each(num_pairs: int) -> npt.NDArray[np.int64]:
-    """Return the lengths of documents that represent pairs in an index, each in its own row.
+def shuffled(num_pairs: int, random: np.random.RandomState | None) -> npt.NDArray[np.int64]:
+    """Return the indices of pairs in the order of a pass.
 
-    A document of two tokens fills a row that predicts one token (tokens).
+    Args:
+        random: Random number generator that shuffles the pairs; None keeps their order.
     """
-    return np.full(num_pairs, 2)
+    if random is None:
+        return np.arange(num_pairs)
+    # Two draws, like those of packed rows.
+    return random.permutation(num_pairs)[random.permutation(num_pairs)]
 
 
 class PairBatches(SampleBatches):
@@ -138,46 +135,3 @@ class PairBatches(SampleBatches):
             "labels": torch.from_numpy(labels),
             "pairs": torch.tensor(pairs),
         }
-
-
-class OnePassSampler(TokenBatchSampler):
-    """Batches of the first pass over a stream for one data-parallel rank.
-
-    The samples of a last global batch that is not full are divided evenly, and ranks with one
-    sample less get the number -1. The number of batches is unknown.
-
-    Args:
-        samples: Samples of the stream.
-    """
-
-    def __init__(
-        self, samples: StreamedSamples, batch_size: int, dp_rank: int, dp_size: int
-    ) -> None:
-        self._samples = samples
-        super().__init__(_ENDLESS, batch_size, dp_rank, dp_size, drop_last=False)
-
-    def __len__(self) -> int:
-        raise TypeError("the number of batches of a pass over a stream is unknown")
-
-    @override
-    def _batch_ranges(self, count: int) -> Iterator[tuple[int, int]]:
-        for start, size in super()._batch_ranges(count):
-            numbers = range(start, start + size)
-            num_left = sum(self._samples.is_in_pass(number, 0) for number in numbers)
-            if num_left:
-                yield start, num_left
-            if num_left < size:
-                return
-
-
-class OnePassLoader(StreamLoader):
-    """Iterable over a pass of a stream for one data-parallel rank, which then stops reading."""
-
-    @override
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        samples = self.batches.samples
-        assert isinstance(samples, StreamedSamples), "only a stream has this loader"
-        try:
-            yield from super().__iter__()
-        finally:
-            samples.close()
