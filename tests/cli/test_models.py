@@ -25,8 +25,8 @@ from lightning_megatron import (
 from lightning_megatron.building_blocks import token_losses
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.tasks.evaluation.wikitext import count_words, detokenize
-from tests.evaluation import oracle
 from tests.fits import Job, run_job, trainer_of
+from tests.tasks.evaluation import oracle
 from tests.tiny_llama import save_tiny_llama
 
 PRECISE = "--precision 64-true --accelerator cpu"

@@ -449,6 +449,11 @@ def test_sub_rooms_are_those_that_have_an_order() -> None:
         assert folders == set(order) - {""}
 
 
+def test_each_task_has_a_folder_of_tests() -> None:
+    folders = {file.parent.name for file in (ROOT / "tests" / "tasks").glob("*/test_*.py")}
+    assert folders == set(TASKS)
+
+
 def test_code_keeps_the_budget_of_its_room() -> None:
     lines = Counter[str]()
     for file in FILES:

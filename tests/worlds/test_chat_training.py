@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from lightning_megatron import HuggingFaceCausalLM
 from lightning_megatron.tasks.chat import ChatDataModule
-from tests.chat_folder import conversations, save_chat_llama, write_lines
 from tests.fits import Job, trainer_of
+from tests.tasks.chat.chat_folder import conversations, save_chat_llama, write_lines
 from tests.world import run_world
 
 transformers = pytest.importorskip("transformers")

@@ -14,8 +14,8 @@ import torch
 from lightning_megatron.cli.main import main
 from lightning_megatron.data.speeches import write_documents
 from lightning_megatron.data.tokenizer import load_tokenizer
-from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
 from tests.corpora import SPEECHES, need
+from tests.tasks.chat.chat_folder import conversations, preferences, save_chat_llama, write_lines
 from tests.tiny_llama import save_tiny_mixtral
 from tests.world import run_world
 

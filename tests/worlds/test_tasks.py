@@ -33,13 +33,13 @@ from lightning_megatron.tasks.evaluation import EvaluatedLM, LambadaData, WikiTe
 from lightning_megatron.tasks.evaluation.wikitext import count_words, detokenize
 from lightning_megatron.tasks.finetuning import BERTClassifier, GlueDataModule
 from lightning_megatron.tasks.preferences import DPO, PreferenceDataModule
-from tests.chat_folder import preferences, save_chat_llama, write_lines
-from tests.evaluation import oracle
-from tests.evaluation.test_metrics import LARGEST, argmax_of_part
-from tests.finetuning.folders import PIECES, save_tokenizer, write_mnli, write_tasks
-from tests.finetuning.tasks import STEPS, data_of, module_of, train_reference
 from tests.fits import Job, Report, joined, run_job, run_jobs_on, trainer_of
 from tests.oracles import assert_equal
+from tests.tasks.chat.chat_folder import preferences, save_chat_llama, write_lines
+from tests.tasks.evaluation import oracle
+from tests.tasks.evaluation.test_metrics import LARGEST, argmax_of_part
+from tests.tasks.finetuning.folders import PIECES, save_tokenizer, write_mnli, write_tasks
+from tests.tasks.finetuning.tasks import STEPS, data_of, module_of, train_reference
 from tests.tiny_llama import save_tiny_llama
 from tests.world import run_world
 

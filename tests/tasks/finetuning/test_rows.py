@@ -29,7 +29,7 @@ from lightning_megatron.tasks.finetuning.squad import (
 )
 from lightning_megatron.tasks.finetuning.squad_datamodule import encoded_windows
 from lightning_megatron.tasks.finetuning.tokens import PairTokenizer
-from tests.finetuning.folders import (
+from tests.tasks.finetuning.folders import (
     TOKENIZERS,
     save_byte_tokenizer,
     sentence,

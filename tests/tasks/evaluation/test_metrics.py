@@ -105,7 +105,7 @@ def test_a_word_is_right_if_all_its_tokens_are_right():
 
 
 #: The test part of WikiText-2, beside the checkout.
-WIKITEXT_2 = Path(__file__).parents[3] / "shared" / "data" / "wikitext2-test.txt"
+WIKITEXT_2 = Path(__file__).parents[4] / "shared" / "data" / "wikitext2-test.txt"
 
 
 TEXTS = {

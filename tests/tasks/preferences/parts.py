@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.tasks.preferences.dpo import DPO
 from lightning_megatron.tasks.preferences.reference import ReferenceLogProbs
-from tests.chat_folder import turn
+from tests.tasks.chat.chat_folder import turn
 
 
 def as_messages(row: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from lightning_megatron.tasks.finetuning import (
     BERTQuestionAnswering,
     GlueDataModule,
 )
-from tests.finetuning.folders import save_encoder, write_mnli
 from tests.fits import Job, run_job, trainer_of
+from tests.tasks.finetuning.folders import save_encoder, write_mnli
 from tests.worlds.test_tasks import Segments, pretraining
 
 pytest.importorskip("transformers")

@@ -23,7 +23,7 @@ from lightning_megatron.tasks.bert.pair_index import (
     index_pairs,
     target_lengths,
 )
-from tests.bert_corpus import VOCABULARY, write_vocabulary
+from tests.tasks.bert.bert_corpus import VOCABULARY, write_vocabulary
 
 CLS, SEP, MASK = 2, 3, 4
 #: Pieces of a vocabulary of which the last 20 continue a word, as that of `write_vocabulary`.

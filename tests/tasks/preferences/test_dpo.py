@@ -23,10 +23,10 @@ from lightning_megatron.tasks.preferences import DPO, PreferenceDataModule
 from lightning_megatron.tasks.preferences.pair_loss import PairLoss
 from lightning_megatron.tasks.preferences.reference import ReferenceLogProbs
 from tests import fits
-from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
 from tests.data.recorder import StopAfter
 from tests.fits import Job
-from tests.preferences.parts import as_messages, loss_and_rewards, perturbed
+from tests.tasks.chat.chat_folder import conversations, preferences, save_chat_llama, write_lines
+from tests.tasks.preferences.parts import as_messages, loss_and_rewards, perturbed
 
 transformers = pytest.importorskip("transformers")
 

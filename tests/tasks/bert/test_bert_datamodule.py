@@ -17,8 +17,8 @@ from lightning_megatron.errors import CorruptDataError, ParallelPlanError, Unsup
 from lightning_megatron.tasks.bert import BERTDataModule
 from lightning_megatron.tasks.bert.pair_batches import PairBatches, _truncated_sizes
 from lightning_megatron.tasks.bert.pair_samples import PairOptions, PairSamples
-from tests.bert_corpus import VOCABULARY, write_sentences, write_vocabulary
 from tests.data.recorder import Watcher, make_trainer, run
+from tests.tasks.bert.bert_corpus import VOCABULARY, write_sentences, write_vocabulary
 
 LENGTH = 32
 CLS, SEP, MASK = 2, 3, 4

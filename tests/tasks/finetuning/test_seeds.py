@@ -15,7 +15,7 @@ from lightning_megatron.cli.main import main
 from lightning_megatron.cli.seeds import SeedRun
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.tasks.finetuning.saved_scores import SavedScores, best_scores
-from tests.finetuning.folders import save_encoder, write_qqp
+from tests.tasks.finetuning.folders import save_encoder, write_qqp
 
 
 def test_a_folder_with_another_fit_is_refused(tmp_path):

@@ -22,10 +22,11 @@ from lightning_megatron.errors import (
 )
 from lightning_megatron.tasks.chat import ChatDataModule
 from lightning_megatron.tasks.preferences import PreferenceDataModule
-from tests.chat_folder import conversations, preferences, turn, write_lines
 from tests.data.recorder import StopAfter, Watcher, check_resumes, make_trainer, run
-from tests.data.test_conversations import PairRecorder, side_of, tokens_and_labels
-from tests.preferences.parts import as_messages
+from tests.tasks.chat.chat_folder import conversations, preferences, turn, write_lines
+from tests.tasks.chat.test_conversations import tokens_and_labels
+from tests.tasks.preferences.parts import as_messages
+from tests.tasks.preferences.test_pairs import PairRecorder, side_of
 
 Batch = dict[str, torch.Tensor]
 #: Answers that differ only after the cut: the pair is left out.
