@@ -54,7 +54,7 @@ def train_on_gpu(
 
 def compare_with_eager(
     case: Case, layout: ParallelLayout | None = None, what: str = "", **mesh: Any
-) -> tuple[int, ...]:
+) -> int:
     """Compare a training by graphs with two eager trainings, and return the number of slots."""
     eager = train_on_gpu(case, layout, False, **mesh)
     second_eager = train_on_gpu(case, layout, False, **mesh)
