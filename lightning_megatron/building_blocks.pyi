@@ -21,19 +21,13 @@ from lightning_megatron.data.streamed_samples import StreamedSamples as Streamed
 from lightning_megatron.data.text_rows import StreamedTexts as StreamedTexts
 from lightning_megatron.data.text_rows import TextSamples as TextSamples
 from lightning_megatron.data.token_file import TokenFile as TokenFile
-from lightning_megatron.data.tokenizer import FileTokenizer as FileTokenizer
 from lightning_megatron.data.tokenizer import Tokenizer as Tokenizer
-from lightning_megatron.data.tokenizer import encode_prompt as encode_prompt
 from lightning_megatron.data.tokenizer import load_tokenizer as load_tokenizer
 from lightning_megatron.data.tokenizer import read_pretrained_tokenizer as read_pretrained_tokenizer
-from lightning_megatron.data.tokenizer import vocab_size_of as vocab_size_of
 from lightning_megatron.generation.decoding import gpt_of as gpt_of
 from lightning_megatron.generation.stop_text import StopStrings as StopStrings
-from lightning_megatron.generation.stop_text import before_stop as before_stop
 from lightning_megatron.generation.token_pass import evaluation_mode as evaluation_mode
 from lightning_megatron.groups.collectives import all_gather_objects as all_gather_objects
-from lightning_megatron.groups.collectives import broadcast_ as broadcast_
-from lightning_megatron.models.side_calls import run_stage_by_stage as run_stage_by_stage
 from lightning_megatron.models.token_module import IGNORED as IGNORED
 from lightning_megatron.models.token_module import TokenModule as TokenModule
 from lightning_megatron.plan.settings import Count as Count
@@ -41,5 +35,6 @@ from lightning_megatron.plan.settings import Probability as Probability
 from lightning_megatron.plan.settings import Range as Range
 from lightning_megatron.plan.settings import coerced_arguments as coerced_arguments
 from lightning_megatron.strict_json import read_json as read_json
+from lightning_megatron.swap.hugging_face.token_scores import row_scores as row_scores
 from lightning_megatron.swap.hugging_face.token_scores import token_losses as token_losses
 from lightning_megatron.swap.hugging_face.token_scores import token_scores as token_scores

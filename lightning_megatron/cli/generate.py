@@ -12,7 +12,7 @@ from lightning_megatron.cli.model_call import LayoutOptions, ModelCall
 from lightning_megatron.cli.opened_model import OpenedModel
 from lightning_megatron.cli.text_generation import PromptText, TextGeneration
 from lightning_megatron.data.documents import TextFiles
-from lightning_megatron.data.tokenizer import encode_prompt, load_tokenizer
+from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.generation.prompts import check_prompts
 from lightning_megatron.generation.sampling import GenerationSettings
@@ -61,7 +61,7 @@ def generate(
     # A CausalLM is trained on token files, whose texts have no special tokens before them.
     adds_special = opened.folder is not None if special_tokens is None else special_tokens
     texts = [
-        PromptText(text, encode_prompt(words, text) if adds_special else words.encode(text))
+        PromptText(text, words.encode_prompt(text) if adds_special else words.encode(text))
         for text in _texts(prompt, prompts)
     ]
     ends = opened.end_tokens or (() if words.eod is None else (words.eod,))

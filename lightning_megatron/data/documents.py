@@ -59,9 +59,8 @@ class RawChunk:
             CorruptDataError: If a line is not a JSON object with this key, or text is not UTF-8.
                 The message names file and line.
         """
-        place = f"{self.path}:{self.lines[number]}"
         key = json_key if self.kind == "json" else None
-        return parse_text(self.documents[number], place, key)
+        return parse_text(self.documents[number], f"{self.path}:{self.lines[number]}", key)
 
 
 class TextFiles:
@@ -80,9 +79,8 @@ class TextFiles:
     @property
     def num_bytes(self) -> int | None:
         """Size of all files; None if a compressed one has an unknown number of bytes (bytes)."""
-        if any(path.suffix == ".gz" for path in self.paths):
-            return None
-        return sum(path.stat().st_size for path in self.paths)
+        is_packed = any(path.suffix == ".gz" for path in self.paths)
+        return None if is_packed else sum(path.stat().st_size for path in self.paths)
 
     def texts(self, document: Document, json_key: str) -> Iterator[tuple[str, str]]:
         """Yield the place, which is file and line, and the text of each document.
@@ -96,9 +94,8 @@ class TextFiles:
                 text is not UTF-8. The message names file and line.
         """
         for chunk in self._chunks(document):
-            places = [f"{chunk.path}:{line}" for line in chunk.lines]
-            texts = [chunk.text(number, json_key) for number in range(len(places))]
-            yield from zip(places, texts, strict=True)
+            for number, line in enumerate(chunk.lines):
+                yield f"{chunk.path}:{line}", chunk.text(number, json_key)
 
     def map_chunks(
         self, function: Callable[[RawChunk], Result], document: Document, workers: int = 1

@@ -183,7 +183,7 @@ class StreamedSamples(ABC, Generic[Found]):
         ]
 
     @abstractmethod
-    def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> Found:
+    def samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> Found:
         """Return the samples of a section.
 
         Args:
@@ -201,7 +201,7 @@ class StreamedSamples(ABC, Generic[Found]):
             # The first section of a pass is shuffled like a pass without streaming.
             key = [self._stream.seed, position.passes, 4, position.sections]
             random = np.random.RandomState(key if position.sections else key[:3])
-        samples = self._samples_of(section.rows, random)
+        samples = self.samples_of(section.rows, random)
         counts = start.counts.after(section.rows, len(samples))
         self._report_counts(position, section.ends_pass, counts)
         self._loaded.append(_LoadedSection(start.first, samples))

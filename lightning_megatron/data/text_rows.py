@@ -117,7 +117,7 @@ class StreamedTexts(StreamedSamples[TextRows]):
         return rows.is_answer(number)
 
     @override
-    def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> TextRows:
+    def samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> TextRows:
         lengths = np.diff(rows.bounds)
         index = pack_once(lengths, self.seq_length, random, self._is_packed, self.max_documents)
         return TextRows(rows, index)

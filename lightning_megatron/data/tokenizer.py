@@ -46,11 +46,15 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens."""
-        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of a text with the special tokens that the tokenizer adds."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids."""
-        ...
+
+    def texts(self) -> list[str | None]:
+        """Return the text of each id; None for an id without a text of its own."""
 
 
 class ByteTokenizer:
@@ -65,9 +69,16 @@ class ByteTokenizer:
         """Return the bytes of a text."""
         return list(text.encode("utf-8"))
 
+    #: No special tokens are added.
+    encode_prompt = encode
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text without end-of-document tokens; invalid UTF-8 becomes U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+    def texts(self) -> list[str | None]:
+        """Return the ASCII characters; the other ids are parts of characters, or no text."""
+        return [chr(token) if token < 128 else None for token in range(self.vocab_size)]
 
 
 class FileTokenizer:
@@ -106,7 +117,7 @@ class FileTokenizer:
         return self._backend.token_to_id(text)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a text with the special tokens that the tokenizer adds."""
+        """Return the token ids that a call of the Hugging Face tokenizer returns."""
         return self._backend.encode(text).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -139,20 +150,6 @@ def vocab_size_of(ids: Collection[int], name: str) -> int:
             f"{limit} or more are a mistake. {REMEDY}"
         )
     return largest + 1
-
-
-def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text with the special tokens that the tokenizer adds.
-
-    Equals a call of the Hugging Face tokenizer.
-
-    Args:
-        tokenizer: Tokenizer. That of bytes adds no special tokens.
-        text: Text that a model shall continue.
-    """
-    if isinstance(tokenizer, FileTokenizer):
-        return tokenizer.encode_prompt(text)
-    return tokenizer.encode(text)
 
 
 def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Tokenizer:
@@ -294,16 +291,18 @@ def read_pretrained_tokenizer(folder: str, default_class: str) -> Any:
             type, which may tokenize differently than the files of the tokenizer say.
 
     Raises:
-        CorruptDataError: If transformers cannot read the folder.
+        CorruptDataError: If transformers cannot read the folder, or its ids are damaged.
         MissingExtraError: If transformers is not installed.
     """
     transformers = import_extra("transformers", "hf")
     is_named = os.path.isfile(os.path.join(folder, "tokenizer_config.json"))
     kind = transformers.AutoTokenizer if is_named else getattr(transformers, default_class)
     try:
-        return kind.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
     # The tokenizers library is written in Rust and raises plain instances of Exception.
     except Exception as error:
         raise CorruptDataError(
             f"{folder} has no tokenizer that transformers can read: {error}. Copy it again."
         ) from error
+    vocab_size_of(tokenizer.get_vocab().values(), folder)
+    return tokenizer

@@ -40,11 +40,10 @@ class StopStrings:
         text = self._decode(tokens)
         return any(string in text for string in self.strings)
 
-
-def before_stop(text: str, strings: Sequence[str]) -> str:
-    """Return the part of a text before its first stop string."""
-    starts = [place for string in strings if (place := text.find(string)) >= 0]
-    return text[: min(starts)] if starts else text
+    def before(self, text: str) -> str:
+        """Return the part of a text before its first stop string."""
+        starts = [place for string in self.strings if (place := text.find(string)) >= 0]
+        return text[: min(starts)] if starts else text
 
 
 class TextStream:
@@ -64,7 +63,7 @@ class TextStream:
         self, decode: Decode, strings: Sequence[str] = (), before: Sequence[int] = ()
     ) -> None:
         self._decode = decode
-        self._strings = tuple(strings)
+        self._stops = StopStrings(decode, strings)
         # The last tokens with complete text, and all later tokens. The complete ones are kept,
         # because some tokenizers decode the first token of a list differently.
         self._window = list(before)
@@ -100,12 +99,12 @@ class TextStream:
         if self._has_stopped:
             return ""
         text = self._held_back + new
-        released = before_stop(text, self._strings)
+        released = self._stops.before(text)
         self._has_stopped = len(released) < len(text)
         if self._has_stopped:
             self._held_back = ""
             return released
-        held = max((_overlap(text, string) for string in self._strings), default=0)
+        held = max((_overlap(text, string) for string in self._stops.strings), default=0)
         self._held_back = text[len(text) - held :]
         return text[: len(text) - held]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_megatron.errors import SpeedWarning
@@ -200,9 +200,9 @@ def _side_stream(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def evaluation_mode(gpt: GPT) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put all modules of a model in evaluation mode inside the ``with`` block."""
-    trained = [module for module in gpt.modules() if module.training]
+    trained = [module for module in model.modules() if module.training]
     for module in trained:
         module.training = False
     try:

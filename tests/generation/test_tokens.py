@@ -24,7 +24,7 @@ from lightning_megatron import (
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.generation.decoding import generate, generated_tokens
 from lightning_megatron.generation.sampling import Sampler, argmax, sampling_logits
-from lightning_megatron.generation.stop_text import StopStrings, TextStream, before_stop
+from lightning_megatron.generation.stop_text import StopStrings, TextStream
 from tests.generation.models import NEW_TOKENS, PROMPTS, padded, replaced, twin_of
 from tests.oracles import float32_as_float64
 from tests.refusals import check_refusals
@@ -257,7 +257,7 @@ def test_pieces_end_before_the_first_stop_string(data, strings):
     ends = [n for n in range(1, len(tokens) + 1) if stops(tokens[:n])]
     tokens_read = tokens[: ends[0]] if ends else tokens
     text = "".join(pieces_of(bytes(tokens_read), tuple(strings)))
-    assert text == before_stop(BYTES.decode(tokens_read), strings)
+    assert text == StopStrings(BYTES.decode, strings).before(BYTES.decode(tokens_read))
     # The stream prints no text that it would have to take back.
     assert text == "".join(pieces_of(bytes(tokens), tuple(strings)))
 

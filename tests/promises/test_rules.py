@@ -118,8 +118,8 @@ BUDGETS: dict[str, int] = {
     "pipeline": 780,
     "plan": 4960,
     "strategy": 11330,
-    "swap": 8500,
-    "tasks": 4450,
+    "swap": 8520,
+    "tasks": 4430,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_megatron.groups.collectives import broadcast_
 from lightning_megatron.layers.context_parallel.sequence_order import join_parts, length_multiple
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_argmax
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.lora import bare_model
 from lightning_megatron.models.remote_tensor import RemoteTensor
+from lightning_megatron.models.side_calls import run_stage_by_stage
 from lightning_megatron.models.token_module import IGNORED
 from lightning_megatron.shapes import Bool, Float, Int
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
@@ -86,6 +88,39 @@ def token_scores(
     # If the losses are a placeholder of another stage, the hits are a placeholder too.
     hits = losses > 0.0 if isinstance(losses, RemoteTensor) else _hits_of(gpt, last[0], labels)
     return TokenScores(losses[:, :length], hits[:, :length])
+
+
+@torch.no_grad()
+def row_scores(
+    model: nn.Module, tokens: Int[Tensor, "batch seq"], labels: Int[Tensor, "batch seq"]
+) -> list[tuple[float, bool]]:
+    """Return each row's log-likelihood, and whether all its labels are the most probable tokens.
+
+    Every rank of a replica returns the same values. The call is outside of steps, and all ranks
+    make it together.
+
+    Args:
+        model: A ``GPT``, or a Hugging Face model that MegatronStrategy has replaced.
+        tokens: Token ids, on the device of the model; rows may have any length.
+        labels: Id of the token that follows each token, or -100 for positions that do not count.
+
+    Communication: that of :func:`token_scores`, and a broadcast of the scores over pp.
+    """
+    gpt = _gpt_of(model)
+    assert gpt is not None, "other models are not divided among ranks"
+    mesh = gpt.mesh
+
+    def summed() -> Tensor:
+        losses, hits = token_scores(model, tokens, labels)
+        is_best = (hits | (labels == IGNORED)).all(1)
+        return torch.stack((-losses.double().sum(1), is_best.double()), 1)
+
+    gpt.wait_for_parameters()
+    scores = summed() if mesh.pp.size == 1 else run_stage_by_stage(gpt, summed)
+    if scores is None:
+        scores = torch.empty(len(tokens), 2, dtype=torch.float64, device=mesh.device)
+    scores = broadcast_(scores, mesh.pp, mesh.layout.loss_stage)
+    return [(score, bool(is_best)) for score, is_best in scores.tolist()]
 
 
 def _gpt_of(model: nn.Module) -> GPT | None:

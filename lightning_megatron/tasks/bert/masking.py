@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.building_blocks import IGNORED, FileTokenizer, Tokenizer
+from lightning_megatron.building_blocks import IGNORED, Tokenizer
 from lightning_megatron.errors import UnsupportedError
 
 _CONTINUES = "##"
@@ -40,7 +40,7 @@ class WordPieces:
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> WordPieces:
         """Return the special tokens and continuing pieces of a tokenizer."""
-        texts = tokenizer.texts() if isinstance(tokenizer, FileTokenizer) else []
+        texts = [] if tokenizer is None else tokenizer.texts()
         ids = {text: number for number, text in enumerate(texts) if text is not None}
         needed = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
         missing = [token for token in needed if token not in ids]

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from lightning_megatron.building_blocks import (
     read_pretrained_tokenizer,
-    vocab_size_of,
 )
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
@@ -83,7 +82,7 @@ class ChatTokenizer:
     @property
     def vocab_size(self) -> int:
         """Largest token id plus 1."""
-        return vocab_size_of(self._tokenizer.get_vocab().values(), self.folder)
+        return max(self._tokenizer.get_vocab().values()) + 1
 
     @cached_property
     def fingerprint(self) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_megatron import GenerationSettings, generate
 from lightning_megatron.building_blocks import (
@@ -16,13 +16,9 @@ from lightning_megatron.building_blocks import (
     StopStrings,
     Tokenizer,
     all_gather_objects,
-    before_stop,
-    broadcast_,
-    encode_prompt,
     evaluation_mode,
     gpt_of,
-    run_stage_by_stage,
-    token_scores,
+    row_scores,
 )
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.extras import import_extra
@@ -136,7 +132,7 @@ class HarnessAnswers:
         plain = self._tokenizer.encode(string)
         if not adds or (add_special_tokens is None and plain[:1] == [self._prefix_token]):
             return plain
-        return encode_prompt(self._tokenizer, string)
+        return self._tokenizer.encode_prompt(string)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Request], disable_tqdm: bool = False
@@ -212,12 +208,12 @@ class HarnessAnswers:
                 room,
                 num_new,
             )
-        stop = StopStrings(self._tokenizer.decode, until) if until else None
+        stop = StopStrings(self._tokenizer.decode, until)
 
         def answer(batch: Sequence[list[int]], number: int) -> list[str]:
             draw_settings = GenerationSettings(**settings, seed=self._num_draws + number)
-            continuations = generate(self._model, batch, draw_settings, stop)
-            return [before_stop(self._text(row), until) for row in continuations]
+            continuations = generate(self._model, batch, draw_settings, stop if until else None)
+            return [stop.before(self._text(row)) for row in continuations]
 
         answers = self._answer_all(cut, len, answer)
         self._num_draws += len(cut) if settings["sample"] else 0
@@ -259,19 +255,10 @@ class HarnessAnswers:
             labels[place, size - row.num_scored : size] = torch.tensor(
                 row.tokens[len(row.tokens) - row.num_scored :]
             )
-        mesh = self._gpt.mesh
-        tokens = tokens.to(mesh.device)
-        labels = labels.to(mesh.device)
-        self._gpt.wait_for_parameters()
-        with torch.no_grad(), evaluation_mode(self._gpt):
-            if mesh.pp.size == 1:
-                scores: Tensor | None = _summed(self._model, tokens, labels)
-            else:
-                scores = run_stage_by_stage(self._gpt, lambda: _summed(self._model, tokens, labels))
-        if scores is None:
-            scores = torch.empty(self._batch_size, 2, dtype=torch.float64, device=mesh.device)
-        scores = broadcast_(scores, mesh.pp, mesh.layout.loss_stage)
-        return [(score, bool(is_best)) for score, is_best in scores[: len(batch)].tolist()]
+        device = self._gpt.mesh.device
+        with evaluation_mode(self._model):
+            scores = row_scores(self._model, tokens.to(device), labels.to(device))
+        return scores[: len(batch)]
 
     def _answer_all(
         self, rows: Sequence[Any], length: Callable[[Any], int], answer: Callable[..., list[T]]
@@ -319,13 +306,6 @@ def harness_lm(model: nn.Module, tokenizer: Tokenizer, **settings: Any) -> Any:
     base = import_extra("lm_eval.api.model", "harness").TemplateLM
     kind: Any = type("HarnessLM", (HarnessAnswers, base), {"__doc__": HarnessAnswers.__doc__})
     return kind(model, tokenizer, **settings)
-
-
-def _summed(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return each row's log-likelihood, and 1 if all its labels are the most probable tokens."""
-    losses, hits = token_scores(model, tokens, labels)
-    is_best = (hits | (labels == IGNORED)).all(1)
-    return torch.stack((-losses.double().sum(1), is_best.double()), 1)
 
 
 def _settings_of(

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_megatron.building_blocks import read_json, read_pretrained_tokenizer, vocab_size_of
+from lightning_megatron.building_blocks import read_json, read_pretrained_tokenizer
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 
@@ -52,7 +52,7 @@ class PairTokenizer:
     @property
     def vocab_size(self) -> int:
         """Largest token id plus 1."""
-        return vocab_size_of(self._tokenizer.get_vocab().values(), self.folder)
+        return max(self._tokenizer.get_vocab().values()) + 1
 
     @property
     def num_separators(self) -> int:

@@ -117,7 +117,7 @@ class StreamedPairs(StreamedSamples[PairRows]):
         return pairs.text(number, side)
 
     @override
-    def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> PairRows:
+    def samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> PairRows:
         return PairRows(rows, shuffled(len(rows), random))
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_megatron.building_blocks import evaluation_mode
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.shapes import Float, Int
 from lightning_megatron.tasks.preferences.preference_datamodule import PreferenceDataModule
@@ -130,7 +131,7 @@ def _computed(module: Any, data: PreferenceDataModule, part: str) -> tuple[Tenso
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        _evaluating(module),
+        evaluation_mode(module),
         _without_adapter(module),
     ):
         for index, batch in enumerate(data.each_pair_once(part)):
@@ -146,18 +147,6 @@ def _computed(module: Any, data: PreferenceDataModule, part: str) -> tuple[Tenso
         computed[place] = all_values
         is_pair = pairs >= 0
     return pairs[is_pair], computed[is_pair]
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Put the modules in evaluation mode inside the ``with`` block, and restore their modes."""
-    before = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, was_training in before:
-            part.training = was_training
 
 
 def _has_adapter(module: Any) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from lightning_megatron import GPT, GPTConfig, ParallelLayout, ParallelMesh
-from lightning_megatron.building_blocks import token_losses, token_scores
+from lightning_megatron.building_blocks import row_scores, token_losses, token_scores
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.layers.loss.cross_entropy import vocab_parallel_argmax
 from lightning_megatron.tasks.evaluation import ClozeAccuracy, WordPerplexity
@@ -23,8 +23,10 @@ from lightning_megatron.tasks.evaluation.wikitext import (
     detokenize,
     read_wikitext,
 )
+from tests.world import run_world
 
 NAN, INF = math.nan, math.inf
+SMALL = GPTConfig.llama(vocab_size=29, max_seq_length=8, num_layers=2, hidden_size=16, num_heads=2)
 # Five tokens of the vocabulary and three columns of padding, whose logits must not count.
 LOGITS = torch.tensor(
     [
@@ -58,8 +60,7 @@ def test_argmax_is_the_first_largest_logit_of_the_vocabulary():
 
 
 def test_token_scores_of_a_gpt_match_its_logits():
-    sizes = {"vocab_size": 29, "max_seq_length": 8, "num_layers": 2, "hidden_size": 16}
-    model = GPT(GPTConfig.llama(**sizes, num_heads=2), seed=3).eval().double()
+    model = GPT(SMALL, seed=3).eval().double()
     tokens, labels = torch.randint(29, (2, 3, 8))
     labels[0, :5] = -100
     logits = model(tokens)
@@ -73,6 +74,24 @@ def test_token_scores_of_a_gpt_match_its_logits():
         assert scores.hits[1].all()
         assert torch.equal(token_losses(model, tokens, labels), scores.losses)
     assert model.hidden_states is None
+
+
+def scores_on_stages(rank, size, tokens, labels):
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=size))
+    return row_scores(GPT(SMALL, mesh=mesh, seed=3).eval().double(), tokens, labels)
+
+
+def test_row_scores_are_the_same_on_every_stage():
+    model = GPT(SMALL, seed=3).eval().double()
+    tokens = torch.randint(29, (3, 8))
+    labels = model(tokens).argmax(-1)
+    labels[0, :5] = -100
+    labels[2, 3] = (labels[2, 3] + 1) % 29
+    sums = -token_losses(model, tokens, labels).sum(1)
+    expected = list(zip(map(pytest.approx, sums.tolist()), [True, True, False], strict=True))
+    assert row_scores(model, tokens, labels) == expected
+    for scores in run_world(scores_on_stages, 2, tokens, labels):
+        assert scores == expected
 
 
 def test_a_perplexity_is_normalised_by_words():
