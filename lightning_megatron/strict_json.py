@@ -57,7 +57,16 @@ def read_regular_file(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> by
 
 
 def read_json(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> Any:
-    """Return the value of a small JSON file that obeys the rules of ``parse_json``."""
+    """Return the value of a small JSON file, which is refused if it is not strict JSON in UTF-8.
+
+    Args:
+        path: Regular file, or a link to one.
+        remedy: Last sentence of an error, with a way to obtain an intact file.
+        max_bytes: Largest accepted size.
+
+    Raises:
+        CorruptDataError: If the file cannot be read, is larger, or breaks a rule of ``parse_json``.
+    """
     return parse_json(read_regular_file(path, remedy, max_bytes), str(path), remedy)
 
 

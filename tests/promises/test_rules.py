@@ -454,6 +454,14 @@ def test_each_task_has_a_folder_of_tests() -> None:
     assert folders == set(TASKS)
 
 
+def test_each_building_block_has_a_task_that_uses_it() -> None:
+    imports = [one.name for file in FILES if file.room == "tasks" for one in file.imports]
+    prefix = "lightning_megatron.building_blocks."
+    used = {name.removeprefix(prefix) for name in imports if name.startswith(prefix)}
+    stub = (PACKAGE / "building_blocks.pyi").read_text(encoding="utf-8")
+    assert set(re.findall(r" as (\w+)$", stub, re.MULTILINE)) == used
+
+
 def test_code_keeps_the_budget_of_its_room() -> None:
     lines = Counter[str]()
     for file in FILES:
