@@ -127,7 +127,9 @@ def show(
             "--rows, --groups, --n and --k describe one shape: some of them are missing. Pass all "
             "four, or none."
         )
-    print("\n".join(_describe_installation(compilers)))
+    for name, text in describe_installation(compilers).items():
+        print(f"{name:<11}{text}")
+    print("\n  ".join(["variants", *read_sources().variants]))
 
 
 def check(cache: Path = default_cache()) -> None:  # noqa: B008
@@ -171,23 +173,22 @@ def _describe_choices(rows: int, groups: int, n: int, k: int) -> list[str]:
     return lines
 
 
-def _describe_installation(compilers: Compilers) -> list[str]:
+def describe_installation(compilers: Compilers) -> dict[str, str]:
+    """Return sources, compilers and library of the kernels, or the reasons why they are missing."""
     sources = read_sources()
-    lines = [f"sources    {sources.folder} ({sources.key})"]
+    parts = {"sources": f"{sources.folder} ({sources.key})"}
     try:
         toolchain = compilers.toolchain()
-        lines += [
-            f"nvcc       {toolchain.nvcc} ({toolchain.nvcc_version})",
-            f"CUTLASS    {toolchain.cutlass} ({toolchain.cutlass_version})",
-        ]
+        parts["nvcc"] = f"{toolchain.nvcc} ({toolchain.nvcc_version})"
+        parts["CUTLASS"] = f"{toolchain.cutlass} ({toolchain.cutlass_version})"
     except (MissingExtraError, UnsupportedError) as error:
-        lines.append(f"compilers  {error}")
+        parts["compilers"] = str(error)
     library = find_library(compilers.cache, sources)
     if library is None:
-        lines.append(f"library    none: {reason_against_library(compilers.cache, sources)}")
+        parts["library"] = f"none: {reason_against_library(compilers.cache, sources)}"
     else:
-        lines.append(f"library    {library.path} ({_versions(library)}), from the {library.origin}")
-    return [*lines, "variants", *(f"  {name}" for name in sources.variants)]
+        parts["library"] = f"{library.path} ({_versions(library)}), from the {library.origin}"
+    return parts
 
 
 def _versions(library: BuiltLibrary) -> str:

@@ -85,6 +85,7 @@ COMMANDS = {
     "preprocess": Command(
         "lightning_megatron.cli.preprocess", "turn text or JSON lines into token files"
     ),
+    "doctor": Command("lightning_megatron.cli.doctor", "check this machine, and say what to fix"),
     "kernels": Command(
         "lightning_megatron.cli.kernels", "build, show and check the bundled CUDA kernels"
     ),

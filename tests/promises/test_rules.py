@@ -105,18 +105,18 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 BUDGETS: dict[str, int] = {
     "beside rooms": 400,
     "checkpoint": 2820,
-    "cli": 2330,
+    "cli": 3150,
     "data": 3640,
     "experts": 3520,
     "generation": 930,
     "graphs": 2540,
-    "groups": 2200,
+    "groups": 2240,
     "kernels": 4750,
     "layers": 7210,
     "models": 4300,
     "optimizer": 3120,
     "pipeline": 780,
-    "plan": 4960,
+    "plan": 4990,
     "strategy": 11330,
     "swap": 8520,
     "tasks": 4430,
@@ -339,10 +339,10 @@ def nothing_is_global_caught_broadly_or_asserted_without_a_message(
                 yield node.lineno, f"catches {caught} and goes on"
 
 
-def only_the_strategy_and_one_command_read_environment_variables(
+def only_the_strategy_and_two_commands_read_environment_variables(
     file: SourceFile,
 ) -> Iterator[Fault]:
-    if file.room == "strategy" or file.place == "cli/kernels.py":
+    if file.room == "strategy" or file.place in {"cli/kernels.py", "cli/doctor.py"}:
         return
     for line, name in dotted_names(file, "environ", "getenv"):
         if name in {"os.environ", "os.getenv"}:
@@ -422,7 +422,7 @@ RULES: tuple[Rule, ...] = (
     no_tuple_is_unpacked_where_it_was_made,
     a_statement_has_at_most_one_conditional_expression,
     nothing_is_global_caught_broadly_or_asserted_without_a_message,
-    only_the_strategy_and_one_command_read_environment_variables,
+    only_the_strategy_and_two_commands_read_environment_variables,
     public_names_have_docstrings,
     rooms_only_reexport_in_their_init,
     names_are_no_drawers_and_no_retired_words,
