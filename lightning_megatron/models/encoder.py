@@ -401,10 +401,20 @@ class Encoder(LayeredModule):
 
     @override
     def _finish(self, hidden: Tensor, call: EncoderCall) -> EncoderResult:
+        # A call of its own, whose arguments a graph can name: graphs begin or end at it.
+        return self.result(hidden, call.labels, call.ignore_index, call.num_joined)
+
+    def result(
+        self,
+        hidden: Float[Tensor, "_ _ hidden"],
+        labels: Int[Tensor, "batch seq"] | None,
+        ignore_index: int,
+        num_joined: int | None,
+    ) -> EncoderResult:
+        """Return the outputs of the head; ``num_joined`` is that of :class:`EncoderCall`."""
         head: Any = self.head
-        if call.num_joined is not None:
-            rows = hidden.view(call.num_joined, -1, hidden.shape[-1])
-            hidden = rows.transpose(0, 1).contiguous()
+        if num_joined is not None:
+            hidden = hidden.view(num_joined, -1, hidden.shape[-1]).transpose(0, 1).contiguous()
         cp = self.mesh.cp
         # Each rank of cp reads the first token of its part; the first rank has that of the row.
         if self.config.head == "classifier":
@@ -419,8 +429,8 @@ class Encoder(LayeredModule):
         order = None
         if self.config.head == "pretraining":
             order = of_first_rank(head.order_logits(hidden), cp)
-        if call.labels is None:
+        if labels is None:
             return EncoderResult(logits=logits, order_logits=order)
-        targets = Targets(call.labels, 0.0, call.ignore_index)
+        targets = Targets(labels, 0.0, ignore_index)
         losses = targets.losses(logits, self.mesh, self.config.vocab_size)
         return EncoderResult(logits=logits, losses=losses, order_logits=order)

@@ -261,14 +261,28 @@ class GPT(LayeredModule):
 
     @override
     def _finish(self, hidden: Tensor, call: GPTCall) -> Any:
-        if call.place is not None:
-            return self._logits_at_place(hidden, call.place, call.order)
-        targets = call.targets
+        # A call of its own, whose arguments a graph can name: graphs begin or end at it.
+        return self.result(hidden, call.targets, call.order, call.place)
+
+    def result(
+        self,
+        hidden: Float[Tensor, "seq_local batch hidden"],
+        targets: Targets | None,
+        order: TokenOrder | None,
+        place: int | None,
+    ) -> Any:
+        """Return the losses or their sum, the logits, or the logits at one position.
+
+        ``hidden`` is the output of the last norm; the other arguments are those of
+        :class:`GPTCall`.
+        """
+        if place is not None:
+            return self._logits_at_place(hidden, place, order)
         chunk = None
         if targets is not None:
             chunk = self.tokens_at_once(targets.labels.numel() // self.mesh.cp.size)
         if targets is None or chunk is None:
-            return self._of_logits(self.logits(hidden), targets, call.order)
+            return self._of_logits(self.logits(hidden), targets, order)
         return self._in_chunks(hidden, targets, chunk)
 
     def _of_logits(self, logits: Tensor, targets: Targets | None, order: TokenOrder | None) -> Any:

@@ -113,7 +113,7 @@ BUDGETS: dict[str, int] = {
     "groups": 2240,
     "kernels": 4750,
     "layers": 7210,
-    "models": 4300,
+    "models": 4320,
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 4990,

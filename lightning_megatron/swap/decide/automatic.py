@@ -54,7 +54,7 @@ def _lists_of_blocks(root: nn.Module, layout: ParallelLayout) -> dict[str, int]:
             continue
         kinds = {type(block) for block in part.children()}
         within = any(name.startswith(f"{known}.") for known in sizes)
-        if len(kinds) == 1 and len(part) >= layout.pp * layout.vpp and not within:  # type: ignore[arg-type]
+        if len(kinds) == 1 and len(part) >= layout.pp * layout.vpp and not within:
             sizes[name] = sum(parameter.numel() for parameter in part.parameters())
     return {name: size for name, size in sizes.items() if size}
 
