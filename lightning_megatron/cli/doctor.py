@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
+from jsonargparse.typing import PositiveInt
+
 from lightning_megatron.cli.machine import Gpu, Machine, read_machine
 from lightning_megatron.cli.machine_problems import (
     Problem,
@@ -16,7 +18,6 @@ from lightning_megatron.cli.machine_problems import (
     size_text,
 )
 from lightning_megatron.cli.machine_speed import (
-    LIMIT,
     MachineSpeed,
     SpeedRow,
     measure_machine,
@@ -33,24 +34,26 @@ EXAMPLES = """examples:
 _MUST_FIX = 1
 
 
-def doctor(measure: bool = False, json: bool = False) -> None:
+def doctor(measure: bool = False, limit: PositiveInt = 60, json: bool = False) -> None:
     """Check this machine: packages, GPUs, links, kernels, memory, folders, network, variables.
 
     What to fix comes last, with a remedy. The exit status is 1 if something must be fixed, and 0 if
     jobs run, perhaps slower than they could. Run it on every kind of host that a job uses.
 
     Args:
-        measure: Measure GPUs and their links, or the cores of a machine without GPUs, for at most a
-            minute. Running jobs disturb the figures, and are slowed down.
+        measure: Measure GPUs and their links, or the cores of a machine without GPUs. Running jobs
+            disturb the figures, and are slowed down.
+        limit: Longest time of the measurement (seconds).
         json: Print one JSON object for programs, with speeds in FLOP/s and bytes/s.
     """
     machine = read_machine(os.environ)
     problems = problems_of(machine)
     speed = None
     if measure:
-        print(f"measuring, for at most {LIMIT:.0f} seconds", file=sys.stderr)
-        speed = measure_machine(len(machine.gpus))
+        print(f"measuring, for at most {limit} seconds", file=sys.stderr)
+        speed = measure_machine(len(machine.gpus), limit)
         problems += problems_of_speed(machine.gpus, speed)
+    problems.sort(key=lambda one: one.severity)
     if json:
         content = {
             "version": __version__,

@@ -9,7 +9,6 @@ import resource
 import shutil
 import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -149,12 +148,14 @@ class Folder:
     Args:
         is_writable: Whether it, or the nearest folder above it that exists, takes files.
         runs_programs: Whether files in it may be loaded as programs.
-        free: Free space (bytes).
+        disk: Number of its disk.
+        free: Free space of the disk (bytes).
     """
 
     path: Path
     is_writable: bool
     runs_programs: bool
+    disk: int
     free: int
 
 
@@ -325,17 +326,19 @@ def read_host() -> Host:
 def read_folder(path: Path) -> Folder:
     """Return whether a folder takes files, which need not exist yet, and its free space."""
     path = path.absolute()
-    present = next(one for one in (path, *path.parents) if one.exists())
+    # Unlike the methods of paths, these take a folder that must not be searched for a missing one.
+    present = next(one for one in (path, *path.parents) if os.path.exists(one))
+    is_writable = os.path.isdir(present) and os.access(present, os.W_OK | os.X_OK)
     runs_programs = not os.statvfs(present).f_flag & os.ST_NOEXEC
-    is_writable = present.is_dir() and os.access(present, os.W_OK | os.X_OK)
-    return Folder(path, is_writable, runs_programs, shutil.disk_usage(present).free)
+    free = shutil.disk_usage(present).free
+    return Folder(path, is_writable, runs_programs, os.stat(present).st_dev, free)
 
 
 def _folders(environment: Mapping[str, str]) -> dict[str, Path]:
     caches = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return {
         "current folder": Path.cwd(),
-        "temporary files": Path(environment.get("TMPDIR") or tempfile.gettempdir()),
+        "temporary files": Path(environment.get("TMPDIR", "/tmp")),
         "Triton kernels": Path(environment.get("TRITON_CACHE_DIR", Path.home() / ".triton/cache")),
         "CUDA kernels": default_cache(),
         "Hugging Face": Path(environment.get("HF_HOME", caches / "huggingface")),

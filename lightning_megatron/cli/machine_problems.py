@@ -15,7 +15,6 @@ GIB = 1 << 30
 _FUSED = (8, 0)
 #: Sizes below which jobs fail, or will soon (bytes; files; MiB of a GPU).
 _SMALL_SHARED = GIB
-_SMALL_TEMPORARY = GIB
 _SMALL_DISK = 20 * GIB
 _FEW_FILES = 1024
 _ADVISED_FILES = 65536
@@ -50,8 +49,8 @@ class Problem:
 
 
 def problems_of(machine: Machine) -> list[Problem]:
-    """Return what is wrong with a machine, the worst first."""
-    found = [
+    """Return what is wrong with a machine."""
+    return [
         *_problems_of_packages(machine),
         *_problems_of_cuda(machine.cuda, machine.gpus),
         *_problems_of_gpus(machine),
@@ -60,11 +59,10 @@ def problems_of(machine: Machine) -> list[Problem]:
         *_problems_of_folders(machine),
         *_problems_of_variables(machine),
     ]
-    return sorted(found, key=lambda one: one.severity)
 
 
 def problems_of_speed(gpus: tuple[Gpu, ...], speed: MachineSpeed) -> list[Problem]:
-    """Return what measurements say is wrong, the worst first."""
+    """Return what measurements say is wrong."""
     return [*_problems_of_results(speed), *_problems_of_slowness(gpus, speed)]
 
 
@@ -219,24 +217,25 @@ def _problems_of_host(machine: Machine) -> Iterator[Problem]:
 
 
 def _problems_of_folders(machine: Machine) -> Iterator[Problem]:
+    full = set()
     for use, folder in machine.folders.items():
-        is_temporary = use == "temporary files"
         if not folder.is_writable:
             remedies = {
                 "Triton kernels": "Set TRITON_CACHE_DIR to a folder that is",
                 "Hugging Face": "Set HF_HOME to a folder that is",
                 "temporary files": "Set TMPDIR to a folder that is",
             }
-            needed = is_temporary or (use == "Triton kernels" and machine.gpus)
+            needed = use == "temporary files" or (use == "Triton kernels" and machine.gpus)
             yield Problem(
                 "must" if needed else "should",
                 f"{folder.path} ({use}) is not writable",
                 remedies.get(use, f"Give this user the right: chown {folder.path}"),
             )
-        elif folder.free < (_SMALL_TEMPORARY if is_temporary else _SMALL_DISK):
+        elif folder.free < _SMALL_DISK and folder.disk not in full:
+            full.add(folder.disk)
             yield Problem(
-                "must" if is_temporary or folder.free < GIB else "should",
-                f"{folder.path} ({use}) has {size_text(folder.free)} free",
+                "must" if folder.free < GIB else "should",
+                f"the disk of {folder.path} ({use}) has {size_text(folder.free)} free",
                 "Delete files, or use another disk",
             )
         if "kernels" in use and machine.gpus and not folder.runs_programs:
@@ -274,11 +273,10 @@ def _problems_of_variables(machine: Machine) -> Iterator[Problem]:
 
 def _problems_of_results(speed: MachineSpeed) -> Iterator[Problem]:
     if speed.failure:
-        yield Problem(
-            "must",
-            f"the measurement failed: {speed.failure}",
-            "Run it again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 tells whether links are broken",
-        )
+        remedy = "Run it with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 tells whether links are broken"
+        if "out of memory" in speed.failure:
+            remedy = "End other processes on the GPU: nvidia-smi lists them"
+        yield Problem("must", f"the measurement failed: {speed.failure}", remedy)
     for rank, one in enumerate(speed.devices):
         if not one.repeats:
             yield Problem(

@@ -22,8 +22,6 @@ from lightning_megatron.cli.machine import Gpu
 from lightning_megatron.groups.loopback import all_reduce_speed
 from lightning_megatron.plan.chips import Chip, NormalShare, known_chip, link_speed
 
-#: Longest time of all measurements (s).
-LIMIT = 60.0
 _CPU_RANKS = 2
 
 
@@ -114,15 +112,16 @@ class SpeedRow:
         return self.normal is not None and self.speed < self.normal
 
 
-def measure_machine(num_gpus: int) -> MachineSpeed:
-    """Measure this machine in new processes, within ``LIMIT`` seconds.
+def measure_machine(num_gpus: int, limit: float) -> MachineSpeed:
+    """Measure this machine in new processes.
 
     Args:
         num_gpus: GPUs to measure, the first ones; 0 measures processes on CPUs.
+        limit: Time after which the processes are killed (s).
     """
     size = num_gpus or _CPU_RANKS
     with tempfile.TemporaryDirectory() as folder:
-        failure = run_ranks(measure_rank, size, (size, num_gpus > 0, folder))
+        failure = run_ranks(measure_rank, size, (size, num_gpus > 0, folder), limit)
         if failure:
             return MachineSpeed(failure=failure)
         results = [json.loads(_result(folder, rank).read_text()) for rank in range(size)]
@@ -133,7 +132,7 @@ def measure_machine(num_gpus: int) -> MachineSpeed:
 
 
 def run_ranks(
-    function: Callable[..., object], size: int, arguments: Sequence[Any], limit: float = LIMIT
+    function: Callable[..., object], size: int, arguments: Sequence[Any], limit: float
 ) -> str:
     """Call ``function(rank, *arguments)`` in new processes; return why it failed, or nothing.
 
@@ -242,14 +241,16 @@ def _device_speed(
 def _pair_speeds(
     size: int, sizes: MeasuredSizes, timer: Callable[..., float]
 ) -> list[tuple[int, int, float, bool]]:
-    content = torch.arange(sizes.num_bytes // 4, dtype=torch.int32)
+    # Eight GPUs have 56 pairs, which may be joined by the host alone.
+    num_bytes = sizes.num_bytes // 8
+    content = torch.arange(num_bytes // 4, dtype=torch.int32)
     pairs = []
     for source, target in permutations(range(size), 2):
         sent = content.to(f"cuda:{source}")
         copy = torch.empty_like(sent, device=f"cuda:{target}")
-        seconds = timer(partial(copy.copy_, sent))
+        seconds = timer(partial(copy.copy_, sent), calls=sizes.calls // 2)
         is_right = torch.equal(copy.cpu(), content)
-        pairs.append((source, target, sizes.num_bytes / seconds, is_right))
+        pairs.append((source, target, num_bytes / seconds, is_right))
     return pairs
 
 

@@ -46,7 +46,7 @@ NVLINK = 25e9
 class NormalShare:
     """Parts of the published speeds from which a measured one is normal.
 
-    H200s in order measured 0.80 (products), 0.89 (copies), 0.85 (pairs) and 0.75 (all-reduce over
+    H200s in order measured 0.79 (products), 0.88 (copies), 0.87 (pairs) and 0.70 (all-reduce over
     two); cards with less power and cooling reach less. A GPU that is shared, throttled or badly
     linked loses more than is left to it here.
     """

@@ -52,7 +52,7 @@ H200 = [
     Gpu("NVIDIA H200", (9, 0), 140 * GIB, (True, True), links, STATE)
     for links in parse_links(LINKS)
 ]
-FOLDER = Folder(Path("/data"), is_writable=True, runs_programs=True, free=900 * GIB)
+FOLDER = Folder(Path("/data"), is_writable=True, runs_programs=True, disk=1, free=900 * GIB)
 HOST = Host(
     32, 256 * GIB, 128 * GIB, 100 * GIB, 1 << 20, -1, ("lo", "eth0"), {"mlx5_0:1": "ACTIVE"}
 )
@@ -219,6 +219,13 @@ def test_wrong_results_must_be_fixed():
     assert "copies between GPUs arrive changed: 0 to 1" in found[1].symptom
     (failed,) = problems_of_speed((), MachineSpeed(failure="NCCL error"))
     assert failed.symptom == "the measurement failed: NCCL error"
+    (failed,) = problems_of_speed((), MachineSpeed(failure="CUDA out of memory."))
+    assert "End other processes" in failed.remedy
+
+
+def test_a_full_disk_is_named_once():
+    full = dict.fromkeys(IN_ORDER.folders, replace(FOLDER, free=0))
+    assert len(problems_of(replace(IN_ORDER, folders=full))) == 1
 
 
 def test_a_folder_below_a_file_takes_no_files(tmp_path):
@@ -229,7 +236,7 @@ def test_a_folder_below_a_file_takes_no_files(tmp_path):
 
 def test_ranks_that_hang_or_fail_end_with_a_reason():
     assert run_ranks(time.sleep, 1, (), limit=0.1) == "it did not end within 0 seconds"
-    assert run_ranks(operator.floordiv, 1, (0,)).startswith("ZeroDivisionError")
+    assert run_ranks(operator.floordiv, 1, (0,), limit=60).startswith("ZeroDivisionError")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu measures GPUs")
