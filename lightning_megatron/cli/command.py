@@ -10,12 +10,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from docstring_parser import parse
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
+from lightning_megatron.option_errors import OptionParser
+
 Function = Callable[..., None]
 #: Parameter that takes the recipe, and the options of ``fit`` behind it, as they are.
 _FIT_OPTIONS = "fit_options"
 
 
-class _Parser(ArgumentParser):
+class _Parser(OptionParser, ArgumentParser):
     """Parser in which a truth value is a switch: ``--overwrite``, or ``--no_overwrite``."""
 
     def add_argument(self, *names: Any, **options: Any) -> Any:

@@ -16,6 +16,7 @@ from lightning_megatron.errors import (
     RankMismatchError,
     UnsupportedError,
 )
+from lightning_megatron.option_errors import OptionParser
 from lightning_megatron.version import __version__
 
 # Users can act on these errors, so the command prints their message without a traceback.
@@ -96,7 +97,7 @@ def help_parser() -> argparse.ArgumentParser:
     """Build the parser of the subcommand name; each subcommand's module parses its own options."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="lightning-megatron",
         usage="lightning-megatron [--help] [--version] COMMAND ...",
         description="Train Transformers in tensor, sequence, pipeline and data parallel with "

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
+from lightning_megatron.option_errors import OptionParser
 from lightning_megatron.recipe_files import check_recipes, with_recipe_paths
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.private.data_loading import RecipeCLI
@@ -74,6 +75,12 @@ _STRATEGY_PATHS = (
 )
 
 
+class _RecipeParser(OptionParser, LightningArgumentParser):
+    """Parser of the Trainer's commands."""
+
+    more = ". Recipes: lightning-megatron recipes"
+
+
 class MegatronCLI(RecipeCLI):
     """Run a Trainer from YAML recipes and options; interpolation follows the merge of all of them.
 
@@ -110,8 +117,10 @@ class MegatronCLI(RecipeCLI):
             "subclass_mode_data": True,
             "auto_configure_optimizers": False,
             "save_config_kwargs": {"overwrite": True},
-            "parser_kwargs": {"parser_mode": "omegaconf+"},
+            "parser_class": _RecipeParser,
         }
+        given = options.pop("parser_kwargs", {})
+        defaults["parser_kwargs"] = {"parser_mode": "omegaconf+"} | given
         self._parsers: list[LightningArgumentParser] = []
         super().__init__(model_class, datamodule_class, **(defaults | options))
 
@@ -184,4 +193,4 @@ def main(args: list[str] | None = None) -> None:
         args: Arguments, starting with the subcommand. None means the arguments of this process,
             with which the launcher also starts the other ranks.
     """
-    MegatronCLI(args=args)
+    MegatronCLI(args=args, parser_kwargs={"prog": "lightning-megatron"})

@@ -67,7 +67,7 @@ def test_show_prints_the_kernels_chosen_for_a_shape_and_the_reasons(printed, ref
 
 def test_build_without_nvcc_and_check_without_library_are_refused(kit, refused):
     assert "nvcc is not in /nowhere/bin" in refused("kernels build --cuda-home /nowhere")
-    assert "Not of type PositiveInt: 0" in refused("kernels build --jobs 0")
+    assert "jobs: expected a number >0: 0 is given." in refused("kernels build --jobs 0")
     message = refused(f"kernels check --cache {kit.folder / 'cache'}")
     assert "Build one: lightning-megatron kernels build" in message
 

@@ -86,16 +86,54 @@ def test_commands_load_neither_torch_nor_lightning_nor_a_parser_before_they_need
 
 def test_errors_are_one_message_without_traceback(refused, base):
     for command, message in {
-        "train": "'fit'",
         "preprocess /no/file.txt x": "lightning-megatron preprocess: error: ",
         "fit --model lightning_megatron.HuggingFaceCausalLM --model.path nowhere": "lightning-megatron fit: error: path must be a local folder with config.json",
         f"fit -c {base} {STRATEGY} --trainer.strategy.tp 2": "fit: error: world_size (1) must be a multiple of tp",
         "fit -c recipe:gpt": "recipe:gpt is not a recipe of this package. The recipes are: bert_336m_gpu,",
-        f"fit -c {base} {STRATEGY} --trainer.strategy.tq 2": "tq",
     }.items():
         assert message in refused(command), command
     with pytest.raises(UnsupportedError, match="is not a recipe"):
         recipe_path("../pyproject")
+
+
+RECIPE = "fit -c recipe:gpt_speeches_cpu"
+#: What is wrong on a command line or in a recipe, and the message: the symptom, and what is legal.
+WRONG: dict[str, tuple[str, str]] = {
+    "layot": ("'layot' is no command. Did you mean layout?", "commands: fit, validate, "),
+    "checkpoint shw x": ("'shw' is no subcommand. Did you mean show?", "subcommands: show, verify"),
+    "checkpoint": ("a subcommand is missing.", "subcommands: show, verify"),
+    "layout --world-sze 8": ("no option --world_sze. Did you mean --world_size?", "legal: cp, ep,"),
+    "layout --world 8": ("no option --world. Did you mean --world_size?", "legal: cp, ep,"),
+    "schedule --name zbv": ("name: zbv is given. Did you mean zb-v?", "legal: 1f1b, "),
+    "generate": ("a value is missing: model", "All options: lightning-megatron generate --help"),
+    "fit gpt.yaml": ("'gpt.yaml' is not expected here. Did you mean -c gpt.yaml?", ""),
+    f"{RECIPE} --trainer.max_step 3": ("no option --trainer.max_step. Did you mean --trainer.max_steps?", "legal after --trainer.: accelerator,"),
+    f"{RECIPE} --trainer.max_steps abc": ("trainer.max_steps: expected int: abc is given.", ""),
+    f"{RECIPE} --modle.width 3": ("no option --modle.width. Did you mean --model?", "legal: ckpt_path,"),
+    f"{RECIPE} --trainer.strategy.tq 2": ("trainer.strategy (lightning_megatron.MegatronStrategy): there is no setting tq. Did you mean tp?", "legal: async_save,"),
+    f"{RECIPE} --trainer.strategy.schedule zbv": ("schedule: zbv is given. Did you mean zb-v?", "legal: 1f1b,"),
+    f"{RECIPE} --model.config.num_layer 3": ("no setting config.num_layer. Did you mean config.num_layers?", "legal after config.: activation,"),
+    "fit --model CausalLLM": ("no class CausalLLM. Did you mean lightning_megatron.CausalLM?", "legal after lightning_megatron.: BERT"),
+    "fit --data lightning.pytorch.LightningModul": ("lightning.pytorch has no LightningModul. Did you mean LightningModule?", ""),
+    "fit -c trainer: {max_stepss: 3}": ("no option --trainer.max_stepss. Did you mean --trainer.max_steps?", "legal after --trainer."),
+    "fit -c model: {class_path: lightning_megatron.CausalLM, init_args: {config: {num_layer: 3}}}": ("model (lightning_megatron.CausalLM): there is no setting config.num_layer. Did you mean config.num_layers?", "legal after config."),
+    "fit -c trainer: {callbacks: [{class_path: lightning_megatron.LossCurve, init_args: {nam: 3}}]}": ("trainer.callbacks (lightning_megatron.LossCurve): there is no setting nam", "legal: filename,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_what_is_wrong_is_answered_with_the_nearest_legal_name_and_without_usage(
+    command, tmp_path, refused
+):
+    words, colon, recipe = command.partition("-c ")
+    if " {" in recipe:
+        (tmp_path / "x.yaml").write_text(recipe)
+        command = f"{words}-c {tmp_path / 'x.yaml'}"
+    printed = refused(command)
+    for part in WRONG[command if command in WRONG else f"{words}{colon}{recipe}"]:
+        assert part in printed
+    assert "usage:" not in printed
+    assert len(printed.splitlines()) < 15
 
 
 def test_interpolation_takes_the_values_of_all_files_and_options(base, capsys):

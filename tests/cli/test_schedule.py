@@ -117,10 +117,10 @@ def test_timelines_are_drawn_as_svg_png_and_pdf(tmp_path, shown, monkeypatch):
 
 def test_invalid_arguments_and_impossible_sizes_end_the_command_with_a_message(refused):
     for arguments, message in {
-        f"--name zb {SIZES}": "'zb-v', 'dualpipe-v'",
-        "--pp 0": "Not of type PositiveInt: 0",
+        f"--name zb {SIZES}": "zb-v, dualpipe-v",
+        "--pp 0": "pp: expected a number >0: 0 is given.",
         f"{SIZES} --png x.doc": "'x.doc' must end in .png, .svg, .pdf",
-        f"{SIZES} --memory 0": "conform to restriction v>0",
+        f"{SIZES} --memory 0": "memory: expected a number >0: 0 is given.",
         f"--name zb-v {SIZES} --chunks 3": "runs two chunks per stage: vpp is 3",
     }.items():
         assert message in refused(f"schedule {arguments}"), arguments

@@ -40,7 +40,7 @@ PUBLIC_MODULES = set("building_blocks errors extras families shapes".split())
 TASKS = tuple("corpus bert chat evaluation preferences finetuning scaling".split())
 OPEN_TO_ALL = set(
     """
-    disk_sync errors extras half_types nest once recipe_files shapes strict_json
+    disk_sync errors extras half_types nest once option_errors recipe_files shapes strict_json
     user_code version
     """.split()
 )
@@ -103,9 +103,9 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 400,
+    "beside rooms": 526,
     "checkpoint": 2820,
-    "cli": 3150,
+    "cli": 3152,
     "data": 3640,
     "experts": 3520,
     "generation": 930,
