@@ -59,21 +59,52 @@ def recipe_path(name: str) -> Path:
 def with_recipe_paths(arguments: Sequence[str]) -> list[str]:
     """Return command-line arguments in which ``recipe:NAME`` is replaced by the recipe's path.
 
+    A file that changes another recipe, which ``recipe: NAME`` in it names, follows this one.
+
     Args:
         arguments: Arguments; only values of ``-c`` and ``--config`` may name recipes.
 
     Raises:
         UnsupportedError: If no recipe has a given name.
     """
-    resolved = []
+    resolved: list[str] = []
     option = ""
     for argument in arguments:
+        if argument.partition("=")[0] == "--recipe":
+            raise UnsupportedError(
+                f"--recipe is no option: {argument!r} is given. Write -c {PREFIX}NAME."
+            )
         flag, equals, value = argument.rpartition("=") if "=" in argument else ("", "", argument)
-        if (flag or option) in ("-c", "--config") and value.startswith(PREFIX):
-            value = str(recipe_path(value.removeprefix(PREFIX)))
+        if (flag or option) in ("-c", "--config"):
+            if value.startswith(PREFIX):
+                value = str(recipe_path(value.removeprefix(PREFIX)))
+            for base in recipes_below(Path(value)):
+                resolved += [f"{flag}={base}"] if flag else [str(base), option]
         resolved.append(f"{flag}{equals}{value}")
         option = argument
     return resolved
+
+
+def recipes_below(path: Path) -> list[Path]:
+    """Return the recipes that a file changes, the first one at the beginning.
+
+    Args:
+        path: YAML file, in which ``recipe: NAME`` names the recipe that it changes.
+
+    Raises:
+        UnsupportedError: If no recipe has the given name.
+    """
+    below: list[Path] = []
+    try:
+        root = yaml.compose(read_regular_file(path, _REMEDY, _MAX_BYTES), yaml.SafeLoader)
+    except (CorruptDataError, OSError, RecursionError, UnicodeDecodeError, yaml.YAMLError):
+        # The checks of the file, or its parser, report the error.
+        return below
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if key.value == "recipe" and value.tag == f"{_TAG}str":
+            base = recipe_path(value.value.removeprefix(PREFIX))
+            below = [*recipes_below(base), base]
+    return below
 
 
 def check_recipes(arguments: Sequence[str]) -> None:

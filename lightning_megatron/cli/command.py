@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from operator import itemgetter
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse
@@ -44,13 +45,17 @@ def run_command(
     are options of their own.
 
     Args:
-        command: A function, or functions by the names of subcommands.
+        command: A function, or functions by the names of subcommands; that of an empty name is
+            called without any.
         examples: Example command lines, for the help.
     """
     if isinstance(command, Mapping):
+        if not args and "" in command:
+            command[""]()
+            return
         parser = _Parser(prog=name, epilog=examples, formatter_class=_Format)
         choices = parser.add_subcommands(dest="subcommand")
-        for choice, function in command.items():
+        for choice, function in filter(itemgetter(0), command.items()):
             summary = parse(function.__doc__ or "").short_description
             choices.add_subcommand(choice, _parser(f"{name} {choice}", function), help=summary)
         chosen = parser.parse_args(list(map(_underscored, args)))

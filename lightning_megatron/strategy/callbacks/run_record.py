@@ -1,0 +1,126 @@
+"""What a recipe's run leaves besides its plots: metrics, learning rates and checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from typing_extensions import override
+
+from lightning_megatron.strategy.private.callback_patches import NewestCheckpoint
+
+
+class RunLogger(CSVLogger):
+    """Logger of ``metrics.csv``, and of TensorBoard's events beside it if tensorboard is installed.
+
+    ``tensorboard --logdir runs`` then shows all runs below the folder ``runs``.
+
+    Args:
+        save_dir: Folder of all runs.
+        name: Name of the runs, which is a folder in ``save_dir``.
+        version: Number or name of the run; None takes the next free number.
+        options: Further arguments of ``CSVLogger``.
+    """
+
+    def __init__(
+        self,
+        save_dir: str,
+        name: str = "lightning_logs",
+        version: int | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(save_dir, name=name, version=version, **options)
+
+    @cached_property
+    def tensorboard(self) -> TensorBoardLogger | None:
+        """Logger of the events; None without tensorboard."""
+        if not (find_spec("tensorboard") or find_spec("tensorboardX")):
+            return None
+        return TensorBoardLogger(self.save_dir, name=self.name, version=self.version)
+
+    @override
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # type: ignore[override]
+        super().log_metrics(dict(metrics), step)
+        self._also(lambda events: events.log_metrics(metrics, step))
+
+    @override
+    def save(self) -> None:
+        super().save()
+        self._also(lambda events: events.save())
+
+    @override
+    def finalize(self, status: str) -> None:
+        super().finalize(status)
+        self._also(lambda events: events.finalize(status))
+
+    def _also(self, call: Callable[[TensorBoardLogger], Any]) -> None:
+        if self.tensorboard is not None:
+            call(self.tensorboard)
+
+
+class LearningRates(LearningRateMonitor):
+    """Log the learning rate of each parameter group, such as ``lr-AdamW``.
+
+    Without a logger, nothing is logged, where Lightning's own callback raises an error.
+
+    Args:
+        logging_interval: Interval of the logs; None takes that of each schedule.
+        options: Further arguments of ``LearningRateMonitor``.
+    """
+
+    def __init__(
+        self, logging_interval: Literal["step", "epoch"] | None = None, **options: Any
+    ) -> None:
+        super().__init__(logging_interval, **options)
+
+    @override
+    def on_train_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.loggers:
+            super().on_train_start(trainer, *args, **kwargs)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.loggers:
+            super().on_train_batch_start(trainer, *args, **kwargs)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.loggers:
+            super().on_train_epoch_start(trainer, *args, **kwargs)
+
+
+class RunCheckpoint(NewestCheckpoint):
+    """Save the best checkpoint, and the newest one as ``last.ckpt``.
+
+    The newest one is that of the last validation, and at the end of ``fit`` that of the last step,
+    even if the run was too short for a validation. ``last.ckpt`` is a link if the best one is the
+    newest.
+
+    Args:
+        monitor: Name of the value that decides which checkpoint is the best; None keeps the newest.
+        save_last: Whether to save ``last.ckpt``; ``link`` makes it a link where it can, which
+            remote storage has not.
+        options: Further arguments of Lightning's ``ModelCheckpoint``.
+    """
+
+    def __init__(
+        self,
+        monitor: str | None = None,
+        save_last: bool | Literal["link"] = "link",
+        **options: Any,
+    ) -> None:
+        super().__init__(monitor=monitor, save_last=save_last, **options)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        folders = [self.dirpath, trainer.default_root_dir]
+        folders += [logger.save_dir for logger in trainer.loggers]
+        if self.save_last == "link" and any("://" in os.fspath(one or "") for one in folders):
+            self.save_last = True
+        super().setup(trainer, pl_module, stage)
