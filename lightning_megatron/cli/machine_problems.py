@@ -82,17 +82,15 @@ def _problems_of_packages(machine: Machine) -> Iterator[Problem]:
 
 def _problems_of_cuda(cuda: CudaSoftware, gpus: tuple[Gpu, ...]) -> Iterator[Problem]:
     if cuda.error:
-        remedies = {
-            "CUDA_VISIBLE": "unset CUDA_VISIBLE_DEVICES",
-            "torch ": "Install a CUDA build of torch: docs/installation.md says how",
-        }
-        other = "Update the driver, or install a build of torch for the driver's CUDA"
-        starts = (remedies[start] for start in remedies if cuda.error.startswith(start))
-        yield Problem(
-            "must",
-            f"torch sees none of the {cuda.num_devices} GPU(s): {cuda.error}",
-            next(starts, other),
-        )
+        symptom = f"torch sees none of the {cuda.num_devices} GPU(s): {cuda.error}"
+        remedy = "Update the driver, or install a build of torch for the driver's CUDA"
+        if cuda.error.startswith("torch "):
+            remedy = "Install a CUDA build of torch: docs/installation.md says how"
+        if cuda.error.startswith("CUDA_VISIBLE_DEVICES"):
+            # Perhaps on purpose: jobs train on CPUs.
+            yield Problem("should", symptom, "unset CUDA_VISIBLE_DEVICES")
+        else:
+            yield Problem("must", symptom, remedy)
     for index, gpu in enumerate(gpus):
         if cuda.architectures and not _is_compiled_for(cuda.architectures, gpu.capability):
             yield Problem(

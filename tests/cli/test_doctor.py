@@ -112,7 +112,7 @@ FAULTS: dict[str, tuple[Machine, str, str, str]] = {
     "old extra": (with_package("transformers", "5.1", ">=5.18", "hf"), "should", "the extra hf", "transformers>=5.18"),
     "driver": (with_cuda(error="The NVIDIA driver is too old"), "must", "none of the 2 GPU(s): The NVIDIA", "Update the driver"),
     "CPU build": (with_cuda(error="torch 2.13.0+cpu was built without CUDA"), "must", "without CUDA", "a CUDA build"),
-    "hidden": (with_cuda(error="CUDA_VISIBLE_DEVICES is ''"), "must", "sees none", "unset CUDA_VISIBLE_DEVICES"),
+    "hidden": (with_cuda(error="CUDA_VISIBLE_DEVICES is ''"), "should", "sees none", "unset CUDA_VISIBLE_DEVICES"),
     "old GPU": (with_gpu(capability=(7, 0)), "must", "no code for GPU 1 (compute capability 7.0)", "another build"),
     "faulty": (with_gpu(state=GpuState(faults=3)), "must", "GPU 1 had 3 memory errors", "replace"),
     "used": (with_gpu(state=GpuState(used=20480)), "should", "GPU 1 has 20.0 GiB in use", "nvidia-smi"),
