@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.linear.feature_shard import functions_get_all_features
 from lightning_megatron.models.layered import LayeredModule, layered_modules
 from lightning_megatron.pipeline.action_times import MeasuredStages
 from lightning_megatron.pipeline.executor import PipelineExecutor
@@ -29,7 +31,7 @@ from lightning_megatron.strategy.checks.run_checks import (
     data_fields,
     pipelined_module,
 )
-from lightning_megatron.strategy.logs.run_table import note_compiled_blocks
+from lightning_megatron.strategy.logs.run_table import count_elements, note_compiled_blocks
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
 from lightning_megatron.strategy.modules.buffers import (
     SharedBuffers,
@@ -56,6 +58,7 @@ from lightning_megatron.strategy.private.callback_patches import (
     announce_saves,
     patch_finetuning,
     remove_found_checkpoint,
+    summarize_whole_model,
 )
 from lightning_megatron.strategy.private.data_loading import (
     filter_sampler_injection,
@@ -75,6 +78,7 @@ from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.step import Step, StepTrials
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
+from lightning_megatron.swap.whole_features import full_layers
 
 
 class Run:
@@ -133,6 +137,8 @@ class Run:
             self.comparison = BatchComparison(mesh, options.job.replica_check_interval)
             self.step = self._make_step(precision, attributes)
             self._patch_trainer(attributes, undo)
+            if full_layers(module):
+                undo.enter_context(functions_get_all_features())
             if self.is_fit:
                 self._patch_fit(undo)
             self._undo = undo.pop_all()
@@ -254,6 +260,8 @@ class Run:
     def _patch_fit(self, undo: ExitStack) -> None:
         trainer = self.module.trainer
         main = self.state.main
+        if self.mesh.model.size > 1 or self.mesh.ep.size > 1:
+            summarize_whole_model(trainer, partial(count_elements, self.module, self.mesh), undo)
         patch_finetuning(trainer, lambda: main.main_parameters)
         if self._gathers_late(trainer):
             self.state.overlap_gathers()

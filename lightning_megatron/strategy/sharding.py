@@ -24,7 +24,11 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.apply import rejoin
-from lightning_megatron.swap.decide.automatic import automatic_pipeline_plan, yaml_of
+from lightning_megatron.swap.decide.automatic import (
+    automatic_pipeline_plan,
+    automatic_tensor_plan,
+    yaml_of,
+)
 from lightning_megatron.swap.decide.hugging_face_models import check_cut
 from lightning_megatron.swap.decide.model_plan import describe_unsharded
 
@@ -43,21 +47,25 @@ def shard_module(
     if mesh.cp.size > 1:
         # Modules that configure_model creates could not be checked before the groups existed.
         check_cut(module, mesh.cp.size, options.tensor_parallel_plan)
+    plan = options.tensor_parallel_plan
     stages = options.pipeline_plan
+    chosen = {}
+    if plan is None:
+        plan = chosen["tensor_parallel_plan"] = automatic_tensor_plan(module, mesh.tp.size)
     if stages is None:
-        stages = automatic_pipeline_plan(module, mesh.layout)
-        _show_plans(pipeline_plan=stages)
+        stages = chosen["pipeline_plan"] = automatic_pipeline_plan(module, mesh.layout)
+    _show_plans(chosen)
     earlier = {name: model.delayed_scales for name, model in _named_models(module).items()}
     for record in parallelize(
         module,
         mesh,
-        options.tensor_parallel_plan,
+        plan,
         stages,
         module.trainer.progress_bar_callback is not None,
         options.needs_tables,
     ):
         rank_zero_info(str(record))
-    if options.tensor_parallel_plan is None:
+    if plan is None:
         check_is_sharded(module, mesh)
     elif mesh.tp.size > 1:
         rank_zero_info(
@@ -77,12 +85,12 @@ def shard_module(
     return models
 
 
-def _show_plans(**plans: Mapping[str, str] | None) -> None:
+def _show_plans(plans: Mapping[str, Mapping[str, str] | None]) -> None:
     """Log the plans that were chosen without an option, for users to paste and change."""
     if any(plans.values()):
         rank_zero_info(
-            "Plans that this fit chose, because the strategy has none; paste and change them:\n"
-            f"strategy:\n{yaml_of(plans)}"
+            "Plans that this fit chose, because MegatronStrategy has none; as its options they can "
+            f"be pasted and changed:\n{yaml_of(plans)}"
         )
 
 

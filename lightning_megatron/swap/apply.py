@@ -24,7 +24,7 @@ from lightning_megatron.swap.decide.hugging_face_models import OwnCodeModel
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS, SwapRecord
 from lightning_megatron.swap.decide.model_plan import describe_unsharded
 from lightning_megatron.swap.decide.swap_plan import Swap, SwapPlan, decide
-from lightning_megatron.swap.hugging_face.bound_methods import bind_methods
+from lightning_megatron.swap.hugging_face.bound_methods import bind_methods, whole_counts
 from lightning_megatron.swap.preservation import check_nothing_is_lost, share_weights
 from lightning_megatron.swap.pretrained.from_pretrained import read_missing_values
 
@@ -107,6 +107,7 @@ def install(plan: SwapPlan, swaps: Sequence[Swap]) -> list[SwapRecord]:
 
     Communication: a broadcast over all ranks for each parameter and buffer.
     """
+    counts = whole_counts(plan.root) if plan.mesh.model.size > 1 else ()
     broadcast_values(plan.root, plan.built_here, plan.mesh)
     sizes = [num_elements(model.site.module) for model in plan.own_code]
     records = [
@@ -136,7 +137,7 @@ def install(plan: SwapPlan, swaps: Sequence[Swap]) -> list[SwapRecord]:
             set_shard_spec(parameter, replicated_spec(parameter, plan.mesh.tp.rank, partial=True))
     if plan.stages is not None:
         records.append(plan.stages.install(plan.root))
-    bind_methods(plan.root, [model.site.module for model in plan.own_code])
+    bind_methods(plan.root, [model.site.module for model in plan.own_code], counts)
     return records + [
         _own_code_record(model, str(model.plan), size, describe_unsharded(model.site.module))
         for model, size in zip(plan.own_code, sizes, strict=True)

@@ -13,11 +13,14 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import gather_from_axis
+from lightning_megatron.layers.linear.feature_shard import FeatureShard, gathered
 from lightning_megatron.layers.linear.sequence_shard import SequenceShard, gather_shard
-from lightning_megatron.swap.decide.kinds import SWAPPED_AS
+from lightning_megatron.swap.decide.kinds import FULL_VIEWS, SWAPPED_AS, split_kind
 
 #: Kinds of layers that produce or consume sharded features, and of modules sharded with them.
 _CUT = ("column", "row", "features")
+#: Kinds of layers whose sharded features user code sees in full, and of those that take them.
+_FULL = (*FULL_VIEWS, "row_split")
 #: Maximum size of the sample of a call's input (elements). A sample has some positions, each with
 #: all of this rank's features.
 _MAX_SAMPLE_ELEMENTS = 2**16
@@ -57,8 +60,21 @@ class LayerInput:
 
 def cut_layers(module: nn.Module) -> list[CutLayer]:
     """List the layers between which features are sharded, and the modules sharded with them."""
-    kinds = ((name, getattr(part, SWAPPED_AS, None), part) for name, part in module.named_modules())
-    return [CutLayer(name, kind, part) for name, kind, part in kinds if kind in _CUT]
+    return _layers_of(module, _CUT)
+
+
+def full_layers(module: nn.Module) -> list[CutLayer]:
+    """List the layers whose sharded features user code sees in full, and those that take them."""
+    layers = _layers_of(module, _FULL)
+    return layers if any(layer.kind in FULL_VIEWS for layer in layers) else []
+
+
+def _layers_of(module: nn.Module, kinds: Sequence[str]) -> list[CutLayer]:
+    layers = [
+        CutLayer(name, split_kind(getattr(part, SWAPPED_AS, ""))[0], part)
+        for name, part in module.named_modules()
+    ]
+    return [layer for layer in layers if layer.kind in kinds]
 
 
 @contextmanager
@@ -100,7 +116,7 @@ def _hooks(
                 lambda *_: _put_back(module, parts), always_call=True
             )
         return
-    if is_whole and layer.kind == "column":
+    if is_whole and layer.kind in ("column", *FULL_VIEWS):
         yield module.register_forward_hook(partial(_gather_output, axis=axis), prepend=True)
     note: Callable[..., Any] = partial(
         _note, layer=layer, axis=axis, inputs=inputs, is_whole=is_whole
@@ -124,12 +140,12 @@ def _note(
         return None
     hidden = values[0]
     takes_part = is_whole and layer.kind == "row"
-    if takes_part:
+    if takes_part or layer.kind == "row_split":
         hidden = gather_shard(hidden)
         width = int(module.weight.shape[1])  # type: ignore[index]
         if hidden.shape[-1] == width * axis.size:
             hidden = hidden[..., axis.rank * width : (axis.rank + 1) * width]
-    inputs.append(LayerInput(layer, _sample(hidden)))
+    inputs.append(LayerInput(layer, _sample(gathered(hidden))))
     if not takes_part:
         return None
     return (
@@ -150,6 +166,8 @@ def _sample(hidden: Tensor) -> Tensor:
 def _gather_output(
     module: nn.Module, args: tuple[Any, ...], output: Tensor, *, axis: MeshAxis
 ) -> Tensor:
+    if isinstance(output, FeatureShard):
+        return output.gather_full()
     return gather_from_axis(output, axis, dim=-1)
 
 

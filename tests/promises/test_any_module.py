@@ -202,6 +202,7 @@ def made(kinds: Sequence[type[Callback]]) -> list[Callback]:
 SAME = {
     "own blocks, tp": own(Own, TP),
     "own blocks, stages with a skip around them": own(Own, PP),
+    "own blocks, tp without a plan": own(Own, {"tp": 2, "microbatch_size": 4}),
     "own blocks, stages without a plan": own(Own, {"pp": 2, "microbatch_size": 4}),
     "own blocks, zero-bubble": own(Own, {**PP, "schedule": "zb-h1"}),
     "torch's encoder, tp": own(Encoder, {"tp": 2, "tensor_parallel_plan": {"net": "auto"}}),
@@ -220,7 +221,7 @@ REFUSED = {
     "a penalty on sharded weights": (own(Penalty, TP), "weight_decay"),
     "statistics of a batch, cut": (own(Normed, {}), "batch statistics need the whole batch"),
     "an optimizer of the whole model": (own(WholeModel, TP), "LBFGS"),
-    "tp without a plan": (own(Own, {"tp": 2}), "tensor_parallel_plan"),
+    "tp without layers to shard": (own(Single, {"tp": 2}), "{'net': 'column_gather'}"),
     "pp without a list of blocks": (own(Single, {"pp": 2}), "at least 2 blocks"),
 }
 

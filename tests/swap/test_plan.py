@@ -14,8 +14,15 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import build_on_meta, parallelize
-from lightning_megatron.swap.decide.model_plan import suggest_tensor_plan, supported_plan
+from lightning_megatron.swap.decide.automatic import (
+    automatic_pipeline_plan,
+    automatic_tensor_plan,
+    suggest_pipeline_plan,
+    suggest_tensor_plan,
+)
+from lightning_megatron.swap.decide.model_plan import supported_plan
 from tests.swap.cases import CLASSIFIER_PLAN, MLP_PLAN, AttentionOnly, Classifier, TiedDecoder, mlp
 from tests.swap.families import config_of, transformers
 from tests.swap.parts import mesh_of
@@ -82,7 +89,7 @@ REFUSED: list[tuple[nn.Module, dict[str, str] | None, str]] = [
     (Classifier(), {"embeding": "vocab"}, "'embeding'.*Did you mean 'embedding'?"),
     (Classifier(), {"embedding": "column"}, "(?s)type Embedding.*nn.Linear.*head.0"),
     (Classifier(), {"encoder.layers.*.linear1": "column"}, "{'encoder.layers.0': 'auto'}"),
-    (mlp(), {"0": "colum"}, "'column', 'column_gather', 'row'"),
+    (mlp(), {"0": "colum"}, "'column', 'column_gather', 'column_full', 'qkv'"),
     (Classifier(num_labels=7), {"head.2": "column_gather"}, r"out_features \(7\) of 'head.2' must .* tp \(2\).*1 or 7"),
     (inside(nn.Linear(9, 4)), {"0": "row"}, r"in_features \(9\) of '0' must be a multiple of tp \(2\).*1, 3 or 9"),
     (inside(nn.TransformerEncoderLayer(12, 3, 24)), None, r"num_heads \(3\) of '0' must be .*Use tp of 1 or 3"),
@@ -179,22 +186,78 @@ def test_unsupported_calls_of_a_cut_block_are_refused():
         module[0](torch.randn(2, 3, 8), is_causal=True)
 
 
-def test_suggested_plans_pair_the_layers_of_attention_and_of_mlps():
-    def linear(**sizes: tuple[int, int]) -> nn.ModuleDict:
-        return nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
+def linear(**sizes: tuple[int, int]) -> nn.ModuleDict:
+    return nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
 
+
+def test_automatic_plans_pair_the_layers_of_attention_and_of_mlps():
     def block() -> nn.ModuleDict:
         attention = linear(q=(8, 8), k=(8, 4), v=(8, 4), out=(8, 8))
         mlp = linear(gate=(8, 12), up=(8, 12), down=(12, 8))
-        return nn.ModuleDict({"att": attention, "norm": nn.LayerNorm(8), "mlp": mlp})
+        fused = linear(qkv=(8, 24), out=(8, 8), gate_up=(8, 24), down=(12, 8))
+        grouped = linear(qkv=(8, 12), out=(8, 8))
+        return nn.ModuleDict(
+            {"att": attention, "norm": nn.LayerNorm(8), "mlp": mlp, "f": fused, "g": grouped}
+        )
 
     root = nn.ModuleDict({"first": nn.Linear(3, 8), "blocks": nn.ModuleList([block(), block()])})
-    column = [f"blocks.*.{name}" for name in ("att.q", "att.k", "att.v", "mlp.gate", "mlp.up")]
-    row = ["blocks.*.att.out", "blocks.*.mlp.down"]
-    expected = dict.fromkeys(column, "column") | dict.fromkeys(row, "row")
-    assert suggest_tensor_plan(root, 2) == expected
-    single = linear(head=(8, 4), odd=(5, 3))
-    assert suggest_tensor_plan(single, 2) == {"head": "column_gather"}
+    full = [f"blocks.*.{name}" for name in ("att.q", "att.k", "att.v", "mlp.gate", "mlp.up")]
+    row = ["att.out", "mlp.down", "f.out", "f.down", "g.out"]
+    fused = {"f.qkv": "qkv", "f.gate_up": "gate_up", "g.qkv": "qkv(4, 1)"}
+    expected = dict.fromkeys(full, "column_full")
+    expected |= {f"blocks.*.{name}": kind for name, kind in fused.items()}
+    expected |= {f"blocks.*.{name}": "row_split" for name in row}
+    assert automatic_tensor_plan(root, 2) == expected
+    assert not {"g.qkv", "g.out"} & {
+        name.removeprefix("blocks.*.") for name in automatic_tensor_plan(root, 4) or {}
+    }
+
+
+def test_automatic_plans_shard_vocabularies_with_what_shares_their_weight():
+    root = nn.ModuleDict({"words": nn.Embedding(50, 8), "places": nn.Embedding(5, 8)})
+    root["block"] = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+    root["head"] = nn.Linear(8, 50)
+    pair = {"block.0": "column_full", "block.2": "row_split"}
+    assert automatic_tensor_plan(root, 2) == {**pair, "words": "vocab", "head": "vocab"}
+    root["words"].weight = root["head"].weight
+    assert automatic_tensor_plan(root, 2) == {**pair, "words": "vocab", "head": "vocab"}
+    root.register_parameter("also", root["head"].weight)
+    assert automatic_tensor_plan(root, 2) == pair
+    assert automatic_tensor_plan(root, 1) is None
+
+
+def test_automatic_plans_leave_the_choice_where_nothing_or_too_much_is_known():
+    assert automatic_tensor_plan(linear(head=(8, 4), odd=(5, 3)), 2) is None
+    assert suggest_tensor_plan(linear(head=(8, 4), odd=(5, 3)), 2) == {"head": "column_gather"}
+    assert automatic_tensor_plan(nn.Sequential(AttentionOnly()), 2) is None
+    mixed = nn.Sequential(AttentionOnly(), linear(a=(8, 4), b=(4, 8)))
+    assert automatic_tensor_plan(mixed, 2) == {
+        "*": "auto",
+        "*.a": "column_full",
+        "*.b": "row_split",
+    }
+    # A layer with two names would need one kind for both.
+    shared = nn.Linear(8, 16)
+    twice = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 8), "c": nn.Sequential(shared)})
+    assert automatic_tensor_plan(twice, 2) is None
+    sizes = [nn.ModuleList([linear(a=(8, n), b=(n, 8)) for n in (16, 15)])]
+    assert automatic_tensor_plan(nn.Sequential(*sizes), 2) == {
+        "0.0.a": "column_full",
+        "0.0.b": "row_split",
+    }
+
+
+def test_stages_divide_the_one_list_of_blocks_that_is_much_larger_than_others():
+    layout = ParallelLayout(2, pp=2)
+    blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    root = nn.ModuleDict({"head": nn.Linear(8, 50), "blocks": blocks, "words": nn.Embedding(50, 8)})
+    ends = {"head": "last", "words": "first"}
+    assert automatic_pipeline_plan(root, layout) == {"blocks": "blocks", **ends}
+    assert automatic_pipeline_plan(root, ParallelLayout(1)) is None
+    assert automatic_pipeline_plan(root, ParallelLayout(8, pp=8)) is None
+    root["more"] = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    assert automatic_pipeline_plan(root, layout) is None
+    assert (suggest_pipeline_plan(root, layout) or {})["blocks"] == "blocks"
 
 
 # ---- plans of Hugging Face models without a table

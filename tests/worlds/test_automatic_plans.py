@@ -5,17 +5,37 @@ shows, as in one process.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-from tests.fits import Job, Module, Report, Tokens, check_equal, run_job, run_jobs_on
+from lightning_megatron import GPT
+from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.groups.shard_spec import num_elements
+from tests.fits import (
+    MIXTURE,
+    Job,
+    Module,
+    Regress,
+    Report,
+    Tokens,
+    Vectors,
+    check_equal,
+    run_job,
+    run_jobs,
+)
+from tests.world import run_world
 
 WORDS, WIDTH, HEADS, LENGTH, DEPTH = 300, 16, 4, 16, 4
 
@@ -23,11 +43,11 @@ WORDS, WIDTH, HEADS, LENGTH, DEPTH = 300, 16, 4, 16, 4
 class Fused(nn.Module):
     """Attention as nanoGPT has it: one projection, split by the width."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.resid_dropout = nn.Dropout(dropout)
-        self.n_head, self.n_embd, self.dropout = HEADS, WIDTH, dropout
+        self.resid_dropout = nn.Dropout(0.0)
+        self.n_head, self.n_embd, self.dropout = HEADS, WIDTH, 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.size()
@@ -60,6 +80,73 @@ class Explicit(nn.Module):
         scores = scores.masked_fill(self.mask[:, :, :t, :t] == 0, float("-inf"))
         y = self.attn_drop(F.softmax(scores, dim=-1)) @ v
         return self.proj(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class Interleaved(nn.Module):
+    """Attention of one projection with queries, keys and values of one head after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        heads = self.qkv(x).view(b, t, HEADS, -1).transpose(1, 2)
+        y = F.scaled_dot_product_attention(*heads.chunk(3, dim=-1), is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(b, t, c))
+
+
+class Summing(nn.Module):
+    """Attention by sums of products, which keeps its weights, and drops some by recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qkv, self.to_out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, HEADS)[:, None, None])
+        self.seen: Tensor | None = None
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.einsum("bhid,bhjd->bhij", q, k) * (WIDTH // HEADS) ** -0.5 + self.bias
+        weights = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -1e9).softmax(-1)
+        self.seen = weights.detach()
+        return torch.einsum("bhij,bhjd->bhid", weights, v)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(x).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (q, k, v))
+        y = checkpoint(self.mixed, q, k, v, use_reentrant=False)
+        return self.to_out(y.transpose(1, 2).flatten(2))
+
+
+class TorchAttention(nn.Module):
+    """Attention of torch.nn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+class Experts(nn.Module):
+    """A mixture written by hand, as a list of MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 24), nn.SiLU(), nn.Linear(24, WIDTH)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2)
+        y = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            y.index_add_(0, rows, expert(flat[rows]) * weights[rows, places, None])
+        return y.view_as(x)
 
 
 class GPTBlock(nn.Module):
@@ -265,6 +352,31 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(x))[:, 0])
 
 
+class Dropped(nn.Module):
+    """An MLP that keeps what it has dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        mask = F.dropout(torch.ones_like(hidden), 0.5)
+        self.kept = mask[..., list(range(12))].detach()
+        return self.down(hidden * mask)
+
+
+class Drops(Regress):
+    """Keep what each step has dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(Dropped)
+        self.outcomes["kept"] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.outcomes["kept"].append(self.net.kept)
+
+
 class Trained(Module):
     """Train one of the models."""
 
@@ -296,7 +408,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "litgpt": partial(LitGPT, LitAttention),
     "picotron": partial(LitGPT, PicoAttention),
     "timm": ViT,
+    "interleaved": partial(MiniGPT, Interleaved),
+    "einsum": partial(MiniGPT, Summing),
+    "torch": partial(MiniGPT, TorchAttention),
+    "experts": partial(MiniGPT, Experts),
+    "one group": partial(LitGPT, partial(LitAttention, groups=1)),
 }
+KNOWN = ("nanoGPT", "minGPT", "litgpt", "picotron", "timm")
 
 
 def fit(name: str, strategy: dict[str, Any] | None, **options: Any) -> Job:
@@ -306,17 +424,162 @@ def fit(name: str, strategy: dict[str, Any] | None, **options: Any) -> Job:
     return Job(partial(Trained, MODELS[name]), strategy, data=data, **options)
 
 
-JOBS = {f"{name} pp2": fit(name, {"pp": 2}) for name in MODELS}
+TP_PP = {"tp": 2, "pp": 2}
+#: What a fit of litgpt's model shows, with the true numbers of heads and groups.
+SHOWN = {
+    "*.attn.qkv": "qkv(4, 2)",
+    "*.attn.proj": "row_split",
+    "*.gate_proj": "column_full",
+    "*.up_proj": "column_full",
+    "*.down_proj": "row",
+}
+ON_TWO = {
+    **{f"{name} {axis}2": fit(name, {axis: 2}) for name in KNOWN for axis in ("tp", "pp")},
+    "litgpt by a plan": fit("litgpt", {"tp": 2, "tensor_parallel_plan": SHOWN}),
+    "torch tp2": fit("torch", {"tp": 2}),
+    "experts tp2": fit("experts", {"tp": 2}),
+    "einsum tp2": fit("einsum", {"tp": 2, "microbatch_size": None}, validation=Tokens),
+    "nanoGPT without a trial": fit("nanoGPT", {"tp": 2, "job.check_microbatches": False}),
+}
+ON_FOUR = {f"{name} tp2 pp2": fit(name, TP_PP) for name in ("nanoGPT", "litgpt", "timm")}
+#: Layers that stay right although their rows are not laid out as the plan says.
+GATHERED = {
+    "interleaved": fit("interleaved", {"tp": 2}),
+    "litgpt in groups that do not divide": fit("one group", {"tp": 2}),
+}
+
+
+def run_parts(rank: int, size: int, jobs: dict[str, Job]) -> dict[str, Report]:
+    """Run jobs whose attention and MLPs must not gather all features."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="all features of")
+        return run_jobs(rank, size, jobs)
+
+
+def run_gathered(rank: int, size: int) -> dict[str, Report]:
+    """Run jobs that gather all features, and say so."""
+    reports = {}
+    for name, job in GATHERED.items():
+        with pytest.warns(SpeedWarning) if rank == 0 else nullcontext() as caught:
+            reports[name] = run_job(job, size)
+        reports[name].outcomes["warned"] = [str(one.message) for one in caught or ()]
+    return reports
+
+
+@cache
+def twin_of(name: str) -> Report:
+    return run_job(fit(name, None))
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, list[Report]]:
-    return run_jobs_on(2, JOBS)
+def two() -> list[dict[str, Report]]:
+    return run_world(run_parts, 2, ON_TWO)
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Report]]:
+    return run_world(run_parts, 4, ON_FOUR)
+
+
+@pytest.mark.parametrize("name", ON_TWO)
 def test_modules_without_a_plan_train_as_in_one_process(
-    name: str, reports: dict[str, list[Report]]
+    name: str, two: list[dict[str, Report]]
 ) -> None:
-    twin = run_job(fit(name.split()[0], None))
-    check_equal(reports[name], twin)
+    check_equal([rank[name] for rank in two], twin_of(name.split()[0]))
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_modules_without_plans_train_as_in_one_process_over_both_axes(
+    name: str, four: list[dict[str, Report]]
+) -> None:
+    check_equal([rank[name] for rank in four], twin_of(name.split()[0]))
+
+
+def test_each_rank_has_its_heads_of_a_fused_projection(two: list[dict[str, Report]]) -> None:
+    weight, spec = two[1]["nanoGPT tp2"].pieces["net.transformer.h.0.attn.c_attn.weight"]
+    assert weight.shape == (3 * WIDTH // 2, WIDTH)
+    assert [box.offsets[0] for box in spec.boxes()] == [8, 24, 40]
+    head, _ = two[1]["nanoGPT tp2"].pieces["net.transformer.wte.weight"]
+    assert len(head) < WORDS
+
+
+def test_what_does_not_fit_the_layout_of_a_plan_is_gathered_with_a_warning() -> None:
+    ranks = run_world(run_gathered, 2)
+    for name, job in GATHERED.items():
+        reports = [rank[name] for rank in ranks]
+        texts = [text for text in reports[0].outcomes["warned"] if "features of" in text]
+        assert texts
+        assert all("attn.qkv" in text and "test_automatic_plans.py" in text for text in texts)
+        check_equal(reports, run_job(replace(job, strategy=None)))
+
+
+class Summed(ModelSummary):
+    """Keep what the summary would print."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.outcomes: dict[str, Any] = {}
+
+    def summarize(self, data: Any, total: int, trainable: int, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        columns = dict(data)
+        self.outcomes["whole"] = columns["Name"], columns["Params"], total, trainable
+        self.outcomes["here"] = columns.get("Params per Device")
+
+
+class Frozen(Trained):
+    """Train nanoGPT's model without its positions."""
+
+    def __init__(self) -> None:
+        super().__init__(MODELS["nanoGPT"])
+        self.net.transformer.wpe.requires_grad_(False)
+
+
+def summed(model: Any, strategy: dict[str, Any] | None) -> Job:
+    return Job(model, strategy, callbacks=lambda: [Summed()], steps=1)
+
+
+def run_summed(rank: int, size: int) -> list[dict[str, Any]]:
+    layouts: list[Any] = [
+        (Frozen, {"tp": 2}),
+        (Frozen, {"pp": 2}),
+        (MIXTURE, {"tp": 2, "ep": 2, "etp": 1}),
+    ]
+    return [run_job(summed(*layout), size).outcomes for layout in layouts]
+
+
+def test_summaries_count_the_whole_model_and_the_part_of_rank_0() -> None:
+    twin = run_job(summed(Frozen, None)).outcomes
+    (*first, experts), _ = run_world(run_summed, 2)
+    for outcomes in first:
+        assert outcomes["whole"] == twin["whole"]
+        assert outcomes["here"] not in (None, twin["whole"][1])
+    assert twin["here"] is None
+    assert twin["whole"][2] - twin["whole"][3] == LENGTH * WIDTH
+    # In one process, Lightning counts rows that pad the vocabulary.
+    assert experts["whole"][2:] == (num_elements(GPT(MIXTURE)),) * 2
+
+
+def drawn(rank: int, size: int) -> dict[bool, list[Tensor]]:
+    """Return what is dropped in two steps, with and without a trial of the step."""
+    jobs = {
+        has_trial: Job(
+            Drops,
+            {"tp": 2, "job.check_microbatches": has_trial},
+            data=Vectors,
+            steps=2,
+            norms=False,
+        )
+        for has_trial in (True, False)
+    }
+    return {key: run_job(job, size).outcomes["kept"] for key, job in jobs.items()}
+
+
+def test_each_rank_drops_other_features_in_every_step() -> None:
+    first, second = run_world(drawn, 2)
+    for has_trial in (True, False):
+        for kept, again in zip(first[has_trial], second[has_trial], strict=True):
+            assert torch.equal(kept, again), "all ranks see the same activation"
+            parts = kept.chunk(2, dim=-1)
+            assert not torch.equal(*parts)
+            assert {float(value) for value in kept.unique()} == {0.0, 2.0}
+        assert not torch.equal(*first[has_trial])

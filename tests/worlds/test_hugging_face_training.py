@@ -189,6 +189,7 @@ class Adapt(FineTune):
     def on_train_end(self) -> None:
         super().on_train_end()
         strategy: Any = self.trainer.strategy
+        self.outcomes["counts"] = self.model.get_nb_trainable_parameters()
         if hasattr(strategy, "run"):
             trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
             held = sum(piece.main.numel() for piece in strategy.run.state.main.slices.values())
@@ -307,6 +308,7 @@ def test_adapters_train_as_by_peft_and_are_exported(kind, folder, ranks, tmp_pat
     for rank in ranks:
         report, evaluated = rank[f"lora {kind}"]
         assert report.outcomes["swapped"]
+        assert report.outcomes["counts"] == plain.outcomes["counts"]
         assert report.losses == pytest.approx(plain.losses, abs=1e-4)
     exported, merged, file = tmp_path / "adapter", tmp_path / "merged", tmp_path / "file.ckpt"
     with pytest.raises(SystemExit):

@@ -333,7 +333,7 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     "a view of fixed sizes": (
         module_with(lambda x: x.view(4, 6, 4, 3).tanh().flatten(-2)), TP, r"RuntimeError: shape .* is invalid .*'net.up' \('column'\)",
     ),
-    "linear layers without a plan": (plain, {"tp": 2}, r"tensor_parallel_plan \{'net.up': 'column', 'net.down': 'row'\}"),
+    "a linear layer without a plan": (lambda: Regress(lambda: nn.Linear(8, 8)), {"tp": 2}, r"tensor_parallel_plan \{'net': 'column_gather'\}"),
     "a row layer that splits a part": (plain, planned(up="column", down="row_split"), r"'net.up' \('column'\).*the kind 'row'"),
     "a row layer without a column layer": (plain, planned(down="row"), r"'net.down' \('row'\).*'row_split'"),
     "two column layers": (plain, planned(**{"*": "column"}), r"'net.up' \('column'\), .*'net.down' \('column'\).*'column_gather'"),
@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     },
     "a Hugging Face model that is not cut": (
         lambda: Predict(language_model("GPTNeoForCausalLM", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]})), {"tp": 2},
-        r"Predict has none\..*'net.transformer.h.\*.mlp.c_fc': 'column'",
+        r"Predict has none\..*'net.transformer.h.\*.mlp.c_fc': 'column_full'",
     ),
     "an attack over stages": (
         lambda: Attack(lambda: nn.Sequential(plain_net(), plain_net())), STAGES, rf"derivatives itself with pp \(2\).*{LINE} ",

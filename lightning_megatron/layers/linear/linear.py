@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
+from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.fp8.scaling import Scaling
@@ -15,6 +15,7 @@ from lightning_megatron.layers.linear.engine_products import (
     engine_column_linear,
     engine_row_linear,
 )
+from lightning_megatron.layers.linear.feature_shard import FeatureShard, take_part
 from lightning_megatron.layers.linear.fp8_products import fp8_column_linear, fp8_row_linear
 from lightning_megatron.layers.linear.regions import column_linear, row_linear
 from lightning_megatron.layers.parameters.init import ZEROS, Initializer, sharded_parameter
@@ -223,8 +224,8 @@ class RowParallelLinear(nn.Module):
 
         The arguments are those of :meth:`ColumnParallelLinear.forward`.
         """
-        if self.split_input:
-            hidden = split_to_axis(hidden, self.mesh.tp, dim=-1)
+        if self.split_input or isinstance(hidden, FeatureShard):
+            hidden = take_part(hidden, self.mesh.tp)
         bias = self.bias if add_bias else None
         if self.scaling is None:
             output = row_linear(hidden, self.weight, bias, self.mesh)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import copy_to_axis, gather_from_axis, split_to_axis
+from lightning_megatron.layers.linear.feature_shard import FeatureShard, gathered
 from lightning_megatron.shapes import Shaped
 
 #: The sharded dimension: the one before the features.
@@ -105,6 +106,8 @@ class SequenceShard(Tensor):
                 f"because this rank has only a part of it: {name} writes into it. Compute a new "
                 "tensor, or leave 'sequence' out of the plan."
             )
+        if FeatureShard in types:
+            args, kwargs = pytree.tree_map(gathered, (args, kwargs))
         leaves = pytree.tree_leaves((args, kwargs))
         axis = next(leaf.axis for leaf in leaves if isinstance(leaf, cls))
         parts = _parts((*args, *kwargs.values()), axis) if name in _BY_POSITION else None
@@ -118,8 +121,8 @@ class SequenceShard(Tensor):
 
 
 def gather_shard(value: Any) -> Any:
-    """Return the full tensor of a sequence shard, and other values unchanged."""
-    return value.gather_full() if isinstance(value, SequenceShard) else value
+    """Return the full tensor of a shard, and other values unchanged."""
+    return value.gather_full() if isinstance(value, SequenceShard | FeatureShard) else value
 
 
 def _parts(values: Sequence[Any], axis: MeshAxis) -> list[Any] | None:

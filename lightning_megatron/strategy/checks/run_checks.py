@@ -30,8 +30,7 @@ from lightning_megatron.strategy.options.sizes import (
 )
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
-from lightning_megatron.swap.decide.automatic import suggest_pipeline_plan
-from lightning_megatron.swap.decide.model_plan import suggest_tensor_plan
+from lightning_megatron.swap.decide.automatic import suggest_pipeline_plan, suggest_tensor_plan
 from lightning_megatron.version import __version__
 
 #: Trainer settings that decide how many steps run and what they compute.

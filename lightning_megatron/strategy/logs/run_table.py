@@ -160,20 +160,54 @@ def _num_full_elements(module: nn.Module, mesh: ParallelMesh) -> int:
 
     Communication: one sum over all ranks.
     """
-    counted = 0
+    counted = sum(number for _, _, number in _counted_elements(module, mesh))
+    return int(all_reduce_(torch.tensor(counted), mesh.world_cpu))
+
+
+def count_elements(
+    module: nn.Module, mesh: ParallelMesh, names: Sequence[str]
+) -> dict[str, tuple[int, int]]:
+    """Count the parameters of the whole model in modules, and those of them that are trained.
+
+    Args:
+        names: Names of modules that this rank has; other ranks may have others.
+
+    Returns:
+        Elements in all and trained ones by name, those of the whole model by "".
+
+    Communication: one gather of the counts over all ranks, on the CPU.
+    """
+    counts = dict.fromkeys(("", *names), (0, 0))
+    for key, parameter, number in _counted_elements(module, mesh):
+        trained = number * parameter.requires_grad
+        for name in counts:
+            if not name or key.startswith(f"{name}."):
+                counts[name] = (counts[name][0] + number, counts[name][1] + trained)
+    ranks = all_gather_objects(counts, mesh.world_cpu)
+    result = {}
+    for name in counts:
+        parts = [rank[name] for rank in ranks if name in rank]
+        total = sum(number for number, _ in parts)
+        result[name] = (total, sum(trained for _, trained in parts))
+    return result
+
+
+def _counted_elements(
+    module: nn.Module, mesh: ParallelMesh
+) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """Yield the parameters of which this rank counts elements: name, parameter and their number."""
     on_one_stage = {
         id(parameter)
         for _, model in pipelined_modules(module)
         for parameter in model.stage_parameters()
     }
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         # Every stage has the parameters of a frozen model beside the one that is cut.
         if id(parameter) not in on_one_stage and not mesh.pp.is_first:
             continue
         spec = shard_spec_of(parameter, mesh.tp.rank)
         if spec.tied_to is None and mesh.replica_axis(spec.is_expert).is_first:
-            counted += sum(prod(box.sizes) for box in spec.boxes() if box.copy == 0)
-    return int(all_reduce_(torch.tensor(counted), mesh.world_cpu))
+            yield name, parameter, sum(prod(box.sizes) for box in spec.boxes() if box.copy == 0)
 
 
 def _precision_choice(precision: MegatronPrecision, device: torch.device) -> TableRow:

@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_megatron.layers.linear.feature_shard import FeatureShard
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.strategy.modules.state_digest import IGNORED_TYPES
 
@@ -218,7 +219,7 @@ def _copy(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         is_plain = (
-            not isinstance(value, (nn.Parameter, RemoteTensor))
+            not isinstance(value, (nn.Parameter, RemoteTensor, FeatureShard))
             and value.layout == torch.strided
             and value.device.type != "meta"
             # Torch writes no expanded tensor.

@@ -111,7 +111,8 @@ class StrategyOptions:
             captures nothing. The page on CUDA graphs lists what is refused.
         async_save: Whether checkpoints are written in the background during training.
         tensor_parallel_plan: Name patterns of plain torch.nn modules and how tp shards them, such
-            as {"*.up": "column", "*.down": "row"}. None replaces known blocks.
+            as {"*.up": "column", "*.down": "row"}. None replaces known blocks, or shards the linear
+            layers of other modules that belong together, and shows the plan.
         pipeline_plan: How a model from outside this package is divided into stages:
             {"model.layers": "blocks"} names its nn.ModuleList or nn.Sequential of blocks. Modules
             defined before it belong to the first stage, and modules after it to the last, unless

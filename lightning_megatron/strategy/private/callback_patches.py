@@ -18,12 +18,15 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     ModelCheckpoint,
     ModelPruning,
+    ModelSummary,
     StochasticWeightAveraging,
     ThroughputMonitor,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
+from lightning.pytorch.utilities.model_summary import get_human_readable_count
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -427,3 +430,59 @@ def _throughput_of_replicas(throughput: Throughput, ranks_per_replica: int) -> d
         name: value / ranks_per_replica if name in counted else value
         for name, value in metrics.items()
     }
+
+
+#: Function that counts the whole model's elements and the trained ones in modules, by name.
+CountElements = Callable[[Sequence[str]], Mapping[str, tuple[int, int]]]
+
+#: Lightning's name of the column with the numbers of rank 0, which its tables know.
+_PER_RANK = "Params per Device"
+
+
+def summarize_whole_model(trainer: Trainer, count: CountElements, undo: ExitStack) -> None:
+    """Let summaries count the parameters of all ranks, and those of rank 0 in a column of its own.
+
+    Args:
+        count: Function with a collective call; all ranks have the same callbacks.
+    """
+    for callback in callbacks_of(trainer, ModelSummary):
+        replace_method(undo, callback, "_summary", partial(_summary_of, callback, count))
+
+
+def _summary_of(
+    callback: ModelSummary, count: CountElements, trainer: Trainer, module: LightningModule
+) -> Summary:
+    return _WholeSummary(module, callback._max_depth, count)
+
+
+class _WholeSummary(Summary):
+    """Summary of a module of which this rank holds a part."""
+
+    def __init__(self, model: LightningModule, max_depth: int, count: CountElements) -> None:
+        super().__init__(model, max_depth)
+        self._counts = count(self.layer_names)
+
+    @property
+    @override
+    def param_nums(self) -> list[int]:
+        return [self._counts[name][0] for name in self.layer_names]
+
+    @property
+    @override
+    def total_parameters(self) -> int:
+        return self._counts[""][0]
+
+    @property
+    @override
+    def trainable_parameters(self) -> int:
+        return self._counts[""][1]
+
+    @override
+    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+        columns = super()._get_summary_data()
+        rows = [layer.num_parameters for layer in self._layer_summary.values()]
+        texts = list(map(get_human_readable_count, rows))
+        # A last row has the parameters outside of these layers.
+        texts += ["n/a"] * (len(columns[0][1]) - len(texts))
+        place = [name for name, _ in columns].index("Params") + 1
+        return [*columns[:place], (_PER_RANK, texts), *columns[place:]]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_tb
+from typing import TypeGuard
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_megatron.errors import ParallelPlanError
+from lightning_megatron.errors import ParallelPlanError, SpeedWarning
 from lightning_megatron.graphs.backend import CAPTURE_ERRORS
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.linear.feature_shard import ShardUse
 from lightning_megatron.models.stage import named_layers
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.trials.part_draws import PartDraws, UserDraw, listed
@@ -28,10 +30,12 @@ from lightning_megatron.strategy.trials.trial_step import (
     without_compilation,
 )
 from lightning_megatron.strategy.trials.weight_writes import WeightWrites
+from lightning_megatron.swap.blocks.cut_modules import FullColumnLinear
 from lightning_megatron.swap.whole_features import (
     CutLayer,
     LayerInput,
     cut_layers,
+    full_layers,
     record_inputs,
 )
 from lightning_megatron.user_code import is_compiled
@@ -66,7 +70,7 @@ class _Difference:
     @property
     def is_inside(self) -> bool:
         """Whether features differ between a column and a row layer, where they are sharded."""
-        return self.kind == "row" and self.distance is not None
+        return self.kind in ("row", "row_split") and self.distance is not None
 
 
 @dataclass
@@ -117,10 +121,17 @@ class FeatureTrials:
         if self._mesh.tp.size == 1 or step in self._tried:
             return
         self._tried.add(step)
-        layers = cut_layers(self._module)
+        full = full_layers(self._module)
+        layers = [*cut_layers(self._module), *full]
         # Stages have different layers, but the trial is collective: all stages run it, or none.
         if not any(all_gather_objects(bool(layers), self._mesh.world_cpu)):
             return
+        uses = {layer.name: layer.module.use for layer in full if _is_seen_in_full(layer.module)}
+        has_compiled = any(is_compiled(part) for _, part in named_layers(self._module))
+        for use in uses.values():
+            use.records = True
+            # Before the trial has found them, random functions draw for all features.
+            use.draws_on_parts |= step == "training_step" and not has_compiled
         with undo_changes(self._module, self._mesh) as state, without_compilation(self._module):
             trial = _FeatureTrial(
                 self._mesh,
@@ -132,6 +143,31 @@ class FeatureTrials:
                 user_draws=self.draws,
             )
             trial.compare(part)
+        self._warn_of_gathers(uses)
+
+    def _warn_of_gathers(self, uses: Mapping[str, ShardUse]) -> None:
+        """Name the code that gathers all features of layers whose outputs are sharded."""
+        found: dict[str, list[str]] = {}
+        for name, use in uses.items():
+            use.records = False
+            for function, line in use.gathers.items():
+                found.setdefault(f"{function} ({line})", []).append(re.sub(r"\d+", "*", name))
+            use.gathers.clear()
+        for stage in all_gather_objects(found, self._mesh.pp_cpu):
+            for place, names in stage.items():
+                layers = listed(list(dict.fromkeys(map(repr, names))))
+                rank_zero_warn(
+                    f"all features of {layers} are gathered in every step by {place}. The results "
+                    f"are right, but every rank of tp ({self._mesh.tp.size}) computes what follows "
+                    "for all features. Treat every head separately, or give a fused layer the "
+                    "kind of its layout: 'qkv(HEADS, GROUPS)', or 'column_full' if the features "
+                    "of a group follow one another.",
+                    category=SpeedWarning,
+                )
+
+
+def _is_seen_in_full(module: nn.Module) -> TypeGuard[FullColumnLinear]:
+    return isinstance(module, FullColumnLinear)
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,7 @@ from lightning_megatron.plan.settings import divisors, join_or
 from lightning_megatron.swap.blocks.attention import HeadParallelAttention
 from lightning_megatron.swap.blocks.cut_modules import (
     EmbeddingOverVocabulary,
+    FullColumnLinear,
     LatentLinear,
     LinearOverVocabulary,
     SequenceColumnLinear,
@@ -45,6 +46,7 @@ class BlockRequest:
             itself.
         cuts_sequence: Whether the sequence is cut over tp between blocks of the plan.
         parent: Module around the block.
+        sizes: Numbers of heads and groups that the kind names.
         device: Device of the block's values; None means the device of its parameters.
     """
 
@@ -54,6 +56,7 @@ class BlockRequest:
     layer: int | None
     cuts_sequence: bool = False
     parent: Any = None
+    sizes: tuple[int, ...] = ()
     device: torch.device | None = None
 
 
@@ -71,6 +74,33 @@ def column(
         request.mesh,
         bias=source.bias is not None,
         gather_output=gather_output,
+    )
+
+
+def full_column(request: BlockRequest, *, shares: tuple[int, ...] = (1,)) -> FullColumnLinear:
+    """Cut the outputs of a torch.nn.Linear, of which user code sees all.
+
+    Args:
+        shares: Relative sizes of the layers that are fused in this one. Numbers of heads and of
+            groups of keys and values give those of queries, keys and values.
+    """
+    source = request.module
+    if request.sizes:
+        heads, groups = request.sizes
+        shares = (heads, groups, groups)
+    if source.out_features % sum(shares):
+        raise ParallelPlanError(
+            f"out_features ({source.out_features}) of {request.name!r} must be a multiple of "
+            f"{sum(shares)}, because the sizes of the layers fused in it are as "
+            f"{' : '.join(map(str, shares))}. Name the numbers of heads and of groups of keys and "
+            "values, as in 'qkv(8, 2)', or use the kind 'column_full'."
+        )
+    unit = source.out_features // sum(shares)
+    sections = [unit * share for share in shares]
+    for size in sections:
+        _check_divides(request, "out_features", size)
+    return FullColumnLinear(
+        source.in_features, sections, request.mesh, bias=source.bias is not None
     )
 
 

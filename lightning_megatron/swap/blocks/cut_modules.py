@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,12 +28,19 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import replicated_spec, set_shard_spec
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.fused.dropout import tensor_region_stream
+from lightning_megatron.layers.linear.feature_shard import (
+    FeatureShard,
+    ShardUse,
+    gather_sections,
+    gathered,
+    take_part,
+)
 from lightning_megatron.layers.linear.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.linear.regions import column_linear, row_linear
 from lightning_megatron.layers.linear.sequence_shard import CUT, SequenceShard, gather_shard
 from lightning_megatron.layers.loss.cross_entropy import check_ids
 from lightning_megatron.layers.parameters.init import ZEROS, Initializer, sharded_parameter
-from lightning_megatron.plan.shards import even_range, padded_vocab_size, vocab_range
+from lightning_megatron.plan.shards import ShardRange, even_range, padded_vocab_size, vocab_range
 
 
 def shard_rows(source: nn.Module, mesh: ParallelMesh) -> nn.Module:
@@ -125,6 +134,8 @@ class TensorDropout(nn.Dropout):
         """Return the input, with elements dropped during training."""
         if not self.training or self.p == 0.0:
             return input
+        if isinstance(input, FeatureShard):
+            return input.like(self.forward(input.part), input.dim_cut)
         if self.layer is not None:
             self.mesh.random.seek(self.layer)
         with tensor_region_stream(self.p, self.training, self.mesh):
@@ -247,11 +258,62 @@ class SequenceRowLinear(RowParallelLinear):
     def forward(
         self, hidden: Tensor, add_bias: bool = True, magnitude: Magnitude | None = None
     ) -> Tensor:
-        if self.split_input:
-            hidden = split_to_axis(gather_shard(hidden), self.mesh.tp, dim=-1)
+        if self.split_input or isinstance(hidden, FeatureShard):
+            whole = hidden if isinstance(hidden, FeatureShard) else gather_shard(hidden)
+            hidden = take_part(whole, self.mesh.tp)
         rows = gather_shard(hidden).movedim(CUT, 0)
         output = row_linear(rows, self.weight, self.bias if add_bias else None, self.mesh)
         return SequenceShard.of(output.movedim(0, CUT), self.mesh.tp)
+
+
+class FullColumnLinear(SequenceColumnLinear):
+    """Linear layer whose output features are sharded, while user code sees all of them.
+
+    Equal to torch.nn.Linear(in_features, sum(sections), bias).
+
+    Args:
+        sections: Output features of each of the layers that are fused in this one (elements). Every
+            rank has an equal part of each.
+
+    Communication: that of ``column_linear``, and of the functions that need all features.
+    """
+
+    def __init__(
+        self, in_features: int, sections: Sequence[int], mesh: ParallelMesh, *, bias: bool
+    ) -> None:
+        starts = accumulate(sections, initial=0)
+        ranges = []
+        for start, size in zip(starts, sections, strict=False):
+            cut = even_range(size, mesh.tp.size, mesh.tp.rank, what="out_features")
+            ranges.append(ShardRange(start + cut.start, start + cut.stop))
+        super().__init__(in_features, sum(sections), mesh, bias=bias, ranges=ranges)
+        self.sections = tuple(sections)
+        #: Use of the outputs by user code.
+        self.use = ShardUse()
+
+    @override
+    def forward(
+        self,
+        hidden: Tensor,
+        add_bias: bool = True,
+        magnitude: Magnitude | None = None,
+        of_gradient: GradientMagnitude | None = None,
+    ) -> Tensor:
+        part = super().forward(gathered(hidden), add_bias, magnitude, of_gradient)
+        if torch.compiler.is_compiling():
+            return gather_sections(part, self.mesh.tp, part.dim() - 1, self.sections)
+        return FeatureShard.of(part, self.mesh.tp, part.dim() - 1, self.sections, self.use)
+
+
+def gather_feature_inputs(module: nn.Module) -> None:
+    """Register a hook that gathers the inputs of a block that needs all features."""
+    module.register_forward_pre_hook(_all_features, with_kwargs=True)
+
+
+def _all_features(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    return tuple(map(gathered, args)), {name: gathered(value) for name, value in kwargs.items()}
 
 
 def gather_sequence_inputs(module: nn.Module) -> None:

@@ -49,6 +49,9 @@ _DECODER_LAYER = (*_ENCODER_LAYER, *(f"multihead_attn.{name}" for name in _ATTEN
 RULES: tuple[BlockRule, ...] = (
     BlockRule("column", nn.Linear, builders.column, _LINEAR),
     BlockRule("column_gather", nn.Linear, partial(builders.column, gather_output=True), _LINEAR),
+    BlockRule("column_full", nn.Linear, builders.full_column, _LINEAR),
+    BlockRule("qkv", nn.Linear, partial(builders.full_column, shares=(1, 1, 1)), _LINEAR),
+    BlockRule("gate_up", nn.Linear, partial(builders.full_column, shares=(1, 1)), _LINEAR),
     BlockRule("row", nn.Linear, builders.row, _LINEAR),
     BlockRule("row_split", nn.Linear, partial(builders.row, split_input=True), _LINEAR),
     BlockRule("vocab", nn.Linear, builders.linear_over_vocabulary, _LINEAR),

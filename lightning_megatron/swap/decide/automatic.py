@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 from torch import nn
 
 from lightning_megatron.models.stage import PipelinedModule, computed_by
 from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.swap.blocks.rules import rules_of
+from lightning_megatron.swap.decide.kinds import SWAPPED_AS
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
 
+#: Layers that a plan may name here.
+_SHARDED = (nn.Linear, nn.Embedding)
+#: Number of embeddings of one size that would be the whole model; larger ones are sharded.
+_MIN_SHARE = 10
 #: Factor by which the largest list of blocks must exceed every other one to be divided unasked.
 _MIN_RATIO = 2
 
@@ -81,6 +90,176 @@ def _moved_ends(root: nn.Module, blocks: str) -> dict[str, str]:
         if stage is not None and is_beside:
             stages[name] = stage
     return stages
+
+
+def automatic_tensor_plan(root: nn.Module, tp: int) -> dict[str, str] | None:
+    """Return a plan that shards the linear layers and vocabularies of a module; None without any.
+
+    User code sees the outputs of these layers in full, so that it needs no change. Models of this
+    package and of Hugging Face have plans of their own, and blocks of torch.nn are replaced.
+    """
+    is_planned = any(_has_own_plan(part) or hasattr(part, SWAPPED_AS) for part in root.modules())
+    if tp == 1 or is_planned:
+        return None
+    plan = _patterns(root, _pairs(root, tp) | _vocabularies(root))
+    if plan and any("auto" in rules_of(part) for part in root.modules()):
+        return {"*": "auto", **plan}
+    return plan or None
+
+
+def suggest_tensor_plan(root: nn.Module, tp: int) -> dict[str, str]:
+    """Suggest a plan that shards the linear layers of a module; empty if there are none.
+
+    Without layers whose outputs another layer takes, single layers gather their outputs.
+    """
+    single = {
+        name: "column_gather"
+        for name, part in root.named_modules()
+        if type(part) is nn.Linear and part.out_features % tp == 0
+    }
+    return _patterns(root, _pairs(root, tp) | _vocabularies(root) or single)
+
+
+def _outside_blocks(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules outside of blocks of torch.nn that are replaced as a whole, by name."""
+    modules: dict[str, nn.Module] = {}
+    block = None
+    for name, part in root.named_modules():
+        if block is not None and name.startswith(block):
+            continue
+        block = f"{name}." if "auto" in rules_of(part) else block
+        modules[name] = part
+    return modules
+
+
+def _pairs(root: nn.Module, tp: int) -> dict[str, str]:
+    """Return the kinds of linear layers whose outputs another layer of their module takes."""
+    names = Counter(
+        id(part.weight)
+        for _, part in root.named_modules(remove_duplicate=False)
+        if isinstance(part, nn.Linear | nn.Embedding)
+    )
+    kinds: dict[str, str] = {}
+    for name, module in _outside_blocks(root).items():
+        if "auto" in rules_of(module):
+            continue
+        prefix = f"{name}." if name else ""
+        runs: list[dict[str, nn.Linear]] = [{}]
+        for key, child in module.named_children():
+            if type(child) is nn.Linear and names[id(child.weight)] == 1:
+                runs[-1][f"{prefix}{key}"] = child
+            elif any(parameter.dim() > 1 for parameter in child.parameters()):
+                # Layers around a block belong to different parts of the module; those around a
+                # norm do not.
+                runs.append({})
+        for run in runs:
+            kinds |= _pairs_of(run, tp, is_chain=isinstance(module, nn.Sequential))
+    return kinds
+
+
+def _pairs_of(layers: Mapping[str, nn.Linear], tp: int, *, is_chain: bool) -> dict[str, str]:
+    """Return the kinds of layers that are defined in a row, from the last pair to the first."""
+    kinds: dict[str, str] = {}
+    names = list(layers)
+    while names:
+        last = names.pop()
+        width = layers[last].in_features
+        producers = _producers(layers, names, width)[-1 if is_chain else 0 :]
+        found = {name: _kind_of(layers[name], width, tp) for name in producers}
+        if width % tp == 0 and found and None not in found.values():
+            kinds |= {name: kind for name, kind in found.items() if kind is not None}
+            kinds[last] = "row_split"
+            del names[-len(producers) :]
+    return kinds
+
+
+def _producers(layers: Mapping[str, nn.Linear], names: Sequence[str], width: int) -> Sequence[str]:
+    """Return the last layers whose outputs together form an input of the width."""
+    if not names:
+        return ()
+    nearest = layers[names[-1]]
+    start = len(names)
+    if _fused_kind(nearest, width) is not None:
+        start -= 1
+    # Keys and values may have fewer features than queries.
+    is_smaller = nearest.out_features < width and width % nearest.out_features == 0
+    while is_smaller and start and len(names) - start < 2:
+        if layers[names[start - 1]].out_features != nearest.out_features:
+            break
+        start -= 1
+    middle = start
+    while start and layers[names[start - 1]].out_features == width:
+        if layers[names[start - 1]].in_features != nearest.in_features:
+            break
+        start -= 1
+    return names[start:] if start < middle or nearest.out_features > width else ()
+
+
+def _kind_of(layer: nn.Linear, width: int, tp: int) -> str | None:
+    size = layer.out_features
+    fused = _fused_kind(layer, width)
+    if fused is None:
+        return "column_full" if size % tp == 0 else None
+    sizes = [size * share // sum(fused[1]) for share in fused[1]]
+    return None if any(part % tp for part in sizes) else fused[0]
+
+
+def _fused_kind(layer: nn.Linear, width: int) -> tuple[str, tuple[int, ...]] | None:
+    """Return the kind and relative sizes of layers fused in one, if a layer of a width follows."""
+    size = layer.out_features
+    # Queries have the width of the model, and two to a key make as many features as a gated MLP.
+    if size == 2 * width and width != layer.in_features:
+        return "gate_up", (1, 1)
+    if size == 3 * width:
+        return "qkv", (1, 1, 1)
+    keys, rest = divmod(size - width, 2)
+    if rest or not 0 < keys < width or width % keys:
+        return None
+    return f"qkv({width // keys}, 1)", (width // keys, 1, 1)
+
+
+def _vocabularies(root: nn.Module) -> dict[str, str]:
+    """Return the kinds of embeddings and of the heads over their vocabulary.
+
+    Other embeddings, such as those of positions, are sharded if they are large. Layers that share a
+    weight are sharded alike or not at all.
+    """
+    owners: dict[int, list[str]] = {}
+    for name, part in root.named_modules(remove_duplicate=False):
+        for parameter in part._parameters.values():
+            owners.setdefault(id(parameter), []).append(name)
+    modules = _outside_blocks(root)
+    total = sum(parameter.numel() for parameter in root.parameters())
+    heads = {part.out_features for part in modules.values() if type(part) is nn.Linear}
+    chosen: dict[str, str] = {}
+    sizes = set()
+    for name, part in modules.items():
+        if type(part) is not nn.Embedding or part.max_norm is not None:
+            continue
+        is_large = part.weight.numel() * _MIN_SHARE > total
+        plain = not (part.scale_grad_by_freq or part.sparse)
+        if plain and (part.num_embeddings in heads or is_large):
+            sizes.add(part.num_embeddings)
+            chosen[name] = "vocab"
+    for name, part in modules.items():
+        if type(part) is nn.Linear and part.out_features in sizes:
+            chosen[name] = "vocab"
+    return {
+        name: kind
+        for name, kind in chosen.items()
+        if chosen.keys() >= set(owners[id(modules[name].weight)])
+    }
+
+
+def _patterns(root: nn.Module, kinds: Mapping[str, str]) -> dict[str, str]:
+    """Return the kinds by pattern, where every layer that a pattern matches has its kind."""
+    layers = [name for name, part in root.named_modules() if type(part) in _SHARDED]
+    plan: dict[str, str] = {}
+    for name, kind in kinds.items():
+        pattern = re.sub(r"(?<![^.])\d+(?=\.)", "*", name)
+        matched = {kinds.get(other) for other in layers if fnmatchcase(other, pattern)}
+        plan[pattern if matched == {kind} else name] = kind
+    return plan
 
 
 def yaml_of(plans: Mapping[str, Mapping[str, str] | None]) -> str:

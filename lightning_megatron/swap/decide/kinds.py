@@ -9,6 +9,7 @@ If the strategy runs the backward pass, the first training step finds ``partial`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -33,8 +34,11 @@ KINDS: Mapping[str, str] = {
     "alone or inside the named module",
     "column": "nn.Linear whose outputs stay cut",
     "column_gather": "nn.Linear whose outputs are gathered",
+    "column_full": "nn.Linear whose outputs are cut, while your code sees all of them",
+    "qkv": "nn.Linear that computes queries, keys and values; 'qkv(8, 2)' has 8 heads and 2 groups",
+    "gate_up": "nn.Linear that computes the gate and the values of an MLP",
     "row": "nn.Linear whose inputs are cut",
-    "row_split": "nn.Linear that takes its part of complete inputs",
+    "row_split": "nn.Linear that takes its part of complete inputs, or of those of column_full",
     "vocab": "nn.Embedding, or nn.Linear with a vocabulary of any size as outputs",
     "dropout": "nn.Dropout between a column and a row layer",
     "sequence": "nn.LayerNorm, nn.RMSNorm and nn.Dropout outside of column and row layers",
@@ -46,6 +50,12 @@ KINDS: Mapping[str, str] = {
     "on a part of the heads",
     "replicate": "any module, which then keeps its own code",
 }
+
+#: Kinds of layers whose outputs are cut, while user code sees all of them.
+FULL_VIEWS = ("column_full", "qkv", "gate_up")
+
+#: A kind with numbers of heads and groups of keys and values.
+_WITH_SIZES = re.compile(r"(qkv)\((\d+), ?(\d+)\)")
 
 #: Attribute of a swapped block with its kind, so that the same plan can be applied again.
 SWAPPED_AS = "swapped_as"
@@ -126,11 +136,17 @@ def choose_kinds(sites: Sequence[ModuleSite], plan: Mapping[str, str] | None) ->
     return kinds
 
 
+def split_kind(kind: str) -> tuple[str, tuple[int, ...]]:
+    """Return the name of a kind, and the numbers of heads and groups that follow it."""
+    found = _WITH_SIZES.fullmatch(kind)
+    return (found[1], (int(found[2]), int(found[3]))) if found else (kind, ())
+
+
 def _fits(kind: str, site: ModuleSite) -> bool:
     if kind in ("replicate", "partial") or getattr(site.module, SWAPPED_AS, None) == kind:
         return True
     is_model = isinstance(site.module, (GPT, Encoder, ReplacedModel))
-    return kind in site.rules or (kind == "auto" and is_model)
+    return split_kind(kind)[0] in site.rules or (kind == "auto" and is_model)
 
 
 def _matches(pattern: str, kind: str, name: str) -> bool:
@@ -144,7 +160,7 @@ def _matches(pattern: str, kind: str, name: str) -> bool:
 
 def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> None:
     """Refuse a value that is not a kind of a plan."""
-    if kind not in kinds:
+    if split_kind(kind)[0] not in kinds:
         raise ParallelPlanError(
             f"{plan} gives {pattern!r} the kind {kind!r}, which does not exist. Use "
             f"{join_or([repr(known) for known in kinds])}."
@@ -167,7 +183,8 @@ def _nothing_fits(
         )
     if matching:
         type_name = type(matching[0].module).__name__
-        what = f"{head}{matching[0].name!r} of type {type_name}. {kind!r} is for {KINDS[kind]}. "
+        use = KINDS[split_kind(kind)[0]]
+        what = f"{head}{matching[0].name!r} of type {type_name}. {kind!r} is for {use}. "
     else:
         what = f"{head}no module. "
     names = list(

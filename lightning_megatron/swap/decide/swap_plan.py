@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.swap.blocks.builders import BlockRequest
-from lightning_megatron.swap.blocks.cut_modules import gather_sequence_inputs
+from lightning_megatron.swap.blocks.cut_modules import gather_feature_inputs, gather_sequence_inputs
 from lightning_megatron.swap.blocks.rules import BlockRule, build_target, fill_target, rules_of
 from lightning_megatron.swap.blocks.whole_model import (
     NOTE,
@@ -29,10 +29,12 @@ from lightning_megatron.swap.decide.hugging_face_models import (
     whole_models,
 )
 from lightning_megatron.swap.decide.kinds import (
+    FULL_VIEWS,
     ModuleSite,
     choose_kinds,
     kinds_of_averages,
     sites_of,
+    split_kind,
     unique_sites,
 )
 from lightning_megatron.swap.decide.stages import Stages
@@ -47,7 +49,9 @@ WHOLE_MODEL = "model"
 _FIRST_LAYER = 1_000_000
 
 #: Kinds of blocks whose inputs or outputs may be parts of sequences.
-_SEQUENCE_KINDS = ("column", "column_gather", "row", "row_split", "sequence")
+_SEQUENCE_KINDS = ("column", "column_gather", *FULL_VIEWS, "row", "row_split", "sequence")
+#: Kinds of blocks that take parts of features, or gather them themselves.
+_TAKE_PARTS = (*FULL_VIEWS, "row", "row_split", "dropout")
 
 _RuledSite = tuple[ModuleSite, str, BlockRule]
 
@@ -87,17 +91,21 @@ class Replacement:
 
 
 def build_block(
-    site: ModuleSite, kind: str, rule: BlockRule, request: BlockRequest, gathers_sequences: bool
+    site: ModuleSite,
+    kind: str,
+    rule: BlockRule,
+    request: BlockRequest,
+    gather: Callable[[nn.Module], None] | None,
 ) -> Swap:
     """Build the tensor-parallel block that replaces one of torch.nn.
 
     Args:
-        gathers_sequences: Whether the block must gather its inputs, because it needs complete
-            sequences and other blocks of the plan may return parts of them.
+        gather: Function that makes the block gather its inputs, of which other blocks of the plan
+            may return parts; None if it takes these, or there are none.
     """
     target = build_target(rule, request)
-    if gathers_sequences:
-        gather_sequence_inputs(target)
+    if gather is not None:
+        gather(target)
 
     def fill() -> str:
         fill_target(rule, request, target)
@@ -144,11 +152,13 @@ def choose_blocks(
     if not has_stages:
         _check_layout([site for site, _, _ in chosen if not site.is_inside(whole)], mesh)
     cuts_sequence = any(kind == "sequence" for _, kind, _ in chosen)
+    has_full_views = any(split_kind(kind)[0] in FULL_VIEWS for _, kind, _ in chosen)
     # Blocks of all stages are numbered, so that the number of a block does not depend on its stage.
     replacements = []
     for number, (site, kind, rule) in enumerate(chosen):
         if site.name not in stage_modules:
             continue
+        name, sizes = split_kind(kind)
         request = BlockRequest(
             site.name,
             site.module,
@@ -156,12 +166,17 @@ def choose_blocks(
             # the first or the second dimension.
             replace(mesh, sequence_parallel=False),
             _FIRST_LAYER + number,
-            cuts_sequence and kind in _SEQUENCE_KINDS,
+            cuts_sequence and name in _SEQUENCE_KINDS,
             site.parent,
+            sizes,
             _device_of_values(site, deferred),
         )
-        gathers = cuts_sequence and kind not in _SEQUENCE_KINDS
-        build = partial(build_block, site, kind, rule, request, gathers)
+        gather = None
+        if cuts_sequence and name not in _SEQUENCE_KINDS:
+            gather = gather_sequence_inputs
+        elif has_full_views and name not in _TAKE_PARTS:
+            gather = gather_feature_inputs
+        build = partial(build_block, site, kind, rule, request, gather)
         replacements.append(Replacement(site, build))
     return replacements
 
@@ -180,7 +195,7 @@ def _choose(
     whole = ""
     for site in sites:
         kind = kinds.get(site.name, "replicate")
-        rule = site.rules.get(kind)
+        rule = site.rules.get(split_kind(kind)[0])
         if kind == "sequence" and not mesh.sequence_parallel:
             continue
         if whole and site.name.startswith(whole):

@@ -38,19 +38,35 @@ _PEFT_METHODS = tuple(
     set_adapter set_requires_grad unload unmerge_adapter
     """.split()
 )
+_COUNTS = "get_nb_trainable_parameters"
 _BOUND = "base_model_prepare_inputs_for_generation"
 
 
-def bind_methods(root: nn.Module, own_code: Iterable[Any]) -> None:
+def whole_counts(root: nn.Module) -> list[tuple[Any, tuple[int, int]]]:
+    """Count the trained and all parameters of each wrapper of peft, before ranks divide them."""
+    parts: list[Any] = [part for part in root.modules() if hasattr(part, _COUNTS)]
+    return [(part, getattr(part, _COUNTS)()) for part in parts if is_peft_module(part)]
+
+
+def _counted(counts: tuple[int, int]) -> tuple[int, int]:
+    return counts
+
+
+def bind_methods(
+    root: nn.Module,
+    own_code: Iterable[Any],
+    counts: Iterable[tuple[Any, tuple[int, int]]] = (),
+) -> None:
     """Bind methods that work on sharded weights to models and wrappers of peft.
 
     ``save_pretrained`` of a model that runs its own code, and of a wrapper, writes full tensors
     from all ranks. A wrapper around a replaced model keeps its configuration, ``generate``,
-    ``disable_adapter`` and ``print_trainable_parameters``, which counts the parameters of this
-    rank; methods that change or merge adapters raise an UnsupportedError.
+    ``disable_adapter`` and ``print_trainable_parameters``, which counts the parameters of all ranks
+    when the run began; methods that change or merge adapters raise an UnsupportedError.
 
     Args:
         own_code: Models inside the root that run their own code.
+        counts: Wrappers with their counts of :func:`whole_counts`.
     """
     wrappers: list[Any] = list(root.modules())
     for wrapper in wrappers:
@@ -67,6 +83,8 @@ def bind_methods(root: nn.Module, own_code: Iterable[Any]) -> None:
                 wrapper.__class__ = type(
                     kind.__name__, (kind,), {"disable_adapter": _disabled, **refusals}
                 )
+    for wrapper, count in counts:
+        vars(wrapper)[_COUNTS] = partial(_counted, count)
     for model in own_code:
         vars(model)["save_pretrained"] = partial(save_as_it_is, model)
 
