@@ -47,5 +47,18 @@ class NonFiniteGradientError(NonFiniteError):
     """Infinite or NaN gradient, caused by the numerics of the run and not by a setting."""
 
 
+#: Errors about what the user gave: a command ends with their message alone.
+REFUSALS = (
+    CheckpointMismatchError,
+    CorruptDataError,
+    MissingExtraError,
+    ParallelPlanError,
+    RankMismatchError,
+    UnsupportedError,
+)
+#: Environment variable: 1 prints the traceback of a refusal, 0 only its message.
+TRACEBACK = "LIGHTNING_MEGATRON_TRACEBACK"
+
+
 class SpeedWarning(UserWarning):
     """Warning of a path that is slower than the hardware allows, with its remedy."""

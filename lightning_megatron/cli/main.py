@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from lightning_megatron.errors import (
-    CheckpointMismatchError,
-    CorruptDataError,
-    MissingExtraError,
-    ParallelPlanError,
-    RankMismatchError,
-    UnsupportedError,
-)
+from lightning_megatron.errors import REFUSALS, TRACEBACK, CorruptDataError
 from lightning_megatron.option_errors import OptionParser
 from lightning_megatron.version import __version__
-
-# Users can act on these errors, so the command prints their message without a traceback.
-OUR_ERRORS = (
-    CheckpointMismatchError,
-    CorruptDataError,
-    MissingExtraError,
-    ParallelPlanError,
-    RankMismatchError,
-    UnsupportedError,
-)
-
 
 #: Exit status for damaged files; unusable arguments exit with 2.
 DAMAGED = 1
@@ -121,32 +104,37 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if args is None else args)
     name = help_parser().parse_args(arguments[:1] or ["--help"]).command
+    if args is None:
+        # The strategy starts the other ranks with this environment.
+        os.environ.setdefault(TRACEBACK, "0")
+    try:
+        _run(name, arguments, is_own_process=args is None)
+    except (*REFUSALS, ValueError) as error:
+        refusal = _refusal(error)
+        # The failure watch of a job prints a refusal once for all ranks, and ends this process.
+        is_reported = getattr(error, "is_reported", False)
+        if refusal is None or is_reported or os.environ.get(TRACEBACK) == "1":
+            raise
+        _end(name, refusal)
+
+
+def _run(name: str, arguments: list[str], *, is_own_process: bool) -> None:
     module = import_module(COMMANDS[name].module)
     if COMMANDS[name].module == TRAINER:
         # The strategy launches the other ranks with the command line of this process. MegatronCLI
         # therefore reads `sys.argv` itself unless arguments were given.
-        try:
-            module.main(None if args is None else arguments)
-        except ValueError as error:
-            ours = _wrapped(error)
-            if ours is None:
-                raise
-            _end(name, ours)
+        module.main(None if is_own_process else arguments)
         return
     # The parser of options takes longer to import than `--help` and `--version` run.
     run_command = import_module("lightning_megatron.cli.command").run_command
-    try:
-        run_command(f"lightning-megatron {name}", module.COMMAND, arguments[1:], module.EXAMPLES)
-    except OUR_ERRORS as error:
-        _end(name, error)
+    run_command(f"lightning-megatron {name}", module.COMMAND, arguments[1:], module.EXAMPLES)
 
 
-def _wrapped(error: BaseException) -> BaseException | None:
-    """Return the first of ``OUR_ERRORS`` in the causes of a parser error; None without one."""
-    cause = None if isinstance(error, OUR_ERRORS) else error.__cause__
-    while cause is not None and not isinstance(cause, OUR_ERRORS):
-        cause = cause.__cause__
-    return cause
+def _refusal(error: BaseException | None) -> BaseException | None:
+    """Return the first refusal among an error and its causes; None without one."""
+    while error is not None and not isinstance(error, REFUSALS):
+        error = error.__cause__
+    return error
 
 
 def _end(name: str, error: BaseException) -> None:

@@ -12,6 +12,7 @@ import yaml
 from jsonargparse import SUPPRESS, Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
@@ -180,12 +181,13 @@ class MegatronCLI(RecipeCLI):
 
     @override
     def instantiate_trainer(self, **options: Any) -> Trainer:
-        # The command `lightning-megatron` prints only the message of the cause of a ValueError. No
-        # other rank runs yet.
         try:
             return super().instantiate_trainer(**options)
-        except (ParallelPlanError, UnsupportedError) as error:
-            raise ValueError(f"trainer: {error}") from error
+        except (ParallelPlanError, UnsupportedError):
+            raise
+        except (ValueError, MisconfigurationException) as error:
+            # What Lightning refuses is about the user's settings, too.
+            raise UnsupportedError(f"trainer: {error}") from error
 
 
 def main(args: list[str] | None = None) -> None:

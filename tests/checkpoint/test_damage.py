@@ -35,8 +35,7 @@ from lightning_megatron.checkpoint.consolidate import consolidate, rewrite
 from lightning_megatron.checkpoint.header import _sum_of
 from lightning_megatron.checkpoint.storage import FileRecord, LocalFolder
 from lightning_megatron.checkpoint.values import to_bytes
-from lightning_megatron.cli.main import OUR_ERRORS
-from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
+from lightning_megatron.errors import REFUSALS, CheckpointMismatchError, CorruptDataError
 from lightning_megatron.groups.mesh import ParallelMesh
 from tests.checkpoint.pieces import entries, entry_of
 
@@ -125,7 +124,7 @@ def check_use(path: Path, name: str, label: str, renames: bool = False) -> str:
     out.mkdir()
     try:
         actual = USES[name](path, out)
-    except OUR_ERRORS as error:
+    except REFUSALS as error:
         refusal = str(error)
     if refusal:
         assert str(path) in refusal, f"{label}: the error names no file: {refusal}"

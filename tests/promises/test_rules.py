@@ -103,9 +103,9 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 545,
+    "beside rooms": 554,
     "checkpoint": 2820,
-    "cli": 3185,
+    "cli": 3170,
     "data": 3640,
     "experts": 3520,
     "generation": 930,
@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 4990,
-    "strategy": 11530,
+    "strategy": 11550,
     "swap": 8740,
     "tasks": 4430,
 }
@@ -339,10 +339,11 @@ def nothing_is_global_caught_broadly_or_asserted_without_a_message(
                 yield node.lineno, f"catches {caught} and goes on"
 
 
-def only_the_strategy_and_two_commands_read_environment_variables(
+def only_the_strategy_and_three_files_of_commands_read_environment_variables(
     file: SourceFile,
 ) -> Iterator[Fault]:
-    if file.room == "strategy" or file.place in {"cli/kernels.py", "cli/doctor.py"}:
+    # main.py asks whether to show tracebacks, of other ranks too.
+    if file.room == "strategy" or file.place in {"cli/kernels.py", "cli/doctor.py", "cli/main.py"}:
         return
     for line, name in dotted_names(file, "environ", "getenv"):
         if name in {"os.environ", "os.getenv"}:
@@ -422,7 +423,7 @@ RULES: tuple[Rule, ...] = (
     no_tuple_is_unpacked_where_it_was_made,
     a_statement_has_at_most_one_conditional_expression,
     nothing_is_global_caught_broadly_or_asserted_without_a_message,
-    only_the_strategy_and_two_commands_read_environment_variables,
+    only_the_strategy_and_three_files_of_commands_read_environment_variables,
     public_names_have_docstrings,
     rooms_only_reexport_in_their_init,
     names_are_no_drawers_and_no_retired_words,

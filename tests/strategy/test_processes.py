@@ -197,6 +197,24 @@ def test_keyboard_interrupts_and_system_exits_are_not_failures(capsys):
     assert not capsys.readouterr().err
 
 
+def test_the_message_of_a_refusal_stands_once_before_its_traceback_and_alone_in_a_command(
+    capsys, monkeypatch
+):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for shown, is_traced in (("0", False), ("1", True), (None, True)):
+        monkeypatch.delenv("LIGHTNING_MEGATRON_TRACEBACK", raising=False)
+        if shown is not None:
+            monkeypatch.setenv("LIGHTNING_MEGATRON_TRACEBACK", shown)
+        watch = FailureWatch(0)
+        refusal = UnsupportedError("two of three")
+        with pytest.raises(UnsupportedError), watch.guard():
+            raise refusal
+        watch.cleanup_done()
+        printed = capsys.readouterr().err
+        assert printed.count("two of three") == 1
+        assert is_traced == ("Traceback" in printed.partition("two of three")[2])
+
+
 def test_the_first_failed_rank_is_named_before_its_report_is_printed(tmp_path):
     first, second = FailureWatch(0, 2), FailureWatch(1, 2)
     first._joined = second._joined = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]

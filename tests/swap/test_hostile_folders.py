@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron import errors
 from lightning_megatron.checkpoint.hugging_face import import_model
 from lightning_megatron.checkpoint.values import read_single_file
 from lightning_megatron.cli import convert as cli_convert
-from lightning_megatron.cli.main import OUR_ERRORS
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.swap import build_on_meta
 from lightning_megatron.swap.weights.safetensors_file import DTYPES
@@ -89,7 +89,7 @@ def check_folder(folder: Path, label: str) -> str:
     try:
         source = opened(folder)
         actual = {name: source.read(name) for name in source.names()}
-    except OUR_ERRORS as error:
+    except errors.REFUSALS as error:
         refusal = str(error)
     if refusal is not None:
         assert str(folder) in refusal, f"{label}: the error names no file: {refusal}"
@@ -322,7 +322,7 @@ def test_paths_that_are_not_files_are_refused_without_waiting(tmp_path):
             path = folder / name
             path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
             make(path)
-            with pytest.raises(OUR_ERRORS, match=str(folder)):
+            with pytest.raises(errors.REFUSALS, match=str(folder)):
                 SafetensorsFolder(folder)
 
 
@@ -373,9 +373,9 @@ def test_pickles_are_refused_without_running_code(write, tmp_path):
     (folder / "model.safetensors").unlink()
     for name in ("pytorch_model.bin", "model.safetensors"):
         write(content, folder / name)
-        with pytest.raises(OUR_ERRORS, match="model"):
+        with pytest.raises(errors.REFUSALS, match="model"):
             SafetensorsFolder(folder)
-        with pytest.raises(OUR_ERRORS):
+        with pytest.raises(errors.REFUSALS):
             cli_convert.convert(str(folder), str(tmp_path / "out"))
         (folder / name).unlink()
     assert not trap.exists()

@@ -34,6 +34,33 @@ def test_a_failing_rank_ends_the_job_with_its_traceback_first(kind: str, tmp_pat
     assert all(begin > position for begin in later)
 
 
+RECIPE = """
+trainer: {accelerator: cpu, devices: 2, logger: false, enable_checkpointing: false, max_steps: 1,
+  strategy: {class_path: lightning_megatron.MegatronStrategy, init_args: {tp: 2}}}
+model: {class_path: tests.cli_modules.Line}
+data: {class_path: tests.cli_modules.Points, init_args: {context: 8}}
+"""
+
+
+def test_a_refusal_on_all_ranks_of_a_command_is_one_message_without_traceback(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    words = [
+        "-m",
+        "lightning_megatron",
+        "fit",
+        "-c",
+        str(tmp_path / "recipe.yaml"),
+        f"--trainer.default_root_dir={tmp_path}",
+    ]
+    result = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert result.stderr.count("tp (2) above 1 needs a module that can be cut over tp") == 1
+    assert "Traceback" not in result.stderr
+    assert "stops after" not in result.stderr
+
+
 HOW = {
     "os_exit": "ended with exit code 7 and without an error message",
     "sys_exit": r"left the run by SystemExit\(0\) at .*user_script.py:\d+",

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lightning_megatron.errors import REFUSALS, TRACEBACK
 from lightning_megatron.groups.notices import Notices
 from lightning_megatron.strategy.private.processes import SIGTERMException, TunerExitException
 from lightning_megatron.strategy.process.children import launcher_is_gone
@@ -40,10 +41,10 @@ _CLEANUP_SECONDS = 10.0
 class FailureWatch:
     """Failure detection over the ranks of one job.
 
-    The first rank that raises prints its traceback and writes its name to a file that the other
-    ranks of its machine poll. Ranks of other machines are notified through the job's store. A rank
-    that fails later reports its error in one line, because most of these errors are connections
-    that the first rank closed.
+    The first rank that raises prints its traceback, a refusal its message before it, and writes its
+    name to a file that the other ranks of its machine poll. Ranks of other machines are notified
+    through the job's store. A rank that fails later reports its error in one line, because most of
+    these errors are connections that the first rank closed. The same refusal is not printed again.
 
     A rank that still waits in a collective after a grace period exits. If all ranks raise within
     that period, their exceptions reach the user's code as usual. A rank also exits when the process
@@ -147,17 +148,19 @@ class FailureWatch:
         if isinstance(error, RuntimeError):
             self._report_first_leaver()
         if self._claim():
-            text = "".join(traceback.format_exception(error))
-            self._print_line(f"failed; the other ranks will be stopped.\n{text}")
-            self._report_is_printed(f"rank {self.rank}")
+            self._print_line(_text_of(error))
+            self._report_is_printed(f"rank {self.rank}", str(error))
         else:
             self._wait_for_first()
-            if self._first_name() != f"rank {self.rank}":
+            message = (self._first() or "").partition("\n")[2]
+            is_known = isinstance(error, REFUSALS) and message == str(error)
+            if self._first_name() != f"rank {self.rank}" and not is_known:
                 summary = str(error).strip().partition("\n")[0][:200]
                 self._print_line(
                     f"stops after {self._first_name()} failed, whose report is above: "
                     f"{type(error).__name__}: {summary}"
                 )
+        error.is_reported = True  # type: ignore[attr-defined]
         self._replace_excepthook()
         self._cleanup_timer = _daemon_timer(_CLEANUP_SECONDS, self._end_if_alone)
 
@@ -223,8 +226,8 @@ class FailureWatch:
         """Return whether this rank is the first to fail; True without other ranks.
 
         The job folder has two kinds of marker files: ``failed_<rank>`` for each failed rank, and
-        ``first`` with the name of the first one, which ends with a newline once its report is
-        printed.
+        ``first`` with the name of the first one, behind which a newline and its message stand
+        once its report is printed.
         """
         folder = self._folder
         if folder is None:
@@ -254,19 +257,19 @@ class FailureWatch:
             return False
         return folder is not None
 
-    def _report_is_printed(self, name: str) -> None:
+    def _report_is_printed(self, name: str, message: str = "") -> None:
         """Tell the ranks of this machine that the report of the first failed rank is printed."""
         if (folder := self._folder) is not None:
-            (folder / "first").write_text(f"{name}\n", encoding="utf-8")
+            (folder / "first").write_text(f"{name}\n{message}", encoding="utf-8")
 
     def _wait_for_first(self) -> None:
         """Wait for the first failed rank to print its traceback."""
         deadline = time.monotonic() + _GRACE_SECONDS / 2
-        while not (self._first() or "").endswith("\n") and time.monotonic() < deadline:
+        while "\n" not in (self._first() or "") and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _first(self) -> str | None:
-        """Return the name of the first failed rank, after its report with a newline, or None."""
+        """Return name and message of the first failed rank; without message before its report."""
         folder = self._folder
         try:
             return None if folder is None else (folder / "first").read_text(encoding="utf-8")
@@ -274,7 +277,7 @@ class FailureWatch:
             return None
 
     def _first_name(self) -> str:
-        return (self._first() or "another rank").strip()
+        return (self._first() or "another rank").partition("\n")[0]
 
     def _replace_excepthook(self) -> None:
         """Install an excepthook that does not print a reported exception again."""
@@ -347,6 +350,17 @@ def _early_end(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"left the run by {error!r}{place}"
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the report of a failed rank: of a refusal the message first, in a command it alone."""
+    failed = "failed; the other ranks will be stopped.\n"
+    if not isinstance(error, REFUSALS):
+        return failed + "".join(traceback.format_exception(error))
+    if os.environ.get(TRACEBACK) == "0":
+        return str(error)
+    trace = "".join(traceback.format_tb(error.__traceback__))
+    return f"{failed}{type(error).__name__}: {error}\n\nTraceback (most recent call last):\n{trace}"
 
 
 def _daemon_timer(seconds: float, function: Callable[[], Any]) -> threading.Timer:
