@@ -173,8 +173,10 @@ def measure_rank(rank: int, size: int, on_gpu: bool, folder: str) -> None:
     if size > 1:
         store = Path(folder) / "store"
         all_reduce, is_right = all_reduce_speed(rank, size, device, store, sizes.num_bytes, timer)
-    # One process copies between all GPUs, when the others are done.
-    pairs = _pair_speeds(size, sizes, timer) if on_gpu and rank == 0 else []
+    # One process copies between all GPUs, when the others are done. Eight have 56 pairs, which may
+    # be joined by the host alone: the copies are smaller.
+    gpus = [torch.device("cuda", index) for index in range(size)]
+    pairs = pair_speeds(gpus, sizes.num_bytes // 8, timer) if on_gpu and rank == 0 else []
     result = {
         "device": asdict(speed),
         "all_reduce": all_reduce,
@@ -182,6 +184,27 @@ def measure_rank(rank: int, size: int, on_gpu: bool, folder: str) -> None:
         "pairs": pairs,
     }
     _result(folder, rank).write_text(json.dumps(result))
+
+
+def pair_speeds(
+    devices: Sequence[torch.device], num_bytes: int, timer: Callable[..., float]
+) -> list[tuple[int, int, float, bool]]:
+    """Copy between all ordered pairs of devices; return the fields of ``PairSpeed`` for each.
+
+    Args:
+        num_bytes: Size of the copied tensor (bytes).
+        timer: Returns the mean time of a call of a function (s).
+    """
+    content = torch.arange(num_bytes // 4, dtype=torch.int32)
+    pairs = []
+    for source, target in permutations(range(len(devices)), 2):
+        sent = content.to(devices[source])
+        # Memory that was freed may hold an earlier copy.
+        copy = torch.zeros_like(sent, device=devices[target])
+        seconds = timer(partial(copy.copy_, sent))
+        is_right = torch.equal(copy.cpu(), content)
+        pairs.append((source, target, num_bytes / seconds, is_right))
+    return pairs
 
 
 def speed_rows(gpus: Sequence[Gpu], speed: MachineSpeed) -> list[SpeedRow]:
@@ -236,22 +259,6 @@ def _device_speed(
     target = torch.empty_like(source)
     copies = 2 * sizes.num_bytes / timer(lambda: target.copy_(source))
     return DeviceSpeed(products, copies, repeats)
-
-
-def _pair_speeds(
-    size: int, sizes: MeasuredSizes, timer: Callable[..., float]
-) -> list[tuple[int, int, float, bool]]:
-    # Eight GPUs have 56 pairs, which may be joined by the host alone.
-    num_bytes = sizes.num_bytes // 8
-    content = torch.arange(num_bytes // 4, dtype=torch.int32)
-    pairs = []
-    for source, target in permutations(range(size), 2):
-        sent = content.to(f"cuda:{source}")
-        copy = torch.empty_like(sent, device=f"cuda:{target}")
-        seconds = timer(partial(copy.copy_, sent), calls=sizes.calls // 2)
-        is_right = torch.equal(copy.cpu(), content)
-        pairs.append((source, target, num_bytes / seconds, is_right))
-    return pairs
 
 
 def _seconds_of_call(function: Callable[[], object], calls: int) -> float:

@@ -30,6 +30,7 @@ from lightning_megatron.cli.machine_speed import (
     DeviceSpeed,
     MachineSpeed,
     PairSpeed,
+    pair_speeds,
     run_ranks,
     speed_rows,
 )
@@ -221,6 +222,16 @@ def test_wrong_results_must_be_fixed():
     assert failed.symptom == "the measurement failed: NCCL error"
     (failed,) = problems_of_speed((), MachineSpeed(failure="CUDA out of memory."))
     assert "End other processes" in failed.remedy
+
+
+def test_copies_between_all_pairs_are_timed_and_compared():
+    halves = iter([True, False] * 3)
+    pairs = pair_speeds(
+        [torch.device("cpu")] * 3, 4000, lambda copy: (next(halves) and copy(), 2e-6)[1]
+    )
+    assert [pair[:2] for pair in pairs] == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert {pair[2] for pair in pairs} == {2e9}
+    assert [pair[3] for pair in pairs] == [True, False] * 3
 
 
 def test_a_full_disk_is_named_once():
