@@ -208,11 +208,8 @@ class MixtureOfExperts(nn.Module):
 
     def compute(self, dispatched: ExpertInput) -> Float[Tensor, "rows hidden"]:
         """Return the outputs of the experts of this rank."""
-        clones = None
-        if dispatched.clones is not None:
-            sources = self.transport_choice.clone_sources
-            assert sources is not None, "clones need places"
-            clones = sources(dispatched.clones)
+        peers = self.transport_choice.clones
+        clones = None if peers is None else peers.memory()
         again = self.transport_choice.dispatcher.rows_recipe(dispatched)
         experts: Callable[..., Tensor] = self.experts
         if self.recomputes_experts:

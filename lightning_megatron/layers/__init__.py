@@ -36,7 +36,6 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``places``: places for clones of experts: of all ranks in a plan, of this rank in matrix products
   (places).
 - ``all_places``: places of all ranks, where ``places`` are those of this rank (places).
-- ``groups``: home experts and places of this rank (groups).
 - ``top_k``: experts selected for each token (experts).
 - ``rows``: rows of a matrix; in experts, one for each token and selected expert, sorted by expert
   (rows).

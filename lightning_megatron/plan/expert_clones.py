@@ -126,6 +126,18 @@ class ExpertClones:
             f"{BANDWIDTH / 1e9:g} GB/s"
         )
 
+    def check_transport(self, transport: str) -> None:
+        """Check that tokens have a transport that clones share.
+
+        Raises:
+            ParallelPlanError: If they are not.
+        """
+        if transport not in ("auto", "one_sided"):
+            raise ParallelPlanError(
+                f"experts.clones ({self.places}) needs experts.transport of one_sided or auto, not "
+                f"{transport}: weights of clones move like tokens. Use auto, or experts.clones=0."
+            )
+
     def check(self, num_experts: int, ep: int) -> None:
         """Check that other ranks have enough experts for the places of a rank.
 

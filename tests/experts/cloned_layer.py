@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.experts.transport.choose_transport import choose_transport
-from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
 from lightning_megatron.experts.transport.cloning import PlacedClones
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, set_slot
@@ -65,20 +64,6 @@ class Case:
     def slot_dtype(self) -> torch.dtype:
         """Return the type of gradient sums: at least float32."""
         return torch.promote_types(self.dtype, torch.float32)
-
-
-@dataclass(frozen=True)
-class CheckedTransfers(CloneCollectives):
-    """Transfers that fail if a gradient is reported as complete before clones return theirs."""
-
-    reported: list[str]
-    matrix: str
-
-    def give_back(self, gradients: Tensor) -> Tensor:
-        returned = super().give_back(gradients)
-        is_reported = any(self.matrix in name for name in self.reported)
-        assert not is_reported, "clones' gradients come first"
-        return returned
 
 
 def run(mesh: ParallelMesh, case: Case) -> dict[str, Tensor]:
@@ -154,23 +139,15 @@ class ClonedLayer:
         dispatcher = self.choice.dispatcher
         results: dict[str, Tensor] = {}
         arrived = dispatcher.receive(dispatcher.send(dispatcher.prepare(hidden, scales, selected)))
-        source = None
+        memory = None
         if arrived.clones is not None:
-            assert self.choice.clone_sources is not None
-            source = self.choice.clone_sources(arrived.clones)
-            if isinstance(source[0], CloneCollectives):
-                clones = arrived.clones
-                source = [
-                    CheckedTransfers(
-                        self.mesh.ep, clones.layout, clones.owners, self.reported, matrix
-                    )
-                    for matrix in ("up", "down")
-                ]
+            assert self.choice.clones is not None
+            memory = self.choice.clones.memory()
             results["moved"] = arrived.clones.amounts.sum()
         experts: Callable[..., Tensor] = self.experts
         if self.case.recomputes:
             experts = partial(recomputed, self.experts)
-        rows = experts(arrived.rows, arrived.probabilities, arrived.ends, source)
+        rows = experts(arrived.rows, arrived.probabilities, arrived.ends, memory)
         output = dispatcher.combine(dispatcher.send_back(rows, arrived))
         self.reported.clear()
         weights = [] if self.slots else list(self.experts.parameters())

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_megatron.experts.compute import grouped_linear
 from lightning_megatron.experts.transport import choose_transport
-from lightning_megatron.experts.transport.peer_clones import PeerSource
 from lightning_megatron.experts.transport.peer_transfer import Puts
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.peer_memory import PeerMemory, PeerRegion, PeerUse
@@ -70,10 +70,10 @@ def share_memory(patch: pytest.MonkeyPatch, folder: Path, kernels: ModuleType) -
 
 
 def delay(patch: pytest.MonkeyPatch, kernels: Any, pause: Callable[[], object]) -> None:
-    """Let this rank start all transfers late, and fetch weights of clones late."""
+    """Let this rank start all transfers late, and read weights of clones late."""
     for name in ("put_counts", "put_weights", "put_tokens", "put_sums", "add_clone_gradients"):
         patch.setattr(kernels, name, start_late(getattr(kernels, name), pause))
-    patch.setattr(PeerSource, "fetch", start_late(PeerSource.fetch, pause))
+    patch.setattr(grouped_linear, "_with_clones", start_late(grouped_linear._with_clones, pause))
 
 
 def start_late(function: Callable[..., Any], pause: Callable[[], object]) -> Callable[..., Any]:

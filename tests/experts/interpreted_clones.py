@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.experts.transport import cloning_dispatchers, peer_passes
-from lightning_megatron.experts.transport.cloning_dispatchers import PeerCloningDispatcher
+from lightning_megatron.experts.transport import peer_clones as transport
+from lightning_megatron.experts.transport import peer_passes
 from lightning_megatron.experts.transport.peer_transfer import Puts
 from lightning_megatron.experts.transport.permute import permute_both
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -64,12 +64,13 @@ def _compare_cases(rank: int, size: int, folder: str) -> dict[str, tuple[float, 
     with pytest.MonkeyPatch.context() as world_patch:
         share_memory(world_patch, Path(folder), kernels)
         mesh = ParallelMesh.create(ParallelLayout(size, ep=size))
-        dispatcher = ClonedLayer(mesh, Case("one_sided", 1)).choice.dispatcher
-        assert isinstance(dispatcher, PeerCloningDispatcher), dispatcher
+        clones = ClonedLayer(mesh, Case("one_sided", 1)).choice.clones
+        assert clones is not None
+        assert isinstance(clones.transfer, Puts), clones
         for name, case in CASES[size].items():
             with pytest.MonkeyPatch.context() as patch:
                 if name == "any plan":
-                    patch.setattr(cloning_dispatchers, "place_clones", any_legal_plan)
+                    patch.setattr(transport, "place_clones", any_legal_plan)
                 if name in ("one rank late", "no wait") and rank == 1:
                     delay(patch, kernels, lambda: time.sleep(0.02))
                 if name == "no wait":

@@ -4,7 +4,7 @@ of these kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,6 @@ from lightning_megatron.experts.compute.choose_backend import (
     LayerBackends,
     choose_backend,
 )
-from lightning_megatron.experts.compute.cloned_linear import cloned_linear
 from lightning_megatron.experts.compute.grouped_linear import grouped_linear, grouped_swiglu
 from lightning_megatron.experts.compute.grouped_mlp import GroupedMLP
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -182,44 +181,24 @@ def test_weights_that_change_before_the_backward_pass_are_refused(kernels):
         output.sum().backward()
 
 
-class CloneMemory:
-    """Weights of two clones, and memory for their gradients."""
-
-    def __init__(self) -> None:
-        self.weights = draw(2, OUT, IN, seed=7)
-        self.memory = torch.full((2, OUT, IN), torch.nan)
-        self.plan = ()
-
-    def for_plan(self) -> CloneMemory:
-        return self
-
-    def fetch(self, weights: Sequence[Tensor]) -> Tensor:
-        return self.weights
-
-    def gradients(self, like: Tensor) -> Tensor:
-        return self.memory
-
-    def give_back(self, gradients: Tensor) -> None:
-        assert gradients is self.memory
-
-
 def test_clones_are_computed_by_a_second_launch_over_the_same_rows(kernels):
     results = []
     for backend in ("bundled", "loop"):
-        clone_memory, notices = CloneMemory(), list[int]()
+        gradients, notices = torch.full((2, OUT, IN), torch.nan), list[int]()
+        clones = draw(2, OUT, IN, seed=7), gradients
         memory, sums = draw(2 * OUT * IN), torch.full((2, OUT, IN), torch.nan)
         weights = make_weights(torch.cat([memory, memory]), OUT * IN)[:2]
         for number, weight in enumerate(weights):
             notify = partial(notices.append, number)
             set_slot(weight, GradientSlot(sums[number], notify))
         rows = draw(NUM_ROWS, IN, seed=2).requires_grad_()
-        output = cloned_linear(rows, weights, ENDS, clone_memory, backend)
+        output = grouped_linear(rows, weights, ENDS, backend, clones=clones)
         for _ in range(2):
             output.backward(draw(NUM_ROWS, OUT, seed=1), retain_graph=True)
         assert not notices, "the gradients of clones are missing"
         assert rows.grad is not None
         last = int(ENDS[-1])
-        results.append((output[:last], rows.grad[:last], sums, clone_memory.memory))
+        results.append((output[:last], rows.grad[:last], sums, gradients))
     two_data_gradients = [Pass.DATA_GRAD, Pass.DATA_GRAD]
     assert kernels.passes == [
         Pass.FORWARD,

@@ -69,7 +69,9 @@ def test_auto_chooses_puts_on_gpus_that_support_them(monkeypatch):
         assert choice.reason.endswith(reason)
     for top_k, has_shared in ((1, False), (2, True)):
         mesh, clones = make_gpu_mesh(monkeypatch, None), ExpertClones(1)
-        choice = choose_transport(4, top_k, mesh, has_shared=has_shared, clones=clones)
+        choice = choose_transport(
+            4, top_k, mesh, has_shared=has_shared, clones=clones, matrices=tuple
+        )
         assert choice.transport == "one_sided", "clones need puts"
 
 
@@ -87,6 +89,9 @@ def test_puts_that_are_asked_for_or_needed_are_refused_with_the_reason_against_t
 def test_illegal_settings_of_clones_are_refused():
     with pytest.raises(ParallelPlanError, match=r"clones \(1\) must be at most 0"):
         choose_transport(8, 2, ParallelMesh.single(), clones=ExpertClones(1))
+    mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", (0, 1)))
+    with pytest.raises(ParallelPlanError, match="one_sided or auto, not all_gather"):
+        choose_transport(8, 2, mesh, "all_gather", clones=ExpertClones(1))
     for settings, name in (((0,), "places"), ((1, -1), "min_rows")):
         with pytest.raises(ParallelPlanError, match=f"{name} must"):
             ExpertClones(*settings)

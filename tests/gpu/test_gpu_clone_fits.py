@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.experts.transport import cloning_dispatchers
+from lightning_megatron.experts.transport import peer_clones
 from tests.fits import MIXTURE, run_job
 from tests.gpu.ranks import gpu_job
 from tests.gpu.shared_gpu import require_gpus
@@ -34,7 +34,7 @@ def _losses(
     losses, moved = {}, dict.fromkeys(layouts, 0)
     for name, layout in layouts.items():
         with pytest.MonkeyPatch.context() as patch:
-            place = cloning_dispatchers.place_clones
+            place = peer_clones.place_clones
 
             def counted(*sizes: Any, place: Any = place, name: str = name) -> Any:
                 clones = place(*sizes)
@@ -42,7 +42,7 @@ def _losses(
                 moved[name] += 0 if is_captured else int(clones.amounts.sum())
                 return clones
 
-            patch.setattr(cloning_dispatchers, "place_clones", counted)
+            patch.setattr(peer_clones, "place_clones", counted)
             job = gpu_job(MIXTURE, layout, "bf16-mixed", steps=steps)
             job = replace(job, trainer={"accelerator": accelerator})
             losses[name] = run_job(job, size).losses

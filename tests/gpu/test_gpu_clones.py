@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.experts.transport import cloning_dispatchers
-from lightning_megatron.experts.transport.cloning_dispatchers import PeerCloningDispatcher
+from lightning_megatron.experts.transport import peer_clones
+from lightning_megatron.experts.transport.peer_transfer import Puts
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.cloned_layer import Case, ClonedLayer, any_legal_plan, distance, floats
@@ -48,12 +48,14 @@ def _distances(rank: int, size: int) -> dict[str, tuple[float, int]]:
     from lightning_megatron.kernels import triton as kernels
 
     mesh = mesh_of(rank, size)
-    assert isinstance(ClonedLayer(mesh, EXACT).choice.dispatcher, PeerCloningDispatcher)
+    clones = ClonedLayer(mesh, EXACT).choice.clones
+    assert clones is not None
+    assert isinstance(clones.transfer, Puts)
     distances = {}
     for name, case in CASES.items():
         with pytest.MonkeyPatch.context() as patch:
             if name == "any plan":
-                patch.setattr(cloning_dispatchers, "place_clones", legal_plan)
+                patch.setattr(peer_clones, "place_clones", legal_plan)
             if name == "one rank late" and rank == 1:
                 delay(patch, kernels, lambda: torch.cuda._sleep(CYCLES))
             distances[name] = distance(mesh, case)

@@ -13,7 +13,7 @@ import torch
 
 from lightning_megatron import GPT, GPTConfig
 from lightning_megatron.errors import RankMismatchError
-from lightning_megatron.experts.transport import cloning_dispatchers
+from lightning_megatron.experts.transport import peer_clones
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.fits import (
@@ -126,7 +126,7 @@ CLONES["accumulated"] = two_steps(
 def run_all(rank: int, size: int) -> tuple[dict[Any, Report], dict[str, int], str]:
     """Return the reports, how many rows took clones, and the error about unequal sequences."""
     reports: dict[Any, Report] = {name: run_job(job, size) for name, job in JOBS.items()}
-    place_clones, moved = cloning_dispatchers.place_clones, dict.fromkeys(CLONES, 0)
+    place_clones, moved = peer_clones.place_clones, dict.fromkeys(CLONES, 0)
     with pytest.MonkeyPatch.context() as patch:
         for name, job in CLONES.items():
 
@@ -135,7 +135,7 @@ def run_all(rank: int, size: int) -> tuple[dict[Any, Report], dict[str, int], st
                 moved[name] += int(clones.amounts.sum())
                 return clones
 
-            patch.setattr(cloning_dispatchers, "place_clones", counted)
+            patch.setattr(peer_clones, "place_clones", counted)
             reports[f"clones: {name}"] = run_job(job, size)
     return reports, moved, error_of_unequal_sequences(rank, size)
 

@@ -51,7 +51,6 @@ EXPERTS: dict[str, tuple[dict[str, int], bool, Any, float | None, Any, int]] = {
     "all-gather, limited": ({"ep": 2}, False, "auto", 1.0, "none", 0),
     "all-to-all": ({"ep": 2}, False, "all_to_all", None, "expert_inputs", 0),
     "puts, limited": ({"ep": 2}, False, "one_sided", 1.25, "none", 0),
-    # Between CPUs, collectives send clones, which need other buffers than puts.
     "puts, limited, with clones": ({"ep": 2}, False, "one_sided", 1.25, "none", 2),
 }  # fmt: skip
 SHARED = {"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 64}
@@ -117,6 +116,8 @@ def expert_pairs(size: int) -> dict[str, Pair]:
             CONFIG, torch.bfloat16, recompute=recompute, sequence_parallel=shares, tp=layout.tp,
             ep=layout.ep, etp=layout.etp, expert_rows=rows, clone_places=places, transport=transport,
         )  # fmt: skip
+        # The weights of clones have memory that no layer keeps.
+        estimate += places * 3 * SHARED["ffn_hidden_size"] * CONFIG.hidden_size * 2
         even = patch.object(scores, "select_experts", select_in_turn)
         with even, nullcontext() if rows is None else limit.limit_rows():
             pairs[name] = kept_bytes(model, patience=0.5), estimate

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +19,42 @@ from lightning_megatron.plan.grouped_gemm import Pass
 from lightning_megatron.shapes import Float, Int
 
 
+@dataclass(frozen=True)
+class HomesAndClones(Sequence[Any]):
+    """Weights or slots of this rank's experts, and then of clones on this rank.
+
+    Args:
+        homes: One tensor, or a sequence, as for products without clones.
+        clones: The same for the last groups.
+    """
+
+    homes: Any
+    clones: Any
+
+    def __len__(self) -> int:
+        return len(self.homes) + len(self.clones)
+
+    def __getitem__(self, index: Any) -> Any:
+        homes = len(self.homes)
+        return self.homes[index] if index < homes else self.clones[index - homes]
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain(self.homes, self.clones)
+
+
+#: Weights of all groups, one by one or as one tensor.
+Weights = (
+    Sequence[Float[Tensor, "out_local in_local"]] | Float[Tensor, "experts out_local in_local"]
+)
+
+
 class Loop:
     """Loop over groups: the reference for the other backends, for any device and dtype."""
 
     @staticmethod
     def output(
         rows: Float[Tensor, "rows in_local"],
-        weights: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "experts out_local in_local"],
+        weights: Weights,
         ends: Int[Tensor, "experts"],
     ) -> Float[Tensor, "rows out_local"]:
         """Return rows times the transposes of weights."""
@@ -34,8 +66,7 @@ class Loop:
     @staticmethod
     def input_gradient(
         grad: Float[Tensor, "rows out_local"],
-        weights: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "experts out_local in_local"],
+        weights: Weights,
         ends: Int[Tensor, "experts"],
     ) -> Float[Tensor, "rows in_local"]:
         """Return the gradient of rows."""
@@ -64,45 +95,6 @@ class Loop:
         for slot, group in zip(slots, _groups(ends), strict=True):
             slot.add_product(grad[group], rows[group])
 
-    # Products of homes, whose groups come first, and of clones, whose weights are in another stack.
-
-    @classmethod
-    def output_of_both(
-        cls,
-        rows: Float[Tensor, "rows in_local"],
-        homes: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "homes out_local in_local"],
-        clones: Float[Tensor, "places out_local in_local"],
-        ends: Int[Tensor, "groups"],
-    ) -> Float[Tensor, "rows out_local"]:
-        """Return rows times the transposes of the weights of homes, then of clones."""
-        return cls.output(rows, [*homes, *clones], ends)
-
-    @classmethod
-    def input_gradient_of_both(
-        cls,
-        grad: Float[Tensor, "rows out_local"],
-        homes: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "homes out_local in_local"],
-        clones: Float[Tensor, "places out_local in_local"],
-        ends: Int[Tensor, "groups"],
-    ) -> Float[Tensor, "rows in_local"]:
-        """Return the gradient of the rows of homes, then of clones."""
-        return cls.input_gradient(grad, [*homes, *clones], ends)
-
-    @classmethod
-    def add_weight_gradients_of_both(
-        cls,
-        grad: Float[Tensor, "rows out_local"],
-        rows: Float[Tensor, "rows in_local"],
-        ends: Int[Tensor, "groups"],
-        slots: Sequence[GradientSlot],
-        clones: Float[Tensor, "places out_local in_local"],
-    ) -> None:
-        """Add the gradients of homes to their slots, and write those of clones."""
-        others = [GradientSlot(gradient, on_gradient=lambda: None) for gradient in clones]
-        cls.add_weight_gradients(grad, rows, ends, [*slots, *others])
-
 
 class GroupedMM(Loop):
     """Grouped products by torch's kernel."""
@@ -110,8 +102,7 @@ class GroupedMM(Loop):
     @staticmethod
     def output(
         rows: Float[Tensor, "rows in_local"],
-        weights: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "experts out_local in_local"],
+        weights: Weights,
         ends: Int[Tensor, "experts"],
     ) -> Float[Tensor, "rows out_local"]:
         """Return rows times the transposes of weights."""
@@ -120,8 +111,7 @@ class GroupedMM(Loop):
     @staticmethod
     def input_gradient(
         grad: Float[Tensor, "rows out_local"],
-        weights: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "experts out_local in_local"],
+        weights: Weights,
         ends: Int[Tensor, "experts"],
     ) -> Float[Tensor, "rows in_local"]:
         """Return the gradient of rows."""
@@ -155,20 +145,23 @@ class GroupedMM(Loop):
 
 
 class Bundled(GroupedMM):
-    """Grouped products by the bundled kernels, which add weight gradients to float32 slots."""
+    """Grouped products by the bundled kernels, which add weight gradients to float32 slots.
+
+    One tensor map serves the weights of one launch, so that clones are a second launch.
+    """
 
     @staticmethod
     def output(
         rows: Float[Tensor, "rows in_local"],
-        weights: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "experts out_local in_local"],
+        weights: Weights,
         ends: Int[Tensor, "experts"],
     ) -> Float[Tensor, "rows out_local"]:
         """Return rows times the transposes of weights."""
-        stack = _with_whole_row_strides(stacked(weights).to(rows.dtype))
-        return launch(
-            Pass.FORWARD, rows.new_empty((rows.shape[0], stack.shape[1])), rows, stack, ends
-        )
+        parts = _stacks(weights, rows.dtype, ends)
+        result = rows.new_empty((rows.shape[0], parts[0][0].shape[1]))
+        for stack, ends_of_part, first_group in parts:
+            launch(Pass.FORWARD, result, rows, stack, ends_of_part, first_group=first_group)
+        return result
 
     @staticmethod
     def swiglu(
@@ -184,25 +177,26 @@ class Bundled(GroupedMM):
 
         The product is rounded before the activation in both cases.
         """
-        stack = _with_whole_row_strides(stacked(weights).to(rows.dtype))
-        out_features = stack.shape[1]
+        parts = _stacks(weights, rows.dtype, ends)
+        out_features = parts[0][0].shape[1]
         result = rows.new_empty((rows.shape[0], out_features // 2))
         kept = rows.new_empty((rows.shape[0], out_features)) if keep else None
-        launch_swiglu(result, kept, rows, stack, probabilities, ends)
+        for stack, ends_of_part, first_group in parts:
+            launch_swiglu(result, kept, rows, stack, probabilities, ends_of_part, first_group)
         return result, kept
 
     @staticmethod
     def input_gradient(
         grad: Float[Tensor, "rows out_local"],
-        weights: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "experts out_local in_local"],
+        weights: Weights,
         ends: Int[Tensor, "experts"],
     ) -> Float[Tensor, "rows in_local"]:
         """Return the gradient of rows."""
-        stack = _with_whole_row_strides(stacked(weights).to(grad.dtype))
-        return launch(
-            Pass.DATA_GRAD, grad.new_empty((grad.shape[0], stack.shape[2])), grad, stack, ends
-        )
+        parts = _stacks(weights, grad.dtype, ends)
+        result = grad.new_empty((grad.shape[0], parts[0][0].shape[2]))
+        for stack, ends_of_part, first_group in parts:
+            launch(Pass.DATA_GRAD, result, grad, stack, ends_of_part, first_group=first_group)
+        return result
 
     @staticmethod
     def weight_gradients(
@@ -223,77 +217,12 @@ class Bundled(GroupedMM):
         slots: Sequence[GradientSlot],
     ) -> None:
         """Add the gradient of every weight to its slot."""
-        row = SlotRow.of(slots)
-
-        def add(sums: Tensor, overwrite: bool) -> None:
-            which = Pass.WEIGHT_GRAD_FP32 if overwrite else Pass.WEIGHT_GRAD_ADD
-            launch(which, sums, grad, rows, ends, row.scale)
-
-        if not _accepts_sums(row) or not row.add(add):
-            super().add_weight_gradients(grad, rows, ends, slots)
-
-    # One tensor map serves the weights of one launch, so that clones are a second launch.
-
-    @classmethod
-    def output_of_both(
-        cls,
-        rows: Float[Tensor, "rows in_local"],
-        homes: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "homes out_local in_local"],
-        clones: Float[Tensor, "places out_local in_local"],
-        ends: Int[Tensor, "groups"],
-    ) -> Float[Tensor, "rows out_local"]:
-        """Return rows times the transposes of the weights of homes, then of clones."""
-        result = cls.output(rows, homes, ends[: len(homes)])
-        stack = _with_whole_row_strides(clones.to(rows.dtype))
-        return launch(Pass.FORWARD, result, rows, stack, ends, first_group=len(homes))
-
-    @classmethod
-    def swiglu_of_both(
-        cls,
-        rows: Float[Tensor, "rows hidden"],
-        homes: Sequence[Float[Tensor, "gate_up hidden"]] | Float[Tensor, "homes gate_up hidden"],
-        clones: Float[Tensor, "places gate_up hidden"],
-        probabilities: Float[Tensor, "rows"],
-        ends: Int[Tensor, "groups"],
-        *,
-        keep: bool,
-    ) -> tuple[Float[Tensor, "rows gate_up//2"], Float[Tensor, "rows gate_up"] | None]:
-        """Return the result of :meth:`swiglu` for the rows of homes, then of clones."""
-        result, kept = cls.swiglu(rows, homes, probabilities, ends[: len(homes)], keep=keep)
-        stack = _with_whole_row_strides(clones.to(rows.dtype))
-        launch_swiglu(result, kept, rows, stack, probabilities, ends, len(homes))
-        return result, kept
-
-    @classmethod
-    def input_gradient_of_both(
-        cls,
-        grad: Float[Tensor, "rows out_local"],
-        homes: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "homes out_local in_local"],
-        clones: Float[Tensor, "places out_local in_local"],
-        ends: Int[Tensor, "groups"],
-    ) -> Float[Tensor, "rows in_local"]:
-        """Return the gradient of the rows of homes, then of clones."""
-        result = cls.input_gradient(grad, homes, ends[: len(homes)])
-        stack = _with_whole_row_strides(clones.to(grad.dtype))
-        return launch(Pass.DATA_GRAD, result, grad, stack, ends, first_group=len(homes))
-
-    @classmethod
-    def add_weight_gradients_of_both(
-        cls,
-        grad: Float[Tensor, "rows out_local"],
-        rows: Float[Tensor, "rows in_local"],
-        ends: Int[Tensor, "groups"],
-        slots: Sequence[GradientSlot],
-        clones: Float[Tensor, "places out_local in_local"],
-    ) -> None:
-        """Add the gradients of homes to their slots, and write those of clones."""
-        if clones.dtype != torch.float32:
-            super().add_weight_gradients_of_both(grad, rows, ends, slots, clones)
-            return
-        cls.add_weight_gradients(grad, rows, ends[: len(slots)], slots)
-        launch(Pass.WEIGHT_GRAD_FP32, clones, grad, rows, ends, first_group=len(slots))
+        for part, ends_of_part, first_group in _parts(slots, ends):
+            row = SlotRow.of(part)
+            add = partial(_add_products, grad, rows, ends_of_part, row.scale, first_group)
+            if not _accepts_sums(row) or not row.add(add):
+                super().add_weight_gradients(grad, rows, ends, slots)
+                return
 
 
 BACKENDS: dict[BackendName, type[Loop]] = {
@@ -303,15 +232,40 @@ BACKENDS: dict[BackendName, type[Loop]] = {
 }
 
 
-def stacked(
-    weights: Sequence[Float[Tensor, "out_local in_local"]]
-    | Float[Tensor, "experts out_local in_local"],
-) -> Float[Tensor, "experts out_local in_local"]:
+def stacked(weights: Weights) -> Float[Tensor, "experts out_local in_local"]:
     """Return weights as one tensor: a view if they have a constant stride, else a copy."""
     if isinstance(weights, Tensor):
         return weights
     view = stacked_view(weights)
     return torch.stack(tuple(weights)) if view is None else view
+
+
+def _add_products(
+    grad: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    scale: float,
+    first_group: int,
+    sums: Tensor,
+    overwrite: bool,
+) -> None:
+    which = Pass.WEIGHT_GRAD_FP32 if overwrite else Pass.WEIGHT_GRAD_ADD
+    launch(which, sums, grad, rows, ends, scale, first_group)
+
+
+def _parts(items: Any, ends: Tensor) -> list[tuple[Any, Tensor, int]]:
+    """Return what one launch serves: weights or slots, the ends, and the first group."""
+    if not isinstance(items, HomesAndClones):
+        return [(items, ends, 0)]
+    homes = len(items.homes)
+    return [(items.homes, ends[:homes], 0), (items.clones, ends, homes)]
+
+
+def _stacks(weights: Any, dtype: torch.dtype, ends: Tensor) -> list[tuple[Tensor, Tensor, int]]:
+    return [
+        (_with_whole_row_strides(stacked(part).to(dtype)), ends_of_part, first_group)
+        for part, ends_of_part, first_group in _parts(weights, ends)
+    ]
 
 
 def _with_whole_row_strides(stack: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.experts.compute import grouped_operator
-from lightning_megatron.experts.compute.backends import Bundled, Loop
+from lightning_megatron.experts.compute.backends import Bundled, HomesAndClones, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
-from lightning_megatron.layers.fused.choose_kernels import fused_kernels
+from lightning_megatron.layers.fused.choose_kernels import fused_kernels, warn_of_slow_path
 from lightning_megatron.layers.mlp import activate
 from lightning_megatron.layers.parameters.gradient_slot import (
     GradientSlot,
@@ -33,7 +33,11 @@ _FUSED: Mapping[Activation, str] = {
     "clamped_swiglu": "apply_weighted_clamped_swiglu",
 }
 #: Function from rows, weights (or their stack) and ends to the output.
-Output = Callable[[Tensor, Sequence[Tensor] | Tensor, Tensor], Tensor]
+Output = Callable[[Tensor, Any, Tensor], Tensor]
+#: Weights of one matrix of the clones on this rank, and the memory for their gradients.
+CloneTensors = tuple[
+    Float[Tensor, "places out_local in_local"], Float[Tensor, "places out_local in_local"]
+]
 
 
 def grouped_linear(
@@ -42,6 +46,7 @@ def grouped_linear(
     ends: Int[Tensor, "experts"],
     backend: BackendName | None = None,
     recipe: Recipe | None = None,
+    clones: CloneTensors | None = None,
 ) -> Float[Tensor, "rows out_local"]:
     """Multiply each group of rows by the transpose of its own weight.
 
@@ -60,10 +65,16 @@ def grouped_linear(
     Under ``torch.compile`` this is a single operator, and gradients reach slots through autograd.
     The dtype of rows is that of the product, also under autocast.
 
+    With clones the last groups are theirs. The backward pass reads their weights again, and
+    computes weight gradients at once, because other ranks wait for those of clones. It reports no
+    gradient to its slot: the transport does so when it has added those of clones on other ranks.
+
     Args:
         backend: Backend of the product; None asks :func:`choose_backend` at each call.
         recipe: How the backward pass recomputes the rows; None keeps them. ``torch.compile``
             decides itself what to keep.
+        clones: Weights and gradients of the clones on this rank, without ``torch.compile``; None
+            without places for clones.
     """
     weights = tuple(weights)
     if torch.compiler.is_compiling():
@@ -73,9 +84,15 @@ def grouped_linear(
         backend = choose_backend(
             rows.device, rows.dtype, len(weights), in_features, out_features
         ).backend
+    if backend == "grouped_mm" and clones is not None:
+        warn_of_slow_path(
+            "weights of experts and of their clones are copied side by side for each product, "
+            "because torch's grouped product takes one stack of weights. The bundled kernels copy "
+            "nothing (lightning-megatron kernels build), and without clones nothing is copied."
+        )
     implementation = grouped_operator.implementation_of(backend)
     output = implementation.output
-    return _differentiable_product(rows, weights, ends, implementation, output, recipe)
+    return _differentiable_product(rows, weights, ends, implementation, output, recipe, clones)
 
 
 def grouped_swiglu(
@@ -84,6 +101,7 @@ def grouped_swiglu(
     probabilities: Float[Tensor, "rows"],
     ends: Int[Tensor, "experts"],
     recipe: Recipe | None = None,
+    clones: CloneTensors | None = None,
 ) -> tuple[Float[Tensor, "rows gate_up//2"], Recipe | None]:
     """Multiply each group of rows by its weight, apply SwiGLU, and scale rows by probabilities.
 
@@ -94,7 +112,8 @@ def grouped_swiglu(
     gradients off the product is not stored. This includes the first forward pass of recomputed
     experts.
 
-    The rules of :func:`grouped_linear` hold for weights, slots, ends and rows past the last end.
+    The rules of :func:`grouped_linear` hold for weights, slots, ends, clones and rows past the last
+    end.
     The rows must be in bfloat16 on a GPU that the bundled kernels and the Triton kernels support.
 
     Returns:
@@ -102,26 +121,27 @@ def grouped_swiglu(
 
     Source: Shazeer 2020.
     """
-    kernels = require_kernels(rows)
+    kernels = _require_kernels(rows)
     weights = tuple(weights)
     factors = probabilities.detach().float().contiguous()
     if not torch.is_grad_enabled():
-        return Bundled.swiglu(rows.contiguous(), weights, factors, ends, keep=False)[0], None
+        both = _with_clones(weights, clones)
+        return Bundled.swiglu(rows.contiguous(), both, factors, ends, keep=False)[0], None
     # One launch computes product and activation, but autograd sees them as two operators.
     activated: list[Tensor] = []
 
-    def output(rows: Tensor, weights: Sequence[Tensor] | Tensor, ends: Tensor) -> Tensor:
+    def output(rows: Tensor, weights: Any, ends: Tensor) -> Tensor:
         result, kept = Bundled.swiglu(rows, weights, factors, ends, keep=True)
         assert kept is not None, "the product is asked for"
         activated.append(result)
         return kept
 
-    inner = _differentiable_product(rows, weights, ends, Bundled, output, recipe)
+    inner = _differentiable_product(rows, weights, ends, Bundled, output, recipe, clones)
     result = kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
     return result, Recipe.of(kernels.apply_weighted_swiglu, inner, probabilities, ends)
 
 
-def require_kernels(rows: Float[Tensor, "rows hidden"]) -> ModuleType:
+def _require_kernels(rows: Float[Tensor, "rows hidden"]) -> ModuleType:
     """Return the fused kernels of SwiGLU's gradients; raise ``UnsupportedError`` without them."""
     kernels = fused_kernels(rows)
     if kernels is None:
@@ -169,6 +189,7 @@ def _differentiable_product(
     backend: type[Loop],
     output: Output,
     recipe: Recipe | None,
+    clones: CloneTensors | None,
 ) -> Tensor:
     """Compute a grouped product with gradients, as documented in :func:`grouped_linear`."""
     rows = rows.contiguous()
@@ -176,8 +197,10 @@ def _differentiable_product(
     if torch.is_grad_enabled():
         slots = [slot for slot in slots_of(weights) if slot is not None]
     if len(slots) == len(weights):
-        return _IntoSlots.apply(rows, ends, backend, output, recipe, weights[0], weights, slots)
-    return _GroupedLinear.apply(rows, ends, backend, output, recipe, *weights)
+        return _IntoSlots.apply(
+            rows, ends, backend, output, recipe, clones, weights[0], weights, slots
+        )
+    return _GroupedLinear.apply(rows, ends, backend, output, recipe, clones, *weights)
 
 
 class _IntoSlots(torch.autograd.Function):
@@ -195,6 +218,7 @@ class _IntoSlots(torch.autograd.Function):
         backend: type[Loop],
         output: Output,
         recipe: Recipe | None,
+        clones: CloneTensors | None,
         first: Tensor,
         weights: tuple[Tensor, ...],
         slots: list[GradientSlot],
@@ -203,13 +227,14 @@ class _IntoSlots(torch.autograd.Function):
         ctx.save_for_backward(ends, *recipe.tensors)
         ctx.make_rows = recipe.make
         ctx.backend = backend
+        ctx.clones = clones
         ctx.weights = weights
         ctx.slots = slots
         # The weights bypass `save_for_backward`, so the check for in-place changes is made here.
         ctx.versions = _versions(weights)
         # None unless the stack is a view: a copy would stay in memory until the backward pass.
         ctx.view = SlotRow.of(slots).stacked_weights(weights)
-        return output(rows, weights if ctx.view is None else ctx.view, ends)
+        return output(rows, _with_clones(weights if ctx.view is None else ctx.view, clones), ends)
 
     @staticmethod
     @once_differentiable
@@ -224,13 +249,18 @@ class _IntoSlots(torch.autograd.Function):
         grad = grads[0].contiguous()
         # Weight gradients come first, so that recomputed rows need no memory at the same time as
         # the next gradient.
-        _add_or_queue(ctx.backend, grad, ctx.make_rows(*kept), ends, ctx.slots)
+        rows = ctx.make_rows(*kept)
+        if ctx.clones is None:
+            _add_or_queue(ctx.backend, grad, rows, ends, ctx.slots)
+        else:
+            slots = HomesAndClones(_first_parts(ctx.slots), _slots_of_memory(ctx.clones))
+            ctx.backend.add_weight_gradients(grad, rows, ends, slots)
+        del rows
         grad_rows = None
         if ctx.needs_input_grad[0]:
-            grad_rows = ctx.backend.input_gradient(
-                grad, ctx.weights if ctx.view is None else ctx.view, ends
-            )
-        return grad_rows, None, None, None, None, None, None, None
+            weights = _with_clones(ctx.weights if ctx.view is None else ctx.view, ctx.clones)
+            grad_rows = ctx.backend.input_gradient(grad, weights, ends)
+        return grad_rows, None, None, None, None, None, None, None, None
 
 
 def _add_or_queue(
@@ -260,17 +290,19 @@ class _GroupedLinear(torch.autograd.Function):
         backend: type[Loop],
         output: Output,
         recipe: Recipe | None,
+        clones: CloneTensors | None,
         *weights: Tensor,
     ) -> Tensor:
         recipe = recipe or Recipe.of_tensor(rows)
-        needs_weights = any(ctx.needs_input_grad[5:])
+        needs_weights = any(ctx.needs_input_grad[6:])
         ctx.save_for_backward(ends, *weights, *(recipe.tensors if needs_weights else ()))
         ctx.make_rows = recipe.make if needs_weights else None
         ctx.backend = backend
+        ctx.clones = clones
         # These are the slots at the time of the forward pass: a weight that is frozen now gets no
         # gradient, even if it is unfrozen before the backward pass.
         ctx.slots = slots_of(weights)
-        return output(rows, weights, ends)
+        return output(rows, _with_clones(weights, clones), ends)
 
     @staticmethod
     @once_differentiable
@@ -282,8 +314,25 @@ class _GroupedLinear(torch.autograd.Function):
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.make_rows is not None:
             gradients = ctx.backend.weight_gradients(grad, ctx.make_rows(*kept), ends)
-            grad_weights = add_to_slots(gradients, weights, ctx.slots, ctx.needs_input_grad[5:])
+            slots = ctx.slots
+            if ctx.clones is not None:
+                ctx.clones[1].copy_(gradients[len(weights) :])
+                slots = _first_parts(slots)
+            grad_weights = add_to_slots(gradients, weights, slots, ctx.needs_input_grad[6:])
         grad_rows = None
         if ctx.needs_input_grad[0]:
-            grad_rows = ctx.backend.input_gradient(grad, weights, ends)
-        return grad_rows, None, None, None, None, *grad_weights
+            both = _with_clones(weights, ctx.clones)
+            grad_rows = ctx.backend.input_gradient(grad, both, ends)
+        return grad_rows, None, None, None, None, None, *grad_weights
+
+
+def _with_clones(weights: Sequence[Tensor] | Tensor, clones: CloneTensors | None) -> Any:
+    return weights if clones is None else HomesAndClones(weights, clones[0])
+
+
+def _first_parts(slots: Sequence[GradientSlot | None]) -> list[GradientSlot | None]:
+    return [None if slot is None else slot.first_part() for slot in slots]
+
+
+def _slots_of_memory(clones: CloneTensors) -> list[GradientSlot]:
+    return [GradientSlot(gradient, on_gradient=lambda: None) for gradient in clones[1]]

@@ -13,13 +13,9 @@ from lightning_megatron.experts.compute.choose_backend import (
     LayerBackends,
     choose_layer_backends,
 )
-from lightning_megatron.experts.compute.cloned_linear import (
-    CloneSource,
-    cloned_linear,
-    cloned_swiglu,
-)
 from lightning_megatron.experts.compute.expert_biases import add_expert_biases
 from lightning_megatron.experts.compute.grouped_linear import (
+    CloneTensors,
     grouped_linear,
     grouped_swiglu,
     weighted_activation,
@@ -86,8 +82,8 @@ class GroupedMLP(nn.ModuleDict):
     the weights of all experts as one tensor. It is a view, because the flat buffers of training
     store parameters of equal size at a constant stride.
 
-    Communication: that of clones; none without them. With etp above 1 the outputs are partial sums,
-        which the dispatcher reduces. Source: Shazeer et al. 2017; Shazeer 2020 (gates).
+    Communication: none. With etp above 1 the outputs are partial sums, which the dispatcher
+        reduces. Source: Shazeer et al. 2017; Shazeer 2020 (gates).
     """
 
     def __init__(
@@ -151,7 +147,7 @@ class GroupedMLP(nn.ModuleDict):
         rows: Float[Tensor, "rows hidden"],
         probabilities: Float[Tensor, "rows"],
         ends: Int[Tensor, "experts"],
-        clones: Sequence[CloneSource] | None = None,
+        clones: Sequence[CloneTensors] | None = None,
         rows_recipe: Recipe | None = None,
     ) -> Float[Tensor, "rows hidden"]:
         """Return the expert's output for each row, multiplied by the row's probability.
@@ -159,36 +155,44 @@ class GroupedMLP(nn.ModuleDict):
         Args:
             ends: Index one past the last row of each local expert, then of each clone (int32, on
                 the device).
-            clones: Transfers of the first and of the second matrix between homes and clones; None
-                means that this rank has no places for clones.
+            clones: Weights and gradients of the first and of the second matrix of the clones on
+                this rank; None means that it has no places for clones.
             rows_recipe: How the backward pass recomputes the rows; None keeps them.
-
-        Communication: that of ``clones``, for each of the two matrices.
         """
+        if clones is None:
+            return self._products(rows, probabilities, ends, None, None, rows_recipe)
+        self.config.check_clones()
+        return self._with_clones(rows, probabilities, ends, *clones, rows_recipe)
+
+    @torch.compiler.disable
+    def _with_clones(self, *inputs: Any) -> Tensor:
+        return self._products(*inputs)
+
+    def _products(
+        self,
+        rows: Tensor,
+        probabilities: Tensor,
+        ends: Tensor,
+        first_clones: CloneTensors | None,
+        down_clones: CloneTensors | None,
+        rows_recipe: Recipe | None,
+    ) -> Tensor:
         first, down = self.matrices()
         autocast_dtype = _autocast_dtype(rows)
         if autocast_dtype is not None:
             rows = rows.to(autocast_dtype)
             rows_recipe = None if rows_recipe is None else rows_recipe.to(autocast_dtype)
         backends = self._backends(rows, first, down, autocast_dtype is not None)
-        if clones is not None:
-            self.config.check_clones()
-            if backends.fuses_swiglu:
-                weighted, again = cloned_swiglu(
-                    rows, first, probabilities, ends, clones[0], rows_recipe
-                )
-            else:
-                inner = cloned_linear(rows, first, ends, clones[0], backends.first, rows_recipe)
-                weighted, again = weighted_activation(inner, probabilities, ends, self.activation)
-            return cloned_linear(weighted, down, ends, clones[1], backends.down, again)
         if backends.fuses_swiglu:
-            weighted, again = grouped_swiglu(rows, first, probabilities, ends, rows_recipe)
+            weighted, again = grouped_swiglu(
+                rows, first, probabilities, ends, rows_recipe, first_clones
+            )
         else:
-            inner = grouped_linear(rows, first, ends, backends.first, rows_recipe)
+            inner = grouped_linear(rows, first, ends, backends.first, rows_recipe, first_clones)
             if self.has_biases:
                 inner = add_expert_biases(inner, self.biases(self.first_name), ends)
             weighted, again = weighted_activation(inner, probabilities, ends, self.activation)
-        output = grouped_linear(weighted, down, ends, backends.down, again)
+        output = grouped_linear(weighted, down, ends, backends.down, again, down_clones)
         if self.has_biases:
             output = add_expert_biases(
                 output, self.biases("down"), ends, probabilities, self.first_output

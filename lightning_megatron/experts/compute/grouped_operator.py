@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.compute.backends import BACKENDS, Loop
+from lightning_megatron.experts.compute.backends import BACKENDS, Loop, Weights
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.layers.parameters.gradient_slot import GradientSlot, SlotRow
 from lightning_megatron.shapes import Float, Int
@@ -156,8 +156,7 @@ class LoopOperators(Loop):
     @staticmethod
     def output(
         rows: Float[Tensor, "rows in_local"],
-        weights: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "experts out_local in_local"],
+        weights: Weights,
         ends: Int[Tensor, "experts"],
     ) -> Float[Tensor, "rows out_local"]:
         """Return rows times the transposes of weights."""
@@ -166,8 +165,7 @@ class LoopOperators(Loop):
     @staticmethod
     def input_gradient(
         grad: Float[Tensor, "rows out_local"],
-        weights: Sequence[Float[Tensor, "out_local in_local"]]
-        | Float[Tensor, "experts out_local in_local"],
+        weights: Weights,
         ends: Int[Tensor, "experts"],
     ) -> Float[Tensor, "rows in_local"]:
         """Return the gradient of rows."""

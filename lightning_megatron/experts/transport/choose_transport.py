@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.experts.transport.clone_transfer import CloneCollectives
-from lightning_megatron.experts.transport.cloning import PlacedClones
-from lightning_megatron.experts.transport.cloning_dispatchers import (
-    CloningDispatcher,
-    PeerCloningDispatcher,
-)
 from lightning_megatron.experts.transport.dispatchers import (
     AllToAllDispatcher,
     Dispatcher,
@@ -19,40 +12,27 @@ from lightning_megatron.experts.transport.dispatchers import (
     LocalDispatcher,
     OneSidedDispatcher,
 )
-from lightning_megatron.experts.transport.peer_clones import (
-    Matrices,
-    PeerClones,
-    PeerSource,
-)
-from lightning_megatron.experts.transport.peer_transfer import (
-    Puts,
-    transfer_over,
-)
+from lightning_megatron.experts.transport.peer_clones import Matrices, PeerClones
+from lightning_megatron.experts.transport.peer_transfer import transfer_over
 from lightning_megatron.experts.transport.row_limit import LayerRows
-from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fused.choose_kernels import reason_against_puts
 from lightning_megatron.plan.expert_clones import ExpertClones, ExpertPlaces
 from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
 
-#: Function that returns the transfers of the first and of the second matrix between homes and
-#: clones.
-SourcesOfClones = Callable[[PlacedClones], Sequence[CloneCollectives | PeerSource]]
-
 
 @dataclass(frozen=True)
 class TransportChoice:
     """Transport of a layer's tokens over ep, with the reason for its choice.
 
-    ``clone_sources`` returns the transfers of the first and of the second matrix between homes and
-    the clones of a microbatch; None without places for clones.
+    ``clones`` is None without places for clones.
     """
 
     dispatcher: Dispatcher
     transport: ChosenTransport
     reason: str
-    clone_sources: SourcesOfClones | None = None
+    clones: PeerClones | None = None
 
 
 def choose_transport(
@@ -73,7 +53,8 @@ def choose_transport(
     static sizes of an all-gather. They replace the all-gather on GPUs with peer access, unless the
     all-gather can overlap with a shared expert. A limit on the rows of experts needs one of these
     two, because the buffers of an all-to-all have exactly the received rows. With clones "auto"
-    means puts, which also move the weights of clones: only then are ``matrices`` needed.
+    means puts, and collectives in their place between CPUs, which also move the weights of clones:
+    only then are ``matrices`` needed.
 
     Communication: that of
         :func:`~lightning_megatron.layers.fused.choose_kernels.reason_against_puts`, where puts may
@@ -82,50 +63,28 @@ def choose_transport(
     local_experts = even_range(
         num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep"
     )
-    if clones is not None and transport == "auto" and mesh.ep.size > 1:
-        resolved, why = _transport_of_clones(mesh)
-    else:
-        resolved, why = _transport(top_k, mesh, transport, has_shared, limit is not None)
-    sources = None
+    peers = None
     if clones is None:
-        dispatcher, what = _over_ep(local_experts, num_experts, mesh, resolved, limit)
+        resolved, why = _transport(top_k, mesh, transport, has_shared, limit is not None)
     else:
         clones.check(num_experts, mesh.ep.size)
+        clones.check_transport(transport)
+        resolved, why = _transport_of_clones(mesh)
         layout = ExpertPlaces(mesh.ep.size, num_experts, clones.places)
         size = layout.homes + layout.places
-        physical = ShardRange(mesh.ep.rank * size, (mesh.ep.rank + 1) * size)
-        inner, what = _over_ep(physical, mesh.ep.size * size, mesh, resolved, limit)
-        dispatcher, sources = _with_clones(inner, num_experts, mesh.ep, clones, matrices)
+        local_experts = ShardRange(mesh.ep.rank * size, (mesh.ep.rank + 1) * size)
+    dispatcher, what = _over_ep(local_experts, num_experts, mesh, resolved, limit)
+    if clones is not None:
+        assert isinstance(dispatcher, OneSidedDispatcher), "clones are transferred like tokens"
+        assert matrices is not None, "weights are put by their homes"
+        peers = PeerClones(num_experts, clones, matrices, dispatcher.transfer)
+        dispatcher = replace(dispatcher, clones=peers)
         what = f"{what}, to experts and their clones"
     reason = f"{what}: {why}"
     if mesh.etp.size > 1:
         dispatcher = GatherDispatcher(dispatcher, mesh.etp)
         reason = f"{reason}; all-gather over etp, whose ranks hold parts of the same experts"
-    return TransportChoice(dispatcher, resolved, reason, sources)
-
-
-def _with_clones(
-    inner: Dispatcher,
-    num_experts: int,
-    ep: MeshAxis,
-    settings: ExpertClones,
-    matrices: Matrices | None,
-) -> tuple[Dispatcher, SourcesOfClones]:
-    """Return the dispatcher to homes and clones, and the transfers of weights: puts with puts."""
-    if isinstance(inner, OneSidedDispatcher) and isinstance(inner.transfer, Puts):
-        assert matrices is not None, "weights are put by their homes"
-        kernels = inner.transfer.kernels
-        peers = PeerClones(ep, num_experts, settings.places, matrices, kernels)
-        return (
-            PeerCloningDispatcher(
-                inner.local_experts, inner.transfer, inner.limit, peers=peers, settings=settings
-            ),
-            lambda clones: peers.sources(),
-        )
-    return (
-        CloningDispatcher(inner, ep, num_experts, settings),
-        lambda clones: (CloneCollectives(ep, clones.layout, clones.owners),) * 2,
-    )
+    return TransportChoice(dispatcher, resolved, reason, peers)
 
 
 def _transport_of_clones(mesh: ParallelMesh) -> tuple[ChosenTransport, str]:

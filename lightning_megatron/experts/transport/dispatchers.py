@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import RankMismatchError
+from lightning_megatron.experts.transport.peer_clones import PeerClones, PeerRound
 from lightning_megatron.experts.transport.peer_passes import from_experts, sort_again, to_experts
 from lightning_megatron.experts.transport.peer_transfer import PeerTransfer
 from lightning_megatron.experts.transport.permute import (
@@ -310,14 +311,21 @@ class OneSidedDispatcher(Dispatcher):
     :meth:`receive`, so computation between :meth:`send` and :meth:`receive` does not overlap with
     them.
 
+    With places for clones the local experts are this rank's homes and places, and some tokens of
+    busy experts go to clones, which all ranks plan alike. Probabilities stay those of the selected
+    experts, so the router and its losses do not see the clones.
+
     Communication: ``receive`` puts tokens, probabilities and experts; its backward pass puts sums
         of gradients. ``combine`` puts sums of outputs; its backward pass puts gradients, and tokens
         again if the rows of experts were not kept. A barrier precedes and follows each transfer.
+        Clones add no barriers: ``receive`` also puts counts and weights, its backward pass reads
+        gradients of clones, and the backward pass of ``combine`` puts weights again.
     """
 
     local_experts: ShardRange
     transfer: PeerTransfer
     limit: LayerRows | None = None
+    clones: PeerClones | None = None
 
     @property
     @override
@@ -328,13 +336,19 @@ class OneSidedDispatcher(Dispatcher):
     def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Put tokens into the memory of their experts' ranks, and sort the received tokens."""
         experts = sent.experts.wait()
+        begun = None
+        if self.clones is None:
+            self.transfer.begin()
+        else:
+            experts, begun = self.clones.begin(experts)
         tokens = sent.hidden.wait()
         probabilities = sent.probabilities.wait()
-        self.transfer.begin()
         arrived = to_experts(
-            tokens, probabilities, experts, self.local_experts, self.transfer, self.limit
+            tokens, probabilities, experts, self.local_experts, self.transfer, self.limit, begun
         )
-        return ExpertInput(*arrived, sent_experts=experts, tokens=tokens.detach())
+        clones = None if begun is None else begun.clones
+        kept = tokens.detach()
+        return ExpertInput(*arrived, sent_experts=experts, clones=clones, tokens=kept)
 
     @override
     def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
@@ -355,18 +369,22 @@ class OneSidedDispatcher(Dispatcher):
     ) -> ExpertOutput:
         """Return the outputs unchanged; :meth:`combine` transfers their sums."""
         sent = dispatched.sent_experts
-        return ExpertOutput(outputs, dispatched.row_map, sent, tokens=dispatched.tokens)
+        return ExpertOutput(outputs, dispatched.row_map, sent, dispatched.clones, dispatched.tokens)
 
     @override
     def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
         assert returned.sent_experts is not None, "these rows were put here"
+        moved = None
+        if self.clones is not None and returned.clones is not None:
+            moved = PeerRound(self.clones, returned.clones)
         return from_experts(
             returned.rows,
             returned.row_map,
             returned.sent_experts,
             self.transfer,
-            tokens=returned.tokens,
+            moved,
+            returned.tokens,
         )
 
 

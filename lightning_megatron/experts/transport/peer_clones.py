@@ -1,8 +1,9 @@
-"""One-sided transfer of weights to the clones of experts, and of gradients back to their homes.
+"""Transfer of weights to the clones of experts, and of gradients back to their homes.
 
 All layers share three memories, in addition to that of tokens: counts, ``places`` times the
-matrices of an expert in the dtype of weights, and as many float32 gradients. The transfers for
-clones share the barriers of the tokens:
+matrices of an expert in the dtype of weights, and as many gradients. Between GPUs the transfers for
+clones share the barriers of the tokens; between CPUs collectives replace the puts, at the same
+points:
 
 ====================================  =========================================================
 forward                               backward
@@ -36,15 +37,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
-from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.experts.transport.cloning import PlacedClones
-from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.peer_memory import PeerRegion
+from lightning_megatron.experts.transport.cloning import PlacedClones, place_clones, to_physical
+from lightning_megatron.experts.transport.peer_transfer import CloneStack, PeerTransfer
+from lightning_megatron.experts.transport.permute import map_rows
 from lightning_megatron.layers.parameters.gradient_slot import (
     GradientSlot,
     SlotRow,
@@ -52,76 +52,75 @@ from lightning_megatron.layers.parameters.gradient_slot import (
     cached_stack,
     slots_of,
 )
-from lightning_megatron.plan.expert_clones import CloneMemory
+from lightning_megatron.plan.expert_clones import CloneMemory, ExpertClones
 from lightning_megatron.shapes import Float, Int
 
 #: Function that returns each matrix of all experts at home on this rank.
 Matrices = Callable[[], Sequence[Sequence[Tensor]]]
-#: Size of a count (bytes).
-_COUNT = 4
 
 
 @dataclass(frozen=True)
 class PeerClones:
-    """Memories of the clones of one layer, which other ranks access without action of the owner."""
+    """Clones of one layer: their plans, and the memories of their weights and gradients."""
 
-    axis: MeshAxis
     num_experts: int
-    places: int
+    settings: ExpertClones
     matrices: Matrices
-    kernels: ModuleType
+    transfer: PeerTransfer
 
-    def exchange(self, ends: Int[Tensor, "experts"]) -> Int[Tensor, "ranks experts"]:
-        """Return the counts of all ranks' selections; this also begins the transfer of tokens.
+    def begin(
+        self, experts: Int[Tensor, "tokens top_k"]
+    ) -> tuple[Int[Tensor, "tokens top_k"], PeerRound]:
+        """Begin the transfer of tokens: plan clones, and put their weights.
 
         It allocates all memories, so that a layer that has run forward once can be captured.
-        ``ends`` are those of this rank's selections of each expert of the layer.
 
-        Communication: a put of the counts, and a barrier.
+        Returns:
+            The physical expert of each selection of this rank's tokens, and the transfers for these
+            clones.
+
+        Communication: an exchange of counts, and a put of weights.
         """
-        shape = (self.axis.size, self.num_experts)
-        memory = self.axis.peer_memory
-        size = prod(shape) * _COUNT
-        region = memory.reserve(self.axis.group, size, ends.device, "clone counts")
-        self.weights_memory()
-        self.gradients_memory()
-        self.axis.note("put_counts")
-        self.kernels.put_counts(ends, region.pointers, self.axis.rank)
-        memory.wait()
-        return region.view(0, shape, torch.int32)
+        row_map = map_rows(experts, 0, self.num_experts)
+        self.stacks("weights")
+        self.stacks("gradients")
+        counts = self.transfer.exchange_counts(row_map.ends)
+        clones = place_clones(counts, self.settings.places, self.settings.min_rows)
+        physical = to_physical(experts, row_map, clones, self.transfer.axis.rank)
+        begun = PeerRound(self, clones)
+        begun.put_weights(clones.owners)
+        return physical, begun
 
-    def weights_memory(self) -> tuple[PeerRegion, CloneMemory]:
-        """Return the memory of weights, and its layout."""
-        weight = self.matrices()[0][0]
-        layout = self._lay_out(weight.dtype)
-        memory = self.axis.peer_memory
-        region = memory.reserve(self.axis.group, layout.num_bytes, weight.device, "clone weights")
-        return region, layout
-
-    def gradients_memory(self) -> tuple[PeerRegion, CloneMemory]:
-        """Return the memory of gradients, and its layout."""
-        device = self.matrices()[0][0].device
-        layout = self._lay_out(torch.float32)
-        memory = self.axis.peer_memory
-        return memory.reserve(self.axis.group, layout.num_bytes, device, "clone gradients"), layout
-
-    def sources(self) -> tuple[PeerSource, ...]:
-        """Return the transfers of each matrix to this rank's clones, and of gradients back."""
-        region, layout = self.weights_memory()
-        gradients, wide = self.gradients_memory()
-        return tuple(
-            PeerSource(
-                region.view(start, (layout.places, *shape), weights[0].dtype),
-                gradients.view(wide_start, (layout.places, *shape), torch.float32),
-            )
-            for weights, shape, start, wide_start in zip(
-                self.matrices(), layout.shapes, layout.starts, wide.starts, strict=True
-            )
+    def stacks(self, kind: Literal["weights", "gradients"]) -> list[CloneStack]:
+        """Return the memory of each matrix of this rank's clones."""
+        first_of_each = [weights[0] for weights in self.matrices()]
+        weight = first_of_each[0]
+        is_weight = kind == "weights"
+        dtype = weight.dtype if is_weight else self.transfer.gradient_dtype(weight.dtype)
+        shapes = tuple((matrix.shape[0], matrix.shape[1]) for matrix in first_of_each)
+        layout = CloneMemory(self.settings.places, shapes, dtype.itemsize)
+        axis = self.transfer.axis
+        region = axis.peer_memory.reserve(
+            axis.group,
+            layout.num_bytes,
+            weight.device,
+            "clone weights" if is_weight else "clone gradients",
         )
+        return [
+            CloneStack(region, start, region.view(start, (layout.places, *shape), dtype))
+            for shape, start in zip(shapes, layout.starts, strict=True)
+        ]
 
-    def _lay_out(self, dtype: torch.dtype) -> CloneMemory:
-        shapes = tuple((weights[0].shape[0], weights[0].shape[1]) for weights in self.matrices())
-        return CloneMemory(self.places, shapes, dtype.itemsize)
+    def memory(
+        self,
+    ) -> list[
+        tuple[
+            Float[Tensor, "places out_local in_local"], Float[Tensor, "places out_local in_local"]
+        ]
+    ]:
+        """Return the weights and the gradients of this rank's clones, for each matrix."""
+        pairs = zip(self.stacks("weights"), self.stacks("gradients"), strict=True)
+        return [(weights.matrices, gradients.matrices) for weights, gradients in pairs]
 
 
 class PeerRound:
@@ -132,7 +131,7 @@ class PeerRound:
 
     def __init__(self, peers: PeerClones, clones: PlacedClones) -> None:
         self._peers = peers
-        self._clones = clones
+        self.clones = clones
         self._matrices = [tuple(weights) for weights in peers.matrices()]
         # These are the slots at the time of the forward pass, as in a product.
         self._slots = [slots_of(weights) for weights in self._matrices]
@@ -140,7 +139,7 @@ class PeerRound:
     @property
     def owners(self) -> Int[Tensor, "places"]:
         """Return the expert that is cloned in every place; -1 means none."""
-        return self._clones.owners
+        return self.clones.owners
 
     @property
     def leaves(self) -> Sequence[Float[Tensor, "out_local in_local"]]:
@@ -153,14 +152,11 @@ class PeerRound:
 
         ``owners`` are given because a recomputation plans them again.
         """
-        region, layout = self._peers.weights_memory()
-        self._peers.axis.note("put_weights")
-        for weights, slots, start in zip(self._matrices, self._slots, layout.starts, strict=True):
+        stacks = self._peers.stacks("weights")
+        for weights, slots, stack in zip(self._matrices, self._slots, stacks, strict=True):
             view = cached_stack(weights, slots)
-            stack = torch.stack(weights) if view is None else view
-            self._peers.kernels.put_weights(
-                stack.detach(), owners, region.pointers, self._peers.axis.rank, start
-            )
+            homes = torch.stack(weights) if view is None else view
+            self._peers.transfer.put_weights(homes.detach(), owners, stack)
 
     def add_gradients(
         self, owners: Int[Tensor, "places"]
@@ -175,17 +171,14 @@ class PeerRound:
         """
         if not any(weight.requires_grad for matrix in self._matrices for weight in matrix):
             return [None for _ in self.leaves]
-        region, layout = self._peers.gradients_memory()
-        assert region.pointers is not None, "GPUs have the addresses of each other's memory"
-        self._peers.axis.note("add_clone_gradients")
         returned: list[Tensor | None] = []
-        for weights, slots, start in zip(self._matrices, self._slots, layout.starts, strict=True):
-            where = owners, region.pointers, self._peers.axis.rank, start
-            add = partial(_add, self._peers.kernels, where)
+        stacks = self._peers.stacks("gradients")
+        for weights, slots, stack in zip(self._matrices, self._slots, stacks, strict=True):
+            add = partial(self._peers.transfer.add_gradients, owners, stack)
             if _add_to_slots(slots, add):
                 returned += [None] * len(weights)
                 continue
-            sums = torch.zeros((len(weights), *weights[0].shape), device=weights[0].device)
+            sums = stack.matrices.new_zeros((len(weights), *weights[0].shape))
             add(sums, 1.0)
             needed = [weight.requires_grad for weight in weights]
             returned += add_to_slots(sums, weights, slots, needed)
@@ -194,44 +187,6 @@ class PeerRound:
     @property
     def _have_slots(self) -> bool:
         return all(slot is not None for slots in self._slots for slot in slots)
-
-
-@dataclass(frozen=True)
-class PeerSource:
-    """Transfer of one matrix's weights and float32 gradients through memory that ranks share."""
-
-    weights: Float[Tensor, "places out_local in_local"]
-    memory: Float[Tensor, "places out_local in_local"]
-
-    @property
-    def plan(self) -> tuple[Int[Tensor, "..."], ...]:
-        """Return nothing: weights and gradients are in the same memory under every plan."""
-        return ()
-
-    def for_plan(self, *plan: Int[Tensor, "..."]) -> PeerSource:
-        """Return this transfer."""
-        return self
-
-    def fetch(
-        self, weights: Sequence[Float[Tensor, "out_local in_local"]]
-    ) -> Float[Tensor, "places out_local in_local"]:
-        """Return the weights that the homes have put here with the last tokens or gradients."""
-        return self.weights
-
-    def gradients(
-        self, like: Float[Tensor, "out_local in_local"]
-    ) -> Float[Tensor, "places out_local in_local"]:
-        """Return the memory from which the homes read."""
-        return self.memory
-
-    def give_back(self, gradients: Float[Tensor, "places out_local in_local"]) -> None:
-        """Leave the gradients to :meth:`PeerRound.add_gradients` of the homes."""
-
-
-def _add(
-    kernels: ModuleType, where: tuple[Tensor, Tensor, int, int], sums: Tensor, scale: float
-) -> None:
-    kernels.add_clone_gradients(sums, *where, scale)
 
 
 def _add_to_slots(

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_megatron.experts.transport.peer_clones import PeerRound
 from lightning_megatron.experts.transport.peer_transfer import PeerTransfer
 from lightning_megatron.experts.transport.permute import RowMap, permute, permute_both
 from lightning_megatron.experts.transport.row_limit import LayerRows, map_within
 from lightning_megatron.plan.shards import ShardRange
 from lightning_megatron.shapes import Float, Int, Shaped
-
-
-class CloneRound(Protocol):
-    """Interface of the transfers for the clones of one microbatch, next to those of its tokens.
-
-    The methods run between :meth:`PeerTransfer.begin` and the transfer of rows, so that they share
-    its barriers.
-    """
-
-    @property
-    def owners(self) -> Int[Tensor, "places"]:
-        """Return the expert that is cloned in every place, as planned in the forward pass."""
-
-    @property
-    def leaves(self) -> Sequence[Float[Tensor, "out_local in_local"]]:
-        """Return the home weights whose gradients autograd passes on, or one weight without any."""
-
-    def put_weights(self, owners: Int[Tensor, "places"]) -> None:
-        """Put weights of this rank's experts into the places of their clones."""
-
-    def add_gradients(
-        self, owners: Int[Tensor, "places"]
-    ) -> list[Float[Tensor, "out_local in_local"] | None]:
-        """Add the gradients of clones to those of their homes; return those of the leaves."""
 
 
 def to_experts(
@@ -47,7 +23,7 @@ def to_experts(
     local_experts: ShardRange,
     transfer: PeerTransfer,
     limit: LayerRows | None = None,
-    clones: CloneRound | None = None,
+    clones: PeerRound | None = None,
 ) -> tuple[Float[Tensor, "rows hidden"], Float[Tensor, "rows"], RowMap]:
     """Transfer tokens to the ranks of their experts (-1: none), and sort them there by expert.
 
@@ -71,7 +47,7 @@ def from_experts(
     row_map: RowMap,
     experts: Int[Tensor, "tokens top_k"],
     transfer: PeerTransfer,
-    clones: CloneRound | None = None,
+    clones: PeerRound | None = None,
     tokens: Float[Tensor, "tokens hidden"] | None = None,
 ) -> Float[Tensor, "tokens hidden"]:
     """Transfer the sum of each token's rows back to the token's rank, and sum over all ranks.
@@ -110,7 +86,7 @@ class _ToExperts(torch.autograd.Function):
         local_experts: ShardRange,
         transfer: PeerTransfer,
         limit: LayerRows | None,
-        clones: CloneRound | None,
+        clones: PeerRound | None,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, RowMap]:
         buffer = transfer.dispatch(hidden, probabilities, experts)
@@ -141,7 +117,7 @@ class _FromExperts(torch.autograd.Function):
         row_map: RowMap,
         experts: Tensor,
         transfer: PeerTransfer,
-        clones: CloneRound | None,
+        clones: PeerRound | None,
         tokens: Tensor | None,
     ) -> Tensor:
         _keep(ctx, experts, row_map, clones, tokens)
@@ -170,7 +146,7 @@ def _keep(
     ctx: Any,
     experts: Tensor,
     row_map: RowMap,
-    clones: CloneRound | None,
+    clones: PeerRound | None,
     tokens: Tensor | None = None,
 ) -> None:
     """Keep the tensors that the backward pass needs; a recomputation replaces all of them."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from types import ModuleType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,10 @@ from lightning_megatron.groups.collectives import all_gather_sequence, reduce_sc
 from lightning_megatron.groups.peer_memory import PeerRegion, PeerUse
 from lightning_megatron.layers.fused.choose_kernels import choose_kernels, reason_against_puts
 from lightning_megatron.plan.experts import TokenBuffer
-from lightning_megatron.shapes import Float, Int, Shaped
+from lightning_megatron.shapes import Bool, Float, Int, Shaped
+
+#: Size of a count (bytes).
+_COUNT = 4
 
 
 @dataclass(frozen=True)
@@ -84,55 +87,17 @@ def _lay_out(
     )
 
 
-class PeerTransfer(Protocol):
-    """Interface of the transfers of tokens to their experts and of sums back, without autograd.
+@dataclass(frozen=True)
+class CloneStack:
+    """One matrix of all clones of this rank, weights or gradients, in memory that ranks share.
 
-    Each transfer is :meth:`begin`, and then :meth:`dispatch` or :meth:`collect`.
+    Args:
+        start: Offset of the matrices in the memory of each rank (bytes).
     """
 
-    def begin(self) -> None:
-        """Wait until no rank reads the data of the last transfer any more."""
-
-    def dispatch(
-        self,
-        hidden: Float[Tensor, "tokens hidden"],
-        probabilities: Float[Tensor, "tokens top_k"] | None,
-        experts: Int[Tensor, "tokens top_k"],
-    ) -> TokenBufferViews:
-        """Transfer tokens to the ranks of their experts, and return the buffer of all tokens.
-
-        The buffer is valid until the next transfer. Rows of tokens without an expert on this rank
-        are undefined.
-        """
-
-    def buffer_again(
-        self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
-    ) -> TokenBufferViews:
-        """Return the buffer of :meth:`dispatch_again`, which exists from the first call on."""
-
-    def dispatch_again(
-        self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
-    ) -> None:
-        """Transfer tokens a second time, into a separate buffer.
-
-        They have arrived when the next :meth:`dispatch` returns, and are valid until the next call.
-        """
-
-    def collect(
-        self,
-        values: Float[Tensor, "rows hidden"],
-        scales: Float[Tensor, "rows"] | None,
-        row_map: RowMap,
-        experts: Int[Tensor, "tokens top_k"],
-    ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens top_k"] | None]:
-        """Return sums of the rows of each of this rank's tokens, over all ranks, and their scales.
-
-        Args:
-            values: Rows sorted by expert; rows past the last end may have any values.
-            scales: One number for each row, returned by selection; None if there are none.
-            row_map: Map from the selections of all ranks' tokens to the rows.
-            experts: Experts selected for this rank's tokens.
-        """
+    region: PeerRegion
+    start: int
+    matrices: Float[Tensor, "places out_local in_local"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +110,9 @@ class Puts:
     one transfer uses the memory at a time. One buffer therefore serves all layers, both directions,
     both passes and replays of a CUDA graph, as long as all ranks run the same transfers in the same
     order.
+
+    Each transfer is :meth:`begin`, and then :meth:`dispatch` or :meth:`collect`. Weights and
+    gradients of clones are transferred between the two.
     """
 
     axis: MeshAxis
@@ -152,7 +120,7 @@ class Puts:
     kernels: ModuleType
 
     def begin(self) -> None:
-        """Let the stream wait for those of all ranks."""
+        """Wait until no rank reads the data of the last transfer any more."""
         self.axis.peer_memory.wait()
 
     def dispatch(
@@ -161,7 +129,11 @@ class Puts:
         probabilities: Float[Tensor, "tokens top_k"] | None,
         experts: Int[Tensor, "tokens top_k"],
     ) -> TokenBufferViews:
-        """Put each token into a row of its experts' ranks, and its selected experts into all."""
+        """Put each token into a row of its experts' ranks, and its selected experts into all.
+
+        The buffer is valid until the next transfer. Rows of tokens without an expert on this rank
+        are undefined.
+        """
         buffer = TokenBufferViews.over(self.axis, hidden, probabilities, experts)
         if buffer.layout.count:
             self.axis.note("put_tokens")
@@ -172,13 +144,16 @@ class Puts:
     def buffer_again(
         self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
     ) -> TokenBufferViews:
-        """Return the memory of tokens that are put a second time."""
+        """Return the buffer of :meth:`dispatch_again`, which exists from the first call on."""
         return TokenBufferViews.over(self.axis, hidden, None, experts, "tokens again")
 
     def dispatch_again(
         self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
     ) -> None:
-        """Put each token into a row of its experts' ranks, without a barrier."""
+        """Put each token into a row of its experts' ranks, without a barrier.
+
+        They have arrived when the next :meth:`dispatch` returns, and are valid until the next call.
+        """
         buffer = self.buffer_again(hidden, experts)
         if buffer.layout.count:
             self.axis.note("put_tokens_again")
@@ -208,7 +183,14 @@ class Puts:
         row_map: RowMap,
         experts: Int[Tensor, "tokens top_k"],
     ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens top_k"] | None]:
-        """Put the sum of each token's rows into a row of its rank, and add received sums."""
+        """Put the sum of each token's rows into a row of its rank, and add received sums.
+
+        Args:
+            values: Rows sorted by expert; rows past the last end may have any values.
+            scales: One number for each row, returned by selection; None if there are none.
+            row_map: Map from the selections of all ranks' tokens to the rows.
+            experts: Experts selected for this rank's tokens.
+        """
         buffer = TokenBufferViews.over(self.axis, values, scales, experts)
         if not buffer.layout.count:
             no_scales = None if buffer.scales is None else torch.empty_like(buffer.scales)
@@ -226,6 +208,55 @@ class Puts:
         )
         buffer.region.wait()
         return self.kernels.add_buffer_rows(buffer.rows, buffer.scales, experts, self.experts_each)
+
+    def exchange_counts(self, ends: Int[Tensor, "experts"]) -> Int[Tensor, "ranks experts"]:
+        """Put the counts of this rank's selections of each expert into the memory of all ranks.
+
+        It takes the place of :meth:`begin`, and waits for all ranks. ``ends`` are those of the
+        selections, sorted by expert.
+        """
+        shape = (self.axis.size, ends.shape[0])
+        memory = self.axis.peer_memory
+        region = memory.reserve(self.axis.group, prod(shape) * _COUNT, ends.device, "clone counts")
+        self.axis.note("put_counts")
+        self.kernels.put_counts(ends, region.pointers, self.axis.rank)
+        memory.wait()
+        return region.view(0, shape, torch.int32)
+
+    def gradient_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return the dtype of clones' gradients: the kernel reads float32."""
+        return torch.float32
+
+    def put_weights(
+        self,
+        weights: Float[Tensor, "homes out_local in_local"],
+        owners: Int[Tensor, "all_places"],
+        stack: CloneStack,
+    ) -> None:
+        """Put the weight of every home with a clone into the place of the clone.
+
+        It has arrived when the next :meth:`dispatch` returns. Other places are undefined.
+        """
+        self.axis.note("put_weights")
+        self.kernels.put_weights(
+            weights, owners, stack.region.pointers, self.axis.rank, stack.start
+        )
+
+    def add_gradients(
+        self,
+        owners: Int[Tensor, "all_places"],
+        stack: CloneStack,
+        sums: Float[Tensor, "homes out_local in_local"],
+        scale: float,
+    ) -> None:
+        """Read the gradients of all clones of every home, and add them in the order of places.
+
+        The clones' ranks have written them before :meth:`begin`.
+        """
+        self.axis.note("add_clone_gradients")
+        self.kernels.add_clone_gradients(
+            sums, owners, stack.region.pointers, self.axis.rank, stack.start, scale
+        )
 
 
 @dataclass(frozen=True)
@@ -290,6 +321,54 @@ class Collectives:
         return result, reduce_scatter_sequence(
             read_selections(scales, row_map).view(row_map.rows.shape), self.axis
         )
+
+    def exchange_counts(self, ends: Int[Tensor, "experts"]) -> Int[Tensor, "ranks experts"]:
+        """All-gather the counts."""
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return all_gather_sequence(counts.unsqueeze(0), self.axis)
+
+    def gradient_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return the dtype of gradient sums."""
+        return torch.promote_types(weights, torch.float32)
+
+    def put_weights(
+        self,
+        weights: Float[Tensor, "homes out_local in_local"],
+        owners: Int[Tensor, "all_places"],
+        stack: CloneStack,
+    ) -> None:
+        """Reduce-scatter the weights of all places, which are zeros except at their homes."""
+        local, is_home = self._homes(owners, weights.shape[0])
+        stack.matrices.copy_(
+            reduce_scatter_sequence(torch.where(is_home, weights[local], 0), self.axis)
+        )
+
+    def add_gradients(
+        self,
+        owners: Int[Tensor, "all_places"],
+        stack: CloneStack,
+        sums: Float[Tensor, "homes out_local in_local"],
+        scale: float,
+    ) -> None:
+        """All-gather the gradients of all places, and add those of this rank's experts."""
+        local, is_home = self._homes(owners, sums.shape[0])
+        gradients = torch.where(is_home, all_gather_sequence(stack.matrices, self.axis), 0)
+        for place, gradient in enumerate((gradients * scale).to(sums.dtype).split(1)):
+            # An expert may have several clones, and one index may occur only once in a sum with a
+            # defined order.
+            sums.index_add_(0, local[place : place + 1], gradient)
+
+    def _homes(
+        self, owners: Int[Tensor, "all_places"], homes: int
+    ) -> tuple[Int[Tensor, "all_places"], Bool[Tensor, "all_places 1 1"]]:
+        """Return the local index of every place's owner, and whether it is at home on this rank."""
+        local = owners - self.axis.rank * homes
+        is_home = (owners >= 0) & (local >= 0) & (local < homes)
+        return local.clamp(0, homes - 1), is_home.view(-1, 1, 1)
+
+
+#: Transfers of tokens to their experts and of sums back, without autograd.
+PeerTransfer = Puts | Collectives
 
 
 def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> PeerTransfer:

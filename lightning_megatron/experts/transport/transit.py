@@ -35,14 +35,13 @@ class PreparedTokens:
         an all-to-all they are rows: hidden states ``(tokens * top_k, hidden)``, probabilities
         ``(tokens * top_k,)``.
 
-    Experts are numbered in the whole layer; -1 means none. Clones are None without places for them.
+    Experts are numbered in the whole layer; -1 means none.
     """
 
     hidden: Float[Tensor, "rows hidden"]
     probabilities: Float[Tensor, "*rows"]
     experts: Int[Tensor, "tokens top_k"]
     counts: RowCounts | None = None
-    clones: PlacedClones | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class TokensInTransit:
     probabilities: InFlight
     experts: InFlight
     sizes: AllToAllSizes | None = None
-    clones: PlacedClones | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class ExpertOutput:
         rows: Outputs. Rows past the last end of the map are undefined.
         sent_experts: Experts selected for this rank's own tokens, if one-sided puts move the
             outputs.
-        clones: Clones of busy experts, if one-sided puts transfer their weights.
+        clones: Clones of busy experts; None if there are no places for clones.
         tokens: This rank's own tokens, if the backward pass puts them again.
     """
 

@@ -220,12 +220,8 @@ class StrategyOptions:
                 "expert of another rank, and here every rank has all experts. Use ep of 2 or more, "
                 "or experts.clones=0."
             )
-        if clones is not None and transport not in ("auto", "one_sided"):
-            raise ParallelPlanError(
-                f"experts.clones ({clones.places}) needs experts.transport of one_sided or auto: "
-                f"it is {transport}. Like the tokens of one_sided, weights of clones are written "
-                "into the memory of other GPUs. Use one of the two, or experts.clones=0."
-            )
+        if clones is not None:
+            clones.check_transport(transport)
 
     @classmethod
     def from_locals(cls, names: Mapping[str, Any]) -> StrategyOptions:
