@@ -22,8 +22,9 @@ def preprocess(
     workers: PositiveInt = default_workers(),  # noqa: B008
     progress: bool = True,
 ) -> None:
-    """Tokenize JSON lines (.jsonl, .json, .ndjson) or plain text, packed (.gz) or not.
+    """Tokenize JSON lines (.jsonl, .json, .ndjson), Parquet or plain text (.txt, .text, .md).
 
+    Lines and text may be packed (.gz, .zst). Folders may be those of save_to_disk of datasets.
     It writes OUTPUT.bin, OUTPUT.idx (Megatron's format) and OUTPUT.json (which tokenizer, how much
     text).
 

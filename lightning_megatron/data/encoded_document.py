@@ -1,9 +1,9 @@
-"""Sentences of a document, and its token ids as the sequences of a token file."""
+"""Sentences of a document, its token ids as sequences of a token file, and pieces of a long one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lightning_megatron.data.tokenizer import Tokenizer
 
@@ -23,6 +23,13 @@ ABBREVIATIONS = frozenset(
 )
 #: Abbreviations whose period does not end a sentence before a number, in the same form.
 BEFORE_NUMBERS = frozenset({"no", "nos", "art", "sec", "secs", "p", "pp", "ch"})
+
+#: Places at which tokens usually end: before a line, and before the space of a word.
+_PLACES = (re.compile(r"(?<=[^\s]\n)(?=\S)"), re.compile(r"(?<=\S)(?= \S)"))
+#: Number of places of a kind that are tried for one cut.
+_TRIES = 8
+#: Text on each side of a place, of which the tokens are compared (characters).
+_CONTEXT = 1024
 
 
 def split_sentences(text: str) -> list[str]:
@@ -79,3 +86,50 @@ def encode_document(
     if sequences:
         sequences[-1] = [*sequences[-1], *end]
     return sequences
+
+
+def cut_text(
+    text: str, tokenizer: Tokenizer, by_sentence: bool, size: int
+) -> Iterator[tuple[int, int]]:
+    """Yield start and end of the pieces of a text.
+
+    A cut is made only where the tokens of the text around it are those of both sides one after the
+    other. A tokenizer that joins words, or puts a mark before its first word, has no such place,
+    and the text remains whole.
+
+    Args:
+        by_sentence: Whether each sentence is encoded by itself, so that cuts are at blank lines.
+        size: Size of a piece, at least (characters).
+    """
+    start = 0
+    wanted = size
+    while wanted + size <= len(text):
+        stop = wanted + size
+        cut = (
+            _blank_line(text, wanted, stop) if by_sentence else _cut(text, tokenizer, wanted, stop)
+        )
+        if cut is not None:
+            yield start, cut
+            start = cut
+        wanted = (cut or wanted) + size
+    yield start, len(text)
+
+
+def _blank_line(text: str, start: int, stop: int) -> int | None:
+    found = _BLANK_LINE.search(text, start, stop)
+    # At the end of the searched text, the match may go on.
+    return found.end() if found and found.end() < stop else None
+
+
+def _cut(text: str, tokenizer: Tokenizer, start: int, stop: int) -> int | None:
+    for places in _PLACES:
+        for number, found in enumerate(places.finditer(text, start, stop), start=1):
+            cut = found.start()
+            left = text[cut - _CONTEXT : cut]
+            right = text[cut : cut + _CONTEXT]
+            apart = [*tokenizer.encode(left), *tokenizer.encode(right)]
+            if tokenizer.encode(left + right) == apart:
+                return cut
+            if number == _TRIES:
+                break
+    return None

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from lightning_megatron.data.corpora import SetPaths, files_of_sets
+from lightning_megatron.data.input_files import ROW_SUFFIXES, find_files, sizes_of
 from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts
-from lightning_megatron.data.row_files import find_row_files, sizes_of
 from lightning_megatron.data.row_tokens import RowEncoder
 from lightning_megatron.data.stream_sections import RowStream
 from lightning_megatron.data.streaming import (
@@ -28,8 +28,8 @@ class FileDataModule(RowDataModule):
     encoded before training or read as a stream during training, and batches of them.
 
     Args:
-        train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, folders written
-            by ``save_to_disk`` of datasets, or globs.
+        train: Files of JSON lines (.jsonl, also .gz and .zst) or Parquet, folders of them, folders
+            written by ``save_to_disk`` of datasets, or globs.
         val: Files of the validation set; None disables validation. A mapping of names to files
             defines several validation sets, each with a loader.
         test: Files of the test set; a mapping defines several sets, as for ``val``.
@@ -47,6 +47,8 @@ class FileDataModule(RowDataModule):
     #: Plural noun for the rows of files, and an example of one, for errors.
     plural: ClassVar[str]
     example: ClassVar[str]
+    #: Suffixes of the files, without that of their compression.
+    suffixes: ClassVar[tuple[str, ...]] = ROW_SUFFIXES
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class FileDataModule(RowDataModule):
         super().__init__(**options)
         parts = {"train": given["train"], "val": given["val"], "test": given["test"]}
         self.files: dict[str, tuple[Path, ...]] = {
-            name: find_row_files(paths, self.plural, self.example)
+            name: tuple(find_files(paths, self.plural, self.suffixes, self.example))
             for name, paths in files_of_sets(parts).items()
         }
         #: Settings of the stream of training rows; None encodes them before training.

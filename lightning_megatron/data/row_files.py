@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import glob
-import os
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_megatron.data.documents import read_lines
+from lightning_megatron.data.input_files import Document, kind_of, read_pieces
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.strict_json import parse_object
@@ -17,19 +16,15 @@ from lightning_megatron.strict_json import parse_object
 REMEDY = "Repair the row, or remove it."
 #: Number of Parquet rows to decode at a time (rows).
 _ROWS_PER_BATCH = 1024
-_STATE = "state.json"
-_SPLITS = "dataset_dict.json"
-_JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
-_SUFFIXES = (*_JSON_LINES, ".parquet")
 
 
 class FilePosition(NamedTuple):
     """Position between two rows of a file.
 
     Args:
-        number: Number of lines before it in JSON lines, or of rows in other files.
-        offset: Decompressed bytes before it in JSON lines, at which a reader can continue; 0 in
-            other files (bytes).
+        number: Number of lines before it in JSON lines and text, or of rows in other files.
+        offset: Decompressed bytes before it in JSON lines and text, at which a reader can continue;
+            0 in other files (bytes).
     """
 
     number: int = 0
@@ -43,13 +38,36 @@ class FileRow(NamedTuple):
     """Row of a file, not yet parsed.
 
     Args:
-        content: Line of JSON lines, or fields of a row of another file.
+        content: Line of JSON lines or document of plain text, or fields of a row of another file.
         end: Position after the row.
+        is_json: Whether the content is a line of JSON lines.
     """
 
     place: str
     content: bytes | Mapping[str, Any]
     end: FilePosition
+    is_json: bool = True
+
+    def text(self, json_key: str) -> str:
+        """Return the text of a document.
+
+        Args:
+            json_key: Key, or column, of the text in files of rows and JSON lines.
+
+        Raises:
+            CorruptDataError: If the row has no text with this key, or text is not UTF-8. The
+                message names file and line.
+        """
+        if isinstance(self.content, bytes):
+            return _parse_text(self.content, self.place, json_key if self.is_json else None)
+        return _text_under(self.content, self.place, json_key)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the content (bytes)."""
+        if isinstance(self.content, bytes):
+            return len(self.content)
+        return sum(len(text) for text in self.content.values() if isinstance(text, str))
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that have a value.
@@ -64,69 +82,25 @@ class FileRow(NamedTuple):
         return {name: value for name, value in content.items() if value is not None}
 
 
-def read_rows(path: Path, start: FilePosition = BEGINNING) -> Iterator[FileRow]:
+def read_rows(
+    path: Path, start: FilePosition = BEGINNING, document: Document = "file"
+) -> Iterator[FileRow]:
     """Yield the rows of a file from a position on.
 
     Args:
-        path: File of JSON lines (also ``.gz``) or Parquet, or folder of ``save_to_disk``.
+        path: File of JSON lines or plain text (also ``.gz``, ``.zst``) or Parquet, or folder of
+            ``save_to_disk``.
+        document: Unit of plain text that is a row.
     """
-    if not path.is_dir() and path.suffix != ".parquet":
-        for line, content, offset in read_lines(path, start.offset, start.number):
-            yield FileRow(f"{path}:{line}", content, FilePosition(line, offset))
+    kind = kind_of(path, document)
+    if kind != "row":
+        for piece in read_pieces(path, kind, start.offset, start.number):
+            end = FilePosition(piece.end_line, piece.end)
+            yield FileRow(f"{path}:{piece.line}", piece.content, end, kind == "json")
         return
     read = dataset_rows if path.is_dir() else _parquet_rows
     for number, row in enumerate(read(path, start.number), start.number + 1):
-        yield FileRow(f"{path}, row {number}", row, FilePosition(number))
-
-
-def find_row_files(paths: str | Sequence[str], plural: str, example: str) -> tuple[Path, ...]:
-    """Return the files that paths, folders and globs name, sorted by name for each of them.
-
-    A folder of ``save_to_disk`` counts as one file.
-
-    Args:
-        paths: Files, folders of files, folders of ``save_to_disk`` of datasets, or globs.
-        plural: Noun for the rows of a file, for errors.
-        example: Example of a line, for errors.
-
-    Raises:
-        UnsupportedError: If a path names no file of JSON lines or Parquet, or a dataset with
-            several splits.
-    """
-    all_files: list[Path] = []
-    for location in [paths] if isinstance(paths, str) else paths:
-        names = (
-            [str(path) for path in Path(location).glob("*")]
-            if Path(location).is_dir()
-            else [location]
-        )
-        if not os.path.exists(location):
-            names = glob.glob(location, recursive=True)
-        if is_dataset_folder(Path(location)):
-            names = [location]
-        files = sorted(Path(name) for name in names)
-        files = [file for file in files if _is_row_file(file)]
-        if not files:
-            raise UnsupportedError(
-                f"{plural} must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
-                f"written by save_to_disk of datasets, or globs: {location!r} names none of these. "
-                f"Give such a path. A line of a file is for example {example}."
-            )
-        all_files.extend(files)
-    return tuple(all_files)
-
-
-def _is_row_file(path: Path) -> bool:
-    return is_dataset_folder(path) or (path.is_file() and path.name.endswith(_SUFFIXES))
-
-
-def sizes_of(path: Path) -> list[tuple[str, int]]:
-    """Return the names and sizes of a file, or of the files in a folder, to identify its rows.
-
-    Args:
-        path: File of rows, or folder of ``save_to_disk``.
-    """
-    return [(file.name, file.stat().st_size) for file in files_of(path)]
+        yield FileRow(f"{path}, row {number}", row, FilePosition(number), False)
 
 
 def _parquet_rows(path: Path, skipped: int) -> Iterator[Mapping[str, Any]]:
@@ -151,26 +125,6 @@ def _parquet_rows(path: Path, skipped: int) -> Iterator[Mapping[str, Any]]:
         ) from error
 
 
-def is_dataset_folder(path: Path) -> bool:
-    """Return whether a path is a folder written by ``Dataset.save_to_disk``."""
-    if (path / _SPLITS).is_file():
-        splits = sorted(state.parent.name for state in path.glob(f"*/{_STATE}"))
-        raise UnsupportedError(
-            f"a folder of datasets must be a single split: {path} has the splits {splits}. Give "
-            f"the folder of one of them, such as {path / (splits or ['train'])[0]}."
-        )
-    return (path / _STATE).is_file()
-
-
-def files_of(path: Path) -> list[Path]:
-    """Return the files of a dataset folder, sorted by name, or a single file.
-
-    Args:
-        path: File, or folder written by ``save_to_disk``.
-    """
-    return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
-
-
 def dataset_rows(path: Path, skipped: int = 0) -> Iterator[dict[str, Any]]:
     """Yield the fields of each row of a folder, in order.
 
@@ -191,3 +145,56 @@ def dataset_rows(path: Path, skipped: int = 0) -> Iterator[dict[str, Any]]:
             f"{path} cannot be read as a folder of datasets: {error}. Copy it again, or save it "
             "again by save_to_disk."
         ) from error
+
+
+def _parse_text(content: bytes, place: str, json_key: str | None) -> str:
+    """Return the text of a document.
+
+    Args:
+        json_key: Key of the text in JSON lines; None for plain text.
+    """
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptDataError(
+            f"{place} is not UTF-8: {error.reason} at byte {error.start}. Convert it to UTF-8."
+        ) from None
+    if json_key is None:
+        return text
+    try:
+        entry = json.loads(text, object_pairs_hook=lambda pairs: _object_of(pairs, json_key))
+    except (ValueError, RecursionError) as error:
+        reason = (
+            f"{error.msg} at character {error.pos + 1}"
+            if isinstance(error, json.JSONDecodeError)
+            else error
+        )
+        raise CorruptDataError(
+            f"{place} is not valid JSON: {reason}. Each line must be one JSON object."
+        ) from None
+    document = _text_under(entry, place, json_key)
+    try:
+        document.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CorruptDataError(
+            f"{place} is not valid text: character {error.start + 1} is half of a surrogate pair. "
+            "Repair the line."
+        ) from None
+    return document
+
+
+def _text_under(entry: Any, place: str, json_key: str) -> str:
+    """Return the text of a JSON object."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get(json_key), str):
+        keys = sorted(entry) if isinstance(entry, Mapping) else type(entry).__name__
+        raise CorruptDataError(
+            f"{place} has no text under the key {json_key!r}: {keys}. Name the key with --json-key."
+        )
+    text: str = entry[json_key]
+    return text
+
+
+def _object_of(pairs: list[tuple[str, Any]], json_key: str) -> dict[str, Any]:
+    if sum(name == json_key for name, _ in pairs) > 1:
+        raise ValueError(f"the key {json_key!r} occurs twice in one object")
+    return dict(pairs)

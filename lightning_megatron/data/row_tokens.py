@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_megatron.data.index_cache import cache_key, load_or_build
-from lightning_megatron.data.row_files import FileRow, files_of, read_rows
+from lightning_megatron.data.input_files import Document, files_of
+from lightning_megatron.data.row_files import FileRow, read_rows
 from lightning_megatron.errors import CorruptDataError
 
 #: Factor of the file's index in the number of a row (rows).
@@ -162,6 +163,8 @@ class RowEncoder(ABC):
 
     #: Tokens that a row predicts (tokens).
     seq_length: int
+    #: Unit of plain text that is a row.
+    document: Document = "file"
 
     @property
     @abstractmethod
@@ -219,7 +222,7 @@ class RowEncoder(ABC):
             [
                 EncodedRow(row_number(file, row), self.encode_row(row))
                 for file, path in enumerate(paths)
-                for row in read_rows(path)
+                for row in read_rows(path, document=self.document)
             ]
         )
 

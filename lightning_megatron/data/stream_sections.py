@@ -103,7 +103,7 @@ class RowStream:
                 first = (
                     FilePosition(start.number, start.offset) if place == start.files else BEGINNING
                 )
-                for row in read_rows(self.files[file], first):
+                for row in read_rows(self.files[file], first, self.encoder.document):
                     rows.append((row_number(file, row), row))
                     num_read += 1
                     ends = num_read == self.section_size

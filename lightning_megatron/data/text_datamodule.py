@@ -9,13 +9,13 @@ from typing import Any, cast
 import numpy as np
 from typing_extensions import override
 
-from lightning_megatron.data.documents import parse_text, text_under
 from lightning_megatron.data.encoded_document import encode_document
 from lightning_megatron.data.file_datamodule import FileDataModule
+from lightning_megatron.data.input_files import ROW_SUFFIXES, TEXT_SUFFIXES, Document, sizes_of
 from lightning_megatron.data.loader import WindowBatches
 from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
 from lightning_megatron.data.row_datamodule import log_row_counts
-from lightning_megatron.data.row_files import FileRow, sizes_of
+from lightning_megatron.data.row_files import FileRow
 from lightning_megatron.data.row_tokens import EncodedText, RowEncoder, StreamCounts
 from lightning_megatron.data.samples import Samples, Windows
 from lightning_megatron.data.streaming import Streaming
@@ -34,6 +34,7 @@ class TextEncoder(RowEncoder):
 
     options: EncodingOptions
     seq_length: int
+    document: Document = "file"
 
     @property
     @override
@@ -41,6 +42,7 @@ class TextEncoder(RowEncoder):
         return {
             "tokenizer": tokenizer_of(self.options).fingerprint,
             "json_key": self.options.json_key,
+            "document": self.document,
             "append_eod": self.options.append_eod,
             "seq_length": self.seq_length,
         }
@@ -62,11 +64,7 @@ class TextEncoder(RowEncoder):
     @override
     def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
         """Return the tokens of a document; None for fewer than two, which predict nothing."""
-        key = self.options.json_key
-        if isinstance(row.content, bytes):
-            text = parse_text(row.content, row.place, key)
-        else:
-            text = text_under(row.content, row.place, key)
+        text = row.text(self.options.json_key)
         tokenizer = tokenizer_of(self.options)
         end = [tokenizer.eod] if self.options.append_eod and tokenizer.eod is not None else []
         tokens = [
@@ -90,10 +88,12 @@ class TextDataModule(FileDataModule):
         document.
 
     Args:
-        train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, folders written
-            by ``save_to_disk`` of datasets, or globs.
+        train: Files of JSON lines (.jsonl) or plain text (.txt, .md), also .gz and .zst, or of
+            Parquet, folders of them, folders written by ``save_to_disk`` of datasets, or globs, as
+            ``lightning-megatron preprocess`` reads them.
         tokenizer: Name or path of the tokenizer, as for ``lightning-megatron preprocess``.
         json_key: Key of the text in JSON lines, or its column.
+        document: Unit of plain text that is a document.
         append_eod: Whether to append the end-of-document token to each document.
         balance_attention: Whether to balance the attention work of rows over data ranks, as in
             ``TokenDataModule``.
@@ -114,7 +114,8 @@ class TextDataModule(FileDataModule):
 
     plural = "documents"
     example = '{"text": "..."}'
-    order_settings = "files, tokenizer, json_key, seq_length, streaming or seed"
+    suffixes = (*ROW_SUFFIXES, *TEXT_SUFFIXES)
+    order_settings = "files, tokenizer, json_key, document, seq_length, streaming or seed"
 
     def __init__(
         self,
@@ -122,6 +123,7 @@ class TextDataModule(FileDataModule):
         tokenizer: str,
         *,
         json_key: str = "text",
+        document: Document = "file",
         append_eod: bool = True,
         balance_attention: bool = False,
         streaming: Streaming | None = None,
@@ -133,7 +135,7 @@ class TextDataModule(FileDataModule):
         self.balance_attention = balance_attention
         self._max_pieces = streaming.max_pieces(self.seq_length)
         encoding = EncodingOptions(given["tokenizer"], given["json_key"], append_eod)
-        self._encoder = TextEncoder(encoding, self.seq_length)
+        self._encoder = TextEncoder(encoding, self.seq_length, given["document"])
         self._evaluated: dict[str, TextSamples] = {}
 
     @property

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +14,15 @@ import pytest
 
 from lightning_megatron.cli.command import run_command
 from lightning_megatron.cli.preprocess import COMMAND
+from lightning_megatron.data.encoded_document import cut_text
 from lightning_megatron.data.token_file import TokenFile
-from lightning_megatron.data.tokenizer import ByteTokenizer
+from lightning_megatron.data.tokenizer import ByteTokenizer, load_tokenizer
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from tests.corpora import GPT2_BPE, need
 
 
 def write_jsonl(path: Path, texts: Sequence[str], key: str = "text") -> None:
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps({key: text}) + "\n" for text in texts), encoding="utf-8")
 
 
@@ -77,6 +81,53 @@ def test_plain_text_is_cut_by_file_line_or_paragraph(tmp_path):
         assert documents(tmp_path / "out") == expected
 
 
+def test_an_unknown_suffix_and_a_corpus_without_text_are_refused(tmp_path):
+    (tmp_path / "in.csv").write_text("some text")
+    with pytest.raises(UnsupportedError, match="suffix of .*in.csv does not say"):
+        preprocess(tmp_path, "in.csv")
+    with pytest.raises(UnsupportedError, match="suffix of .*in.csv does not say"):
+        preprocess(tmp_path, "in.*")
+    write_jsonl(tmp_path / "in.jsonl", ["", ""])
+    with pytest.raises(CorruptDataError, match="must have text: 2 documents were read"):
+        preprocess(tmp_path, "in.jsonl", "--append-eod")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.csv", "in.jsonl"]
+    write_jsonl(tmp_path / "in.jsonl", ["text"])
+    preprocess(tmp_path, "in.jsonl")
+    write_jsonl(tmp_path / "out" / "in.JSONL", ["more"])
+    preprocess(tmp_path, "out", out="out/two")
+    preprocess(tmp_path, "out", out="out/three")
+    assert documents(tmp_path / "out/three") == ["more"], "descriptions of corpora are no text"
+
+
+@pytest.mark.parametrize("options", ["--append-eod", "--split-sentences --append-eod", ""])
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "speeches-wordpiece"])
+def test_a_long_document_is_cut_among_workers_into_the_same_tokens(
+    tmp_path, monkeypatch, tokenizer, options
+):
+    if tokenizer == "gpt2":
+        need(GPT2_BPE)
+    draw = random.Random(3)
+    words = (
+        "In 1863 our  fathers' nation, U.S.A. naïve (so-called) wept. \n It's.\n\n\n The\n".split(
+            " "
+        )
+    )
+    long = " ".join(draw.choice(words) for _ in range(9000))
+    texts = ["short", long, "also short", "x" * 5000, long[:4000]]
+    write_jsonl(tmp_path / "in.jsonl", texts)
+    options += f" --tokenizer {tokenizer}"
+    preprocess(tmp_path, "in.jsonl", options, "whole")
+    monkeypatch.setattr("lightning_megatron.data.preprocess.PIECE", 1000)
+    monkeypatch.setattr("lightning_megatron.data.documents.CHUNK_BYTES", 1000)
+    if "sentences" not in options:
+        pieces = list(cut_text(long, load_tokenizer(tokenizer), False, 1000))
+        assert len(pieces) > 20
+    preprocess(tmp_path, "in.jsonl", f"{options} --workers 2", "cut")
+    for suffix in ("bin", "idx", "json"):
+        whole, cut = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("whole", "cut"))
+        assert whole == cut, suffix
+
+
 FIRST = b'{"text": "first"}\n'
 FAULTS = [
     (FIRST + b'\n{"text": "b"\n', "in.jsonl:3 is not valid JSON"),
@@ -97,7 +148,7 @@ def test_an_invalid_line_is_reported_by_number_and_nothing_is_written(tmp_path):
     (tmp_path / "in.txt").write_bytes(b"good\nb\xe9d\n")
     with pytest.raises(CorruptDataError, match=r"in\.txt:2 is not UTF-8"):
         preprocess(tmp_path, "in.txt", "--document line")
-    with pytest.raises(UnsupportedError, match="no input was found"):
+    with pytest.raises(UnsupportedError, match="names none of these"):
         preprocess(tmp_path, "*.json")
 
 

@@ -106,7 +106,7 @@ BUDGETS: dict[str, int] = {
     "beside rooms": 554,
     "checkpoint": 2820,
     "cli": 3170,
-    "data": 3640,
+    "data": 3780,
     "experts": 3190,
     "generation": 930,
     "graphs": 2540,

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_megatron import Streaming, TextDataModule, TokenDataModule
 from lightning_megatron.data.preprocess import EncodingOptions, write_token_file
+from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CorruptDataError,
@@ -225,6 +226,43 @@ def test_a_stream_restores_any_state_and_gives_samples_in_any_order(tmp_path, mo
         for number in (38, 3, 36, 0, 39):
             assert samples[number].tolist() == expected[number], kind
         samples.close()
+
+
+@pytest.mark.parametrize("document", ["file", "line", "paragraph"])
+def test_a_stream_of_text_reads_the_files_that_preprocess_reads(tmp_path, document):
+    plain = tmp_path / "plain"
+    (plain / "more").mkdir(parents=True)
+    (plain / "a.txt").write_text("one\ntwo\n\n \nthrée\n\nfour\n")
+    (plain / "more/b.md.gz").write_bytes(gzip.compress(b"\nfive\n\nsix\nseven"))
+    (plain / "ignored.bin").write_bytes(b"\xff")
+    inputs = {**write_shards(tmp_path, texts(22)), "plain": [str(plain)]}
+    if find_spec("pyarrow"):
+        import pyarrow
+
+        with pyarrow.output_stream(tmp_path / "c.txt.zst", compression="zstd") as file:
+            file.write((plain / "a.txt").read_bytes())
+        inputs["zst"] = [str(tmp_path / "c.txt.zst")]
+    for kind, paths in inputs.items():
+        prefix = str(tmp_path / f"{kind}_tokens")
+        options = EncodingOptions("bytes", append_eod=True)
+        write_token_file(paths, prefix, options, document, progress=False)
+        corpus = TokenFile(prefix)
+        expected = [corpus[number].tolist() for number in range(len(corpus))]
+        assert len(expected) == {"plain": {"file": 2, "line": 7, "paragraph": 5}[document]}.get(
+            kind, len(expected)
+        )
+
+        def fresh(paths: list[str] = paths) -> Any:
+            streaming = Streaming(2, shuffle=False)
+            data = data_of("text", paths, "", document=document, streaming=streaming)
+            return data.training_samples(None)
+
+        samples = fresh()
+        assert sorted(pieces_of(samples)) == sorted(expected), kind
+        for number in range(0, 6):
+            restored = fresh()
+            restored.restore(samples.state_at(number))
+            assert restored[number].tolist() == samples[number].tolist(), kind
 
 
 STEPS, PASSES = {"max_steps": 14, "max_epochs": -1}, {"max_epochs": 3}

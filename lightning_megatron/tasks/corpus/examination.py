@@ -182,7 +182,9 @@ def parse_objects(chunk: RawChunk, json_key: str) -> list[JsonDocument | Corrupt
         except CorruptDataError as error:
             parsed.append(error)
         else:
-            parsed.append(JsonDocument(line, chunk.documents[number], text))
+            content = chunk.rows[number].content
+            assert isinstance(content, bytes), "the inputs are JSON lines"
+            parsed.append(JsonDocument(line, content, text))
     return parsed
 
 
