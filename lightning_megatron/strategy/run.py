@@ -78,6 +78,7 @@ from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.step import Step, StepTrials
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
+from lightning_megatron.swap.blocks.cut_modules import FullColumnLinear
 from lightning_megatron.swap.whole_features import full_layers
 
 
@@ -137,13 +138,22 @@ class Run:
             self.comparison = BatchComparison(mesh, options.job.replica_check_interval)
             self.step = self._make_step(precision, attributes)
             self._patch_trainer(attributes, undo)
-            if full_layers(module):
-                undo.enter_context(functions_get_all_features())
+            self._start_full_layers(undo)
             if self.is_fit:
                 self._patch_fit(undo)
             self._undo = undo.pop_all()
 
     # ---- parts
+
+    def _start_full_layers(self, undo: ExitStack) -> None:
+        """Prepare layers whose sharded outputs user code sees in full."""
+        layers = full_layers(self.module)
+        for layer in layers:
+            if isinstance(layer.module, FullColumnLinear):
+                # An earlier run may have found streams of random numbers, which this one lacks.
+                layer.module.use.draws_on_parts = False
+        if layers:
+            undo.enter_context(functions_get_all_features())
 
     def _make_executor(self) -> PipelineExecutor:
         order = self._options.custom_order

@@ -90,6 +90,9 @@ REFUSED: list[tuple[nn.Module, dict[str, str] | None, str]] = [
     (Classifier(), {"embedding": "column"}, "(?s)type Embedding.*nn.Linear.*head.0"),
     (Classifier(), {"encoder.layers.*.linear1": "column"}, "{'encoder.layers.0': 'auto'}"),
     (mlp(), {"0": "colum"}, "'column', 'column_gather', 'column_full', 'qkv'"),
+    (mlp(), {"0": "column(2, 1)"}, "which does not exist"),
+    (mlp(), {"0": "qkv(3, 1)"}, r"out_features \(16\) of '0' must be a multiple of 5.*3 : 1 : 1"),
+    (inside(nn.Linear(4, 15)), {"0": "qkv"}, r"a fused part of out_features \(5\) of '0' must be a multiple of tp \(2\)"),
     (Classifier(num_labels=7), {"head.2": "column_gather"}, r"out_features \(7\) of 'head.2' must .* tp \(2\).*1 or 7"),
     (inside(nn.Linear(9, 4)), {"0": "row"}, r"in_features \(9\) of '0' must be a multiple of tp \(2\).*1, 3 or 9"),
     (inside(nn.TransformerEncoderLayer(12, 3, 24)), None, r"num_heads \(3\) of '0' must be .*Use tp of 1 or 3"),
@@ -240,6 +243,9 @@ def test_automatic_plans_leave_the_choice_where_nothing_or_too_much_is_known():
     shared = nn.Linear(8, 16)
     twice = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 8), "c": nn.Sequential(shared)})
     assert automatic_tensor_plan(twice, 2) is None
+    hooked = linear(a=(8, 16), b=(16, 8))
+    hooked["a"].register_forward_hook(print)
+    assert automatic_tensor_plan(hooked, 2) is None
     sizes = [nn.ModuleList([linear(a=(8, n), b=(n, 8)) for n in (16, 15)])]
     assert automatic_tensor_plan(nn.Sequential(*sizes), 2) == {
         "0.0.a": "column_full",

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ class FeatureShard(Tensor):
     dim_cut: int
     sections: tuple[int, ...]
     use: ShardUse
+    part: Tensor  #: This rank's part.
+    full_shape: torch.Size  #: Shape of the full activation.
 
     @classmethod
     def of(
@@ -79,10 +82,14 @@ class FeatureShard(Tensor):
             sections: Full sizes of the sections of the dimension (elements).
         """
         result = part.as_subclass(cls)
+        result.part = part
         result.axis = axis
         result.dim_cut = dim
         result.sections = tuple(sections)
         result.use = use
+        shape = list(part.shape)
+        shape[dim] = sum(sections)
+        result.full_shape = torch.Size(shape)
         return result
 
     def like(
@@ -92,22 +99,9 @@ class FeatureShard(Tensor):
         return FeatureShard.of(part, self.axis, dim, sections or self.sections, self.use)
 
     @property
-    def part(self) -> Shaped[Tensor, "..."]:
-        """Return this rank's part."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
-    @property
     def back(self) -> int:
         """Return the cut dimension, counted from the last one (-1)."""
-        return self.dim_cut - self.dim()
-
-    @property
-    def full_shape(self) -> torch.Size:
-        """Return the shape of the full activation."""
-        shape = list(self.part.shape)
-        shape[self.dim_cut] = sum(self.sections)
-        return torch.Size(shape)
+        return self.dim_cut - len(self.full_shape)
 
     def gather_full(self) -> Shaped[Tensor, "..."]:
         """Gather the full activation; all ranks must use the result in the same way."""
@@ -151,8 +145,8 @@ class FeatureShard(Tensor):
         if name.endswith("_") and name[:-1] in ELEMENTWISE:
             rule = _elementwise
         if name in INVARIANT or (is_property and rule is None) or func.__name__ == "__set__":
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            result = func(args[0].part, *args[1:], **kwargs)
+            return args[0] if result is args[0].part else result
         call = _Call(func, name, args, kwargs)
         result = None if rule is None or "out" in kwargs else rule(call)
         return call.on_all_features() if result is None else result
@@ -168,15 +162,23 @@ class _Call:
     kwargs: dict[str, Any]
 
     @property
+    def values(self) -> list[Any]:
+        """Return the arguments, in order."""
+        return [*self.args, *self.kwargs.values()]
+
+    @property
     def shard(self) -> FeatureShard:
         """Return the first shard among the arguments."""
+        for value in self.values:
+            if isinstance(value, FeatureShard):
+                return value
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return next(leaf for leaf in leaves if isinstance(leaf, FeatureShard))
 
     @property
     def input(self) -> FeatureShard | None:
         """Return the first argument, if it is the only shard."""
-        first, *others = pytree.tree_leaves((self.args, self.kwargs)) or (None,)
+        first, *others = self.values
         if any(isinstance(other, FeatureShard) for other in others):
             return None
         return first if isinstance(first, FeatureShard) else None
@@ -217,15 +219,10 @@ class _Call:
         target.part.copy_(target.part_of(args[0], target.dim_cut))
         return target
 
-    def aligned(self) -> tuple[FeatureShard, list[Any], Any] | None:
-        """Return the first shard, and the leaves of the arguments on this rank's part.
-
-        None means that the operands of an elementwise function are not cut in the same way.
-        """
-        leaves, tree = pytree.tree_flatten((self.args, self.kwargs))
-        shard = self.shard
-        parts = _aligned(leaves, shard, shard.back)
-        return None if parts is None else (shard, parts, tree)
+    def run_on(self, values: Sequence[Any]) -> Any:
+        """Call the function with other arguments, in the same order."""
+        count = len(self.args)
+        return self.func(*values[:count], **dict(zip(self.kwargs, values[count:], strict=True)))
 
 
 def gather_sections(
@@ -307,12 +304,11 @@ def _elementwise(call: _Call) -> Any:
     target = call.args[0] if call.args else None
     if call.is_in_place and not isinstance(target, FeatureShard):
         return None
-    found = call.aligned()
-    if found is None:
+    shard = call.shard
+    parts = _aligned(call.values, shard, shard.back)
+    result = None if parts is None else call.run_on(parts)
+    if not isinstance(result, Tensor):
         return None
-    shard, parts, tree = found
-    args, kwargs = pytree.tree_unflatten(parts, tree)
-    result = call.func(*args, **kwargs)
     return target if call.is_in_place else shard.like(result, result.dim() + shard.back)
 
 
@@ -328,36 +324,37 @@ def _attention(call: _Call) -> Any:
         return None
     if call.argument(4, "dropout_p", 0.0) and not shard.use.draws_on_parts:
         return None
-    leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
+    values = call.values
     if call.kwargs.get("enable_gqa"):
         # Keys have fewer heads than queries, and each rank has those of its queries.
-        for index, leaf in enumerate(leaves):
-            is_cut = isinstance(leaf, FeatureShard) and leaf.back == shard.back
-            if is_cut and len(leaf.sections) == 1:
-                leaves[index] = leaf.like(leaf.part, leaf.dim_cut, shard.sections)
-    parts = _aligned(leaves, shard, shard.back)
-    if parts is None:
-        return None
-    args, kwargs = pytree.tree_unflatten(parts, tree)
-    return shard.like(call.func(*args, **kwargs), shard.dim_cut)
+        for index, value in enumerate(values):
+            is_cut = isinstance(value, FeatureShard) and value.back == shard.back
+            if is_cut and len(value.sections) == 1:
+                values[index] = value.like(value.part, value.dim_cut, shard.sections)
+    parts = _aligned(values, shard, shard.back)
+    return None if parts is None else shard.like(call.run_on(parts), shard.dim_cut)
 
 
 def _along_dims(call: _Call) -> Any:
     """Run a function along some dimensions, such as a softmax or a sum, on a part of another."""
     shard = call.input
     dims = call.argument(DIM_ARGUMENTS[call.name], "dim")
-    if shard is None or dims is None or isinstance(dims, Tensor):
+    # A truth value chooses the estimate of a variance.
+    if shard is None or dims is None or isinstance(dims, Tensor | bool):
         return None
-    dims = {dim % shard.dim() for dim in (dims if isinstance(dims, Sequence) else (dims,))}
+    num_dims = len(shard.full_shape)
+    dims = {dim % num_dims for dim in (dims if isinstance(dims, Sequence) else (dims,))}
     if not dims or shard.dim_cut in dims:
         return None
     result = call.run(shard.part)
     removed = sum(dim < shard.dim_cut for dim in dims)
 
     def wrapped(value: Tensor) -> FeatureShard:
-        is_smaller = value.dim() < shard.dim()
+        is_smaller = value.dim() < num_dims
         return shard.like(value, shard.dim_cut - removed if is_smaller else shard.dim_cut)
 
+    if isinstance(result, Tensor):
+        return wrapped(result)
     return pytree.tree_map_only(Tensor, wrapped, result)
 
 
@@ -376,10 +373,8 @@ def _linear(call: _Call) -> Any:
 
 
 def _with_shared(call: _Call, shard: FeatureShard) -> FeatureShard:
-    args, kwargs = pytree.tree_map(
-        lambda value: _shared(value, shard.axis), (call.args[1:], call.kwargs)
-    )
-    return shard.like(call.func(shard.part, *args, **kwargs), shard.dim_cut)
+    others = [_shared(value, shard.axis) for value in call.values[1:]]
+    return shard.like(call.run_on([shard.part, *others]), shard.dim_cut)
 
 
 def _product(call: _Call) -> Any:
@@ -415,7 +410,7 @@ def _einsum(call: _Call) -> Any:
             if operand.sections != shard.sections:
                 return None
             parts.append(operand.part)
-        elif letter in term:
+        elif letter in term and operand.shape[term.index(letter)] > 1:
             parts.append(shard.part_of(operand, term.index(letter)))
         else:
             parts.append(_shared(operand, shard.axis))
@@ -429,54 +424,140 @@ def _triangle(call: _Call) -> Any:
 
 def _joined(call: _Call) -> Any:
     """Concatenate or stack along another dimension than the cut one."""
-    found = call.aligned()
-    if found is None:
+    shard = call.shard
+    tensors = call.args[0] if call.args else ()
+    num_dims = len(shard.full_shape)
+    parts = _aligned(tensors, shard, shard.back)
+    if parts is None or any(part.dim() != num_dims for part in parts):
         return None
-    shard, parts, tree = found
-    args, kwargs = pytree.tree_unflatten(parts, tree)
-    num_dims = shard.dim() + (call.name == "stack")
-    dim = call.argument(1, "dim", 0) % num_dims
-    is_before = call.name == "stack" and dim <= shard.dim_cut
-    if any(part.dim() != shard.dim() for part in args[0]):
+    is_stack = call.name == "stack"
+    dim = call.argument(1, "dim", 0) % (num_dims + is_stack)
+    if not is_stack and dim == shard.dim_cut:
         return None
-    if call.name == "cat" and dim == shard.dim_cut:
-        return None
-    return shard.like(call.func(*args, **kwargs), shard.dim_cut + is_before)
+    is_before = is_stack and dim <= shard.dim_cut
+    return shard.like(call.run(parts), shard.dim_cut + is_before)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Cut dimension of a view, and its sections, which begin at ``start`` in the full dimension."""
+
+    dim: int
+    start: int
+    sections: tuple[int, ...]
+
+
+class _Slice(NamedTuple):
+    """A slice that can be a key."""
+
+    start: int | None
+    stop: int | None
+    step: int | None
+
+
+#: Types of arguments that are keys as they are.
+_NUMBERS = frozenset({int, str})
+
+#: Function, full shape, cut dimension, its sections, and other arguments of a call.
+_Key = tuple[Callable[..., Any], tuple[int, ...], int, tuple[int, ...], Any]
 
 
 def _view(call: _Call) -> Any:
-    """Run a function that only moves, adds, removes or selects dimensions.
+    """Run a function that only moves, adds, removes or selects dimensions."""
+    shard = call.input
+    key = None if shard is None else _key(call, shard)
+    if shard is None or key is None or not _keeps_dims(call, shard):
+        return None
+    cuts = _cuts_of_views(key)
+    if cuts is None:
+        return None
+    if all(cut.sections == shard.sections for cut in cuts):
+        result = call.run(shard.part)
+        parts = (result,) if isinstance(result, Tensor) else result
+    else:
+        size = shard.axis.size
+        sizes = [(cut.start // size, sum(cut.sections) // size) for cut in cuts]
+        parts = [shard.part.narrow(shard.dim_cut, start, length) for start, length in sizes]
+        result = parts[0] if call.name in ("narrow", "__getitem__") else parts
+    shards = [
+        shard.like(part, cut.dim, cut.sections) for part, cut in zip(parts, cuts, strict=True)
+    ]
+    return shards[0] if isinstance(result, Tensor) else tuple(shards)
+
+
+# User code calls the same functions on the same sizes in every step.
+@lru_cache(maxsize=1024)
+def _cuts_of_views(key: _Key) -> tuple[_Cut, ...] | None:
+    """Return the cut dimension of every view that a call gives; None if they are not cut alike.
 
     A tensor without memory, which has strides along the cut dimension alone, shows where this
     dimension and its elements are in the result.
     """
-    shard = call.input
-    if shard is None or not _keeps_dims(call, shard):
+    func, shape, dim, sections, _ = key
+    probe = torch.empty(shape[dim], device="meta").as_strided(
+        shape, [int(number == dim) for number in range(len(shape))]
+    )
+    views = _run_again(key, probe)
+    views = (views,) if isinstance(views, Tensor) else views
+    cuts = [_cut_of(sections, view) for view in views]
+    found = tuple(cut for cut in cuts if cut is not None)
+    is_whole = all(cut.sections == sections for cut in found)
+    others = {(*view.shape[:dim], *view.shape[dim + 1 :]) for view in views}
+    is_split = others == {(*shape[:dim], *shape[dim + 1 :])}
+    return found if len(found) == len(views) and (is_whole or is_split) else None
+
+
+def _cut_of(sections: tuple[int, ...], view: Tensor) -> _Cut | None:
+    """Return where a view of the probe has the cut dimension; None if not as whole sections."""
+    sizes = zip(view.shape, view.stride(), strict=True)
+    dims = [dim for dim, (size, stride) in enumerate(sizes) if size > 1 and stride]
+    if len(dims) != 1 or view.stride(dims[0]) != 1:
         return None
-    shape = shard.full_shape
-    strides = [int(dim == shard.dim_cut) for dim in range(len(shape))]
-    probe = torch.empty(shape[shard.dim_cut], device="meta").as_strided(shape, strides)
-    leaves, tree = pytree.tree_flatten(call.run(probe))
-    cuts = [_cut_of(shard, leaf) for leaf in leaves]
-    if any(cut is None for cut in cuts):
+    bounds = [0, *accumulate(sections)]
+    start = int(view.storage_offset())
+    stop = start + view.shape[dims[0]]
+    if start not in bounds or stop not in bounds:
         return None
-    if all(cut.sections == shard.sections for cut in cuts if cut is not None):
-        parts = pytree.tree_leaves(call.run(shard.part))
-    elif {_others(leaf.shape, shard.dim_cut) for leaf in leaves} == {_others(shape, shard.dim_cut)}:
-        size = shard.axis.size
-        parts = [
-            shard.part.narrow(cut.dim, cut.start // size, sum(cut.sections) // size)
-            for cut in cuts
-            if cut is not None
-        ]
-    else:
+    return _Cut(dims[0], start, sections[bounds.index(start) : bounds.index(stop)])
+
+
+def _key(call: _Call, shard: FeatureShard) -> _Key | None:
+    """Return what decides the shapes of a call's results; None if tensors do, too."""
+    others = call.args[1:]
+    arguments: Any = (others, ())
+    # Sizes and numbers of dimensions are keys as they are.
+    if call.kwargs or not _NUMBERS.issuperset(map(type, others)):
+        arguments = _frozen((others, tuple(call.kwargs.items())))
+    if arguments is None:
         return None
-    results = [
-        shard.like(part, cut.dim, cut.sections)
-        for part, cut in zip(parts, cuts, strict=True)
-        if cut is not None
-    ]
-    return pytree.tree_unflatten(results, tree)
+    return call.func, tuple(shard.full_shape), shard.dim_cut, shard.sections, arguments
+
+
+def _frozen(value: Any) -> Any:
+    """Return an argument as a key; None if it is a tensor or has one."""
+    if isinstance(value, slice):
+        value = _Slice(value.start, value.stop, value.step)
+    if isinstance(value, list | tuple):
+        items = [("none",) if item is None else _frozen(item) for item in value]
+        if any(item is None for item in items):
+            return None
+        return _Slice._make(items) if isinstance(value, _Slice) else tuple(items)
+    return value if isinstance(value, int | float | str | type(Ellipsis)) else None
+
+
+def _thawed(value: Any) -> Any:
+    if value == ("none",):
+        return None
+    if isinstance(value, tuple):
+        items = map(_thawed, value)
+        return slice(*items) if isinstance(value, _Slice) else tuple(items)
+    return value
+
+
+def _run_again(key: _Key, first: Tensor) -> Any:
+    """Run the call of a key on another tensor."""
+    args, kwargs = _thawed(key[4])
+    return key[0](first, *args, **dict(kwargs))
 
 
 def _keeps_dims(call: _Call, shard: FeatureShard) -> bool:
@@ -489,56 +570,35 @@ def _keeps_dims(call: _Call, shard: FeatureShard) -> bool:
     return all(type(one) in (int, slice, type(None), type(Ellipsis)) for one in index)
 
 
-def _others(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], -1, *shape[dim + 1 :])
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """Cut dimension of a view, and its sections, which begin at ``start`` in the full dimension."""
-
-    dim: int
-    start: int
-    sections: tuple[int, ...]
-
-
-def _cut_of(shard: FeatureShard, view: Any) -> _Cut | None:
-    """Return where a view of the probe has the cut dimension; None if not as whole sections."""
-    if not isinstance(view, Tensor):
-        return None
-    sizes = zip(view.shape, view.stride(), strict=True)
-    dims = [dim for dim, (size, stride) in enumerate(sizes) if size > 1 and stride]
-    if len(dims) != 1 or view.stride(dims[0]) != 1:
-        return None
-    bounds = [0, *accumulate(shard.sections)]
-    start = int(view.storage_offset())
-    stop = start + view.shape[dims[0]]
-    if start not in bounds or stop not in bounds:
-        return None
-    sections = shard.sections[bounds.index(start) : bounds.index(stop)]
-    return _Cut(dims[0], start, sections)
-
-
 def _reshape(call: _Call) -> Any:
     shard = call.input
-    if shard is None or any(isinstance(value, torch.dtype) for value in call.args):
+    key = None if shard is None else _key(call, shard)
+    found = None if key is None else _reshaped(key, shard.axis.size)  # type: ignore[union-attr]
+    if shard is None or found is None:
         return None
-    shape = shard.full_shape
-    result = tuple(call.run(torch.empty(shape, device="meta")).shape)
-    found = reshaped_sections(shape, shard.dim_cut, shard.sections, result, shard.axis.size)
-    if found is None:
-        return None
-    dim, sections = found
-    local = [*result[:dim], sum(sections) // shard.axis.size, *result[dim + 1 :]]
+    dim, sections, local = found
     part = shard.part.view(local) if call.name == "view" else shard.part.reshape(local)
     return shard.like(part, dim, sections)
 
 
+@lru_cache(maxsize=1024)
+def _reshaped(key: _Key, num_ranks: int) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    """Return the cut dimension, its sections and the local shape after a reshape."""
+    _, shape, old_dim, old_sections, _ = key
+    result = tuple(_run_again(key, torch.empty(shape, device="meta")).shape)
+    found = reshaped_sections(shape, old_dim, old_sections, result, num_ranks)
+    if found is None:
+        return None
+    dim, sections = found
+    return dim, sections, (*result[:dim], sum(sections) // num_ranks, *result[dim + 1 :])
+
+
 def _expand(call: _Call) -> Any:
     shard = call.input
-    if shard is None:
+    key = None if shard is None else _key(call, shard)
+    if shard is None or key is None:
         return None
-    shape = list(call.run(torch.empty(shard.full_shape, device="meta")).shape)
+    shape = list(_run_again(key, torch.empty(shard.full_shape, device="meta")).shape)
     dim = len(shape) + shard.back
     shape[dim] = shard.part.shape[shard.dim_cut]
     return shard.like(shard.part.expand(shape), dim)
@@ -550,7 +610,7 @@ def _repeat(call: _Call) -> Any:
     dim = call.argument(2, "dim")
     if shard is None or not isinstance(repeats, int) or dim is None:
         return None
-    is_cut = dim % shard.dim() == shard.dim_cut
+    is_cut = dim % len(shard.full_shape) == shard.dim_cut
     sections = [size * repeats if is_cut else size for size in shard.sections]
     return shard.like(call.run(shard.part), shard.dim_cut, sections)
 

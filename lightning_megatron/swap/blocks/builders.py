@@ -97,8 +97,9 @@ def full_column(request: BlockRequest, *, shares: tuple[int, ...] = (1,)) -> Ful
         )
     unit = source.out_features // sum(shares)
     sections = [unit * share for share in shares]
+    what = "out_features" if len(sections) == 1 else "a fused part of out_features"
     for size in sections:
-        _check_divides(request, "out_features", size)
+        _check_divides(request, what, size)
     return FullColumnLinear(
         source.in_features, sections, request.mesh, bias=source.bias is not None
     )

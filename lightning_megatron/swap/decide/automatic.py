@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -14,9 +15,12 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.blocks.rules import rules_of
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
+from lightning_megatron.user_code import refuses_graphs
 
 #: Layers that a plan may name here.
 _SHARDED = (nn.Linear, nn.Embedding)
+#: Attribute of a parameter with the hooks that run when its gradient is complete.
+_GRADIENT_HOOKS = "_post_accumulate_grad_hooks"
 #: Number of embeddings of one size that would be the whole model; larger ones are sharded.
 _MIN_SHARE = 10
 #: Factor by which the largest list of blocks must exceed every other one to be divided unasked.
@@ -132,6 +136,16 @@ def _outside_blocks(root: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
+def _can_be_replaced(part: nn.Module) -> bool:
+    """Return whether another layer can stand for a layer of torch.nn without losing anything."""
+    hooks: list[Any] = [part._forward_hooks, part._forward_pre_hooks]
+    hooks += [part._backward_hooks, part._backward_pre_hooks]
+    for parameter in part.parameters(recurse=False):
+        hooks += [parameter._backward_hooks, getattr(parameter, _GRADIENT_HOOKS, None)]
+    is_known = type(part) in _SHARDED and part._compiled_call_impl is None
+    return is_known and not any(hooks) and not refuses_graphs(part)
+
+
 def _pairs(root: nn.Module, tp: int) -> dict[str, str]:
     """Return the kinds of linear layers whose outputs another layer of their module takes."""
     names = Counter(
@@ -146,7 +160,11 @@ def _pairs(root: nn.Module, tp: int) -> dict[str, str]:
         prefix = f"{name}." if name else ""
         runs: list[dict[str, nn.Linear]] = [{}]
         for key, child in module.named_children():
-            if type(child) is nn.Linear and names[id(child.weight)] == 1:
+            if (
+                isinstance(child, nn.Linear)
+                and _can_be_replaced(child)
+                and names[id(child.weight)] == 1
+            ):
                 runs[-1][f"{prefix}{key}"] = child
             elif any(parameter.dim() > 1 for parameter in child.parameters()):
                 # Layers around a block belong to different parts of the module; those around a
@@ -234,7 +252,7 @@ def _vocabularies(root: nn.Module) -> dict[str, str]:
     chosen: dict[str, str] = {}
     sizes = set()
     for name, part in modules.items():
-        if type(part) is not nn.Embedding or part.max_norm is not None:
+        if not (_can_be_replaced(part) and type(part) is nn.Embedding) or part.max_norm is not None:
             continue
         is_large = part.weight.numel() * _MIN_SHARE > total
         plain = not (part.scale_grad_by_freq or part.sparse)
@@ -242,7 +260,7 @@ def _vocabularies(root: nn.Module) -> dict[str, str]:
             sizes.add(part.num_embeddings)
             chosen[name] = "vocab"
     for name, part in modules.items():
-        if type(part) is nn.Linear and part.out_features in sizes:
+        if _can_be_replaced(part) and getattr(part, "out_features", None) in sizes:
             chosen[name] = "vocab"
     return {
         name: kind
