@@ -41,6 +41,14 @@ def nearest(given: str, legal: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
+def underscored(argument: str) -> str:
+    """Return an argument whose option, if it is one, is written with underscores, as in Python."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+
+
 class OptionParser(argparse.ArgumentParser):
     """Parser that takes options by their full names, and explains an error in few lines.
 

@@ -223,7 +223,7 @@ def _numbered(
     """Return an optimizer's state dict as torch has it, with numbers in place of names."""
     if isinstance(numbering, str):
         raise UnsupportedError(
-            f"{numbering} Until then, write only the weights (--weights-only), which do not depend "
+            f"{numbering} Until then, write only the weights (--weights_only), which do not depend "
             "on the order."
         )
     # Several parameters of this package can be one parameter of the model's class. The latter takes
@@ -237,7 +237,7 @@ def _numbered(
             raise UnsupportedError(
                 "parameters that the class of a Hugging Face model stores as one must be in one "
                 f"group of an optimizer: the parameters of {name!r} are in several. Write only the "
-                "weights (--weights-only)."
+                "weights (--weights_only)."
             )
         number_of[name] = len(number_of)
     by_key: dict[str, dict[str, Any]] = {}

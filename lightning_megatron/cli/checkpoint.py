@@ -39,7 +39,7 @@ EXAMPLES = """examples:
   lightning-megatron checkpoint show runs/last.ckpt
   lightning-megatron checkpoint verify runs/last.ckpt
   lightning-megatron checkpoint consolidate runs/last.ckpt plain.ckpt  one file, for ddp
-  lightning-megatron checkpoint reshard runs/last.ckpt weights --weights-only --dtype bfloat16"""
+  lightning-megatron checkpoint reshard runs/last.ckpt weights --weights_only --dtype bfloat16"""
 
 
 def show(path: str, all: bool = False, unsafe: bool = False) -> None:
@@ -73,7 +73,7 @@ def verify(path: str) -> None:
 
 def write_one_file(
     path: str,
-    out: Path,
+    output: Path,
     weights_only: bool = False,
     dtype: DtypeName | None = None,
     overwrite: bool = False,
@@ -83,22 +83,22 @@ def write_one_file(
 
     Args:
         path: A checkpoint.
-        out: The file to write.
+        output: The file to write.
         weights_only: Leave out what only training needs.
         dtype: Dtype of the weights.
         overwrite: Replace OUT if it exists.
         unsafe: Unpickle objects of any type, which runs code that the file names.
     """
     _check_sharded(path)
-    _check_new(out, overwrite)
+    _check_new(output, overwrite)
     chosen = None if dtype is None else DTYPES[dtype]
-    written = consolidate(path, out, weights_only, chosen, unsafe)
-    print(_summary(out, written, weights_only))
+    written = consolidate(path, output, weights_only, chosen, unsafe)
+    print(_summary(output, written, weights_only))
 
 
 def reshard(
     path: str,
-    out: str,
+    output: str,
     files: PositiveInt = 1,
     weights_only: bool = False,
     dtype: DtypeName | None = None,
@@ -111,24 +111,24 @@ def reshard(
 
     Args:
         path: A checkpoint.
-        out: The directory or URL to write.
+        output: The directory or URL to write.
         files: Number of tensor files.
         weights_only: Leave out what only training needs.
-        dtype: Dtype of the weights, only with --weights-only.
+        dtype: Dtype of the weights, only with --weights_only.
         overwrite: Replace OUT if it exists.
         unsafe: Unpickle objects of any type, which runs code that the file names.
     """
     _check_sharded(path)
     if dtype is not None and not weights_only:
         raise UnsupportedError(
-            f"--dtype {dtype} needs --weights-only, because continued training needs the "
-            "weights in their own type. Add --weights-only, or leave --dtype out."
+            f"--dtype {dtype} needs --weights_only, because continued training needs the "
+            "weights in their own type. Add --weights_only, or leave --dtype out."
         )
-    if "://" not in out:
-        _check_new(Path(out), overwrite)
+    if "://" not in output:
+        _check_new(Path(output), overwrite)
     chosen = None if dtype is None else DTYPES[dtype]
-    written = rewrite(path, out, files, weights_only, chosen, unsafe)
-    print(_summary(out, written, weights_only))
+    written = rewrite(path, output, files, weights_only, chosen, unsafe)
+    print(_summary(output, written, weights_only))
 
 
 COMMAND = {"show": show, "verify": verify, "consolidate": write_one_file, "reshard": reshard}
@@ -226,14 +226,15 @@ def _check_sharded(path: str) -> None:
         )
 
 
-def _check_new(out: Path, overwrite: bool) -> None:
-    if not out.absolute().parent.is_dir():
+def _check_new(output: Path, overwrite: bool) -> None:
+    if not output.absolute().parent.is_dir():
         raise CheckpointMismatchError(
-            f"the folder of the result must exist: {out.parent}. Create it first."
+            f"the folder of the result must exist: {output.parent}. Create it first."
         )
-    if out.exists() and not overwrite:
+    if output.exists() and not overwrite:
         raise CheckpointMismatchError(
-            f"the result must not exist yet: {out}. Use another name, or --overwrite to replace it."
+            f"the result must not exist yet: {output}. Use another name, or --overwrite to replace "
+            "it."
         )
 
 
@@ -256,9 +257,9 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return ["", lines[0], "-" * min(120, sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
 
 
-def _summary(out: object, written: WrittenSize, weights_only: bool) -> str:
+def _summary(output: object, written: WrittenSize, weights_only: bool) -> str:
     what = "weights only" if weights_only else "to continue from"
-    return f"{out}: {_plural(written.num_tensors, 'tensor')}, {_size(written.num_bytes)}, {what}"
+    return f"{output}: {_plural(written.num_tensors, 'tensor')}, {_size(written.num_bytes)}, {what}"
 
 
 def _total(tensors: Iterable[Any]) -> str:

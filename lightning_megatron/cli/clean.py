@@ -20,7 +20,7 @@ def clean(
     output: str,
     options: CleaningOptions,
     report: Path | None = None,
-    workers: PositiveInt = default_workers(),  # noqa: B008
+    workers: PositiveInt | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> None:
@@ -32,7 +32,7 @@ def clean(
         inputs: Files, directories or globs of JSON lines.
         output: File of JSON lines (.jsonl, .jsonl.gz).
         report: JSON file of counts, clusters and overlap.
-        workers: Processes.
+        workers: Processes; by default one for each core.
         overwrite: Replace existing outputs.
         progress: Show progress bars.
     """
@@ -41,7 +41,7 @@ def clean(
         output,
         options,
         report_path=None if report is None else str(report),
-        workers=workers,
+        workers=workers or default_workers(),
         progress=progress,
         overwrite=overwrite,
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from docstring_parser import parse
 from jsonargparse import ActionYesNo, ArgumentParser, DefaultHelpFormatter
 
-from lightning_megatron.option_errors import OptionParser
+from lightning_megatron.option_errors import OptionParser, underscored
 
 Function = Callable[..., None]
 #: Parameter that takes the recipe, and the options of ``fit`` behind it, as they are.
@@ -57,8 +57,10 @@ def run_command(
         choices = parser.add_subcommands(dest="subcommand")
         for choice, function in filter(itemgetter(0), command.items()):
             summary = parse(function.__doc__ or "").short_description
-            choices.add_subcommand(choice, _parser(f"{name} {choice}", function), help=summary)
-        chosen = parser.parse_args(list(map(_underscored, args)))
+            inner = _parser(f"{name} {choice}", function)
+            choices.add_subcommand(choice, inner, help=summary)
+            inner.prog = f"{name} {choice}"
+        chosen = parser.parse_args(list(map(underscored, args)))
         _call(command[chosen.subcommand], chosen[chosen.subcommand].as_dict())
         return
     num_own = len(args)
@@ -66,16 +68,9 @@ def run_command(
     if takes_recipe:
         recipes = [one.partition("=")[0] in ("-c", "--config") for one in args]
         num_own = recipes.index(True) if any(recipes) else num_own
-    own = list(map(_underscored, args[:num_own]))
+    own = list(map(underscored, args[:num_own]))
     values = _parser(name, command, examples).parse_args(own).as_dict()
     _call(command, values | ({_FIT_OPTIONS: args[num_own:]} if takes_recipe else {}))
-
-
-def _underscored(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument[2:].partition("=")
-    return f"--{name.replace('-', '_')}{equals}{value}"
 
 
 def _parser(name: str, function: Function, examples: str = "") -> _Parser:

@@ -50,7 +50,7 @@ _TOLERANCE = 1e-3
 
 def convert(
     source: str,
-    out: str,
+    output: str,
     name: str | None = None,
     dtype: DtypeName | None = None,
     max_file_bytes: PositiveInt = 5 * 10**9,
@@ -63,7 +63,7 @@ def convert(
 
     Args:
         source: A checkpoint of this library, or a local Hugging Face folder.
-        out: The folder or checkpoint to write.
+        output: The folder or checkpoint to write.
         name: Attribute of the LightningModule that holds the model; by default the only one, or
             model.
         dtype: Dtype of the weights; by default unchanged.
@@ -73,9 +73,9 @@ def convert(
         verify: Compare the results of both afterwards (needs transformers).
         unsafe: Unpickle objects of any type from the checkpoint.
     """
-    if Path(out).exists():
+    if Path(output).exists():
         raise CheckpointMismatchError(
-            f"the result must not exist yet: {out}. Its files would be mixed with the new ones. "
+            f"the result must not exist yet: {output}. Its files would be mixed with the new ones. "
             "Use another name."
         )
     chosen = None if dtype is None else DTYPES[dtype]
@@ -84,27 +84,27 @@ def convert(
         copied = _tokenizer_files(tokenizer)
         if verify and not merge:
             _check_whole(find_model(source, name, unsafe))
-        export_model(source, out, name, chosen, max_file_bytes, unsafe, merge)
+        export_model(source, output, name, chosen, max_file_bytes, unsafe, merge)
         for file in copied:
-            shutil.copy(file, out)
-        print(f"{out}: a Hugging Face folder of {source}")
+            shutil.copy(file, output)
+        print(f"{output}: a Hugging Face folder of {source}")
     else:
         if merge or tokenizer is not None:
             raise UnsupportedError(
                 "--merge and --tokenizer are only for conversion to a Hugging Face folder: "
                 f"{source} is already one. Leave them out."
             )
-        import_model(source, out, name or "model", chosen)
-        print(f"{out}: a checkpoint of {source}")
+        import_model(source, output, name or "model", chosen)
+        print(f"{output}: a checkpoint of {source}")
     if verify:
-        checkpoint, folder = (source, out) if is_export else (out, source)
-        _verify(find_model(checkpoint, name, unsafe), folder, out)
+        checkpoint, folder = (source, output) if is_export else (output, source)
+        _verify(find_model(checkpoint, name, unsafe), folder, output)
 
 
 COMMAND = convert
 
 
-def _verify(saved: SavedModel | SavedOwnCodeModel, folder: str, out: str) -> None:
+def _verify(saved: SavedModel | SavedOwnCodeModel, folder: str, output: str) -> None:
     if isinstance(saved, SavedOwnCodeModel):
         what = "tensors"
         gap = saved.gap(folder)
@@ -116,7 +116,7 @@ def _verify(saved: SavedModel | SavedOwnCodeModel, folder: str, out: str) -> Non
         raise UnsupportedError(
             f"both forms of a model must have the same {what}: they differ by {gap:.1e} of the "
             f"largest, more than {_TOLERANCE:.0e}. Either they are of different models, or "
-            f"--dtype rounded the weights. Do not use {out}."
+            f"--dtype rounded the weights. Do not use {output}."
         )
 
 

@@ -21,7 +21,7 @@ from lightning_megatron.generation.stop_text import StopStrings
 EXAMPLES = """examples:
   lightning-megatron generate path/to/folder --prompt "The state of the union"
   lightning-megatron generate runs/last.ckpt --tokenizer gpt2 --prompts prompts.txt \\
-      --sample --top-p 0.9 --samples 4 --tp 2 --pp 2 --devices 4 --precision bf16-true"""
+      --sample --top_p 0.9 --samples 4 --tp 2 --pp 2 --devices 4 --precision bf16-true"""
 
 
 def generate(
@@ -117,7 +117,7 @@ def _check_length(prompts: Sequence[PromptText], num_new: int, limit: int | None
         if length + num_new > limit:
             raise ParallelPlanError(
                 f"a prompt and its new tokens must not exceed the model's longest row ({limit} "
-                f"tokens): prompt {number} has {length}, and --max-new-tokens is {num_new}. The "
-                "model has no later positions. Use --max-new-tokens "
+                f"tokens): prompt {number} has {length}, and --max_new_tokens is {num_new}. The "
+                "model has no later positions. Use --max_new_tokens "
                 f"{max(0, limit - length)} or fewer, or a shorter prompt."
             )

@@ -23,7 +23,7 @@ from lightning_megatron.tasks.evaluation import harness_lm
 EXAMPLES = """examples:
   lightning-megatron harness path/to/folder arc_easy hellaswag --fewshot 5
   lightning-megatron harness runs/last.ckpt my_task --tokenizer gpt2 \\
-      --include-path my_tasks --tp 2 --pp 2 --devices 4 --precision bf16-true"""
+      --include_path my_tasks --tp 2 --pp 2 --devices 4 --precision bf16-true"""
 
 
 def harness(
@@ -48,7 +48,7 @@ def harness(
         model: A local Hugging Face folder, or a checkpoint.
         tasks: Names of tasks.
         include_path: Folder with YAML files of further tasks.
-        own_tasks_only: Read only the tasks of --include-path, which saves seconds at the start.
+        own_tasks_only: Read only the tasks of --include_path, which saves seconds at the start.
         fewshot: Examples before a question; by default the task's.
         limit: Documents of each task; by default all.
         bootstrap: Draws for standard errors without a formula.
@@ -113,7 +113,7 @@ def _manager(names: Sequence[str], include_path: str | None, own_tasks_only: boo
     """Return lm-eval's record of all tasks; refuse unknown names."""
     if include_path is not None and not Path(include_path).is_dir():
         raise UnsupportedError(
-            f"--include-path must be a folder with YAML files of tasks: {include_path} is none. "
+            f"--include_path must be a folder with YAML files of tasks: {include_path} is none. "
             "Check the path."
         )
     manager: Any = import_extra("lm_eval.tasks", "harness").TaskManager(
@@ -123,7 +123,7 @@ def _manager(names: Sequence[str], include_path: str | None, own_tasks_only: boo
         if name not in manager.all_tasks:
             close = get_close_matches(name, manager.all_tasks)
             raise UnsupportedError(
-                f"a task must be one of lm-eval or of --include-path: {name!r} is none. "
+                f"a task must be one of lm-eval or of --include_path: {name!r} is none. "
                 f"{f'Did you mean {close[0]}?' if close else 'Run `lm-eval ls tasks` for a list.'}"
             )
     return manager

@@ -37,7 +37,7 @@ EXAMPLES = """examples:
   lightning-megatron kernels show
   lightning-megatron kernels show --rows 32768 --groups 32 --n 1536 --k 2048   what would run
   lightning-megatron kernels check
-  lightning-megatron kernels wheel --out dist     for machines without a compiler"""
+  lightning-megatron kernels wheel --output dist     for machines without a compiler"""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,17 @@ class Compilers:
     Args:
         cuda_home: A CUDA toolkit; by default the variable CUDA_HOME.
         cutlass: A folder of CUTLASS; by default the package nvidia-cutlass.
-        cache: Folder of the built libraries.
+        cache: Folder of the built libraries; by default ~/.cache/lightning_megatron/kernels.
     """
 
     cuda_home: Path | None = None
     cutlass: Path | None = None
-    cache: Path = default_cache()
+    cache: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the built libraries."""
+        return self.cache or default_cache()
 
     def toolchain(self) -> Toolchain:
         """Find nvcc and CUTLASS."""
@@ -72,7 +77,7 @@ def build(
         jobs: Files compiled at once.
     """
     sources = read_sources(architecture=arch)
-    built = build_library(compilers.cache, sources, compilers.toolchain(), jobs)
+    built = build_library(compilers.folder, sources, compilers.toolchain(), jobs)
     print(
         f"{built.path}: {_megabytes(built.path)}, built in {built.seconds:.0f} s with "
         f"{_versions(built)}"
@@ -85,18 +90,18 @@ def build(
         )
 
 
-def wheel(compilers: Compilers, out: Path = Path("dist"), jobs: PositiveInt = 1) -> None:
+def wheel(compilers: Compilers, output: Path = Path("dist"), jobs: PositiveInt = 1) -> None:
     """Package the library for machines without compilers; build it first if necessary.
 
     Args:
-        out: Folder of the wheel.
+        output: Folder of the wheel.
         jobs: Files compiled at once.
     """
     sources = read_sources()
-    library = find_library(compilers.cache, sources) or build_library(
-        compilers.cache, sources, compilers.toolchain(), jobs
+    library = find_library(compilers.folder, sources) or build_library(
+        compilers.folder, sources, compilers.toolchain(), jobs
     )
-    path = build_wheel(out, library, sources, __version__)
+    path = build_wheel(output, library, sources, __version__)
     print(f"{path}: {_megabytes(path)}, holds {library.path} ({_versions(library)})")
     print(
         "Where lightning-megatron has the same sources, install it with: pip install --no-deps "
@@ -132,17 +137,18 @@ def show(
     print("\n  ".join(["variants", *read_sources().variants]))
 
 
-def check(cache: Path = default_cache()) -> None:  # noqa: B008
+def check(cache: Path | None = None) -> None:
     """Load the library and say whether this GPU can run it.
 
     Args:
-        cache: Folder of the built libraries.
+        cache: Folder of the built libraries; by default ~/.cache/lightning_megatron/kernels.
     """
     sources = read_sources()
-    library = find_library(cache, sources)
+    folder = cache or default_cache()
+    library = find_library(folder, sources)
     if library is None:
         raise UnsupportedError(
-            f"the kernels must be built first: {reason_against_library(cache, sources)}."
+            f"the kernels must be built first: {reason_against_library(folder, sources)}."
         )
     load_library(library.path)
     print(f"{library.path}: loaded, {torch.ops.lm_kernels.grouped_gemm.default._schema}")
@@ -183,9 +189,9 @@ def describe_installation(compilers: Compilers) -> dict[str, str]:
         parts["CUTLASS"] = f"{toolchain.cutlass} ({toolchain.cutlass_version})"
     except (MissingExtraError, UnsupportedError) as error:
         parts["compilers"] = str(error)
-    library = find_library(compilers.cache, sources)
+    library = find_library(compilers.folder, sources)
     if library is None:
-        parts["library"] = f"none: {reason_against_library(compilers.cache, sources)}"
+        parts["library"] = f"none: {reason_against_library(compilers.folder, sources)}"
     else:
         parts["library"] = f"{library.path} ({_versions(library)}), from the {library.origin}"
     return parts

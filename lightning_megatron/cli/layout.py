@@ -15,7 +15,7 @@ from lightning_megatron.plan.layout import DEFAULT_ORDER, ParallelLayout
 from lightning_megatron.plan.partition import LayerPartition
 
 EXAMPLES = """example:
-  lightning-megatron layout --world-size 16 --tp 4 --pp 2 --etp 1 --ep 4 --png map.png"""
+  lightning-megatron layout --world_size 16 --tp 4 --pp 2 --etp 1 --ep 4 --png map.png"""
 
 DENSE_GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp")
 EXPERT_GROUPS = ("etp", "ep", "edp")

@@ -27,7 +27,7 @@ class LayoutOptions:
         cp: Context parallel size.
         ep: Expert parallel size.
         devices: Devices of each node.
-        nodes: Nodes.
+        num_nodes: Nodes.
         accelerator: Accelerator of the Trainer.
         precision: Precision of the Trainer.
     """
@@ -37,7 +37,7 @@ class LayoutOptions:
     cp: PositiveInt = 1
     ep: PositiveInt = 1
     devices: PositiveInt = 1
-    nodes: PositiveInt = 1
+    num_nodes: PositiveInt = 1
     accelerator: str = "auto"
     precision: Literal["32-true", "bf16-true", "16-true", "64-true", "bf16-mixed", "16-mixed"] = (
         "32-true"
@@ -54,7 +54,7 @@ class LayoutOptions:
             strategy=MegatronStrategy(tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep),
             accelerator=self.accelerator,
             devices=self.devices,
-            num_nodes=self.nodes,
+            num_nodes=self.num_nodes,
             precision=self.precision,
             logger=False,
             enable_checkpointing=False,

@@ -10,7 +10,7 @@ from lightning_megatron.data.preprocess import EncodingOptions, write_token_file
 from lightning_megatron.data.worker_pool import default_workers
 
 EXAMPLES = """examples:
-  lightning-megatron preprocess raw/*.jsonl data/text --tokenizer gpt2 --append-eod
+  lightning-megatron preprocess raw/*.jsonl data/text --tokenizer gpt2 --append_eod
   lightning-megatron preprocess books data/books --document paragraph"""
 
 
@@ -19,7 +19,7 @@ def preprocess(
     output: str,
     options: EncodingOptions,
     document: Literal["file", "line", "paragraph"] = "file",
-    workers: PositiveInt = default_workers(),  # noqa: B008
+    workers: PositiveInt | None = None,
     progress: bool = True,
 ) -> None:
     """Tokenize JSON lines (.jsonl, .json, .ndjson), Parquet or plain text (.txt, .text, .md).
@@ -32,11 +32,16 @@ def preprocess(
         inputs: Files, directories or globs, read sorted by name.
         output: Path without .bin and .idx.
         document: Unit of plain text that is a document.
-        workers: Processes.
+        workers: Processes; by default one for each core.
         progress: Show a progress bar.
     """
     report = write_token_file(
-        inputs, output, options, document=document, workers=workers, progress=progress
+        inputs,
+        output,
+        options,
+        document=document,
+        workers=workers or default_workers(),
+        progress=progress,
     )
     seconds = max(report.seconds, 1e-9)
     print(

@@ -32,7 +32,7 @@ def schedule(
     name: ScheduleName | None = None,
     pp: PositiveInt = 4,
     microbatches: PositiveInt = 8,
-    chunks: PositiveInt | None = None,
+    vpp: PositiveInt | None = None,
     microbatch_group_size: PositiveInt | None = None,
     costs: Path | None = None,
     memory: PositiveFloat | None = None,
@@ -46,7 +46,7 @@ def schedule(
         name: A named schedule; by default all are compared.
         pp: Pipeline stages.
         microbatches: Microbatches of a step.
-        chunks: Chunks per stage; by default as needed. In a comparison, those of interleaved.
+        vpp: Chunks per stage; by default as needed. In a comparison, those of interleaved.
         microbatch_group_size: Microbatches that pass a chunk before the next one (interleaved).
         costs: Times of virtual stages, a YAML or JSON file.
         memory: Activations that a rank may keep, in the unit of the costs, by default microbatches.
@@ -60,7 +60,7 @@ def schedule(
     if png is not None:
         check_picture(png)
     names = NAMED_SCHEDULES if name is None else (name,)
-    sizes = {one: _chunks_of(one, chunks, name is None) for one in names}
+    sizes = {one: _chunks_of(one, vpp, name is None) for one in names}
     num_parts = lcm(*sizes.values())
     part = "a stage" if num_parts == 1 else f"1/{num_parts} of a stage"
     source = f"forward, input half and weight half of {part} take a tick each"

@@ -200,7 +200,7 @@ def tokenizer_of(options: EncodingOptions) -> Tokenizer:
     if options.append_eod and tokenizer.eod is None:
         raise UnsupportedError(
             "append_eod needs a tokenizer with an end-of-document token: no known one is in the "
-            f"vocabulary of {options.tokenizer!r}. Name one with --eod-token, or leave "
-            "--append-eod out."
+            f"vocabulary of {options.tokenizer!r}. Name one with --eod_token, or leave "
+            "--append_eod out."
         )
     return tokenizer

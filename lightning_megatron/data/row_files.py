@@ -188,7 +188,7 @@ def _text_under(entry: Any, place: str, json_key: str) -> str:
     if not isinstance(entry, Mapping) or not isinstance(entry.get(json_key), str):
         keys = sorted(entry) if isinstance(entry, Mapping) else type(entry).__name__
         raise CorruptDataError(
-            f"{place} has no text under the key {json_key!r}: {keys}. Name the key with --json-key."
+            f"{place} has no text under the key {json_key!r}: {keys}. Name the key with --json_key."
         )
     text: str = entry[json_key]
     return text

@@ -79,6 +79,9 @@ class Range:
         )
         return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
 
+    # Help texts show annotations.
+    __repr__ = __str__
+
 
 @dataclass(frozen=True)
 class Pattern:

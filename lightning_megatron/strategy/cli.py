@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
-from lightning_megatron.option_errors import OptionParser
+from lightning_megatron.option_errors import OptionParser, underscored
 from lightning_megatron.recipe_files import check_recipes, with_recipe_paths
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.private.data_loading import RecipeCLI
@@ -76,10 +76,29 @@ _STRATEGY_PATHS = (
 )
 
 
+_EXAMPLES = """
+examples:
+  {command} -c recipe:gpt_speeches_cpu --trainer.max_steps 100
+  {command} -c my_recipe.yaml --model my_package.MyModule --data my_package.MyDataModule
+settings of a class, such as those of the strategy, of the default model and of the default data:
+  {command} --trainer.strategy.help lightning_megatron.MegatronStrategy
+  {command} --model.help lightning_megatron.CausalLM
+  {command} --data.help lightning_megatron.TokenDataModule
+"""
+
+
 class _RecipeParser(OptionParser, LightningArgumentParser):
     """Parser of the Trainer's commands."""
 
     more = ". Recipes: lightning-megatron recipes"
+
+    @override
+    def format_help(self, *args: Any) -> str:
+        if " [options] " not in self.prog:
+            return super().format_help(*args)
+        command = self.prog.replace(" [options]", "")
+        self.usage = f"{command} -c RECIPE [options]"
+        return super().format_help(*args) + _EXAMPLES.format(command=command)
 
 
 class MegatronCLI(RecipeCLI):
@@ -143,7 +162,7 @@ class MegatronCLI(RecipeCLI):
         # Every rank has the command line of the first one, and resolves names of recipes itself.
         arguments = list(sys.argv[1:] if args is None else args)
         try:
-            resolved = with_recipe_paths(arguments)
+            resolved = with_recipe_paths(list(map(underscored, arguments)))
             check_recipes(resolved)
         except (CorruptDataError, UnsupportedError) as error:
             parser.error(str(error))

@@ -35,7 +35,7 @@ def test_build_prints_the_path_of_the_library_and_show_finds_it(kit, monkeypatch
 
 
 def test_wheel_builds_once_and_prints_the_install_command(kit, printed):
-    options = f"--cache {kit.folder / 'cache'} --out {kit.folder / 'dist'}"
+    options = f"--cache {kit.folder / 'cache'} --output {kit.folder / 'dist'}"
     compilers = f"--cuda-home {kit.home} --cutlass {kit.folder / 'cutlass'}"
     text = printed(f"kernels wheel {options} {compilers}")
     (wheel,) = (kit.folder / "dist").iterdir()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from lightning_megatron.cli.main import COMMANDS
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan import Action
 from lightning_megatron.recipe_files import recipe_path, with_recipe_paths
@@ -71,17 +72,27 @@ for command in sys.argv[1:]:
 
 def test_commands_load_neither_torch_nor_lightning_nor_a_parser_before_they_need_them(tmp_path):
     torch.save({"state_dict": {}}, tmp_path / "x.ckpt")
-    commands = ["--help", "recipes", f"checkpoint show {tmp_path / 'x.ckpt'}"]
+    commands = [
+        "fit --help",
+        "generate x --tokeniser gpt2",
+        "--help",
+        "recipes",
+        f"checkpoint show {tmp_path / 'x.ckpt'}",
+    ]
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, *commands], capture_output=True, text=True, check=True
     )
-    _, listed, shown, _ = re.split("loaded:", run.stdout)
+    helped, _, overview, listed, shown, _ = re.split("loaded:", run.stdout)
+    assert "--trainer.max_steps MAX_STEPS" in helped
+    assert all(f"lightning-megatron {name}" in overview for name in COMMANDS)
     summaries = {line.partition(" ")[0]: line for line in listed.splitlines() if line}
     for name in NAMES:
         first = (RECIPES / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
         assert summaries[name].endswith(first)
     assert "a file of another strategy" in shown
-    assert re.findall("loaded:(.*)", run.stdout) == ["", " jsonargparse", " torch jsonargparse"]
+    loaded = ["", "", "", " jsonargparse", " torch jsonargparse"]
+    assert re.findall("loaded:(.*)", run.stdout) == loaded
+    assert "there is no option --tokeniser. Did you mean --tokenizer?" in run.stderr
 
 
 def test_errors_are_one_message_without_traceback(refused, base):
@@ -100,7 +111,7 @@ def test_errors_are_one_message_without_traceback(refused, base):
 RECIPE = "fit -c recipe:gpt_speeches_cpu"
 #: What is wrong on a command line or in a recipe, and the message: the symptom, and what is legal.
 WRONG: dict[str, tuple[str, str]] = {
-    "layot": ("'layot' is no command. Did you mean layout?", "commands: fit, validate, "),
+    "layot": ("'layot' is no command. Did you mean layout?", "commands: fit, recipes, validate, "),
     "checkpoint shw x": ("'shw' is no subcommand. Did you mean show?", "subcommands: show, verify"),
     "checkpoint": ("a subcommand is missing.", "subcommands: show, verify"),
     "layout --world-sze 8": ("no option --world_sze. Did you mean --world_size?", "legal: cp, ep,"),
@@ -159,7 +170,7 @@ def test_a_fit_saves_its_resolved_configuration_and_runs_from_it_again(base):
 
 
 def test_model_and_data_default_to_classes_of_the_package(base, capsys):
-    config = config_of(capsys, "--model.config.num_layers 3 --data.seq_length 12")
+    config = config_of(capsys, "--model.config.num-layers 3 --data.seq-length 12")
     assert config["model"]["class_path"] == "lightning_megatron.CausalLM"
     assert config["model"]["init_args"]["config"]["num_layers"] == 3
     assert config["data"]["init_args"]["seq_length"] == 12

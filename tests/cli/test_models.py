@@ -192,7 +192,7 @@ def test_unsupported_prompts_and_options_of_a_generation_are_refused(
     file = f"generate {folder} --prompts".split()
     for command, message in (
         (generation_of(folder, prompts=[" "]), "--prompt ' ' has none"),
-        (generation_of(folder, prompts=["a", "b" * 60]), "prompt 2 has 60, and --max-new-tokens"),
+        (generation_of(folder, prompts=["a", "b" * 60]), "prompt 2 has 60, and --max_new_tokens"),
         (generation_of(own[0], "--tokenizer bytes", ["b" * 30]), "longest row (32 tokens)"),
         (generation_of(own[0], "--tokenizer nobody"), "tokenizer 'nobody' does not exist"),
         (generation_of(folder, "--beams 2 --sample"), "a beam search cannot sample tokens"),

@@ -51,7 +51,7 @@ def test_a_schedule_is_printed_rank_by_rank(shown):
         "2": ["24", "9", "3", "2", "2"],
         "3": ["24", "9", "0", "1", "1"],
     }
-    text = shown(f"--name interleaved --chunks 4 {SIZES}")
+    text = shown(f"--name interleaved --vpp 4 {SIZES}")
     assert rows_of(text)["0"] == ["96", "9", "9", "19", "4.75"]
 
 
@@ -121,7 +121,7 @@ def test_invalid_arguments_and_impossible_sizes_end_the_command_with_a_message(r
         "--pp 0": "pp: expected a number >0: 0 is given.",
         f"{SIZES} --png x.doc": "'x.doc' must end in .png, .svg, .pdf",
         f"{SIZES} --memory 0": "memory: expected a number >0: 0 is given.",
-        f"--name zb-v {SIZES} --chunks 3": "runs two chunks per stage: vpp is 3",
+        f"--name zb-v {SIZES} --vpp 3": "runs two chunks per stage: vpp is 3",
     }.items():
         assert message in refused(f"schedule {arguments}"), arguments
 

@@ -15,9 +15,10 @@ from packaging.utils import canonicalize_name
 
 import lightning_megatron
 from lightning_megatron import building_blocks
-from lightning_megatron.cli.main import COMMANDS
+from lightning_megatron.cli.main import COMMANDS, HELP
 from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.extras import import_extra
+from tests.docs.help_texts import head, help_texts
 
 ROOT = Path(lightning_megatron.__file__).parents[1]
 
@@ -90,6 +91,13 @@ def test_the_tested_versions_are_admitted() -> None:
         legal = admitted.get(canonicalize_name(version.name), version.specifier)
         assert pin.version in legal, version
     assert {"torch", "lightning", "transformers", "peft"} <= {version.name for version in tested}
+
+
+def test_the_help_of_commands_is_as_their_parsers_print_it() -> None:
+    kept = HELP.read_text()
+    if head() not in kept:
+        pytest.skip(f"the help is kept for other versions: {kept.splitlines()[0]}")
+    assert help_texts() == kept, "write it again: python -m tests.docs.generate"
 
 
 def test_the_program_lists_its_commands_and_says_which_kernels_there_are() -> None:

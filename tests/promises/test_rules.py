@@ -103,9 +103,9 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 554,
+    "beside rooms": 560,
     "checkpoint": 2820,
-    "cli": 3170,
+    "cli": 3260,
     "data": 3780,
     "experts": 3190,
     "generation": 930,
@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 5000,
-    "strategy": 11550,
+    "strategy": 11570,
     "swap": 8750,
     "tasks": 4430,
 }

@@ -280,7 +280,7 @@ def test_loading_a_directory_is_refused_with_a_command_that_makes_it_loadable(tm
     best, plain = tmp_path / "best.ckpt", tmp_path / "plain.ckpt"
     trainer.save_checkpoint(best)
     words = (
-        f"(?s)that MegatronStrategy saved.*checkpoint consolidate {best} plain.ckpt --weights-only"
+        f"(?s)that MegatronStrategy saved.*checkpoint consolidate {best} plain.ckpt --weights_only"
     )
     for path in (str(best), best):
         with pytest.raises(CheckpointMismatchError, match=words):

@@ -64,7 +64,7 @@ def find_nvcc(cuda_home: Path | None = None) -> Path:
         nvcc = cuda_home / "bin" / "nvcc"
         if not nvcc.is_file():
             raise MissingExtraError(
-                f"nvcc is not in {cuda_home}/bin. Set CUDA_HOME or --cuda-home to the folder of a "
+                f"nvcc is not in {cuda_home}/bin. Set CUDA_HOME or --cuda_home to the folder of a "
                 "CUDA toolkit.",
             )
         return nvcc
@@ -110,7 +110,7 @@ def _nvcc_version(nvcc: Path) -> str:
         ).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise UnsupportedError(
-            f"nvcc must run: {nvcc} did not ({error}). Use another CUDA toolkit with --cuda-home.",
+            f"nvcc must run: {nvcc} did not ({error}). Use another CUDA toolkit with --cuda_home.",
         ) from error
     match = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", printed)
     if match is None or (int(match[1]), int(match[2])) < _OLDEST_NVCC:
@@ -118,7 +118,7 @@ def _nvcc_version(nvcc: Path) -> str:
         raise UnsupportedError(
             f"nvcc must be {oldest} or newer: {nvcc} says "
             f"{match[0] if match else printed.strip()!r}. Older versions do not compile CUTLASS 4 "
-            "for sm_90a. Use another CUDA toolkit with --cuda-home."
+            "for sm_90a. Use another CUDA toolkit with --cuda_home."
         )
     return ".".join(match.groups())
 

@@ -124,7 +124,7 @@ class _Reader:
                 f"load_from_checkpoint reads one file: {os.fspath(path)} is a directory that "
                 "MegatronStrategy saved. Its tensors are in several files. Write one file with "
                 f"`lightning-megatron checkpoint consolidate {os.fspath(path)} plain.ckpt "
-                "--weights-only` and load that file, or pass the directory as ckpt_path to fit, "
+                "--weights_only` and load that file, or pass the directory as ckpt_path to fit, "
                 "validate, test or predict with MegatronStrategy."
             )
         return self.load(path_or_url, *args, **kwargs)

@@ -233,7 +233,7 @@ def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
         raise UnsupportedError(
             f"parameters that {model.family.architecture} stores as one must have equal scalars in "
             f"the optimizer state: {key!r} is {value} for {name!r} and {states[differing[0]]} for "
-            f"{differing[0]!r}. Write only the weights (--weights-only)."
+            f"{differing[0]!r}. Write only the weights (--weights_only)."
         )
     return value
 

@@ -31,7 +31,7 @@ from lightning_megatron.tasks.bert.pair_samples import (
 class BERTDataModule(CorpusDataModule):
     """Batches of masked pairs of segments, for pre-training a BERT with ``BERTPretraining``.
 
-    Each sentence is a sequence of the token files (``preprocess --split-sentences``). A sample
+    Each sentence is a sequence of the token files (``preprocess --split_sentences``). A sample
     consists of consecutive sentences of one document up to a target length. They are divided at
     random into two segments, which are swapped with probability 1/2. All random choices depend only
     on the seed, the epoch and the number of the sample, so they are the same in every layout, with

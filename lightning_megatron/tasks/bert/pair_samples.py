@@ -100,7 +100,7 @@ class PairSamples:
             raise CorruptDataError(
                 f"{corpus.prefix} must have a document of at least {options.num_segments} "
                 f"sentences in documents [{self.documents.start}, {self.documents.stop}): it has "
-                "none. Write it with `lightning-megatron preprocess --split-sentences`, or use "
+                "none. Write it with `lightning-megatron preprocess --split_sentences`, or use "
                 "another split."
             )
 

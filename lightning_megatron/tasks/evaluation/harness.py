@@ -110,7 +110,7 @@ class HarnessAnswers:
             raise UnsupportedError(
                 "a text without a context needs a token before it, whose logits score the first "
                 "token: the tokenizer has neither a beginning-of-text nor an end-of-text token. "
-                "Give one (--prefix-token)."
+                "Give one (--prefix_token)."
             )
         return self._prefix_token
 

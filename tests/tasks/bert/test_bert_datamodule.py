@@ -181,7 +181,7 @@ def test_invalid_data_and_settings_are_refused(tmp_path, corpus, vocabulary):
         with TokenFileWriter(tmp_path / name, vocab_size=vocab_size) as writer:
             for tokens, lengths in documents:
                 writer.add_document(tokens, lengths=lengths)
-    with pytest.raises(CorruptDataError, match="preprocess --split-sentences"):
+    with pytest.raises(CorruptDataError, match="preprocess --split_sentences"):
         module_of(str(tmp_path / "whole"), vocabulary).training_samples(5)
     with pytest.raises(CorruptDataError, match="vocabulary of 61 tokens: sample 0"):
         module_of(str(tmp_path / "bytes"), vocabulary).training_samples(5).sentences(0)
