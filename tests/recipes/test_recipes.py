@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_megatron import ParallelLayout
 from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.strategy.cli import MegatronCLI
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -33,6 +35,36 @@ def config_of(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, An
     with pytest.raises(SystemExit, match="^0$"):
         MegatronCLI(args=["fit", *options, "--print_config"])
     return yaml.safe_load(capsys.readouterr().out)
+
+
+def gigabytes_of(config: dict[str, Any], world_size: int) -> str:
+    """Return the estimated memory of a GPU that trains a GPT by a recipe, in GiB."""
+    data, model, strategy = (
+        part["init_args"]
+        for part in (config["data"], config["model"], config["trainer"]["strategy"])
+    )
+    layout = ParallelLayout(world_size=world_size, tp=strategy["tp"])
+    microbatch = strategy["microbatch_size"]
+    step = TrainingShape(
+        seq_length=data["seq_length"],
+        microbatch_size=microbatch,
+        num_microbatches=data["global_batch_size"] // layout.dp // microbatch,
+    )
+    shape = GPTConfig(**model["config"]).memory_shape()
+    (stage,) = estimate_memory(shape, layout, step)
+    return f"{stage.peak / 2**30:.1f}"
+
+
+@pytest.mark.parametrize("size", ["355m", "1.2b", "2.5b", "8.3b"])
+def test_memory_of_a_gpt_2_is_what_its_head_and_the_page_say(size, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
+    config = config_of(capsys, f"--config=recipe:gpt2_{size}")
+    estimates = [gigabytes_of(config, world_size) for world_size in (8, 64)]
+    head = (RECIPES / f"gpt2_{size}.yaml").read_text()
+    assert f"Memory of each of 8 GPUs: {estimates[0]} GiB" in head
+    page = (RECIPES.parent / "docs/recipes.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `gpt2_{size}` |")]
+    assert row.endswith(f"| {' | '.join(estimates)} |")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,3 +100,23 @@ def test_values_of_a_recipe_fit_each_other(name, capsys, monkeypatch):
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert model["config"]["vocab_size"] == tokenizer.vocab_size
+
+
+TINY = """
+--model.config.vocab_size=257 --model.config.num_layers=1 --model.config.hidden_size=16
+--model.config.num_heads=2 --model.config.max_seq_length=16 --data.tokenizer=bytes
+--data.global_batch_size=4 --data.num_workers=0 --trainer.accelerator=cpu --trainer.devices=1
+--trainer.precision=32-true --trainer.max_steps=3
+"""
+
+
+def test_text_of_your_own_trains_by_one_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / f"text/{number}.txt").write_text("Our fathers brought forth a nation. " * 4)
+    place = [f"--data.train={tmp_path / 'text'}", f"--trainer.default_root_dir={tmp_path}"]
+    cli = MegatronCLI(args=["fit", "--config=recipe:pretrain_text", *TINY.split(), *place])
+    assert cli.trainer.global_step == 3
+    saved = tmp_path / "pretrain_text/version_0/checkpoints"
+    assert [path.name for path in saved.iterdir()] == ["last.ckpt"]
