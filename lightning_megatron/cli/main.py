@@ -177,7 +177,9 @@ def check_options(arguments: Sequence[str]) -> None:
     names = re.findall(r"--([\w.]+)", "\n".join(lines))
     for option in own if names else []:
         name = option.removeprefix("--").removesuffix("+")
-        has_class = is_trainer and name.startswith(("model.", "data.", "recipe")) or name.count(".") > 1
+        has_class = (
+            is_trainer and name.startswith(("model.", "data.", "recipe")) or name.count(".") > 1
+        )
         if option.startswith("--") and not (has_class or name in names):
             with_sub = len(own) > 1 and kept_help(own[:2]) == text
             parser = OptionParser(prog=" ".join(["lightning-megatron", *own[: 1 + with_sub]]))

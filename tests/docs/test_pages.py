@@ -25,6 +25,7 @@ NOT_RUN = {
     "seeds of a BERT": "tests of recipes run the command on a small folder",
     "train on conversations": "tests of recipes train a small folder by it",
     "train on preferences": "tests of recipes train a small folder by it",
+    "GPT-2 of the paper": "it needs GPUs and a corpus",
     "lora recipe": "tests of recipes train a small folder by it",
 }
 
