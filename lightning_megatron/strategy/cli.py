@@ -21,6 +21,7 @@ from lightning_megatron.option_errors import OptionParser, underscored
 from lightning_megatron.recipe_files import check_recipes, with_recipe_paths
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.private.data_loading import RecipeCLI
+from lightning_megatron.strategy.private.processes import without_noise
 
 
 def named_class(arguments: Sequence[str], key: str) -> str | None:
@@ -201,7 +202,8 @@ class MegatronCLI(RecipeCLI):
     @override
     def instantiate_trainer(self, **options: Any) -> Trainer:
         try:
-            return super().instantiate_trainer(**options)
+            with without_noise():
+                return super().instantiate_trainer(**options)
         except (ParallelPlanError, UnsupportedError):
             raise
         except (ValueError, MisconfigurationException) as error:

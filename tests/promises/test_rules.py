@@ -117,7 +117,7 @@ BUDGETS: dict[str, int] = {
     "optimizer": 3120,
     "pipeline": 780,
     "plan": 5000,
-    "strategy": 11570,
+    "strategy": 11600,
     "swap": 8750,
     "tasks": 4430,
 }

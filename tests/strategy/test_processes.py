@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -18,16 +20,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.plugins.environments import (
     LightningEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
+from lightning.pytorch.utilities import _pytree
 from torch.utils.data import DataLoader, RandomSampler
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.agent_store import open_store
+from lightning_megatron.strategy.private.processes import without_noise
 from lightning_megatron.strategy.process import children as children_module
 from lightning_megatron.strategy.process.children import (
     LAUNCHER,
@@ -183,6 +188,23 @@ def test_a_port_in_use_is_refused_before_ranks_start_and_a_released_port_is_free
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(UnsupportedError, match=f"port {port} cannot be used .*MASTER_PORT"):
             ReservedPort().hold(LightningEnvironment())
+
+
+def test_only_what_no_user_can_act_on_is_hidden_at_the_start_of_a_run():
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    lines = ["💡 Tip: install this", "TPU available: False, using: 0", "GPU available: False"]
+    records = [log.makeRecord(log.name, logging.INFO, "", 1, line, (), None) for line in lines]
+    advice = "It is recommended to use `self.log('val_loss', ..., sync_dist=True)`"
+    for num_data_ranks, expected in ((1, ["mine"]), (2, [advice, "mine"])):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            with without_noise(num_data_ranks):
+                assert list(map(bool, map(log.filter, records))) == [False, False, True]
+                _pytree._tree_flatten(1)
+                warnings.warn(advice, PossibleUserWarning, stacklevel=1)
+                warnings.warn("mine", FutureWarning, stacklevel=1)
+        assert [str(one.message) for one in seen] == expected
+    assert all(map(log.filter, records))
 
 
 # ---- failures

@@ -1,11 +1,13 @@
-"""Private names of Lightning's launcher and process groups, and of its handling of SIGTERM and of
-SLURM's signals.
+"""Private names of Lightning's launcher and process groups, of its handling of SIGTERM and of
+SLURM's signals, and of the lines that it prints at the start of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
@@ -18,6 +20,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_group
 from lightning.fabric.utilities.seed import reset_seed as reset_seed
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
@@ -37,6 +40,47 @@ __all__ = [
     "set_num_threads_if_needed",
     "utils_rank_zero_only",
 ]
+
+
+#: Loggers of Lightning, and the beginnings of their lines on which no user can act.
+_NOISE = {
+    "lightning.pytorch.utilities.rank_zero": ("💡 Tip", "TPU available: False"),
+    "lightning.pytorch.trainer.connectors.checkpoint_connector": ("`weights_only` was not set",),
+}
+
+
+@contextmanager
+def without_noise(num_data_ranks: int = 1) -> Iterator[None]:
+    """Hide what Lightning prints about its own code, other products and missing hardware.
+
+    Args:
+        num_data_ranks: Number of data-parallel ranks. With one, logged values have nothing to be
+            averaged with, which Lightning advises (ranks).
+    """
+    with warnings.catch_warnings(), ExitStack() as undo:
+        warnings.filterwarnings(
+            "ignore", category=FutureWarning, module=r"lightning\.pytorch\.utilities\._pytree"
+        )
+        if num_data_ranks == 1:
+            warnings.filterwarnings(
+                "ignore", r"It is recommended to use `self\.log", PossibleUserWarning
+            )
+        for name, beginnings in _NOISE.items():
+            hide = _Hide(beginnings)
+            logging.getLogger(name).addFilter(hide)
+            undo.callback(logging.getLogger(name).removeFilter, hide)
+        yield
+
+
+class _Hide(logging.Filter):
+    """Filter of lines by their beginnings."""
+
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self._beginnings)
 
 
 def replace_signal_check(

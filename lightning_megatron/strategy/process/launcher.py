@@ -17,6 +17,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.strategy.private.processes import (
     SubprocessScriptLauncher,
     set_num_threads_if_needed,
+    without_noise,
 )
 from lightning_megatron.strategy.process.children import LAUNCHER, ChildProcesses, launcher_mark
 from lightning_megatron.strategy.process.failure import FailureWatch
@@ -33,6 +34,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         port: Port of the job's store, held before other processes start.
         check: Function that raises an error for runs that are not supported. It receives the
             arguments of ``fit``, ``validate``, ``test`` or ``predict``, and ``trainer``, by name.
+        replica_size: Number of processes that hold one copy of the model (processes).
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class MegatronLauncher(SubprocessScriptLauncher):
         watch: FailureWatch,
         port: ReservedPort,
         check: Callable[[Mapping[str, Any]], None],
+        replica_size: int,
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._watch = watch
         self._port = port
         self._check = check
+        self._replica_size = replica_size
         self._children: ChildProcesses | None = None
 
     @override
@@ -77,8 +81,9 @@ class MegatronLauncher(SubprocessScriptLauncher):
                 self._children.watch()
         set_num_threads_if_needed(num_processes=self.num_processes)
         # A single process has no other ranks to notify.
-        is_alone = self.num_processes * self.num_nodes == 1
-        with nullcontext() if is_alone else self._watch.guard():
+        num_ranks = self.num_processes * self.num_nodes
+        guard = nullcontext() if num_ranks == 1 else self._watch.guard()
+        with without_noise(num_ranks // self._replica_size), guard:
             return function(*args, **kwargs)
 
     @override
