@@ -118,7 +118,7 @@ BUDGETS: dict[str, int] = {
     "pipeline": 780,
     "plan": 5000,
     "strategy": 11600,
-    "swap": 8750,
+    "swap": 8760,
     "tasks": 4430,
 }
 MIN_FILE_LINES = 70

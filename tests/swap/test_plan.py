@@ -243,6 +243,9 @@ def test_automatic_plans_leave_the_choice_where_nothing_or_too_much_is_known():
     shared = nn.Linear(8, 16)
     twice = nn.ModuleDict({"a": shared, "b": nn.Linear(16, 8), "c": nn.Sequential(shared)})
     assert automatic_tensor_plan(twice, 2) is None
+    compiled = nn.Sequential(linear(a=(8, 16), b=(16, 8)))
+    compiled[0].compile(backend="eager")
+    assert automatic_tensor_plan(compiled, 2) is None
     hooked = linear(a=(8, 16), b=(16, 8))
     hooked["a"].register_forward_hook(print)
     assert automatic_tensor_plan(hooked, 2) is None

@@ -15,7 +15,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap.blocks.rules import rules_of
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face
-from lightning_megatron.user_code import refuses_graphs
+from lightning_megatron.user_code import is_compiled, refuses_graphs
 
 #: Layers that a plan may name here.
 _SHARDED = (nn.Linear, nn.Embedding)
@@ -100,9 +100,13 @@ def automatic_tensor_plan(root: nn.Module, tp: int) -> dict[str, str] | None:
     """Return a plan that shards the linear layers and vocabularies of a module; None without any.
 
     User code sees the outputs of these layers in full, so that it needs no change. Models of this
-    package and of Hugging Face have plans of their own, and blocks of torch.nn are replaced.
+    package and of Hugging Face have plans of their own, and blocks of torch.nn are replaced. For
+    compiled modules the choice is the user's.
     """
-    is_planned = any(_has_own_plan(part) or hasattr(part, SWAPPED_AS) for part in root.modules())
+    is_planned = any(
+        _has_own_plan(part) or hasattr(part, SWAPPED_AS) or is_compiled(part)
+        for part in root.modules()
+    )
     if tp == 1 or is_planned:
         return None
     plan = _patterns(root, _pairs(root, tp) | _vocabularies(root))
