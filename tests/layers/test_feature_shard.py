@@ -277,3 +277,12 @@ def test_own_autograd_functions_get_all_features(monkeypatch):
     with functions_get_all_features():
         assert Doubled.apply(shard).shape == (2, 8)
     assert Doubled.apply(torch.ones(1)).item() == 2
+
+
+@pytest.mark.parametrize("read", [Tensor.data_ptr, Tensor.untyped_storage])
+def test_the_memory_of_a_part_is_not_given_as_that_of_all_features(
+    read: Callable[[Tensor], Any],
+) -> None:
+    shard = shards_of(torch.zeros(B, T, H * K), 2, (H * K,))[0]
+    with pytest.raises(UnsupportedError, match="this rank's part.*\n.*column_gather"):
+        read(shard)

@@ -112,7 +112,7 @@ BUDGETS: dict[str, int] = {
     "graphs": 2540,
     "groups": 2240,
     "kernels": 4750,
-    "layers": 7750,
+    "layers": 7760,
     "models": 4320,
     "optimizer": 3120,
     "pipeline": 780,

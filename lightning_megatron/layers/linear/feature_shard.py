@@ -23,6 +23,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import copy_to_axis, gather_from_axis, split_to_axis
 from lightning_megatron.layers.linear.shard_functions import (
+    ADDRESSES,
     DIM_ARGUMENTS,
     ELEMENTWISE,
     IN_PLACE,
@@ -141,6 +142,13 @@ class FeatureShard(Tensor):
         if name in ("numel", "nelement", "__len__"):
             shape = args[0].full_shape
             return shape[0] if name == "__len__" else prod(shape)
+        if name in ADDRESSES:
+            raise UnsupportedError(
+                f"{name} gives the memory of this rank's part of the outputs of a linear layer "
+                f"that is sharded over tp: {line_of_user()}. A kernel of your own would compute on "
+                "it as if it were all features.\nGive the layer the kind 'column_gather' in "
+                "tensor_parallel_plan."
+            )
         rule = _RULES.get(name)
         if name.endswith("_") and name[:-1] in ELEMENTWISE:
             rule = _elementwise

@@ -36,6 +36,8 @@ INVARIANT = frozenset(
     requires_grad_ register_hook new_zeros new_ones new_empty new_full new_tensor
     """.split()
 )
+#: Functions that give memory, which kernels outside of torch read without a call of torch.
+ADDRESSES = frozenset("data_ptr untyped_storage storage __cuda_array_interface__".split())
 #: Functions along dimensions, with the index of the argument that names these.
 DIM_ARGUMENTS: Mapping[str, int] = {
     **dict.fromkeys("softmax log_softmax logsumexp cumsum sum mean amax amin max min".split(), 1),
