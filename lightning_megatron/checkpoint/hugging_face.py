@@ -25,6 +25,7 @@ from lightning_megatron.checkpoint.load import load_metadata
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint, verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
+from lightning_megatron.hub import TOKENIZER, tokenizer_files
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.settings import join_or, shown
 from lightning_megatron.swap.families import Family, family_of
@@ -278,6 +279,7 @@ def import_model(
         "global_step": 0,
         "pytorch-lightning_version": version("lightning"),
         HUGGING_FACE: {name: {"architecture": family.architecture, "config": source.config}},
+        TOKENIZER: tokenizer_files(folder),
     }
     header = Header(ParallelLayout(1), torch.__version__, {}, 0, 0, round(time.time(), 3))
     return write_checkpoint(out, num_files, tensors, {}, metadata, header)

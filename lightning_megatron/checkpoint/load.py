@@ -33,6 +33,7 @@ from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement
+from lightning_megatron.hub import TOKENIZER
 from lightning_megatron.optimizer.main_parameters import original_name
 
 _NUM_SHOWN = 10
@@ -258,11 +259,24 @@ def saved_hyper_parameters(path: str) -> Mapping[str, Any] | None:
 
     The result is empty if the checkpoint has no hyperparameters.
     """
+    content = _values_of(path, None)
+    settings = None if content is None else content.get("hyper_parameters", {})
+    return settings if settings is None or isinstance(settings, Mapping) else {}
+
+
+def saved_tokenizer(path: str, weights_only: bool | None = None) -> dict[str, bytes]:
+    """Return the files of the tokenizer in a checkpoint, by name; empty if it has none."""
+    files = (_values_of(path, weights_only) or {}).get(TOKENIZER, {})
+    for name, content in files.items():
+        if Path(name).name != name or not isinstance(content, bytes):
+            raise CorruptDataError(
+                f"the tokenizer of a checkpoint must be files by their names: {path} has {name!r}. "
+                "Use another checkpoint."
+            )
+    return dict(files)
+
+
+def _values_of(path: str, weights_only: bool | None) -> Mapping[str, Any] | None:
     if Path(path).is_file():
-        content = read_single_file(path)
-    elif is_sharded_checkpoint(path):
-        content = load_metadata(path)
-    else:
-        return None
-    settings = content.get("hyper_parameters")
-    return settings if isinstance(settings, Mapping) else {}
+        return read_single_file(path, weights_only)
+    return load_metadata(path, weights_only) if is_sharded_checkpoint(path) else None

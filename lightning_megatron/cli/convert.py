@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,12 @@ from lightning_megatron.checkpoint.hugging_face import (
     find_model,
     import_model,
 )
+from lightning_megatron.checkpoint.load import saved_tokenizer
 from lightning_megatron.cli.checkpoint import DTYPES, DtypeName
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.hub import tokenizer_files
 from lightning_megatron.swap import parallelize
 
 EXAMPLES = """examples:
@@ -31,17 +32,6 @@ EXAMPLES = """examples:
   lightning-megatron convert runs/last.ckpt exported --verify   compare both on some tokens
   lightning-megatron convert runs/last.ckpt exported --tokenizer path/to/folder"""
 
-#: Files of a Hugging Face folder that checkpoints do not store, copied by ``--tokenizer``.
-_COPIED_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "generation_config.json",
-    "spiece.model",
-)
 #: Number of tokens that ``--verify`` runs through both models.
 _NUM_TOKENS = 32
 #: Largest accepted difference of their float32 results, relative to the largest result.
@@ -68,7 +58,8 @@ def convert(
             model.
         dtype: Dtype of the weights; by default unchanged.
         max_file_bytes: Maximum size of a file (bytes).
-        tokenizer: Copy the files of the tokenizer, and of generation, from this folder.
+        tokenizer: Copy the files of the tokenizer, and of generation, from this folder; by default
+            those in the checkpoint, with the chat template that trained it.
         merge: Write the model with its adapter merged, instead of the adapter alone.
         verify: Compare the results of both afterwards (needs transformers).
         unsafe: Unpickle objects of any type from the checkpoint.
@@ -81,12 +72,12 @@ def convert(
     chosen = None if dtype is None else DTYPES[dtype]
     is_export = is_sharded_checkpoint(source)
     if is_export:
-        copied = _tokenizer_files(tokenizer)
+        given = _tokenizer_files(tokenizer)
         if verify and not merge:
             _check_whole(find_model(source, name, unsafe))
         export_model(source, output, name, chosen, max_file_bytes, unsafe, merge)
-        for file in copied:
-            shutil.copy(file, output)
+        for file, content in (given or saved_tokenizer(source, not unsafe)).items():
+            Path(output, file).write_bytes(content)
         print(f"{output}: a Hugging Face folder of {source}")
     else:
         if merge or tokenizer is not None:
@@ -128,12 +119,10 @@ def _check_whole(saved: SavedModel | SavedOwnCodeModel) -> None:
         )
 
 
-def _tokenizer_files(folder: str | None) -> list[Path]:
-    """List the files of a folder that belong to the tokenizer or to generation."""
-    if folder is None:
-        return []
-    files = sorted({file for pattern in _COPIED_FILES for file in Path(folder).glob(pattern)})
-    if not files:
+def _tokenizer_files(folder: str | None) -> dict[str, bytes]:
+    """Return the files of a folder that belong to the tokenizer or to generation."""
+    files = {} if folder is None else tokenizer_files(folder)
+    if folder is not None and not files:
         raise CheckpointMismatchError(
             f"--tokenizer must be a folder with files of a tokenizer: {folder} has none. Use the "
             "folder of the original model."

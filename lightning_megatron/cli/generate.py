@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from jsonargparse.typing import PositiveInt
 
 from lightning_megatron.cli.model_call import LayoutOptions, ModelCall
 from lightning_megatron.cli.opened_model import OpenedModel
+from lightning_megatron.cli.talk import Talk
 from lightning_megatron.cli.text_generation import PromptText, TextGeneration
 from lightning_megatron.data.documents import TextFiles
 from lightning_megatron.data.tokenizer import load_tokenizer
@@ -17,17 +19,64 @@ from lightning_megatron.errors import CorruptDataError, ParallelPlanError, Unsup
 from lightning_megatron.generation.prompts import check_prompts
 from lightning_megatron.generation.sampling import GenerationSettings
 from lightning_megatron.generation.stop_text import StopStrings
+from lightning_megatron.tasks.chat import ChatTokenizer, Message
 
 EXAMPLES = """examples:
   lightning-megatron generate path/to/folder --prompt "The state of the union"
   lightning-megatron generate runs/last.ckpt --tokenizer gpt2 --prompts prompts.txt \\
-      --sample --top_p 0.9 --samples 4 --tp 2 --pp 2 --devices 4 --precision bf16-true"""
+      --sample --top_p 0.9 --samples 4 --tp 2 --pp 2 --devices 4 --precision bf16-true
+  lightning-megatron generate exported --chat --prompt "Who spoke first?"
+  lightning-megatron generate exported --interactive --max_new_tokens 500"""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Answers to prompts as messages of a conversation, instead of their continuation.
+
+    Args:
+        chat: Answer the prompts: each is the question of a conversation, which the chat template of
+            the tokenizer writes.
+        interactive: Answer what you type, as one conversation, until an empty line.
+        system: System message before the questions.
+        chat_template: Jinja file whose template replaces that of the tokenizer.
+    """
+
+    chat: bool = False
+    interactive: bool = False
+    system: str | None = None
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("system", "chat_template"):
+            if getattr(self, name) is not None and not self.is_used:
+                raise UnsupportedError(
+                    f"--{name} has no effect without a conversation, of which it is a part: "
+                    f"neither --chat nor --interactive is given. Add one of them, or leave "
+                    f"--{name} out."
+                )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a conversation."""
+        return self.chat or self.interactive
+
+    def tokenizer(self, folder: str) -> ChatTokenizer | None:
+        """Return the tokenizer with the template; None without a conversation."""
+        return ChatTokenizer(folder, self.chat_template) if self.is_used else None
+
+    def question(self, chat: ChatTokenizer, text: str) -> list[int]:
+        """Return the tokens of a conversation that begins with a question."""
+        messages: list[Message] = [{"role": "user", "content": text}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return chat.prompt_tokens(messages, f"the conversation with {text!r}")
 
 
 def generate(
     model: str,
     settings: GenerationSettings,
     layout: LayoutOptions,
+    chat: ChatOptions,
     prompt: tuple[str, ...] = (),
     prompts: Path | None = None,
     tokenizer: str | None = None,
@@ -57,24 +106,43 @@ def generate(
             "--sample, or leave --samples out."
         )
     opened = OpenedModel.at(model, layout.dtype)
-    words = load_tokenizer(opened.tokenizer_name(tokenizer))
-    # A CausalLM is trained on token files, whose texts have no special tokens before them.
-    adds_special = opened.folder is not None if special_tokens is None else special_tokens
-    texts = [
-        PromptText(text, words.encode_prompt(text) if adds_special else words.encode(text))
-        for text in _texts(prompt, prompts)
-    ]
-    ends = opened.end_tokens or (() if words.eod is None else (words.eod,))
-    settings = replace(settings, stop_tokens=tuple(sorted({*ends, *settings.stop_tokens})))
+    name = opened.tokenizer_name(tokenizer)
+    words = load_tokenizer(name)
+    template = chat.tokenizer(name)
+    ends = {*(opened.end_tokens or (() if words.eod is None else (words.eod,)))}
+    ends |= set() if template is None else {*template.end_tokens}
+    settings = replace(settings, stop_tokens=tuple(sorted(ends.union(settings.stop_tokens))))
     StopStrings(words.decode, stop)
-    # Check the prompts here, so that errors are raised before other processes start.
-    check_prompts([text.tokens for text in texts], opened.module.vocab_size)
-    _check_length(texts, settings.max_new_tokens, opened.max_length)
-    call = TextGeneration(texts, words, settings, stop, samples, batch_size, json)
+    call: Talk | TextGeneration
+    if chat.interactive:
+        _check_keyboard(prompt, prompts, samples, json)
+        assert template is not None, "a conversation has a template"
+        call = Talk(template, words, settings, stop, chat.system, opened.max_length)
+    else:
+        # A CausalLM is trained on token files, whose texts have no special tokens before them.
+        adds_special = opened.folder is not None if special_tokens is None else special_tokens
+        encode = words.encode_prompt if adds_special else words.encode
+        if template is not None:
+            encode = partial(chat.question, template)
+        texts = [PromptText(text, encode(text)) for text in _texts(prompt, prompts)]
+        # Check the prompts here, so that errors are raised before other processes start.
+        check_prompts([text.tokens for text in texts], opened.module.vocab_size)
+        _check_length(texts, settings.max_new_tokens, opened.max_length)
+        call = TextGeneration(texts, words, settings, stop, samples, batch_size, json, chat.chat)
     ModelCall(opened.module, call).run(layout.trainer(), opened.checkpoint)
 
 
 COMMAND = generate
+
+
+def _check_keyboard(prompt: Sequence[str], prompts: Path | None, samples: int, json: bool) -> None:
+    given = {"--prompt": prompt, "--prompts": prompts, "--samples": samples > 1, "--json": json}
+    used = [option for option, value in given.items() if value]
+    if used:
+        raise UnsupportedError(
+            f"--interactive answers what is typed, one line after the other: {used[0]} does not go "
+            f"with it. Leave {used[0]} out, or use --chat."
+        )
 
 
 def _texts(given: Sequence[str], file: Path | None) -> list[str]:

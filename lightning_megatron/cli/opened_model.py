@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning_megatron.checkpoint.load import saved_hyper_parameters
+from lightning_megatron.checkpoint.load import saved_hyper_parameters, saved_tokenizer
 from lightning_megatron.data.tokenizer import FileTokenizer, Tokenizer
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.models.causal_lm import CausalLM
@@ -22,13 +23,16 @@ class OpenedModel:
 
     Args:
         checkpoint: Checkpoint with the weights; None if the module reads them itself.
-        folder: Hugging Face folder with configuration and tokenizer; None for a ``CausalLM``.
+        folder: Hugging Face folder with the configuration; None for a ``CausalLM``.
+        scratch: Folder of the files of the tokenizer that a checkpoint holds, until the command
+            ends; None if it holds none.
     """
 
     path: str
     module: TokenModule
     checkpoint: str | None
     folder: str | None
+    scratch: TemporaryDirectory[str] | None = None
 
     @classmethod
     def at(cls, path: str, dtype: str) -> OpenedModel:
@@ -59,7 +63,12 @@ class OpenedModel:
             expert_settings=settings.get("expert_settings"),
             lora=settings.get("lora"),
         )
-        return cls(path, module, path, folder)
+        return cls(path, module, path, folder, _unpacked(saved_tokenizer(path)))
+
+    @property
+    def tokenizer_folder(self) -> str | None:
+        """Folder of the tokenizer: that of the checkpoint, or of the model; None without one."""
+        return self.folder if self.scratch is None else self.scratch.name
 
     @property
     def max_length(self) -> int | None:
@@ -72,9 +81,9 @@ class OpenedModel:
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """Return the end-of-text tokens that the folder names; empty if it names none."""
-        if self.folder is None:
+        if self.tokenizer_folder is None:
             return ()
-        file = Path(self.folder, "generation_config.json")
+        file = Path(self.tokenizer_folder, "generation_config.json")
         tokens = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
         if tokens is None:
             config: Any = self.module.config
@@ -88,8 +97,9 @@ class OpenedModel:
 
         It is the beginning-of-text token of the folder's tokenizer, or else an end-of-text token.
         """
-        file = Path(self.folder or "", "tokenizer_config.json")
-        if self.folder is not None and isinstance(tokenizer, FileTokenizer) and file.is_file():
+        folder = self.tokenizer_folder
+        file = Path(folder or "", "tokenizer_config.json")
+        if folder is not None and isinstance(tokenizer, FileTokenizer) and file.is_file():
             settings = json.loads(file.read_text("utf-8"))
             for name in ("bos_token", "eos_token"):
                 text = settings.get(name)
@@ -105,13 +115,22 @@ class OpenedModel:
         Args:
             given: Name or path that the user gave; None means the tokenizer of the folder.
         """
-        name = given or self.folder
+        name = given or self.tokenizer_folder
         if name is None:
             raise UnsupportedError(
                 f"{self.path} names no tokenizer: a CausalLM knows only the number of its tokens. "
                 "Give the one that it was trained with: --tokenizer bytes, gpt2 or a path."
             )
         return name
+
+
+def _unpacked(files: Mapping[str, bytes]) -> TemporaryDirectory[str] | None:
+    if not files:
+        return None
+    scratch = TemporaryDirectory()
+    for name, content in files.items():
+        Path(scratch.name, name).write_bytes(content)
+    return scratch
 
 
 def _hyperparameters(path: str) -> Mapping[str, Any]:

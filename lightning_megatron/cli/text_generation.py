@@ -43,6 +43,8 @@ class TextGeneration:
         stop_strings: Strings that end a row; they are not printed.
         batch_size: Number of rows that a replica continues at once (rows).
         prints_json: Whether each row is printed as a JSON object on one line.
+        is_chat: Whether the new text is an answer to the prompt, printed without it, and not its
+            continuation.
     """
 
     prompts: Sequence[PromptText]
@@ -52,6 +54,7 @@ class TextGeneration:
     num_samples: int = 1
     batch_size: int = 1
     prints_json: bool = False
+    is_chat: bool = False
 
     def __call__(self, model: nn.Module) -> None:
         """Continue the prompts and print them; all ranks call this.
@@ -74,6 +77,16 @@ class TextGeneration:
             all_continuations = all_gather_objects(continuations if has_own else [], mesh.dp_cpu)
             if prints:
                 self._print_rows(batches[first : first + mesh.dp.size], all_continuations)
+
+    def answer(self, model: nn.Module, number: int, *, prints: bool) -> str:
+        """Continue the first prompt, print the new text meanwhile, and return it.
+
+        Args:
+            number: Number of the answers before, which sampling depends on.
+        """
+        row = SampledRow(0, 0)
+        [tokens] = self._continued(model, [row], number, streams=prints)
+        return self.text_of(row, tokens)
 
     def batches(self) -> list[list[SampledRow]]:
         """Return the rows of each batch."""
@@ -155,9 +168,14 @@ class TextGeneration:
         }
 
     def _print_head(self, row: SampledRow) -> None:
-        if len(self.prompts) * self.num_samples > 1:
+        has_others = len(self.prompts) * self.num_samples > 1
+        if has_others:
             _say(f"=== prompt {row.prompt + 1}, sample {row.sample + 1}\n")
-        _say(self.prompts[row.prompt].text)
+        text = self.prompts[row.prompt].text
+        if not self.is_chat:
+            _say(text)
+        elif has_others:
+            _say(f"{text}\n")
 
     def _stream(self, row: SampledRow) -> TextStream:
         before = self.prompts[row.prompt].tokens

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.hub import TOKENIZER, tokenizer_files
 from lightning_megatron.layers.attention.span import AttentionSpan
 from lightning_megatron.models.hugging_face_folder import load_model, random_model, read_config
 from lightning_megatron.models.lora import PEFT, LoraSettings, bare_model
@@ -113,6 +114,12 @@ class HuggingFaceCausalLM(TokenModule):
             # `from_pretrained` returns a model in evaluation mode, without dropout.
             model = build(self.path, self.config, self.dtype_name).train()
             self.model = model if self.lora is None else self.lora.adapted(model)
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the files of the tokenizer, with the chat template of the data if that has one."""
+        read = getattr(self.trainer.datamodule, "tokenizer_files", None)  # type: ignore[attr-defined]
+        checkpoint[TOKENIZER] = tokenizer_files(self.path) if read is None else read()
 
     @override
     def on_fit_start(self) -> None:

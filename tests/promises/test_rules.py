@@ -40,7 +40,7 @@ PUBLIC_MODULES = set("building_blocks errors extras families shapes".split())
 TASKS = tuple("corpus bert chat evaluation preferences finetuning scaling".split())
 OPEN_TO_ALL = set(
     """
-    disk_sync errors extras half_types nest once option_errors recipe_files shapes strict_json
+    disk_sync errors extras half_types hub nest once option_errors recipe_files shapes strict_json
     user_code version
     """.split()
 )
@@ -103,9 +103,9 @@ EXTRAS = {"matplotlib", "tokenizers", "transformers", "safetensors", "transforme
 # Lines of code, without blank lines, comments and docstrings, that a room may have. Budgets only fall:
 # a change that needs more deletes as much elsewhere, or says in its message why it cannot.
 BUDGETS: dict[str, int] = {
-    "beside rooms": 560,
-    "checkpoint": 2820,
-    "cli": 3260,
+    "beside rooms": 580,
+    "checkpoint": 2830,
+    "cli": 3390,
     "data": 3780,
     "experts": 3190,
     "generation": 930,
@@ -119,7 +119,7 @@ BUDGETS: dict[str, int] = {
     "plan": 5000,
     "strategy": 11600,
     "swap": 8760,
-    "tasks": 4430,
+    "tasks": 4470,
 }
 MIN_FILE_LINES = 70
 MAX_FILE_LINES = 700
@@ -129,7 +129,7 @@ MAX_FUNCTION_LINES = 60
 SMALL_FILES = set(
     """
     __main__.py building_blocks.py cli/clean.py cli/preprocess.py cli/recipes.py cli/seeds.py disk_sync.py
-    errors.py extras.py families.py graphs/user_hooks.py half_types.py
+    errors.py extras.py families.py graphs/user_hooks.py half_types.py hub.py
     layers/fused/vector_product.py layers/parameters/remade.py
     models/lora.py once.py plan/columns.py
     public_names.py shapes.py version.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import signal
@@ -16,9 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.building_blocks import (
-    read_pretrained_tokenizer,
-)
+from lightning_megatron.building_blocks import read_pretrained_tokenizer, tokenizer_files
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.tasks.chat.conversations import Conversation, Message
@@ -93,6 +92,58 @@ class ChatTokenizer:
         )
         version = import_extra("transformers", "hf").__version__
         return hashlib.sha256(repr((state, special, version)).encode()).hexdigest()
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Special token that ends an answer of the template; empty if there is none."""
+        messages = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        try:
+            tokens, is_answer = self.encode(Conversation(messages, 1, None, "a short conversation"))
+        except (CorruptDataError, UnsupportedError):
+            # A template may demand other messages.
+            return ()
+        added = self._tokenizer.added_tokens_decoder
+        ends = [int(token) for token in tokens[is_answer] if token in added]
+        return tuple(token for token in ends[-1:] if added[token].special)
+
+    def prompt_tokens(self, messages: Sequence[Message], place: str) -> list[int]:
+        """Return the tokens of messages, and of what the template writes before an answer to them.
+
+        Args:
+            place: Name of the conversation in errors.
+        """
+        conversation = Conversation(tuple(messages), len(messages), None, place)
+        tokens: list[int] = self._render(messages, conversation, header=True)["input_ids"]
+        return tokens
+
+    def files(self) -> dict[str, bytes]:
+        """Return the files with which others tokenize, chat and stop like this tokenizer.
+
+        They are those of the folder, with this template, and with the tokens that end its answers
+        among those that end generation.
+        """
+        files = tokenizer_files(self.folder)
+        for name in [name for name in files if name.startswith("chat_template")]:
+            del files[name]
+        files["chat_template.jinja"] = self.template.encode()
+        settings = json.loads(files.get("tokenizer_config.json", b"{}"))
+        if "chat_template" in settings:
+            # Old readers look at this place alone.
+            content = json.dumps(settings | {"chat_template": self.template}, indent=2)
+            files["tokenizer_config.json"] = content.encode()
+        generation = json.loads(files.get("generation_config.json", b"{}"))
+        if not generation:
+            path = Path(self.folder, "config.json")
+            config = json.loads(path.read_bytes()) if path.is_file() else {}
+            names = ("bos_token_id", "eos_token_id", "pad_token_id")
+            generation = {name: config[name] for name in names if config.get(name) is not None}
+        ends = generation.get("eos_token_id") or []
+        ends = ends if isinstance(ends, list) else [ends]
+        new = [token for token in self.end_tokens if token not in ends]
+        if new:
+            generation["eos_token_id"] = [*ends, *new]
+            files["generation_config.json"] = json.dumps(generation, indent=2).encode()
+        return files
 
     def encode(self, conversation: Conversation) -> tuple[npt.NDArray, npt.NDArray]:
         """Return the tokens of a conversation, and a mask of those that the assistant wrote.

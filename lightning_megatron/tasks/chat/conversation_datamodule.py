@@ -161,6 +161,10 @@ class ConversationDataModule(FileDataModule):
         """Tokenizer with its chat template, loaded at the first use."""
         return ChatTokenizer(self.tokenizer_folder, self.chat_template)
 
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """Return the files of the tokenizer with its template, for checkpoints and exports."""
+        return self.tokenizer.files()
+
     @cached_property
     def encoder(self) -> ConversationEncoder:
         """Encoder of the rows of files."""

@@ -153,6 +153,7 @@ class DPO(HuggingFaceCausalLM):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         checkpoint[_ENTRY] = self.reference.state()
 
     @override
