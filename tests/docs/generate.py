@@ -1,6 +1,6 @@
-"""Write the generated parts of the README and of `docs/` again: ``python -m tests.docs.generate``.
+"""Write the generated parts of `docs/` again: ``python -m tests.docs.generate``.
 
-These are the map of the rooms in the README and in `docs/architecture.md`, the table of their
+These are the map of the rooms in `docs/architecture.md`, the table of their
 sub-rooms, the pages of the API and of options, the help of commands, the tables of kept bytes and of planned clones, the list of trained
 schedules, and the pictures of rooms, measured times, schedules and clones.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from lightning_megatron.cli.main import HELP
 from tests.docs import clone_picture, kept_table, performance_picture, schedule_picture
 from tests.docs.api_page import API, api_page
-from tests.docs.blocks import DOCS, MAP, README, SUB_ROOM_TABLE, room_map, sub_room_table
+from tests.docs.blocks import DOCS, MAP, SUB_ROOM_TABLE, room_map, sub_room_table
 from tests.docs.help_texts import help_texts
 from tests.docs.options_page import OPTIONS, options_page
 from tests.docs.room_picture import PICTURE, room_picture
@@ -25,7 +25,6 @@ def write_map(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_map(README)
     write_map(DOCS / "architecture.md")
     API.write_text(api_page())
     OPTIONS.write_text(options_page())

@@ -9,7 +9,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
+from lightning_megatron.version import __version__
 from tests.docs import kept_table, performance_picture, schedule_picture
 from tests.docs.api_page import API, api_page
 from tests.docs.blocks import (
@@ -57,6 +59,24 @@ def test_readme_has_at_most_200_lines() -> None:
     assert len(README.read_text().splitlines()) <= 200
 
 
+def test_code_of_the_front_pages_fits_on_a_phone() -> None:
+    """A phone of 390 px shows 49 characters of a line, with the sizes in docs/phone.css."""
+    for page in (README, DOCS / "README.md"):
+        code = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        assert len(code) == 2, page
+        assert [line for line in "".join(code).splitlines() if len(line) > 49] == []
+
+
+def test_citation_names_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == __version__
+    assert cited["license"] == "Apache-2.0"
+    # A release has a date in both files, and in neither before it.
+    date = re.search(r"^## \[\S+\] - (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert date is not None
+    assert str(cited.get("date-released", "unreleased")) == date.group(1)
+
+
 def test_measured_times_are_in_the_results_and_speed_ups_are_their_quotients() -> None:
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     rows = performance_picture.measurements()
@@ -70,7 +90,6 @@ def test_measured_times_are_in_the_results_and_speed_ups_are_their_quotients() -
 def test_generated_texts_are_current() -> None:
     architecture = DOCS / "architecture.md"
     texts = [
-        (README, MAP, room_map()),
         (architecture, MAP, room_map()),
         (architecture, SUB_ROOM_TABLE, sub_room_table()),
         (kept_table.PAGE, kept_table.TABLE, kept_table.table()),
