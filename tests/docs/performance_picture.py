@@ -10,8 +10,10 @@ from tests.docs.svg import box, picture_of, text
 
 PICTURE = DOCS / "performance.svg"
 MEASURED = re.compile(r"<!-- measured -->\n(?:\|.*\n){2}((?:\|.*\n)+)")
-_PIXELS_PER_MS = 1.2
-_LEFT, _ROW, _TOP = 230, 58, 34
+# Words of this size can be read on a phone of 390 px, which shows the picture at 0.58 of its width.
+_SIZE, _LETTER = 16, 8.7
+_PIXELS_PER_MS = 0.4
+_LEFT, _ROW, _TOP = 10, 74, 34
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,16 @@ def measurements() -> list[Measurement]:
 def performance_picture() -> str:
     """Return the picture: two bars for each row, ours above that of Megatron-Core."""
     rows = measurements()
-    parts = [text(10, 20, "Milliseconds per step, two H200s (shorter is faster)")]
+    parts, width = [text(_LEFT, 20, "Milliseconds per step, two H200s", _SIZE)], 0.0
     for number, row in enumerate(rows):
         y = _TOP + _ROW * number
-        model, layout = row.name.split("; ")
-        parts += [text(10, y + 16, model), text(10, y + 36, layout)]
+        parts.append(text(_LEFT, y + 18, row.name.replace("; ", ": "), _SIZE))
         remark = " (slow host)" if row.is_host_slow else ""
-        label = f"{row.ours} this project, speed-up {row.speed_up}{remark}"
-        parts += _bar(y, row.ours, "#3949ab", label)
-        parts += _bar(y + 21, row.peer, "#bbb", f"{row.peer} Megatron-Core")
-    width = _LEFT + round(max(row.peer for row in rows) * _PIXELS_PER_MS) + 170
-    return picture_of(width, _TOP + _ROW * len(rows), parts)
-
-
-def _bar(y: int, time: float, colour: str, label: str) -> list[str]:
-    length = round(time * _PIXELS_PER_MS)
-    return [box(_LEFT, y, length, 18, colour), text(_LEFT + length + 6, y + 14, label)]
+        ours = f"{row.ours:.2f} this project, speed-up {row.speed_up}{remark}"
+        bars = (row.ours, "#3949ab", ours), (row.peer, "#bbb", f"{row.peer:.2f} Megatron-Core")
+        for top, (time, colour, label) in zip((y + 25, y + 46), bars, strict=True):
+            end = _LEFT + round(time * _PIXELS_PER_MS)
+            parts.append(box(_LEFT, top, end - _LEFT, 18, colour))
+            parts.append(text(end + 6, top + 15, label, _SIZE))
+            width = max(width, end + 6 + _LETTER * len(label))
+    return picture_of(round(width), _TOP + _ROW * len(rows), parts)

@@ -102,6 +102,8 @@ def test_generated_texts_are_current() -> None:
     old = [page.name for page, mark, text in texts if found(mark, page) != text]
     old += [OPTIONS.name] * (OPTIONS.read_text() != options_page())
     old += [API.name] * (API.read_text() != api_page())
+    picture = performance_picture.PICTURE
+    old += [picture.name] * (picture.read_text() != performance_picture.performance_picture())
     assert not old, f"{old} are old. Write them again: python -m tests.docs.generate"
 
 

@@ -366,3 +366,51 @@ def test_arguments_that_cannot_be_kept_are_refused_with_their_line() -> None:
     runner = trainer({"microbatch_size": 1}, 1, logger=ListLogger(), max_epochs=1)
     with pytest.raises(UnsupportedError, match=r"self\.logger\.log_metrics .*test_logs\.py"):
         runner.fit(Unpicklable(), DataLoader(data(), 4))
+
+
+class Serviced(Logs):
+    """Log by Lightning, and by the experiments of TensorBoard and wandb."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        board, run = (logger.experiment for logger in self.loggers)
+        board.add_scalar("direct", loss, self.global_step)
+        run.log({"direct": loss.item()})
+        return loss
+
+
+def served(strategy: Any, size: int, folder: Path) -> dict[str, float]:
+    """Fit with both loggers; return the last values that rank 0 has written to each of them."""
+    from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder.mkdir()
+    loggers = [TensorBoardLogger(folder), WandbLogger(save_dir=folder, offline=True)]
+    runner = trainer(strategy, size, logger=loggers, max_epochs=1)
+    runner.fit(Serviced(), DataLoader(data(), 4))
+    if not runner.is_global_zero:
+        assert list(folder.glob("*/*/events*")) == []
+        return {}
+    for logger in loggers:
+        logger.finalize("success")
+    events = EventAccumulator(loggers[0].log_dir).Reload()
+    run = loggers[1].experiment.summary
+    values = {f"board {name}": events.Scalars(name)[-1].value for name in ("loss", "direct")}
+    return values | {f"run {name}": run[name] for name in ("loss", "direct")}
+
+
+def served_on_two_ranks(rank: int, size: int, folder: Path) -> list[dict[str, float]]:
+    return [served(layout, size, folder / f"{name} {rank}") for name, layout in WRITTEN.items()]
+
+
+@pytest.mark.extras
+def test_tensorboard_and_wandb_get_the_values_of_one_process(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    expected = served(None, 1, tmp_path / "one")
+    assert len(expected) == 4
+    first, second = run_world(served_on_two_ranks, 2, tmp_path)
+    assert first == [pytest.approx(expected, rel=1e-6)] * 2
+    assert second == [{}, {}]
