@@ -89,10 +89,10 @@ SCHEDULE = {
 }
 STRATEGY, MODEL = "trainer.strategy.init_args", "model.init_args"
 WRONG: list[tuple[str, Any, str]] = [
-    (f"{STRATEGY}.tp", "two", 'Parser key "tp"'),
+    (f"{STRATEGY}.tp", "two", ": tp: expected int: two is given."),
     (f"{STRATEGY}.job", {"timeout": -1}, "job.timeout must be a finite number above 0"),
     (f"{STRATEGY}.job", {"time_out": 1}, "job has no setting 'time_out'. Its settings are"),
-    (f"{MODEL}.config.num_layers", "many", 'Parser key "config.num_layers"'),
+    (f"{MODEL}.config.num_layers", "many", ": config.num_layers: expected int: many is given."),
     (f"{MODEL}.config.hidden_dropout", math.nan, "hidden_dropout must be a finite number"),
     (f"{MODEL}.lr_schedule", SCHEDULE, "lr_schedule (CosineSchedule): warmup_steps (5) must be"),
     ("data.init_args.seq_length", 0, "seq_length must be a whole number of at least 1: it is 0"),
