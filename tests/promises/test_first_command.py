@@ -60,7 +60,7 @@ def test_readme_has_at_most_200_lines() -> None:
 
 
 def test_code_of_the_front_pages_fits_on_a_phone() -> None:
-    """A phone of 390 px shows 49 characters of a line, with the sizes in docs/phone.css."""
+    """A phone of 390 px shows 49 characters of a line, with the sizes in docs/code.css."""
     for page in (README, DOCS / "README.md"):
         code = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
         assert len(code) == 2, page
